@@ -1,0 +1,94 @@
+"""Estimators: rewards → advantages. Pure functions of whole groups, in any number.
+
+Letters: N rows (the G completions of a prompt adjacent), F reward functions, G group size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# TRL adds this to every standard deviation (grpo_trainer.py); equal advantages need the same constant.
+STD_FLOOR = 1e-4
+
+# Rewards arrive as float32, so a weighted sum of them is known to a few units in the last place. A spread below that
+# is rounding, not signal: TRL divides it by (0 + 1e-4) and gets advantages up to 3.6e-3 for equal rewards.
+ROUNDING = 4 * torch.finfo(torch.float32).eps
+
+
+def group_advantages(
+    rewards: Tensor,
+    weights: Tensor,
+    group_size: int,
+    *,
+    scale_rewards: str = "group",
+    multi_objective_aggregation: str = "sum_then_normalize",
+) -> Tensor:
+    """GRPO's outcome advantage (DeepSeekMath, arXiv 2402.03300, 4.1.2; DASH, eq. 4), as TRL 1.16 defines it.
+
+    `sum_then_normalize`: r_i = Σ_k w_k r_ik and A_i = (r_i − mean_group r) / (σ + 1e-4), where σ is the standard
+    deviation of the group ("group"), of all N rows ("batch"), or the division is left out ("none": DASH's eq. 4,
+    Dr. GRPO). `normalize_then_sum` (GDPO, arXiv 2601.05242): each function is normalised in its group first, the
+    weighted sum then over all N rows.
+
+    Deviation from TRL: a group whose rewards are equal has advantage exactly 0, while TRL divides float32 rounding by
+    1e-4. Standard deviations are the unbiased ones.
+
+    Args:
+        rewards: [N, F]; NaN = not applicable. A row of NaN only is unscored: it is left out of every mean and
+            standard deviation and has advantage 0.
+        weights: [F], the weight of each reward function.
+        group_size: G, dividing N.
+        scale_rewards: "group", "batch" or "none"; ignored by `normalize_then_sum`.
+        multi_objective_aggregation: "sum_then_normalize" or "normalize_then_sum".
+    Returns:
+        [N] float32, same order.
+    Raises:
+        ValueError: if the rows do not split into whole groups, or an option is unknown.
+    """
+    if rewards.shape[0] % group_size:
+        raise ValueError(
+            f"{rewards.shape[0]} rewards do not split into groups of {group_size}: was a completion dropped before "
+            "its group was complete?"
+        )
+    rewards, weights = rewards.double(), weights.double().to(rewards.device)
+    unscored = rewards.isnan().all(dim=1)
+    grouped = rewards.view(-1, group_size, rewards.shape[1])  # [M, G, F]
+    if multi_objective_aggregation == "sum_then_normalize":
+        total = (grouped * weights).nansum(dim=2, keepdim=True)
+        total[unscored.view(-1, group_size)] = torch.nan
+        centred = _centred(total, scale=(grouped * weights).abs().nansum(dim=2, keepdim=True)).flatten()
+        if scale_rewards == "group":
+            centred = centred / (_std(total, dim=1) + STD_FLOOR).expand_as(total).flatten()
+        elif scale_rewards == "batch":
+            centred = centred / (_std(total.flatten(), dim=0) + STD_FLOOR)
+        elif scale_rewards != "none":
+            raise ValueError(f"scale_rewards={scale_rewards!r} is unknown: use 'group', 'batch' or 'none'.")
+        advantages = centred
+    elif multi_objective_aggregation == "normalize_then_sum":
+        normalised = _centred(grouped, scale=grouped.abs()) / (_std(grouped, dim=1) + STD_FLOOR)
+        total = (normalised * weights).nansum(dim=2).flatten()
+        total[unscored] = torch.nan
+        # The mean over all rows is 0 by construction; subtracting its rounding would give a constant group a signal.
+        advantages = total / (_std(total, dim=0) + STD_FLOOR)
+    else:
+        raise ValueError(
+            f"multi_objective_aggregation={multi_objective_aggregation!r} is unknown: use 'sum_then_normalize' or "
+            "'normalize_then_sum'."
+        )
+    return advantages.nan_to_num(nan=0.0).float()
+
+
+def _centred(values: Tensor, *, scale: Tensor) -> Tensor:
+    """[M, G, K] minus the group mean, NaN-aware; exactly 0 where a group's spread is rounding (relative to `scale`)."""
+    high = values.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
+    low = values.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
+    constant = high - low <= ROUNDING * scale.nan_to_num(nan=0.0).amax(dim=1, keepdim=True)
+    return torch.where(constant & ~values.isnan(), 0.0, values - values.nanmean(dim=1, keepdim=True))
+
+
+def _std(values: Tensor, *, dim: int) -> Tensor:
+    """Unbiased standard deviation along `dim` (kept), ignoring NaN; NaN where fewer than two values are left."""
+    count = (~values.isnan()).sum(dim=dim, keepdim=True)
+    squares = (values - values.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
+    return torch.where(count > 1, squares / (count - 1).clamp(min=1), torch.nan).sqrt()

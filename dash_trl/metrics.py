@@ -1,0 +1,88 @@
+"""What the filter and the packer did, as numbers for TRL's log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dash_trl.filtering import Filtered
+from dash_trl.packing import MicroBatch
+from dash_trl.rollouts import RolloutBatch
+
+
+def filter_metrics(
+    rollouts: RolloutBatch, filtered: Filtered, reduce_sum: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
+    """Shares of the generation batch (all ranks), and the mean |A| of the rows that survive.
+
+    `filter/kept_rows` + `filter/dropped_constant` + `filter/dropped_threshold` + `filter/dropped_unscored` = 1.
+
+    Args:
+        reduce_sum: adds a vector up over the ranks.
+    """
+    mask = rollouts.loss_mask.double()
+    tokens = mask.sum(dim=1)
+    advantages = rollouts.advantages.double().abs()
+    if advantages.dim() == 2:
+        advantages = (advantages * mask).sum(dim=1) / tokens.clamp(min=1.0)
+    keep = filtered.keep
+    counts = [keep, filtered.constant, filtered.threshold, filtered.unscored]
+    local = [*(count.sum() for count in counts), tokens[keep].sum(), tokens.sum(), advantages[keep].sum()]
+    *rows, kept_tokens, all_tokens, kept_advantage = reduce_sum(torch.stack([x.double() for x in local])).tolist()
+    return {
+        "filter/kept_rows": rows[0] / sum(rows),
+        "filter/dropped_constant": rows[1] / sum(rows),
+        "filter/dropped_threshold": rows[2] / sum(rows),
+        "filter/dropped_unscored": rows[3] / sum(rows),
+        "filter/kept_tokens": kept_tokens / max(all_tokens, 1.0),
+        "advantage/abs_mean": kept_advantage / rows[0] if rows[0] else float("nan"),
+    }
+
+
+def sampler_metrics(
+    rollouts: RolloutBatch, gather: Callable[[Tensor], Tensor], device: torch.device
+) -> dict[str, float]:
+    """TRL's measures of the distance between the sampler and the trainer, over survivors.
+
+    Args:
+        gather: concatenates a vector over the ranks.
+    """
+    mask = rollouts.loss_mask.bool()
+    delta = (rollouts.old_per_token_logps - rollouts.sampling_per_token_logps).abs()
+    delta = delta[mask & ~delta.isnan()]
+    ratio = rollouts.importance_sampling_ratio
+    ratio = ratio[mask] if ratio.shape == mask.shape else ratio.flatten()
+    if delta.numel() and ratio.numel():
+        local = torch.stack([delta.mean(), delta.max(), ratio.min(), ratio.mean(), ratio.max()])
+    else:
+        local = torch.full((5,), torch.nan)
+    ranks = gather(local.to(device)).view(-1, 5).cpu()
+    ranks = ranks[~ranks.isnan().any(dim=1)]
+    if not len(ranks):
+        return {}
+    return {
+        "sampling/sampling_logp_difference/mean": ranks[:, 0].mean().item(),
+        "sampling/sampling_logp_difference/max": ranks[:, 1].max().item(),
+        "sampling/importance_sampling_ratio/min": ranks[:, 2].min().item(),
+        "sampling/importance_sampling_ratio/mean": ranks[:, 3].mean().item(),
+        "sampling/importance_sampling_ratio/max": ranks[:, 4].max().item(),
+    }
+
+
+def packing_metrics(micro_batches: Sequence[MicroBatch], lengths: Tensor, *, padding_free: bool) -> dict[str, float]:
+    """The share of processed positions that are padding, and the tokens of the largest pass, over all ranks.
+
+    Args:
+        lengths: [R, B, ·] of the window that the rows of `micro_batches` are positions of.
+    """
+    table = lengths.tolist()
+    real = processed = largest = 0
+    for micro_batch in micro_batches:
+        for rank, rows in enumerate(micro_batch.rows):
+            prompts, completions = ([table[rank][row][column] for row in rows] for column in (0, 1))
+            tokens = sum(prompts) + sum(completions)
+            size = tokens if padding_free or not rows else len(rows) * (max(prompts) + max(completions))
+            real, processed, largest = real + tokens, processed + size, max(largest, size)
+    return {"packing/padding_share": 1 - real / max(processed, 1), "packing/max_tokens": largest}

@@ -1,0 +1,186 @@
+"""Rollouts between birth and loss: one row per completion, in CPU memory.
+
+Letters: B rows of this rank, P prompt tokens (left-padded), T completion tokens (right-padded), F reward functions,
+R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A micro-batch with no real row still has to run the model (every rank runs every pass). The shortest row that gives
+# the LM head one position to predict from has two tokens.
+DUMMY_PROMPT_TOKENS = 2
+
+# What TRL's sampling method returns per row and DASH keeps.
+SAMPLED_FIELDS = (
+    "prompt_ids",
+    "prompt_mask",
+    "completion_ids",
+    "completion_mask",
+    "tool_mask",
+    "sampling_per_token_logps",
+)
+
+
+@dataclass
+class RolloutBatch:
+    """The rows of one generation batch on one rank, on the CPU.
+
+    A field's first dimension is always B; a field that is not known yet is `None`. Names are those of TRL's
+    `_generate_and_score_completions`.
+
+    Attributes:
+        prompt_ids, prompt_mask: [B, P] int64, left-padded; mask 1 = token, 0 = padding.
+        completion_ids, completion_mask: [B, T] int64, right-padded; mask 1 = token, 0 = padding.
+        group: [B] int64, which prompt of the (global) generation batch a row answers.
+        policy_version: [B] int64, the optimizer step whose weights sampled the row.
+        tool_mask: [B, T], 1 = written by the policy; only where a `rollout_func` returned `env_mask`.
+        sampling_per_token_logps: [B, T], the sampler's log-probs, where the sampler reports them.
+        rewards: [B, F] float32; NaN = this function does not apply to this row. A row of NaN only is unscored: no
+            function applied, or one failed (exception, timeout, NaN, ±inf).
+        advantages: [B], or [B, T] for per-token credit.
+        old_per_token_logps, ref_per_token_logps: [B, T], of survivors only.
+        importance_sampling_ratio: [B, T] (token modes) or [B, 1] (sequence modes), of survivors only.
+        examples: the B dataset rows. completions: the B completions as the reward functions see them.
+    """
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+    group: Tensor
+    policy_version: Tensor
+    tool_mask: Tensor | None = None
+    sampling_per_token_logps: Tensor | None = None
+    rewards: Tensor | None = None
+    advantages: Tensor | None = None
+    old_per_token_logps: Tensor | None = None
+    ref_per_token_logps: Tensor | None = None
+    importance_sampling_ratio: Tensor | None = None
+    examples: list[dict[str, Any]] = field(default_factory=list)
+    completions: list[Any] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return self.prompt_ids.shape[0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensor fields that are set, by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """[B, T], 1 = a token that the loss counts."""
+        return self.completion_mask if self.tool_mask is None else self.completion_mask * self.tool_mask
+
+    @property
+    def scored(self) -> Tensor:
+        """[B] bool: at least one reward function applied, and none failed (an infinite reward is a failed one)."""
+        assert self.rewards is not None, "rewards are set before `scored` is asked for"
+        return ~self.rewards.isnan().all(dim=1) & ~self.rewards.isinf().any(dim=1)
+
+    def select(self, rows: Tensor) -> RolloutBatch:
+        """The tensors of the given rows (indices, in that order), without the texts that only rewards need."""
+        return RolloutBatch(**{name: value[rows] for name, value in self.tensors().items()})
+
+    def pin(self) -> RolloutBatch:
+        """The same rows in page-locked memory, so that micro-batches copy to the GPU while it computes."""
+        return RolloutBatch(**{name: value.pin_memory() for name, value in self.tensors().items()})
+
+    def micro_batch(self, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Tensor]:
+        """The inputs of one model pass, trimmed to the longest prompt and completion among `rows`.
+
+        Args:
+            rows: indices into this batch; may be empty.
+            size: rows of the result, the same on all ranks (TRL gathers row-shaped metrics); at least `len(rows)`.
+                The difference is filled with masked dummy rows, which have no token and no weight; if `rows` is empty
+                the first dummy has two prompt tokens, so that there is something to run.
+            pad_token_id: fills padding.
+        Returns:
+            TRL's model inputs: the set fields among `prompt_ids` … `importance_sampling_ratio`, [size, ·].
+        """
+        width = self.completion_ids.shape[1]
+        prompt = int(self.prompt_mask[rows].sum(dim=1).max()) if rows else DUMMY_PROMPT_TOKENS
+        completion = max(int(self.completion_mask[rows].sum(dim=1).max()), 1) if rows else 1
+        inputs = {}
+        for name, value in self.tensors().items():
+            if name in ("group", "policy_version", "rewards"):
+                continue
+            value = value[rows]
+            if name in ("prompt_ids", "prompt_mask"):
+                value = value[:, max(value.shape[1] - prompt, 0) :] if rows else value.new_zeros(0, prompt)
+            elif value.dim() == 2 and value.shape[1] == width:
+                value = value[:, :completion]
+            dummies = value.new_full((size - len(rows), *value.shape[1:]), pad_token_id if name.endswith("_ids") else 0)
+            inputs[name] = torch.cat([value, dummies])
+        if not rows:
+            inputs["prompt_mask"][0] = 1
+        return inputs
+
+    def validate(self, *, like: dict[str, Tensor], culprit: str) -> None:
+        """Raise if a callback left a field with another dtype, device or shape than the rows allow.
+
+        Args:
+            like: the fields before the callback ran.
+            culprit: the callback and event to name.
+        Raises:
+            ValueError: names the callback, the field, and what is wrong with it.
+        """
+        for name in {**like, **self.tensors()}:
+            now, reason = getattr(self, name), None
+            if not isinstance(now, Tensor):
+                reason = f"was removed (it is now {type(now).__name__})"
+            elif now.device.type != "cpu":
+                reason = f"is on {now.device}; rollouts live on the CPU"
+            elif name in like and now.dtype != like[name].dtype:
+                reason = f"changed its dtype from {like[name].dtype} to {now.dtype}"
+            elif name == "advantages" and now.shape not in (self.completion_ids.shape[:1], self.completion_ids.shape):
+                reason = f"has shape {tuple(now.shape)}; it must be (rows,) or (rows, completion tokens)"
+            elif name == "advantages" and not now.isfinite().all():
+                reason = "is not finite; give a row without a usable reward the advantage 0"
+            elif name != "advantages" and name in like and now.shape != like[name].shape:
+                reason = f"changed its shape from {tuple(like[name].shape)} to {tuple(now.shape)}"
+            elif now.shape[0] != len(self):
+                reason = f"has {now.shape[0]} rows instead of {len(self)}"
+            if reason:
+                raise ValueError(
+                    f"{culprit} left `{name}` unusable: it {reason}. The batch has {len(self)} rows and "
+                    f"{self.completion_ids.shape[1]} completion tokens; change values in place."
+                )
+
+
+@dataclass
+class GenerationWindow:
+    """What one generation batch leaves for the optimizer steps that use it.
+
+    Attributes:
+        rollouts: the survivors of this rank, in the order of `lengths`.
+        lengths: [R, B, 3] int64, for every row of every rank, in the order in which TRL's shuffle hands them to the
+            micro-steps: prompt tokens, completion tokens, loss tokens; all 0 for a dropped row.
+        num_items_in_batch: scalar, the loss tokens of all rows on all ranks, dropped ones included.
+    """
+
+    rollouts: RolloutBatch
+    lengths: Tensor
+    num_items_in_batch: Tensor
+
+    def survivors(self, rank: int) -> Tensor:
+        """[B] int64: position in the shuffled batch → row of `rollouts` (meaningless for a dropped row)."""
+        return (self.lengths[rank, :, 1] > 0).cumsum(dim=0) - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors only, so that `torch.load(weights_only=True)` reads it."""
+        return {
+            "rollouts": self.rollouts.tensors(),
+            "lengths": self.lengths,
+            "num_items_in_batch": self.num_items_in_batch,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> GenerationWindow:
+        return cls(RolloutBatch(**state["rollouts"]), state["lengths"], state["num_items_in_batch"])

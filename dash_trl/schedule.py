@@ -1,0 +1,118 @@
+"""Which model passes each micro-step runs: a state machine without a clock, a model or a collective.
+
+Transformers counts micro-steps and steps the optimizer after `gradient_accumulation_steps` of them (fewer at the end of
+an epoch). TRL samples every `steps_per_generation × num_iterations` of them. A *segment* is a run of micro-steps
+that lies within one optimizer step and one use of the generation batch: its survivors are packed together.
+
+    steps_per_generation = 4, gradient_accumulation_steps = 2        steps_per_generation = 2, … = 4
+    window     |---------------|---------------|                     |-------|-------|-------|-------|
+    optimizer  |-------|-------|-------|-------|                     |---------------|---------------|
+    segments   |-------|-------|-------|-------|                     |-------|-------|-------|-------|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dash_trl.packing import MicroBatch
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The counts that a pass needs for its share of the loss; rows and tokens are those of all ranks.
+
+    `passes` counts micro-steps × ranks; `all_*` includes dropped rows, `kept_*` does not; tokens are loss tokens.
+    """
+
+    passes: int
+    all_rows: int
+    all_tokens: float
+    kept_rows: int
+    kept_tokens: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A micro-batch whose rows are positions in the generation window, and the segment that it belongs to."""
+
+    micro_batch: MicroBatch
+    segment: Segment
+
+
+class Schedule:
+    """Walks through optimizer steps and generation windows, one micro-step at a time.
+
+    Args:
+        rows_per_step: rows of a rank in a micro-step, `per_device_train_batch_size`.
+        pack: (lengths [R, M, 3], micro-steps, last must run) → the micro-batches of each micro-step.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps_per_generation: int,
+        num_iterations: int,
+        rows_per_step: int,
+        pack: Callable[[Tensor, int, bool], list[list[MicroBatch]]],
+    ):
+        self.steps_per_generation = steps_per_generation
+        self.generate_every = steps_per_generation * num_iterations
+        self.rows_per_step = rows_per_step
+        self.pack = pack
+        self.optimizer_step = range(0)
+        self.ran_model = False  # on any rank, in this optimizer step
+        self._sampled_at: int | None = None
+        self._planned: dict[int, list[Pass]] = {}
+
+    def begin_optimizer_step(self, step: int, micro_steps: int) -> None:
+        """The next `micro_steps` micro-steps, from `step` on, accumulate into one optimizer step."""
+        self.optimizer_step = range(step, step + micro_steps)
+        self.ran_model = False
+        self._planned.clear()
+
+    def is_last(self, step: int) -> bool:
+        """Gradients are synchronised and the optimizer steps after this micro-step."""
+        return step == self.optimizer_step.stop - 1
+
+    def window_due(self, step: int) -> bool:
+        """A new generation window starts at this micro-step; False when asked again after `window_sampled`."""
+        return step % self.generate_every == 0 and self._sampled_at != step
+
+    def window_sampled(self, step: int) -> None:
+        self._sampled_at = step
+        self._planned.clear()
+
+    def passes(self, step: int, lengths: Tensor, num_items_in_batch: float) -> tuple[list[Pass], list[MicroBatch]]:
+        """The passes of micro-step `step`, and the micro-batches that were planned for it to be known, if any.
+
+        Args:
+            lengths: [R, B, 3] of the window: prompt, completion and loss tokens; 0 for a dropped row.
+            num_items_in_batch: loss tokens of the window, dropped rows included.
+        """
+        planned: list[MicroBatch] = []
+        if step not in self._planned:
+            planned = self._plan(step, lengths, num_items_in_batch)
+        return self._planned[step], planned
+
+    def _plan(self, step: int, lengths: Tensor, num_items_in_batch: float) -> list[MicroBatch]:
+        """Plan from `step` to the end of the optimizer step, or of this use of the window, whichever comes first."""
+        in_window = step % self.steps_per_generation
+        stop = min(step - in_window + self.steps_per_generation, self.optimizer_step.stop)
+        steps, offset = stop - step, in_window * self.rows_per_step
+        lengths = lengths[:, offset : offset + steps * self.rows_per_step]
+        plan = self.pack(lengths, steps, self.ran_model and stop == self.optimizer_step.stop)
+        segment = Segment(
+            passes=steps * lengths.shape[0],
+            all_rows=lengths.shape[0] * lengths.shape[1],
+            all_tokens=num_items_in_batch * steps / self.steps_per_generation,
+            kept_rows=int((lengths[..., 1] > 0).sum()),
+            kept_tokens=int(lengths[..., 2].sum()),
+        )
+        plan = [[micro_batch.shifted(offset) for micro_batch in micro_batches] for micro_batches in plan]
+        for here, micro_batches in zip(range(step, stop), plan, strict=True):
+            self._planned[here] = [Pass(micro_batch, segment) for micro_batch in micro_batches]
+        self.ran_model |= any(plan)
+        return [micro_batch for micro_batches in plan for micro_batch in micro_batches]

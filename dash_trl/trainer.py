@@ -1,0 +1,424 @@
+"""`DASHTrainer`: TRL's `GRPOTrainer` with the rooms of this package wired into it.
+
+The way of the data in one generation window: TRL samples and scores (`_sample_and_score`) → the rows move to CPU memory
+(`RolloutBatch`) → advantages → filter → old and reference log-probs of the survivors (`_score_survivors`) → TRL's
+shuffle → packing (`_plan_segment`) → TRL's loss on one micro-batch at a time (`training_step`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType, is_peft_model
+from torch import Tensor
+from torch.utils.data import Sampler
+from transformers import Trainer
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import shuffle_sequence_dict, use_adapter
+
+from dash_trl import checks
+from dash_trl.advantages import group_advantages
+from dash_trl.callbacks import DASHCallback
+from dash_trl.config import DASHConfig
+from dash_trl.filtering import Filtered, filter_rows, loss_scale
+from dash_trl.importance_sampling import importance_sampling_ratio
+from dash_trl.metrics import filter_metrics, packing_metrics, sampler_metrics
+from dash_trl.packing import MicroBatch, plan_segment
+from dash_trl.padding_free import enable_padding_free, packed_log_probs, real_rows_only
+from dash_trl.rewards.failures import unscore_failed, watch
+from dash_trl.rollouts import SAMPLED_FIELDS, GenerationWindow, RolloutBatch
+from dash_trl.sampling_order import EpochOrder
+from dash_trl.schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+
+class DASHTrainer(GRPOTrainer):
+    """Trains with GRPO's update on the rows that carry signal (DASH, arXiv 2505.17218).
+
+    Takes the arguments of [`~trl.GRPOTrainer`], with a [`DASHConfig`] as `args`. One large generation per
+    `steps_per_generation` micro-steps is cached in CPU memory; rows without signal are dropped before any model pass;
+    the survivors are re-packed, padding-free where the model's attention allows it. With `beta=0`, no entropy bonus
+    and a threshold that drops only zero-signal rows the update is TRL's; see `docs` in the README for what is
+    approximate. An optimizer step without any signal on any rank changes nothing: no momentum, no weight decay.
+
+    Raises:
+        ValueError: for tools, environments and vision-language models, and for what `dash_trl.checks` finds.
+    """
+
+    _tag_names = ["trl", "grpo", "dash"]
+    _name = "DASH"
+    _paper = {
+        "title": "Effective Reinforcement Learning for Reasoning in Language Models",
+        "id": "2505.17218",
+        "citation": "@article{huang2025effective,\n    title = {Effective Reinforcement Learning for Reasoning in "
+        "Language Models},\n    author = {Lianghuan Huang and Shuo Li and Sagnik Anupam and Insup Lee and Osbert "
+        "Bastani},\n    year = 2025,\n    eprint = {arXiv:2505.17218}\n}",
+    }
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: DASHConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ):
+        args = checks.check_config(DASHConfig("dash-output") if args is None else args)
+        unsupported = {name: kwargs.get(name) for name in ("tools", "environment_factory")}
+        checks.check_supported(processing_class, **unsupported)
+        for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
+            checks.check_dataset(dataset, name)
+        checks.check_batch(train_dataset, args)
+        checks.check_model(model)
+
+        self._window: GenerationWindow | None = None
+        self._schedule = Schedule(
+            steps_per_generation=args.steps_per_generation,
+            num_iterations=args.num_iterations,
+            rows_per_step=args.per_device_train_batch_size,
+            pack=self._pack,
+        )
+        self._sampling_only = False  # TRL's sampling method must not run the model
+        self._scored: tuple[Tensor, list[Any]] | None = None  # rewards of all ranks, completions of this one
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._padding_free = False
+
+        super().__init__(
+            model, reward_funcs, args, train_dataset, eval_dataset, processing_class=processing_class, **kwargs
+        )
+
+        self.reward_funcs = [
+            watch(func, name) for func, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+        ]
+        self._never_scored = set(range(len(self.reward_funcs)))
+        models = [self.model.get_base_model() if is_peft_model(self.model) else self.model]
+        if self.ref_model is not None:
+            models.append(self.accelerator.unwrap_model(self.ref_model))
+        self._padding_free = all([enable_padding_free(model) for model in models])
+        self._flash = "flash" in (models[0].config.get_text_config()._attn_implementation or "")
+        self._context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        lengths = checks.long_prompt_lengths(
+            train_dataset, lambda prompts: self._tokenize_prompts(prompts)[0], self._context
+        )
+        checks.check_prompt_lengths(lengths, self._context, self.max_completion_length)
+
+    # ------------------------------------------------------------------ from prompts to a window of survivors
+
+    def _generate(self, prompts: list) -> tuple:
+        with self._timed("generate"):
+            output = super()._generate(prompts)
+        checks.check_prompt_lengths([len(ids) for ids in output[0]], self._context, 0)
+        return output
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
+        """TRL's, [rows of all ranks, F], with every row NaN in which a function failed."""
+        with self._timed("reward"):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        rewards = unscore_failed(rewards, self.reward_funcs, self._never_scored, self.accelerator.gather)
+        self._scored = rewards, completions
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """In training, TRL's method without its model passes: they wait until the filter has spoken."""
+        if not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        beta, correction = self.beta, self.vllm_importance_sampling_correction
+        self.beta, self.vllm_importance_sampling_correction, self._sampling_only = 0.0, False, True
+        try:
+            return super()._generate_and_score_completions(inputs)
+        finally:
+            self.beta, self.vllm_importance_sampling_correction, self._sampling_only = beta, correction, False
+
+    def compute_advantages(self, rewards: Tensor) -> Tensor:
+        """Rewards of whole groups → advantages; override it for an estimator of your own.
+
+        Args:
+            rewards: [N, F], the rows of all ranks, groups adjacent; NaN = not applicable, a row of NaN is unscored.
+        Returns:
+            [N], 0 for unscored rows.
+        """
+        return group_advantages(
+            rewards,
+            self.reward_weights,
+            self.num_generations,
+            scale_rewards=self.scale_rewards,
+            multi_objective_aggregation=self.multi_objective_aggregation,
+        )
+
+    def _sample_window(self, examples: list[dict[str, Any]]) -> GenerationWindow:
+        """Sample, score, give credit, filter: one generation batch becomes a window of survivors on the CPU."""
+        sampled = self._generate_and_score_completions(examples)
+        rewards, completions = self._scored
+        rows, rank, device = len(examples), self.accelerator.process_index, self.accelerator.device
+        local = slice(rank * rows, (rank + 1) * rows)
+        fields = {name: value.cpu() for name, value in sampled.items() if name in SAMPLED_FIELDS}
+        rollouts = RolloutBatch(
+            **fields,
+            group=torch.arange(local.start, local.stop) // self.num_generations,
+            policy_version=torch.full((rows,), self.state.global_step),
+            examples=examples,
+            completions=completions,
+        )
+        self._dispatch("on_rollouts_sampled", rollouts)
+        rollouts.rewards = rewards[local].cpu()
+        self._dispatch("on_rewards", rollouts)
+        unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have failed a row, too
+        rewards = self.accelerator.gather(rollouts.rewards.masked_fill(unscored, torch.nan).to(device))
+        outcome = self.compute_advantages(rewards).cpu()
+        rollouts.advantages = outcome[local].clone()
+        self._dispatch("on_advantages", rollouts)
+
+        filtered = filter_rows(
+            rollouts.advantages, rollouts.loss_mask, rollouts.scored, self.args.gradient_filter_threshold
+        )
+        self._log_window(rollouts, filtered, outcome)
+        order = shuffle_sequence_dict({"row": torch.arange(rows)})["row"]  # TRL's, from the same random numbers
+        keep = filtered.keep[order]
+        lengths = torch.stack(
+            [mask.sum(dim=1)[order] for mask in (rollouts.prompt_mask, rollouts.completion_mask, rollouts.loss_mask)], 1
+        )
+        keep &= lengths[:, 1] > 0  # a fully masked row (mask_truncated_completions) has nothing to run
+        lengths = self.accelerator.gather((lengths * keep.unsqueeze(1)).to(device)).cpu()
+        survivors = rollouts.select(order[keep])
+        if torch.cuda.is_available():
+            survivors = survivors.pin()
+        window = GenerationWindow(survivors, lengths.view(-1, rows, 3), sampled["num_items_in_batch"].cpu())
+        with self._timed("logprobs"):
+            self._score_survivors(window)
+        return window
+
+    @torch.no_grad()
+    def _score_survivors(self, window: GenerationWindow) -> None:
+        """Old log-probs, importance-sampling ratio and reference log-probs, where TRL's rules ask for them."""
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        correct = self.use_vllm and self.vllm_importance_sampling_correction
+        names = []
+        if correct or self.args.gradient_accumulation_steps % generate_every != 0:
+            names.append("old_per_token_logps")
+        if self.beta != 0.0:
+            names.append("ref_per_token_logps")
+        rollouts = window.rollouts
+        for name in names:
+            setattr(rollouts, name, torch.zeros(rollouts.completion_ids.shape))
+        plan = self._pack(window.lengths, 1)[0] if names else []
+        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            for micro_batch in plan:
+                rows, inputs = self._rows(window, micro_batch)
+                inputs = self._prepare_inputs(inputs)
+                for name in names:
+                    reference = name.startswith("ref")
+                    logps = self._reference_logps(inputs) if reference else self._logps(self.model, inputs)
+                    getattr(rollouts, name)[rows, : logps.shape[1]] = logps[: len(rows)].float().cpu()
+        if correct:
+            sampling, mask = rollouts.sampling_per_token_logps, rollouts.loss_mask
+            rollouts.importance_sampling_ratio = importance_sampling_ratio(
+                rollouts.old_per_token_logps,
+                sampling,
+                mask,
+                mode=self.vllm_importance_sampling_mode,
+                clip_min=self.vllm_importance_sampling_clip_min,
+                clip_max=self.vllm_importance_sampling_clip_max,
+            )
+            self._log(sampler_metrics(rollouts, self.accelerator.gather, self.accelerator.device))
+
+    def _logps(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        return self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])[0]
+
+    def _reference_logps(self, inputs: dict[str, Tensor]) -> Tensor:
+        if self.ref_model is not None:
+            return self._logps(self.ref_model, inputs)
+        model = self.accelerator.unwrap_model(
+            self.model
+        )  # PEFT: the base model, or the adapter that training began with
+        with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+            return self._logps(self.model, inputs)
+
+    # ------------------------------------------------------------------ from a window to optimizer steps
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._schedule.begin_optimizer_step(self._step, len(batches))
+        return batches, num_items
+
+    def _pack(self, lengths: Tensor, micro_steps: int, last_must_run: bool = False) -> list[list[MicroBatch]]:
+        return plan_segment(
+            lengths[..., :2],
+            micro_steps,
+            max_rows=self.args.per_device_train_batch_size,
+            max_tokens=self.args.max_tokens_per_microbatch,
+            padding_free=self._padding_free,
+            last_must_run=last_must_run,
+        )
+
+    def _rows(self, window: GenerationWindow, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Tensor]]:
+        """This rank's rows of `window.rollouts` in a micro-batch, and the model inputs made of them."""
+        rank = self.accelerator.process_index
+        rows = window.survivors(rank)[list(micro_batch.rows[rank])].tolist()
+        pad_token_id = self._tokenizer.pad_token_id
+        return rows, window.rollouts.micro_batch(rows, size=micro_batch.size, pad_token_id=pad_token_id)
+
+    def _micro_batches(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The inputs of this micro-step's model passes, on the CPU; samples a new window where one is due."""
+        if self._window is None or self._schedule.window_due(self._step):
+            self._window = self._sample_window(examples)
+            self._schedule.window_sampled(self._step)
+        window = self._window
+        passes, planned = self._schedule.passes(self._step, window.lengths, window.num_items_in_batch.item())
+        if planned:
+            self._log(packing_metrics(planned, window.lengths, padding_free=self._padding_free))
+        batches = []
+        for one in passes:
+            _, inputs = self._rows(window, one.micro_batch)
+            scale = loss_scale(
+                self.loss_type,
+                self.args.filter_denominator,
+                rows=one.micro_batch.size,
+                tokens=int((inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum()),
+                segment=one.segment,
+            )
+            batches.append({**inputs, "num_items_in_batch": window.num_items_in_batch, "loss_scale": scale})
+        return batches
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        """Move one micro-batch to the device; in evaluation, TRL's: sample, score, and return the batch."""
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)
+        return {
+            name: value.to(self.accelerator.device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in generation_batch.items()
+        }
+
+    def training_step(self, model, inputs, num_items_in_batch=None) -> Tensor:
+        """One micro-step: any number of forward and backward passes, none if nothing survived."""
+        started = time.perf_counter()
+        model.train()
+        micro_batches = self._micro_batches(inputs)
+        self._current_train_step_time += time.perf_counter() - started
+        is_last = self._schedule.is_last(self._step)
+        loss = torch.zeros((), device=self.args.device)
+        if micro_batches:
+            with self._timed("train"):
+                for micro_batch in micro_batches[:-1]:
+                    with self._accumulating(model):  # Trainer's own step: TRL's counts a micro-step
+                        loss = loss + Trainer.training_step(self, model, micro_batch, num_items_in_batch)
+                loss = loss + super().training_step(model, micro_batches[-1], num_items_in_batch)
+        else:
+            self._step += 1
+            if is_last and not self._schedule.ran_model:
+                # Nothing to learn anywhere: accelerate's optimizer steps only if gradients are synchronised.
+                self.accelerator.gradient_state._set_sync_gradients(False)
+        if is_last:
+            names = ("generate", "reward", "logprobs", "train")
+            self._log({f"time/{name}": self._seconds.pop(name, 0.0) for name in names})
+        return loss
+
+    @contextmanager
+    def _accumulating(self, model: Any) -> Iterator[None]:
+        """No gradient synchronisation and no DeepSpeed step after this backward pass: more follow in the micro-step."""
+        state = self.accelerator.gradient_state
+        synchronise = state.sync_gradients
+        state._set_sync_gradients(False)
+        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED  # its engine has its own boundary
+        with nullcontext() if deepspeed else self.accelerator.no_sync(model):
+            yield
+        state._set_sync_gradients(synchronise)
+
+    def _clip_grad_norm(self, model):
+        # A GradScaler (fp16) cannot unscale gradients of which there are none.
+        return super()._clip_grad_norm(model) if self._schedule.ran_model else None
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        return super()._get_grad_norm(model, grad_norm) if self._schedule.ran_model else 0.0
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
+        """TRL's, on real rows and tokens only; (None, None, None) while TRL only samples."""
+        if self._sampling_only:
+            return None, None, None
+        log_probs = super()._get_per_token_logps_and_entropies
+        if not self.model.training:
+            return log_probs(model, input_ids, attention_mask, logits_to_keep, **kwargs)
+        if not self._padding_free:
+            return real_rows_only(log_probs, model, input_ids, attention_mask, logits_to_keep, **kwargs)
+        with self.accelerator.autocast():
+            return packed_log_probs(model, input_ids, attention_mask, logits_to_keep, flash=self._flash, **kwargs)
+
+    def _compute_loss(self, model, inputs) -> Tensor:
+        return super()._compute_loss(model, inputs) * inputs.get("loss_scale", 1.0)
+
+    # ------------------------------------------------------------------ order, resume, events, metrics
+
+    def _get_train_sampler(self, dataset=None) -> Sampler:
+        return EpochOrder(super()._get_train_sampler(dataset), epoch=lambda: int(self.state.epoch or 0))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Beside the random state of each rank, its window: a resumed run goes on where the checkpoint was taken."""
+        super()._save_rng_state(output_dir)
+        state = {"step": self._step, "window": None if self._window is None else self._window.state_dict()}
+        torch.save(state, self._window_file(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        if not os.path.isfile(self._window_file(checkpoint)):
+            logger.warning(f"{checkpoint} has no generation window of this rank; training goes on with a new one.")
+            return
+        state = torch.load(self._window_file(checkpoint), weights_only=True)
+        self._step = state["step"]
+        self._window = None if state["window"] is None else GenerationWindow.from_state_dict(state["window"])
+
+    def _window_file(self, directory: str) -> str:
+        return os.path.join(directory, f"generation_window_{self.accelerator.process_index}.pt")
+
+    def _dispatch(self, event: str, rollouts: RolloutBatch) -> None:
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, DASHCallback):
+                before = rollouts.tensors()
+                getattr(callback, event)(
+                    self.args,
+                    self.state,
+                    self.control,
+                    rollouts,
+                    model=self.model,
+                    processing_class=self.processing_class,
+                    trainer=self,
+                )
+                rollouts.validate(like=before, culprit=f"{type(callback).__name__}.{event}")
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Seconds of a training phase; logged per optimizer step as `time/<name>`."""
+        started = time.perf_counter()
+        yield
+        if self.model.training:
+            self._seconds[name] += time.perf_counter() - started
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+
+    def _log_window(self, rollouts: RolloutBatch, filtered: Filtered, outcome: Tensor) -> None:
+        """DASH's numbers instead of those that TRL logged from its own advantages, and what the filter did."""
+        per_row = rollouts.advantages
+        if per_row.dim() == 2:
+            mask = rollouts.loss_mask
+            per_row = (per_row * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+        column = self._logs["advantages"]
+        for i, value in enumerate(reversed(self.accelerator.gather(per_row.to(self.accelerator.device)).tolist()), 1):
+            column[-i] = value
+        no_spread = (outcome.view(-1, self.num_generations) == 0).all(dim=1)
+        self._metrics["train"]["frac_reward_zero_std"][-1] = no_spread.float().mean().item()
+        self._log(filter_metrics(rollouts, filtered, lambda x: self.accelerator.reduce(x.to(self.args.device), "sum")))

@@ -1,0 +1,159 @@
+"""A tiny model, scripted rollouts, and runs of TRL and DASH on the same of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+warnings.filterwarnings("ignore", category=FutureWarning)
+
+VOCABULARY = 300
+
+
+def save_tiny_model(directory: Path, model_class: Any = Qwen2ForCausalLM, config: Any = None, **settings: Any) -> str:
+    """A randomly initialised model and a byte-level BPE tokenizer, as a directory to load from."""
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        ["the answer is 12 + 34 = 46\n"] * 4, vocab_size=VOCABULARY, special_tokens=["<|endoftext|>", "<|im_end|>"]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left"
+    )
+    torch.manual_seed(0)
+    config = config or Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=settings.pop("hidden_size", 32),
+        intermediate_size=64,
+        num_hidden_layers=settings.pop("num_hidden_layers", 2),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=settings.pop("max_position_embeddings", 512),
+        initializer_range=0.2,  # far from uniform, so that gradients are not tiny
+        **settings,
+    )
+    model_class(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+def prompts(count: int) -> Dataset:
+    return Dataset.from_dict({"prompt": [f"{i} + {3 * i} = " for i in range(count)], "answer": list(range(count))})
+
+
+class ScriptedRollouts:
+    """A `rollout_func` whose completions depend on nothing but a seed and the call: random lengths and tokens."""
+
+    def __init__(self, seed: int = 0, longest: int = 24, logprobs: bool = False):
+        self.random = random.Random(seed)
+        self.longest = longest
+        self.logprobs = logprobs
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list]:
+        rank = trainer.accelerator.process_index
+        generator = random.Random(self.random.randrange(2**30) + rank)
+        completions = [
+            [generator.randrange(4, 260) for _ in range(generator.randint(1, self.longest))] for _ in prompts
+        ]
+        logps = [[-generator.uniform(0.5, 8.0) for _ in ids] for ids in completions]
+        prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": completions,
+            "logprobs": logps if self.logprobs else None,
+        }
+
+
+class ScriptedReward:
+    """0 or 1 at random, but the same for all completions of a prompt with probability `constant`."""
+
+    __name__ = "scripted"
+
+    def __init__(self, seed: int = 0, constant: float = 0.5):
+        self.seed, self.constant = seed, constant
+
+    def __call__(self, prompts: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        rewards = []
+        for prompt, ids in zip(prompts, completion_ids, strict=True):
+            group = random.Random(f"{self.seed}{prompt}")
+            row = random.Random(f"{self.seed}{prompt}{ids}")
+            rewards.append(float(group.random() < 0.5) if group.random() < self.constant else float(row.random() < 0.5))
+        return rewards
+
+
+def parameters(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone().float().cpu() for name, value in model.named_parameters()}
+
+
+def relative_difference(start: dict, one: dict, other: dict) -> tuple[float, float]:
+    """(largest difference of the two updates relative to the largest update, largest update)."""
+    update = max((one[name] - start[name]).abs().max().item() for name in start)
+    difference = max((one[name] - other[name]).abs().max().item() for name in start)
+    return difference / max(update, 1e-30), update
+
+
+def run(
+    trainer_class: Any,
+    model: str,
+    output: Path,
+    *,
+    optimizer: str = "sgd",
+    rollout_seed: int = 0,
+    constant: float = 0.5,
+    reward: Any = None,
+    logprobs: bool = False,
+    prepare: Any = None,
+    resume: str | None = None,
+    peft_config: Any = None,
+    callbacks: Any = None,
+    dataset: Any = None,
+    **settings: Any,
+) -> Any:
+    """Train `trainer_class` on scripted rollouts; the trainer afterwards."""
+    from dash_trl import DASHConfig, DASHTrainer
+    from trl import GRPOConfig
+
+    config = DASHConfig if issubclass(trainer_class, DASHTrainer) else GRPOConfig
+    defaults = dict(
+        output_dir=str(output),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=4,
+        num_generations=4,
+        max_completion_length=24,
+        max_steps=1,
+        learning_rate=1.0 if optimizer == "sgd" else 1e-3,
+        lr_scheduler_type="constant",
+        optim=optimizer,
+        max_grad_norm=0.0,
+        beta=0.0,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    args = config(**{**defaults, **settings})
+    trainer = trainer_class(
+        model=AutoModelForCausalLM.from_pretrained(model),
+        reward_funcs=ScriptedReward(constant=constant) if reward is None else reward,
+        args=args,
+        train_dataset=prompts(64) if dataset is None else dataset,
+        processing_class=PreTrainedTokenizerFast.from_pretrained(model),
+        rollout_func=ScriptedRollouts(rollout_seed, logprobs=logprobs),
+        peft_config=peft_config,
+        callbacks=callbacks,
+    )
+    if prepare is not None:
+        prepare(trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
