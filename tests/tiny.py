@@ -19,15 +19,19 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 VOCABULARY = 300
 
 
-def save_tiny_model(directory: Path, model_class: Any = Qwen2ForCausalLM, config: Any = None, **settings: Any) -> str:
-    """A randomly initialised model and a byte-level BPE tokenizer, as a directory to load from."""
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(
         ["the answer is 12 + 34 = 46\n"] * 4, vocab_size=VOCABULARY, special_tokens=["<|endoftext|>", "<|im_end|>"]
     )
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=bpe._tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="left"
     )
+
+
+def save_tiny_model(directory: Path, model_class: Any = Qwen2ForCausalLM, config: Any = None, **settings: Any) -> str:
+    """A randomly initialised model and a byte-level BPE tokenizer, as a directory to load from."""
+    tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
     config = config or Qwen2Config(
         vocab_size=VOCABULARY,

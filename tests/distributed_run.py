@@ -1,0 +1,144 @@
+"""One launch of `test_distributed.py`: every scenario with TRL and with DASH on 2 ranks; prints one JSON line.
+
+    accelerate launch --config_file tests/accelerate/ddp.yaml tests/distributed_run.py MODEL OUTPUT [scenario …]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from accelerate.utils import gather_object
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOTrainer
+
+from dash_trl import DASHTrainer
+from tests.tiny import ScriptedReward, parameters, relative_difference, run
+
+RANK = int(os.environ.get("RANK", 0))
+
+
+class RewardPerWindow(ScriptedReward):
+    """Scripted rewards, constant in the calls (generation windows) and on the ranks where `silent` says so."""
+
+    def __init__(self, silent: Any, constant: float = 0.3):
+        super().__init__(constant=constant)
+        self.silent, self.calls = silent, 0
+
+    def __call__(self, **kwargs: Any) -> list[float]:
+        call, self.calls = self.calls, self.calls + 1
+        return [1.0] * len(kwargs["prompts"]) if self.silent(call, RANK) else super().__call__(**kwargs)
+
+
+# name → (which windows and ranks have no signal, settings)
+SCENARIOS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "random survivors, dapo": (lambda call, rank: False, {"loss_type": "dapo"}),
+    "random survivors, grpo": (lambda call, rank: False, {"loss_type": "grpo"}),
+    "a rank keeps none": (lambda call, rank: rank == 1, {"loss_type": "grpo", "max_steps": 2}),
+    "two iterations": (lambda call, rank: rank == 1, {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.2}),
+    "beta, all kept": (lambda call, rank: False, {"beta": 0.04, "max_steps": 2, "gradient_filter_threshold": None}),
+    "window shorter than a step, last one silent": (
+        lambda call, rank: call % 2 == 1,
+        {"steps_per_generation": 2, "max_steps": 2},
+    ),
+    "window longer than a step": (lambda call, rank: rank == 0, {"steps_per_generation": 8, "max_steps": 2}),
+    "a step in which nobody keeps any": (lambda call, rank: call == 0, {"max_steps": 2, "weight_decay": 0.0}),
+    "token budget": (lambda call, rank: False, {"max_tokens_per_microbatch": 30, "max_steps": 2}),
+}
+
+
+def whole(trainer: Any) -> dict[str, torch.Tensor]:
+    """The parameters, gathered under ZeRO-3."""
+    from contextlib import nullcontext
+
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    context: Any = nullcontext()
+    if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
+        import deepspeed
+
+        context = deepspeed.zero.GatheredParameters(list(model.parameters()))
+    with context:
+        return parameters(model)
+
+
+def equal_on_all_ranks(values: dict[str, torch.Tensor]) -> bool:
+    sums = [round(float(value.double().sum()), 9) for value in values.values()]
+    return len({json.dumps(one) for one in gather_object([sums])}) == 1
+
+
+def compare(model: str, output: Path, start: dict[str, torch.Tensor], name: str) -> dict[str, Any]:
+    silent, settings = SCENARIOS[name]
+    ends = {}
+    for trainer_class in (GRPOTrainer, DASHTrainer):
+        own = dict(settings)
+        if trainer_class is GRPOTrainer:
+            for key in ("gradient_filter_threshold", "max_tokens_per_microbatch"):
+                own.pop(key, None)
+        trainer = run(trainer_class, model, output, reward=RewardPerWindow(silent), **own)
+        ends[trainer_class] = whole(trainer)
+    difference, update = relative_difference(start, ends[GRPOTrainer], ends[DASHTrainer])
+    return {"difference": difference, "update": update, "ranks_agree": equal_on_all_ranks(ends[DASHTrainer])}
+
+
+def beta_with_dropped_rows(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """KL, two iterations, a rank without rows: not TRL's update, but one that ends and is the same on all ranks."""
+    reward = RewardPerWindow(lambda call, rank: rank == 1)
+    trainer = run(DASHTrainer, model, output, reward=reward, beta=0.04, num_iterations=2, max_steps=4)
+    end = whole(trainer)
+    _, update = relative_difference(start, end, end)
+    return {"update": update, "ranks_agree": equal_on_all_ranks(end)}
+
+
+def silent_adamw_step(model: str, output: Path) -> dict[str, Any]:
+    """AdamW with momentum and weight decay: a step without signal anywhere leaves every parameter as it is."""
+    snapshots = []
+
+    class Snapshot(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            snapshots.append(whole(holder[0]))
+
+    holder: list[Any] = []
+    run(
+        DASHTrainer,
+        model,
+        output,
+        reward=RewardPerWindow(lambda call, rank: call == 1),
+        optimizer="adamw_torch",
+        weight_decay=0.1,
+        max_steps=3,
+        max_grad_norm=1.0,
+        callbacks=[Snapshot()],
+        prepare=holder.append,
+    )
+    moved = [
+        max((after[name] - before[name]).abs().max().item() for name in before)
+        for before, after in zip(snapshots, snapshots[1:], strict=False)
+    ]
+    return {"moved": moved}
+
+
+def main() -> None:
+    model, output, *names = sys.argv[1:]
+    start = parameters(AutoModelForCausalLM.from_pretrained(model))  # before ZeRO-3 makes it load partitions
+    results: dict[str, Any] = {}
+    for name in names or SCENARIOS:
+        began = time.perf_counter()
+        results[name] = compare(model, Path(output), start, name)
+        results[name]["seconds"] = round(time.perf_counter() - began, 1)
+    results["ranks"] = int(os.environ.get("WORLD_SIZE", 1))
+    if not names:
+        results["beta with dropped rows"] = beta_with_dropped_rows(model, Path(output), start)
+        results["silent AdamW step"] = silent_adamw_step(model, Path(output))
+    if RANK == 0:
+        print("RESULTS " + json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The definitions once more, with Python floats and loops. Imports nothing from dash_trl."""
+
+from __future__ import annotations
+
+import math
+
+EPSILON = 1e-4  # TRL's
+
+
+def mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def std(values: list[float]) -> float:
+    centre = mean(values)
+    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1))
+
+
+def group_advantages(
+    rewards: list[list[float | None]],
+    weights: list[float],
+    group_size: int,
+    scale_rewards: str,
+    aggregation: str,
+) -> list[float]:
+    """GRPO's outcome advantages; `None` = not applicable; a row of `None` only has advantage 0."""
+    groups = [rewards[i : i + group_size] for i in range(0, len(rewards), group_size)]
+    if aggregation == "normalize_then_sum":
+        totals: list[float | None] = []
+        for group in groups:
+            normalised: list[list[float | None]] = [[None] * len(weights) for _ in group]
+            for k in range(len(weights)):
+                column = [row[k] for row in group if row[k] is not None]
+                for i, row in enumerate(group):
+                    if row[k] is not None and len(column) > 1:
+                        spread = max(column) - min(column)
+                        normalised[i][k] = (row[k] - mean(column)) / (std(column) + EPSILON) if spread else 0.0
+            for row, norm in zip(group, normalised, strict=True):
+                scored = any(value is not None for value in row)
+                totals.append(sum(w * n for w, n in zip(weights, norm, strict=True) if n is not None) if scored else None)
+        known = [total for total in totals if total is not None]
+        if len(known) < 2:
+            return [0.0] * len(totals)
+        return [0.0 if total is None else total / (std(known) + EPSILON) for total in totals]
+
+    totals = [
+        None if all(value is None for value in row) else math.fsum(w * r for w, r in zip(weights, row, strict=True) if r is not None)
+        for row in rewards
+    ]
+    known = [total for total in totals if total is not None]
+    result = []
+    for i, total in enumerate(totals):
+        group = [t for t in totals[i - i % group_size : i - i % group_size + group_size] if t is not None]
+        if total is None or len(group) < 2 and scale_rewards == "group" or max(group) - min(group) < 1e-9:
+            result.append(0.0)
+        elif scale_rewards == "group":
+            result.append((total - mean(group)) / (std(group) + EPSILON))
+        elif scale_rewards == "batch":
+            result.append((total - mean(group)) / (std(known) + EPSILON))
+        else:
+            result.append(total - mean(group))
+    return result
+
+
+def importance_ratio(old, sampling, mask, mode, low, high):
+    """Per row, per token (or one per row): exp(Σ or single (old − sampling)), truncated or masked."""
+    result = []
+    for old_row, sampling_row, mask_row in zip(old, sampling, mask, strict=True):
+        differences = [
+            0.0 if not m or math.isnan(s) else o - s for o, s, m in zip(old_row, sampling_row, mask_row, strict=True)
+        ]
+        if mode.startswith("sequence"):
+            differences = [math.fsum(differences)]
+        ratios = []
+        for difference in differences:
+            ratio = math.exp(difference)
+            below, above = low is not None and ratio < low, high is not None and ratio > high
+            if mode.endswith("truncate"):
+                ratio = low if below else high if above else ratio
+            elif below or above:
+                ratio = 0.0
+            ratios.append(ratio)
+        result.append(ratios)
+    return result

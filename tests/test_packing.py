@@ -1,0 +1,158 @@
+"""Packing: nothing lost, nothing twice, budgets kept, ranks in step."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dash_trl.packing import plan_segment
+from dash_trl.schedule import Schedule
+
+
+def table(ranks: int, rows: int, kept: float, seed: int, longest: int = 200) -> torch.Tensor:
+    """[R, M, 3] of random prompt, completion and loss lengths; 0 for dropped rows."""
+    generator = random.Random(seed)
+    return torch.tensor(
+        [
+            [
+                [generator.randint(1, 60), length := generator.randint(1, longest), length]
+                if generator.random() < kept
+                else [0, 0, 0]
+                for _ in range(rows)
+            ]
+            for _ in range(ranks)
+        ]
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    ranks=st.integers(1, 4),
+    steps=st.integers(1, 8),
+    rows=st.integers(1, 6),
+    kept=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    tokens=st.sampled_from([None, 1, 100, 400]),
+    padding_free=st.booleans(),
+    last_must_run=st.booleans(),
+)
+def test_invariants(seed, ranks, steps, rows, kept, tokens, padding_free, last_must_run):
+    lengths = table(ranks, steps * rows, kept, seed)
+    plan = plan_segment(
+        lengths[..., :2],
+        steps,
+        max_rows=rows,
+        max_tokens=tokens,
+        padding_free=padding_free,
+        last_must_run=last_must_run,
+    )
+    assert len(plan) == steps
+    flat = [micro_batch for step in plan for micro_batch in step]
+    for rank in range(ranks):
+        seen = sorted(row for micro_batch in flat for row in micro_batch.rows[rank])
+        assert seen == [row for row in range(steps * rows) if lengths[rank, row, 1] > 0]
+    for micro_batch in flat:
+        assert len(micro_batch.rows) == ranks
+        assert micro_batch.size >= max(1, *map(len, micro_batch.rows))
+        for rank, members in enumerate(micro_batch.rows):
+            prompts, completions = ([int(lengths[rank, row, c]) for row in members] for c in (0, 1))
+            if tokens is None:
+                assert len(members) <= rows
+            elif len(members) > 1:  # a single row may exceed the budget
+                padded = len(members) * (max(prompts) + max(completions))
+                assert (sum(prompts) + sum(completions) if padding_free else padded) <= tokens
+    counts = [len(step) for step in plan]
+    assert counts == sorted(counts) and counts[-1] - counts[0] <= 1  # empty micro-steps first, then even
+    if (lengths[..., 1] > 0).any() or last_must_run:
+        assert counts[-1] > 0
+    else:
+        assert flat == []
+
+
+def test_micro_batches_are_balanced_and_few():
+    lengths = torch.tensor([[[0, length, length] for length in (100, 90, 60, 50, 40, 30, 20, 10)]])
+    plan = plan_segment(lengths[..., :2], 4, max_rows=4)
+    assert [len(step) for step in plan] == [0, 0, 1, 1]
+    loads = [sum(int(lengths[0, row, 1]) for row in step[0].rows[0]) for step in plan[2:]]
+    assert loads == [200, 200]
+
+
+def test_a_budget_is_kept_by_more_passes_per_micro_step():
+    lengths = torch.tensor([[[10, 90]] * 8])
+    plan = plan_segment(lengths, 2, max_rows=4, max_tokens=100)
+    assert [len(step) for step in plan] == [4, 4]
+
+
+def test_padded_rows_are_sorted_by_length():
+    lengths = torch.tensor([[[5, 10], [5, 100], [5, 12], [5, 90]]])
+    plan = plan_segment(lengths, 2, max_rows=2, padding_free=False)
+    assert [set(step[0].rows[0]) for step in plan] == [{1, 3}, {0, 2}]
+
+
+def schedule(steps_per_generation: int, num_iterations: int = 1, rows: int = 2) -> Schedule:
+    return Schedule(
+        steps_per_generation=steps_per_generation,
+        num_iterations=num_iterations,
+        rows_per_step=rows,
+        pack=lambda lengths, steps, last: plan_segment(lengths[..., :2], steps, max_rows=rows, last_must_run=last),
+    )
+
+
+@pytest.mark.parametrize("per_generation, accumulation, iterations", [(4, 4, 1), (8, 4, 1), (2, 4, 1), (3, 4, 2), (4, 1, 1)])
+def test_every_row_is_used_once_per_iteration_in_its_own_optimizer_step(per_generation, accumulation, iterations):
+    """Walk 48 micro-steps and compare with TRL's slices: chunk s of the window belongs to micro-step s."""
+    walk, rows = schedule(per_generation, iterations), 2
+    lengths, used, windows = None, {}, 0
+    for step in range(48):
+        if step % accumulation == 0:
+            walk.begin_optimizer_step(step, accumulation)
+            used = {}
+        if walk.window_due(step):
+            assert step % (per_generation * iterations) == 0
+            lengths = table(2, per_generation * rows, 0.6, seed=step)
+            walk.window_sampled(step)
+            windows += 1
+        assert not walk.window_due(step)  # idempotent
+        passes, _ = walk.passes(step, lengths, float(lengths[..., 2].sum()))
+        again, planned = walk.passes(step, lengths, float(lengths[..., 2].sum()))
+        assert again == passes and planned == []
+        for one in passes:
+            for rank, members in enumerate(one.micro_batch.rows):
+                for row in members:
+                    key = (windows, step // per_generation, rank, row)
+                    assert key not in used
+                    used[key] = True
+        if walk.is_last(step):
+            expected = {
+                (1 + s // (per_generation * iterations), s // per_generation, rank, row)
+                for s in range(step - accumulation + 1, step + 1)
+                for rank in range(2)
+                for row in range((s % per_generation) * rows, (s % per_generation + 1) * rows)
+                if int(table(2, per_generation * rows, 0.6, seed=s - s % (per_generation * iterations))[rank, row, 1]) > 0
+            }
+            assert set(used) == expected
+            assert walk.ran_model == bool(expected)
+
+
+def test_the_last_micro_step_runs_if_an_earlier_segment_did():
+    walk = schedule(steps_per_generation=2)
+    walk.begin_optimizer_step(0, 4)
+    walk.window_sampled(0)
+    signal = torch.tensor([[[5, 9, 9]] + [[0, 0, 0]] * 3])
+    assert [len(walk.passes(step, signal, 9.0)[0]) for step in (0, 1)] == [0, 1]
+    walk.window_sampled(2)
+    silent = torch.zeros(1, 4, 3, dtype=torch.long)
+    assert walk.passes(2, silent, 0.0)[0] == []
+    (dummy,) = walk.passes(3, silent, 0.0)[0]
+    assert dummy.micro_batch.rows == ((),)
+
+
+def test_an_epochs_short_last_step():
+    walk = schedule(steps_per_generation=4)
+    walk.begin_optimizer_step(4, 2)  # two micro-steps are left of the epoch
+    lengths = table(1, 8, 1.0, seed=0)
+    counts = [len(walk.passes(step, lengths, 1.0)[0]) for step in (4, 5)]
+    assert counts == [1, 1] and walk.is_last(5)
+    assert walk.passes(5, lengths, 100.0)[0][0].segment.all_rows == 4
