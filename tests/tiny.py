@@ -17,6 +17,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 warnings.filterwarnings("ignore", category=FutureWarning)
 
 VOCABULARY = 300
+EOS = 1  # <|im_end|>
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -65,15 +66,29 @@ class ScriptedRollouts:
         rank = trainer.accelerator.process_index
         generator = random.Random(self.random.randrange(2**30) + rank)
         completions = [
-            [generator.randrange(4, 260) for _ in range(generator.randint(1, self.longest))] for _ in prompts
+            [generator.randrange(4, 260) for _ in range(generator.randint(0, self.longest - 1))]
+            + [EOS if generator.random() < 0.7 else 77]
+            for _ in prompts
         ]
-        logps = [[-generator.uniform(0.5, 8.0) for _ in ids] for ids in completions]
         prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
+        logps = None
+        if self.logprobs:  # those of the model, as a sampler in lower precision would report them
+            logps = [
+                [value + generator.gauss(0.0, 0.1) for value in log_probs(trainer.model, prompt, ids)]
+                for prompt, ids in zip(prompt_ids, completions, strict=True)
+            ]
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": completions,
-            "logprobs": logps if self.logprobs else None,
+            "logprobs": logps,
         }
+
+
+@torch.no_grad()
+def log_probs(model: Any, prompt: list[int], completion: list[int]) -> list[float]:
+    """log P of each completion token, one row at a time, straight from the logits."""
+    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].log_softmax(dim=-1)
+    return [logits[len(prompt) + i - 1, token].item() for i, token in enumerate(completion)]
 
 
 class ScriptedReward:

@@ -1,0 +1,94 @@
+"""The three events: their order, what they see, what they may change, and what happens if they break it."""
+
+import json
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from dash_trl import DASHCallback, DASHTrainer
+from dash_trl.callbacks import MetricsFileCallback
+from tests.tiny import run
+
+
+class Recorder(DASHCallback):
+    def __init__(self):
+        self.events = []
+
+    def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs):
+        self.events.append(("sampled", rollouts.rewards, rollouts.advantages, kwargs["trainer"]))
+        assert rollouts.examples[0]["prompt"] and len(rollouts.completions) == len(rollouts) == 16
+        assert rollouts.group.tolist() == [i // 4 for i in range(16)]
+
+    def on_rewards(self, args, state, control, rollouts, **kwargs):
+        self.events.append(("rewards", rollouts.rewards.clone(), rollouts.advantages, kwargs["model"]))
+
+    def on_advantages(self, args, state, control, rollouts, **kwargs):
+        self.events.append(("advantages", rollouts.rewards, rollouts.advantages.clone(), kwargs["processing_class"]))
+
+
+def test_events_come_in_order_and_only_to_dash_callbacks(tiny_model, tmp_path):
+    class Plain(TrainerCallback):  # lacks the events
+        pass
+
+    recorder = Recorder()
+    run(DASHTrainer, tiny_model, tmp_path, callbacks=[Plain(), recorder], max_steps=2)
+    names = [event[0] for event in recorder.events]
+    assert names == ["sampled", "rewards", "advantages"] * 2
+    assert recorder.events[0][1] is None and recorder.events[1][2] is None
+    assert recorder.events[1][1].shape == (16, 1) and recorder.events[2][2].shape == (16,)
+    assert all(event[3] is not None for event in recorder.events)
+
+
+def test_a_changed_reward_changes_the_advantages(tiny_model, tmp_path):
+    class AllEqual(Recorder):
+        def on_rewards(self, args, state, control, rollouts, **kwargs):
+            rollouts.rewards[:] = 0.5
+
+    callback = AllEqual()
+    trainer = run(DASHTrainer, tiny_model, tmp_path, callbacks=[callback])
+    assert (callback.events[-1][2] == 0).all()
+    assert trainer.state.log_history[0]["filter/dropped_constant"] == 1.0
+
+
+def test_changed_advantages_reach_filter_log_and_loss(tiny_model, tmp_path):
+    class OneRow(DASHCallback):
+        def on_advantages(self, args, state, control, rollouts, **kwargs):
+            rollouts.advantages = torch.zeros(rollouts.completion_ids.shape)
+            rollouts.advantages[3, 0] = 2.0
+
+    trainer = run(DASHTrainer, tiny_model, tmp_path, callbacks=[OneRow()])
+    log = trainer.state.log_history[0]
+    assert log["filter/kept_rows"] == 1 / 16 and log["grad_norm"] > 0
+    logged = list(trainer._logs["advantages"])
+    assert [i for i, value in enumerate(logged) if value] == [3]
+
+
+@pytest.mark.parametrize(
+    "event, change, said",
+    [
+        ("on_rewards", lambda r: setattr(r, "rewards", r.rewards[:3]), "has shape|changed its shape"),
+        ("on_rewards", lambda r: setattr(r, "rewards", r.rewards.double()), "dtype from torch.float32 to torch.float64"),
+        ("on_rewards", lambda r: setattr(r, "rewards", None), "was removed"),
+        ("on_advantages", lambda r: setattr(r, "advantages", torch.zeros(16, 3)), r"shape \(16, 3\)"),
+        ("on_advantages", lambda r: r.advantages.fill_(torch.nan), "is not finite"),
+        ("on_rollouts_sampled", lambda r: setattr(r, "completion_mask", r.completion_mask[:, :1]), "changed its shape"),
+        ("on_rollouts_sampled", lambda r: setattr(r, "tool_mask", torch.ones(3, 2)), "3 rows instead of 16"),
+    ],
+)
+def test_a_broken_field_names_the_callback(tiny_model, tmp_path, event, change, said):
+    def broken(self, args, state, control, rollouts, **kwargs):
+        change(rollouts)
+
+    culprit = type("Careless", (DASHCallback,), {event: broken})()
+    with pytest.raises(ValueError, match=said) as caught:
+        run(DASHTrainer, tiny_model, tmp_path, callbacks=[culprit])
+    assert f"Careless.{event}" in str(caught.value)
+
+
+def test_metrics_file(tiny_model, tmp_path):
+    path = tmp_path / "logs" / "metrics.jsonl"
+    run(DASHTrainer, tiny_model, tmp_path, callbacks=[MetricsFileCallback(path)], max_steps=3)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 3]
+    assert {"reward", "filter/kept_rows", "time/train", "packing/padding_share"} <= lines[0].keys()

@@ -1,0 +1,187 @@
+"""The YAML files that users start from: accelerate takes them, TRL and DASH know their keys, and they are the paper's."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+ACCELERATE = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+RUNS = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
+TRAINING_GPUS = 4  # Table 7
+
+# (method, size) that the paper reports: Tables 1, 3, 5 and 6. Multi and Mini are "N/A" for 3B in Table 7.
+PAPER = {
+    *[("dash", size) for size in ("0.5b", "1.5b", "3b")],
+    *[("no_kl", size) for size in ("0.5b", "1.5b", "3b")],
+    *[(method, "0.5b") for method in ("grpo", "no_gf")],
+    *[(method, size) for method in ("multi", "mini") for size in ("0.5b", "1.5b")],
+}
+
+FIGURE_7 = """
+compute_environment: LOCAL_MACHINE
+debug: false
+deepspeed_config:
+  gradient_clipping: 1.0
+  offload_optimizer_device: cpu
+  offload_param_device: cpu
+  zero3_init_flag: false
+  zero3_save_16bit_model: false
+  zero_stage: 3
+distributed_type: DEEPSPEED
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 4
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+ONE_REPORT_PER_PROCESS = """
+import sys
+from pathlib import Path
+from transformers import TrainingArguments
+
+args = TrainingArguments(output_dir=sys.argv[1], use_cpu=True, report_to="none")
+Path(sys.argv[1], f"rank{args.process_index}").write_text(str(args.world_size))
+"""
+
+
+def name(path: Path) -> str:
+    return path.stem
+
+
+def method_and_size(path: Path) -> tuple[str, str]:
+    method, size = path.stem.split("_qwen2.5-")
+    return method, size
+
+
+def read(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize("path", ACCELERATE, ids=name)
+def test_accelerate_takes_the_file_and_its_comment_launches_it(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+
+    kind = {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "zero3_offload": "DEEPSPEED", "fsdp2": "FSDP"}
+    expected = kind.get(path.stem, "NO" if path.stem == "single_process" else "MULTI_GPU")
+    assert config.distributed_type.value == expected
+    assert config.num_processes == {"single_process": 1, "cpu": 2}.get(path.stem, TRAINING_GPUS)
+    assert config.use_cpu == (path.stem == "cpu")
+    comment = path.read_text().splitlines()[:2]
+    assert all(line.startswith("#") for line in comment)
+    assert f"accelerate launch --config_file accelerate_configs/{path.name} examples/train_math.py" in comment[1]
+
+
+@pytest.mark.parametrize("path", [p for p in ACCELERATE if "zero" in p.stem or "fsdp" in p.stem], ids=name)
+def test_accelerate_knows_every_plugin_key(path):
+    from accelerate.commands.launch import launch_command_parser
+
+    options = {action.dest for action in launch_command_parser()._actions}
+    config = read(path)
+    plugin = {**config.get("deepspeed_config", {}), **config.get("fsdp_config", {})}
+    assert plugin and not set(plugin) - options
+
+
+def test_zero3_offload_is_figure_7():
+    assert read(ROOT / "accelerate_configs" / "zero3_offload.yaml") == yaml.safe_load(FIGURE_7)
+
+
+@pytest.mark.distributed
+def test_the_cpu_config_joins_two_processes(tmp_path):
+    script = tmp_path / "report.py"
+    script.write_text(ONE_REPORT_PER_PROCESS)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    config = ROOT / "accelerate_configs" / "cpu.yaml"
+    done = subprocess.run(
+        [*launch, "--config_file", str(config), str(script), str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.name: path.read_text() for path in tmp_path.glob("rank*")} == {"rank0": "2", "rank1": "2"}
+
+
+def test_one_file_per_run_of_the_paper():
+    assert {method_and_size(path) for path in RUNS} == PAPER
+
+
+@pytest.mark.parametrize("path", RUNS, ids=name)
+def test_every_key_is_an_option_of_the_training_script(path):
+    from trl import ModelConfig, ScriptArguments
+
+    from dash_trl import DASHConfig
+
+    options = {field.name for cls in (DASHConfig, ModelConfig, ScriptArguments) for field in dataclasses.fields(cls)}
+    assert not set(read(path)) - options
+
+
+@pytest.mark.parametrize("path", RUNS, ids=name)
+def test_the_parser_turns_the_file_into_a_config(path):
+    """What TrlParser makes of each value: a number written so that YAML reads a string would stay one."""
+    from trl import ModelConfig, ScriptArguments, TrlParser
+
+    from dash_trl import DASHConfig
+
+    parser = TrlParser((ScriptArguments, DASHConfig, ModelConfig))
+    parser.set_defaults_with_config(**read(path))
+    values = vars(parser.parse_args([]))
+    assert {key: values[key] for key in read(path)} == read(path)
+    types = {field.name: str(field.type) for field in dataclasses.fields(DASHConfig)}
+    for key, value in read(path).items():
+        if key in types and isinstance(value, str):
+            assert "str" in types[key] or "Strategy" in types[key] or "Scheduler" in types[key], (key, value)
+
+
+@pytest.mark.parametrize("path", RUNS, ids=name)
+def test_table_7(path):
+    method, size = method_and_size(path)
+    run = read(path)
+    large = method in ("multi", "mini") and size == "1.5b"
+
+    assert run["model_name_or_path"].lower() == f"qwen/qwen2.5-{size}"
+    assert run["learning_rate"] == (3e-6 if large else 1e-6)
+    assert run["num_train_epochs"] == 3
+    assert run["num_generations"] == 4
+    assert run["max_completion_length"] == 2048
+    assert run["temperature"] == 0.9
+    assert run["beta"] == (0.0 if method == "no_kl" else 0.04)
+    assert run["gradient_filter_threshold"] == (None if method in ("grpo", "no_gf") else 0.1)
+    assert run["num_iterations"] == (3 if method == "multi" else 1)
+
+    micro_step = TRAINING_GPUS * run["per_device_train_batch_size"]
+    assert micro_step * run["gradient_accumulation_steps"] == (8 if method == "mini" else 1024 if large else 256)
+    assert micro_step * run["steps_per_generation"] == (8 if method == "grpo" else 1024 if large else 256)
+    assert micro_step * run["steps_per_generation"] % run["num_generations"] == 0
+
+
+@pytest.mark.parametrize("path", RUNS, ids=name)
+def test_loss_scaling_and_denominator_are_named(path):
+    run = read(path)
+    assert (run["loss_type"], run["scale_rewards"]) == ("dr_grpo", "group")
+    assert run["filter_denominator"] == ("all" if run["gradient_filter_threshold"] is None else "kept")
+    assert run["vllm_importance_sampling_correction"] is False
+
+
+def test_the_runs_differ_in_nothing_else():
+    own = {"output_dir", "model_name_or_path", "learning_rate", "gradient_accumulation_steps", "steps_per_generation"}
+    own |= {"num_iterations", "beta", "gradient_filter_threshold", "filter_denominator"}
+    shared = [{key: value for key, value in read(path).items() if key not in own} for path in RUNS]
+    assert all(run == shared[0] for run in shared)
+    assert all(list(read(path)) == list(read(RUNS[0])) for path in RUNS)
+    assert all(read(path)["output_dir"].endswith(f"/{path.stem}") for path in RUNS)
+    assert all(len(path.read_text().splitlines()) <= 35 for path in RUNS)

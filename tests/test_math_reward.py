@@ -1,0 +1,400 @@
+"""The accuracy reward: finding answers, comparing them, and what becomes of hanging and dying workers."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import pickle
+import random
+import select
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from benchmarks.math_reward import DATA, FILES, canonical, check, in_box, in_sentence, others, read_golds, run
+from dash_trl.rewards.math import (
+    MathAccuracyReward,
+    UnreadableGold,
+    _default_workers,
+    extract_answer,
+    gold_text,
+    is_text_answer,
+    last_boxed,
+    score_answer,
+)
+
+ROOT = Path(__file__).parents[1]
+needs_data = pytest.mark.skipif(
+    not all((DATA / file).exists() for file in FILES), reason=f"GSM8K and MATH-500 are not in {DATA}"
+)
+
+
+def misbehave(completion: str, gold: str) -> float:
+    """A verify function for the workers: does what the completion says, else compares text."""
+    if completion.startswith("hang"):
+        if ":" in completion:
+            Path(completion.split(":", 1)[1]).write_text(str(os.getpid()))
+        while True:
+            pass
+    if completion == "crash":
+        os._exit(3)
+    if completion == "raise":
+        raise RuntimeError("as asked")
+    if completion == "pid":
+        return float(os.getpid())
+    if completion == "imports":
+        return float(bool({"torch", "trl", "transformers", "datasets"} & set(sys.modules)))
+    return float(completion == gold)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether no such process exists, not even as a zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def reward():
+    with MathAccuracyReward(workers=2, timeout=20) as reward:
+        yield reward
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    """Scores with `misbehave`; one worker, so that whatever a bad row destroys is its neighbours'."""
+    with MathAccuracyReward(workers=1, timeout=1, verify=misbehave) as reward:
+        yield reward
+
+
+# ------------------------------------------------------------------------------------------------------ extraction
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\boxed{72}", "72"),
+        (r"first \boxed{1}, then $\boxed{\frac{1}{\sqrt{2}}}$.", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{\left\{ 1, 2 \right\}}", r"\left\{ 1, 2 \right\}"),
+        (r"\boxed{ \fbox{5} }", r"\fbox{5}"),
+        (r"\fbox{5}", "5"),
+        (r"$\boxed 5$", "5"),
+        (r"\boxed{}", ""),
+        (r"\boxed{3} and cut off: \boxed{4", "3"),
+        ("no box", None),
+    ],
+)
+def test_last_box(text, answer):
+    assert last_boxed(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"$\boxed{1}$ and $\boxed{-2}$", "1, -2"),
+        (r"\boxed{1}, \boxed{2}, or \boxed{3}", "1, 2, 3"),
+        (r"\boxed{1} is wrong, so \boxed{2}", "2"),
+        ("#### 1\nmore\n#### 72 apples\n", "72 apples"),
+        (r"#### 1 \boxed{2}", "2"),
+        ("the answer is 5", None),
+    ],
+)
+def test_extract_answer(text, answer):
+    assert extract_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("gold", "bare"),
+    [("72", "72"), ("so\n#### 1,200", "1,200"), (r"$\frac12$", r"\frac12"), (r"\$36", r"\$36"), (r"x \boxed{5}.", "5")],
+)
+def test_gold_text(gold, bare):
+    assert gold_text(gold) == bare
+
+
+@pytest.mark.parametrize(
+    ("gold", "is_text"),
+    [
+        (r"\text{Evelyn}", True),
+        (r"\text{(C)}", True),
+        (r"$\text{no}$", True),
+        (r"\text{ii}, \text{iv}", True),
+        ("No solution", True),
+        ("east", True),
+        ("A", False),
+        ("xy", False),
+        ("abcd2", False),
+        (r"5.4 \text{ cents}", False),
+        (r"\cot x", False),
+        ("", False),
+    ],
+)
+def test_is_text_answer(gold, is_text):
+    assert is_text_answer(gold) is is_text
+
+
+# ------------------------------------------------------------------------------------------------------ comparison
+
+RIGHT = [
+    ("So the answer is 72.", "72"),
+    ("The last number counts: 72", "72"),
+    ("#### 72 apples", "72"),
+    (r"\boxed{1,200}", "1200"),
+    (r"\boxed{1200}", "so\n#### 1,200"),
+    (r"\boxed{0.5}", r"\frac{1}{2}"),
+    (r"\boxed{\dfrac 12}", "1/2"),
+    (r"\boxed{5}", "x=5"),
+    (r"\boxed{x = 5}", "5"),
+    (r"$\boxed{1}$ and $\boxed{-2}$", "-2,1"),
+    (r"\boxed{x^2+2x+1}", "(x+1)^2"),
+    (r"\boxed{36}", r"\$36"),
+    (r"\boxed{52}", "52_8"),
+    (r"\boxed{52_{8}}", "52_8"),
+    (r"\boxed{(3, \pi/2)}", r"\left( 3, \frac{\pi}{2} \right)"),
+    ("The answer is Evelyn.", r"\text{Evelyn}"),
+    (r"\boxed{\textbf{evelyn}}", r"\text{Evelyn}"),
+    (r"\boxed{(C)}", r"\text{C}"),
+    ("The answer is **(A)**.", "A"),
+    ("A", "A"),
+    (r"\boxed{a}", "A"),
+]
+WRONG = [
+    ("So the answer is 73.", "72"),
+    ("", "72"),
+    ("no number at all", "72"),
+    (r"\boxed{}", "5"),
+    (r"cut off: \boxed{36", "36"),
+    (r"$\boxed{1}$ or $\boxed{2}$", "1"),
+    (r"\boxed{72} no, \boxed{73}", "72"),
+    (r"\boxed{silent}", "listen"),
+    (r"\boxed{silent}", r"\text{listen}"),
+    (r"\boxed{52_9}", "52_8"),
+    (r"\boxed{(1,2]}", "[1,2]"),
+    ("The answer is B.", "A"),
+    (r"\boxed{\text{west}}", r"\text{east}"),
+]
+
+
+@pytest.mark.parametrize(("completion", "gold"), RIGHT)
+def test_right_answers(completion, gold):
+    assert score_answer(completion, gold) == 1.0
+
+
+@pytest.mark.parametrize(("completion", "gold"), WRONG)
+def test_wrong_answers(completion, gold):
+    assert score_answer(completion, gold) == 0.0
+
+
+@pytest.mark.parametrize("gold", ["", "???", r"\frac{1}{"])
+def test_an_unreadable_gold_scores_nothing_even_against_itself(gold):
+    with pytest.raises(UnreadableGold, match="gold answer"):
+        score_answer(in_box(gold), gold)
+
+
+def test_degenerate_text_is_scored_in_time():
+    # math-verify's patterns are quadratic in it: all of it would take minutes, its end takes a second.
+    assert score_answer("\\[" * 20_000, "5") == 0.0
+
+
+@needs_data
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("write", [in_sentence, in_box])
+def test_a_sample_of_golds_against_itself_and_others(reward, file, write):
+    golds = random.Random(0).sample(read_golds(DATA / file), 60)
+    assert check(reward, golds, golds, write)[0] == []
+    assert check(reward, golds, others(golds, 1), write)[0] == []
+
+
+@needs_data
+@pytest.mark.slow
+def test_all_golds(reward):
+    report = run(reward)
+    assert report["golds"] == 9_292
+    assert report["failures"] == []
+
+
+def test_the_criterion_for_different_golds_tells_values_apart():
+    assert canonical(r"\dfrac{1}{4}") == canonical(r"\frac14") == canonical(".25")
+    assert canonical("10,\\!080") == canonical("10080") == canonical(r"\$10{,}080".replace("{,}", ","))
+    assert canonical("36^\\circ") == canonical("\\$36")
+    assert len({canonical(g) for g in ("1", "-1", "1/2", "x", "(1,2)", "[1,2]", r"\frac{1}{3}")}) == 7
+
+
+# ------------------------------------------------------------------------------------------------ the reward function
+
+
+def test_none_empty_and_conversational_completions(reward):
+    completions = [
+        [{"role": "assistant", "content": r"\boxed{5}"}],
+        [{"role": "assistant", "content": r"\boxed{6}"}],
+        [{"role": "assistant", "content": r"\boxed{6}"}, {"role": "assistant", "content": [{"text": r"\boxed{5}"}]}],
+        [{"role": "assistant", "content": None}],
+        [],
+        None,
+    ]
+    assert reward(completions=completions, answer=[5] * 6, prompts=["?"] * 6) == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_an_unreadable_gold_is_nan_and_said_once(reward, caplog):
+    reward = copy.copy(reward)
+    reward._told = set()
+    for _ in range(2):
+        scores = reward(["5", "5", r"\boxed{5}"], [None, "5", "???"])
+        assert math.isnan(scores[0]) and scores[1] == 1.0 and math.isnan(scores[2])
+    assert [r.message.count("UnreadableGold") for r in caplog.records] == [1]
+
+
+def test_no_rows(reward):
+    assert reward([], []) == []
+
+
+def test_different_lengths(reward):
+    with pytest.raises(ValueError, match="2 completions cannot be compared with 1 answers: pass one gold answer"):
+        reward(["5", "6"], ["5"])
+
+
+@pytest.mark.parametrize(("options", "message"), [({"timeout": 0}, "timeout = 0"), ({"workers": 0}, "workers = 0")])
+def test_impossible_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        MathAccuracyReward(**options)
+
+
+def test_a_function_of_the_main_script_is_refused(monkeypatch):
+    monkeypatch.setattr(misbehave, "__module__", "__main__")
+    with pytest.raises(ValueError, match="verify = misbehave is defined in the main script"):
+        MathAccuracyReward(verify=misbehave)
+
+
+def test_trl_sees_a_name():
+    assert MathAccuracyReward().__name__ == "math_accuracy"
+
+
+def test_ranks_share_the_cpus(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert _default_workers() == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert _default_workers() == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")
+    assert _default_workers() == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("bad", ["hang", "crash", "raise"])
+def test_a_failed_row_is_nan_and_loses_no_neighbour(scripted, bad):
+    completions = ["yes", "no"] * 5 + [bad] + ["yes", "no"] * 5
+    scores = scripted(completions, ["yes"] * 21)
+    assert math.isnan(scores[10])
+    assert scores[:10] + scores[11:] == [1.0, 0.0] * 10
+
+
+def test_the_pool_survives_a_batch_of_crashes(scripted):
+    assert all(map(math.isnan, scripted(["crash"] * 4, ["yes"] * 4)))
+    assert scripted(["yes"], ["yes"]) == [1.0]
+
+
+def test_a_timeout_kills_the_worker(scripted, tmp_path):
+    assert math.isnan(scripted([f"hang:{tmp_path / 'pid'}"], ["yes"])[0])
+    assert is_gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_pathological_expression_times_out():
+    with MathAccuracyReward(timeout=1, workers=1) as reward:
+        scores = reward([r"\boxed{9^{9^9}}", r"\boxed{3}"], ["5x", "3"])
+    assert math.isnan(scores[0]) and scores[1] == 1.0
+
+
+def test_it_works_in_threads_at_the_same_time(reward):
+    scores = {}
+
+    def score(i: int) -> None:
+        scores[i] = reward([in_box(str(i)), in_box("7")] * 8, [str(i)] * 16)
+
+    threads = [threading.Thread(target=score, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert scores == {i: [1.0, 0.0] * 8 for i in range(4)}
+
+
+# --------------------------------------------------------------------------------------------------------- processes
+
+
+def test_the_workers_import_neither_torch_nor_trl(scripted):
+    assert scripted(["imports"], [""]) == [0.0]
+
+
+def test_rewards_share_workers_until_the_last_one_closes():
+    first = MathAccuracyReward(workers=3, verify=misbehave)
+    copies = [pickle.loads(pickle.dumps(first)), copy.deepcopy(first)]
+    pids = set(first(["pid"] * 9, [""] * 9))
+    for other in copies:
+        assert (other.timeout, other.workers, other.verify) == (first.timeout, 3, misbehave)
+        pids |= set(other(["pid"] * 9, [""] * 9))
+    assert len(pids) <= 3
+    first.close()
+    copies[0].close()
+    assert set(copies[1](["pid"] * 9, [""] * 9)) <= pids
+    copies[1].close()
+    assert all(is_gone(int(pid)) for pid in pids)
+    again = set(first(["pid"], [""]))  # a closed reward starts anew
+    assert again.isdisjoint(pids)
+    first.close()
+    assert is_gone(int(again.pop()))
+
+
+def python(code: str, path: Path) -> subprocess.Popen:
+    script = path / "script.py"
+    script.write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, str(script)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def test_a_script_without_a_main_guard_runs_once_and_leaves_no_process(tmp_path):
+    code = """
+import sys
+print("once")
+from dash_trl.rewards.math import MathAccuracyReward
+from tests.test_math_reward import misbehave
+heavy = {"torch", "trl", "transformers", "datasets", "math_verify", "sympy"}
+print(heavy & set(sys.modules))
+print(int(MathAccuracyReward(workers=1, verify=misbehave)(["pid"], [""])[0]))
+"""
+    process = python(code, tmp_path)
+    out, err = process.communicate(timeout=120)
+    once, heavy, pid = out.splitlines()
+    assert (process.returncode, once, heavy, err) == (0, "once", "set()", "")
+    assert is_gone(int(pid))
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux's pidfd_open to wait for another's child")
+def test_workers_die_with_a_killed_parent(tmp_path):
+    os.mkfifo(tmp_path / "pid")
+    code = f"""
+from dash_trl.rewards.math import MathAccuracyReward
+from tests.test_math_reward import misbehave
+MathAccuracyReward(workers=1, timeout=1000, verify=misbehave)(["hang:{tmp_path}/pid"], [""])
+"""
+    process = python(code, tmp_path)
+    pid = int((tmp_path / "pid").read_text())  # waits for the worker to write
+    worker = os.pidfd_open(pid)
+    try:
+        process.kill()
+        process.communicate()
+        ended, _, _ = select.select([worker], [], [], 30)
+        assert ended, "the worker outlived its parent"
+    finally:
+        os.close(worker)
+        if not is_gone(pid):  # on failure; a killed orphan's entry may also wait for init
+            os.kill(pid, signal.SIGKILL)

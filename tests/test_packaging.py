@@ -1,0 +1,178 @@
+"""The package around the code: a light import, honest requirements, a Makefile that explains itself."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "trl", "transformers", "accelerate", "datasets", "vllm", "deepspeed", "matplotlib", "numpy")
+IMPORT_BUDGET_S = 0.5
+REQUIREMENT_FILES = ("setup.cfg", "pyproject.toml", "constraints.txt")
+
+needs_make = pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+
+
+def test_import_loads_nothing_heavy():
+    code = f"import dash_trl, sys; print([m for m in {HEAVY!r} if m in sys.modules])"
+    assert python(code).stdout.strip() == "[]"
+
+
+def test_import_is_quick():
+    """The import alone, timed inside a fresh process; the best of five, since other work shares the machine."""
+    code = "import time; start = time.perf_counter(); import dash_trl; print(time.perf_counter() - start)"
+    times = [float(python(code).stdout) for _ in range(5)]
+    assert min(times) < IMPORT_BUDGET_S, times
+
+
+def test_every_public_name_exists():
+    import dash_trl
+
+    assert all(getattr(dash_trl, name) is not None for name in dash_trl.__all__)
+    assert set(dash_trl.__all__) <= set(dir(dash_trl))
+    with pytest.raises(AttributeError, match="no attribute 'DASHTrainr'"):
+        _ = dash_trl.DASHTrainr
+
+
+def requirements() -> tuple[dict[str, list[str]], configparser.ConfigParser]:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lists = {"": setup["options"]["install_requires"], **setup["options.extras_require"]}
+    return {extra: [line for line in text.splitlines() if line] for extra, text in lists.items()}, setup
+
+
+def test_constraints_satisfy_the_requirements():
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            package, version = line.split("==")
+            pins[canonicalize_name(package)] = version
+    assert pins["torch"] == "2.13.0"
+    named = [Requirement(line) for lines in requirements()[0].values() for line in lines]
+    pinned = [one for one in named if canonicalize_name(one.name) in pins]
+    assert {"torch", "trl", "transformers", "accelerate", "math-verify"} <= {one.name for one in pinned}
+    for requirement in pinned:
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+
+
+def test_requirements_allow_the_known_environments():
+    """The GPU machine runs torch 2.11 without vLLM; TRL is held to the minor version whose private methods we override."""
+    from packaging.requirements import Requirement
+
+    lists, setup = requirements()
+    needed = {one.name: one.specifier for one in map(Requirement, lists[""])}
+    assert needed["torch"].contains("2.11.0+cu130") and not needed["torch"].contains("2.10.0")
+    assert needed["transformers"].contains("5.17.0") and not needed["transformers"].contains("5.16.0")
+    assert needed["accelerate"].contains("1.15.0")
+    assert [needed["trl"].contains(v) for v in ("1.15.0", "1.16.0", "1.16.3", "1.17.0")] == [False, True, True, False]
+    assert not {"vllm", "deepspeed", "peft"} & set(needed)
+    assert {"vllm", "deepspeed", "peft", "test", "dev"} <= set(lists)
+    assert setup["options"]["python_requires"] == ">=3.11"
+
+
+def test_the_installed_metadata_has_the_version_of_setup_cfg():
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        installed = version("dash_trl")
+    except PackageNotFoundError:
+        pytest.skip("dash_trl is not installed, only on the path")
+    assert installed == requirements()[1]["metadata"]["version"]
+
+
+def fake_python(directory: Path, name: str, version: str) -> Path:
+    directory.mkdir(exist_ok=True)
+    path = directory / name
+    path.write_text(f"#!/bin/sh\necho {version}\n")
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+    return path
+
+
+def make(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """`make` in a directory with copies of the Makefile and of what it depends on."""
+    for name in ("Makefile", *REQUIREMENT_FILES):
+        if not (directory / name).exists():
+            shutil.copy(ROOT / name, directory)
+    inherited = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "PYTHON")}
+    command = [shutil.which("make"), *arguments]
+    return subprocess.run(command, cwd=directory, env={**inherited, **environment}, capture_output=True, text=True)
+
+
+@needs_make
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_make_explains_an_old_python(tmp_path, target):
+    old = fake_python(tmp_path / "bin", "python", "3.9")
+    done = make(tmp_path, target, f"PYTHON={old}")
+    assert done.returncode != 0 and done.stdout == ""
+    message, rest = done.stderr.split("\n", 1)
+    assert message.startswith("dash_trl needs Python 3.11 or newer") and f"{old} is 3.9" in message
+    assert re.fullmatch(r"make: \*\*\* \[.*\n", rest)  # make's own, and nothing besides
+    assert not (tmp_path / ".venv").exists()
+
+
+@needs_make
+def test_make_explains_a_missing_python(tmp_path):
+    done = make(tmp_path, "demo", "PYTHON=/no/such/python")
+    assert done.returncode != 0
+    assert "/no/such/python is missing" in done.stderr.splitlines()[0]
+
+
+@needs_make
+def test_make_skips_old_interpreters_and_takes_the_next(tmp_path):
+    """python3.11 on the PATH may be a pyenv shim that fails; python3.13 then does. The fake has no venv: make stops there."""
+    shims = tmp_path / "bin"
+    fake_python(shims, "python3.11", "2>/dev/null; exit 127")
+    fake_python(shims, "python3.12", "3.9")
+    fake_python(shims, "python3.13", "3.13")
+    done = make(tmp_path, "demo", PATH=f"{shims}:{os.environ['PATH']}")
+    assert "Creating .venv with python3.13 (Python 3.13)" in done.stdout
+
+
+@needs_make
+def test_make_installs_once_and_again_when_a_requirement_changes(tmp_path):
+    """A venv of scripts that write down how they are called, in a folder with a space."""
+    root = tmp_path / "a folder"
+    programs = root / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    calls = tmp_path / "calls"
+    for name in ("python", "accelerate"):
+        (programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >> "{calls}"\n')
+        (programs / name).chmod(0o755)
+
+    def run(*arguments: str) -> list[str]:
+        calls.write_text("")
+        done = make(root, *arguments)
+        assert done.returncode == 0, done.stderr
+        return calls.read_text().splitlines()
+
+    pip = "python -m pip install -qq --disable-pip-version-check --constraint constraints.txt"
+    train = "accelerate launch --config_file accelerate_configs/single_process.yaml examples/train_math.py"
+    pytest_only = ["python -m pytest -k filter"]
+    assert [line.rstrip() for line in run("demo")] == [f"{pip} --editable .", train]
+    assert run("demo", "ARGS=--max_steps 5") == [f"{train} --max_steps 5"]
+    assert run("test", "ARGS=-k filter") == [f"{pip} dash_trl[test,deepspeed]", *pytest_only]
+    assert run("test", "ARGS=-k filter") == pytest_only
+    for changed in REQUIREMENT_FILES:
+        after_all_stamps = max(path.stat().st_mtime for path in (root / ".venv").iterdir()) + 1
+        os.utime(root / changed, (after_all_stamps, after_all_stamps))
+        time.sleep(
+            max(0.0, after_all_stamps + 0.01 - time.time())
+        )  # make calls a file from the future out of date for ever
+        assert len(run("test", "ARGS=-k filter")) == 3
+        assert run("test", "ARGS=-k filter") == pytest_only
