@@ -132,7 +132,9 @@ class Stepper:
         )
 
 
-def timed_steps(trainer_class: Any, model: str, directory: Path, share: float, beta: float) -> tuple[list[float], float, dict]:
+def timed_steps(
+    trainer_class: Any, model: str, directory: Path, share: float, beta: float
+) -> tuple[list[float], float, dict]:
     """(seconds of each counted step, token limit, parameters after the first step)."""
     from transformers import TrainerCallback
 
@@ -182,7 +184,9 @@ def main() -> None:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         model = save_model(Path(temporary) / "model")
-        print(f"{'threads':>7} {'beta':>5} {'constant':>8} {'TRL s':>7} {'DASH s':>7} {'ratio':>6} {'limit':>6} rel. diff")
+        print(
+            f"{'threads':>7} {'beta':>5} {'constant':>8} {'TRL s':>7} {'DASH s':>7} {'ratio':>6} {'limit':>6} rel. diff"
+        )
         for threads in arguments.threads:
             torch.set_num_threads(threads)
             for beta in arguments.betas:

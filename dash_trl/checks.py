@@ -20,8 +20,20 @@ logger = logging.getLogger(__name__)
 TEMPLATE_TOKENS = 512
 
 
-def check_config(args: Any) -> DASHConfig:
-    """`args` as it is, or an error if it is not a `DASHConfig` or asks for something that is not installed."""
+def check_arguments(
+    model: Any, args: Any, train_dataset: Any, eval_dataset: Any, processing_class: Any, others: Mapping[str, Any]
+) -> None:
+    """Everything that can be known from `DASHTrainer`'s arguments before a weight is loaded."""
+    check_config(args)
+    check_supported(processing_class, **{name: others.get(name) for name in ("tools", "environment_factory")})
+    check_dataset(train_dataset, "train_dataset")
+    check_dataset(eval_dataset, "eval_dataset")
+    check_batch(train_dataset, args)
+    check_model(model)
+
+
+def check_config(args: Any) -> None:
+    """Refuse a config that is not a `DASHConfig`, or that asks for something that is not installed."""
     if not isinstance(args, DASHConfig):
         raise ValueError(
             f"args is a {type(args).__name__}, which lacks DASH's options. Pass a dash_trl.DASHConfig: it takes all "
@@ -32,7 +44,6 @@ def check_config(args: Any) -> DASHConfig:
             "use_vllm=True, but the package vllm is not installed. Install it (`pip install dash_trl[vllm]`), or set "
             "use_vllm=False to sample with transformers."
         )
-    return args
 
 
 def check_supported(processing_class: Any, **features: Any) -> None:
@@ -138,14 +149,14 @@ def long_prompt_lengths(dataset: Any, tokenize: Any, context: int | None) -> lis
 
     Args:
         dataset: a map-style dataset; a streamed one is checked as it is sampled.
-        tokenize: a list of prompts → their token ids.
+        tokenize: TRL's `_tokenize_prompts`: a list of prompts → (their token ids, …).
     """
     if context is None or not isinstance(dataset, Dataset):
         return []
     suspects = [prompt for prompt in dataset["prompt"] if len(_text(prompt).encode()) + TEMPLATE_TOKENS >= context]
     # The longest few decide; tokenising them all would take minutes where most prompts are near the limit.
     suspects = sorted(suspects, key=lambda prompt: len(_text(prompt)), reverse=True)[:100]
-    return [len(ids) for ids in tokenize(suspects)] if suspects else []
+    return [len(ids) for ids in tokenize(suspects)[0]] if suspects else []
 
 
 def _text(prompt: Any) -> str:

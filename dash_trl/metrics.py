@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,11 +23,8 @@ def filter_metrics(
     Args:
         reduce_sum: adds a vector up over the ranks.
     """
-    mask = rollouts.loss_mask.double()
-    tokens = mask.sum(dim=1)
-    advantages = rollouts.advantages.double().abs()
-    if advantages.dim() == 2:
-        advantages = (advantages * mask).sum(dim=1) / tokens.clamp(min=1.0)
+    tokens = rollouts.lengths()[:, 2]
+    advantages = replace(rollouts, advantages=rollouts.advantages.abs()).mean_advantages()
     keep = filtered.keep
     counts = [keep, filtered.constant, filtered.threshold, filtered.unscored]
     local = [*(count.sum() for count in counts), tokens[keep].sum(), tokens.sum(), advantages[keep].sum()]

@@ -35,11 +35,11 @@ class MicroBatch:
 def plan_segment(
     lengths: Tensor,
     micro_steps: int,
+    last_must_run: bool = False,
     *,
     max_rows: int,
     max_tokens: int | None = None,
     padding_free: bool = True,
-    last_must_run: bool = False,
 ) -> list[list[MicroBatch]]:
     """Spread the survivors of a segment over its micro-steps.
 
@@ -50,13 +50,13 @@ def plan_segment(
     several, so the budget holds; only a single row longer than it exceeds it.
 
     Args:
-        lengths: [R, M, 2] int, the prompt and completion tokens of each row; a dropped row has completion length 0.
+        lengths: [R, M, ≥ 2] int, the prompt and completion tokens of each row; a dropped row has completion length 0.
         micro_steps: S >= 1.
+        last_must_run: an earlier segment of the same optimizer step had real rows, so the last micro-step has to run
+            (with dummies) even if this segment keeps nothing: DDP synchronises and DeepSpeed steps there.
         max_rows: row budget of a micro-batch, used when `max_tokens` is None.
         max_tokens: token budget of a micro-batch: real tokens if `padding_free`, else the padded rectangle.
         padding_free: rows are laid end to end instead of padded to the longest.
-        last_must_run: an earlier segment of the same optimizer step had real rows, so the last micro-step has to run
-            (with dummies) even if this segment keeps nothing: DDP synchronises and DeepSpeed steps there.
     Returns:
         S lists of micro-batches, in the order in which they run; rows are indices into M.
     """
@@ -81,10 +81,10 @@ def plan_segment(
 def _pack(
     lengths: Sequence[Sequence[int]], *, max_rows: int, max_tokens: int | None, padding_free: bool
 ) -> list[list[int]]:
-    rows = [row for row, (_, completion) in enumerate(lengths) if completion > 0]
+    rows = [row for row, columns in enumerate(lengths) if columns[1] > 0]
     if not padding_free:
         return _sorted_bins(rows, lengths, max_rows=max_rows, max_tokens=max_tokens)
-    tokens = {row: prompt + completion for row, (prompt, completion) in enumerate(lengths)}
+    tokens = {row: lengths[row][0] + lengths[row][1] for row in rows}
     if max_tokens is None:
         return balanced_bins(rows, tokens, count=-(-len(rows) // max_rows), max_rows=max_rows)
     fitted = fitted_bins(rows, tokens, max_tokens)

@@ -84,6 +84,16 @@ class RolloutBatch:
         assert self.rewards is not None, "rewards are set before `scored` is asked for"
         return ~self.rewards.isnan().all(dim=1) & ~self.rewards.isinf().any(dim=1)
 
+    def lengths(self) -> Tensor:
+        """[B, 3] int64: prompt tokens, completion tokens, loss tokens of each row."""
+        return torch.stack([mask.sum(dim=1) for mask in (self.prompt_mask, self.completion_mask, self.loss_mask)], 1)
+
+    def mean_advantages(self) -> Tensor:
+        """[B]: the advantage of a row, averaged over its loss tokens where it has one per token."""
+        if self.advantages.dim() == 1:
+            return self.advantages
+        return (self.advantages * self.loss_mask).sum(dim=1) / self.loss_mask.sum(dim=1).clamp(min=1)
+
     def select(self, rows: Tensor) -> RolloutBatch:
         """The tensors of the given rows (indices, in that order), without the texts that only rewards need."""
         return RolloutBatch(**{name: value[rows] for name, value in self.tensors().items()})

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,8 +48,8 @@ class DASHTrainer(GRPOTrainer):
     Takes the arguments of [`~trl.GRPOTrainer`], with a [`DASHConfig`] as `args`. One large generation per
     `steps_per_generation` micro-steps is cached in CPU memory; rows without signal are dropped before any model pass;
     the survivors are re-packed, padding-free where the model's attention allows it. With `beta=0`, no entropy bonus
-    and a threshold that drops only zero-signal rows the update is TRL's; see `docs` in the README for what is
-    approximate. An optimizer step without any signal on any rank changes nothing: no momentum, no weight decay.
+    and a threshold that drops only zero-signal rows the update is TRL's; KL, entropy and auxiliary terms of dropped
+    rows are lost. An optimizer step without any signal on any rank changes nothing: no momentum, no weight decay.
 
     Raises:
         ValueError: for tools, environments and vision-language models, and for what `dash_trl.checks` finds.
@@ -74,29 +75,13 @@ class DASHTrainer(GRPOTrainer):
         processing_class: Any = None,
         **kwargs: Any,
     ):
-        args = checks.check_config(DASHConfig("dash-output") if args is None else args)
-        unsupported = {name: kwargs.get(name) for name in ("tools", "environment_factory")}
-        checks.check_supported(processing_class, **unsupported)
-        for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
-            checks.check_dataset(dataset, name)
-        checks.check_batch(train_dataset, args)
-        checks.check_model(model)
-
+        args = DASHConfig("dash-output") if args is None else args
+        checks.check_arguments(model, args, train_dataset, eval_dataset, processing_class, kwargs)
         self._window: GenerationWindow | None = None
-        self._schedule = Schedule(
-            steps_per_generation=args.steps_per_generation,
-            num_iterations=args.num_iterations,
-            rows_per_step=args.per_device_train_batch_size,
-            pack=self._pack,
-        )
         self._sampling_only = False  # TRL's sampling method must not run the model
         self._scored: tuple[Tensor, list[Any]] | None = None  # rewards of all ranks, completions of this one
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._padding_free = False
-
-        super().__init__(
-            model, reward_funcs, args, train_dataset, eval_dataset, processing_class=processing_class, **kwargs
-        )
+        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
 
         self.reward_funcs = [
             watch(func, name) for func, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
@@ -107,10 +92,20 @@ class DASHTrainer(GRPOTrainer):
             models.append(self.accelerator.unwrap_model(self.ref_model))
         self._padding_free = all([enable_padding_free(model) for model in models])
         self._flash = "flash" in (models[0].config.get_text_config()._attn_implementation or "")
-        self._context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        lengths = checks.long_prompt_lengths(
-            train_dataset, lambda prompts: self._tokenize_prompts(prompts)[0], self._context
+        self._pack = partial(
+            plan_segment,
+            max_rows=args.per_device_train_batch_size,
+            max_tokens=args.max_tokens_per_microbatch,
+            padding_free=self._padding_free,
         )
+        self._schedule = Schedule(
+            steps_per_generation=args.steps_per_generation,
+            num_iterations=args.num_iterations,
+            rows_per_step=args.per_device_train_batch_size,
+            pack=self._pack,
+        )
+        self._context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        lengths = checks.long_prompt_lengths(train_dataset, self._tokenize_prompts, self._context)
         checks.check_prompt_lengths(lengths, self._context, self.max_completion_length)
 
     # ------------------------------------------------------------------ from prompts to a window of survivors
@@ -162,9 +157,8 @@ class DASHTrainer(GRPOTrainer):
         rewards, completions = self._scored
         rows, rank, device = len(examples), self.accelerator.process_index, self.accelerator.device
         local = slice(rank * rows, (rank + 1) * rows)
-        fields = {name: value.cpu() for name, value in sampled.items() if name in SAMPLED_FIELDS}
         rollouts = RolloutBatch(
-            **fields,
+            **{name: value.cpu() for name, value in sampled.items() if name in SAMPLED_FIELDS},
             group=torch.arange(local.start, local.stop) // self.num_generations,
             policy_version=torch.full((rows,), self.state.global_step),
             examples=examples,
@@ -179,21 +173,16 @@ class DASHTrainer(GRPOTrainer):
         rollouts.advantages = outcome[local].clone()
         self._dispatch("on_advantages", rollouts)
 
-        filtered = filter_rows(
-            rollouts.advantages, rollouts.loss_mask, rollouts.scored, self.args.gradient_filter_threshold
-        )
+        threshold = self.args.gradient_filter_threshold
+        filtered = filter_rows(rollouts.advantages, rollouts.loss_mask, rollouts.scored, threshold)
         self._log_window(rollouts, filtered, outcome)
         order = shuffle_sequence_dict({"row": torch.arange(rows)})["row"]  # TRL's, from the same random numbers
-        keep = filtered.keep[order]
-        lengths = torch.stack(
-            [mask.sum(dim=1)[order] for mask in (rollouts.prompt_mask, rollouts.completion_mask, rollouts.loss_mask)], 1
-        )
-        keep &= lengths[:, 1] > 0  # a fully masked row (mask_truncated_completions) has nothing to run
-        lengths = self.accelerator.gather((lengths * keep.unsqueeze(1)).to(device)).cpu()
-        survivors = rollouts.select(order[keep])
+        lengths = rollouts.lengths()[order] * filtered.keep[order].unsqueeze(1)
+        survivors = rollouts.select(order[lengths[:, 1] > 0])  # a fully masked row (TRL's truncated ones) has no length
         if torch.cuda.is_available():
             survivors = survivors.pin()
-        window = GenerationWindow(survivors, lengths.view(-1, rows, 3), sampled["num_items_in_batch"].cpu())
+        lengths = self.accelerator.gather(lengths.to(device)).cpu().view(-1, rows, 3)
+        window = GenerationWindow(survivors, lengths, sampled["num_items_in_batch"].cpu())
         with self._timed("logprobs"):
             self._score_survivors(window)
         return window
@@ -221,11 +210,10 @@ class DASHTrainer(GRPOTrainer):
                     logps = self._reference_logps(inputs) if reference else self._logps(self.model, inputs)
                     getattr(rollouts, name)[rows, : logps.shape[1]] = logps[: len(rows)].float().cpu()
         if correct:
-            sampling, mask = rollouts.sampling_per_token_logps, rollouts.loss_mask
             rollouts.importance_sampling_ratio = importance_sampling_ratio(
                 rollouts.old_per_token_logps,
-                sampling,
-                mask,
+                rollouts.sampling_per_token_logps,
+                rollouts.loss_mask,
                 mode=self.vllm_importance_sampling_mode,
                 clip_min=self.vllm_importance_sampling_clip_min,
                 clip_max=self.vllm_importance_sampling_clip_max,
@@ -240,9 +228,8 @@ class DASHTrainer(GRPOTrainer):
     def _reference_logps(self, inputs: dict[str, Tensor]) -> Tensor:
         if self.ref_model is not None:
             return self._logps(self.ref_model, inputs)
-        model = self.accelerator.unwrap_model(
-            self.model
-        )  # PEFT: the base model, or the adapter that training began with
+        # PEFT: the base model, or the adapter that training began with
+        model = self.accelerator.unwrap_model(self.model)
         with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
             return self._logps(self.model, inputs)
 
@@ -252,16 +239,6 @@ class DASHTrainer(GRPOTrainer):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._schedule.begin_optimizer_step(self._step, len(batches))
         return batches, num_items
-
-    def _pack(self, lengths: Tensor, micro_steps: int, last_must_run: bool = False) -> list[list[MicroBatch]]:
-        return plan_segment(
-            lengths[..., :2],
-            micro_steps,
-            max_rows=self.args.per_device_train_batch_size,
-            max_tokens=self.args.max_tokens_per_microbatch,
-            padding_free=self._padding_free,
-            last_must_run=last_must_run,
-        )
 
     def _rows(self, window: GenerationWindow, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Tensor]]:
         """This rank's rows of `window.rollouts` in a micro-batch, and the model inputs made of them."""
@@ -387,15 +364,8 @@ class DASHTrainer(GRPOTrainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, DASHCallback):
                 before = rollouts.tensors()
-                getattr(callback, event)(
-                    self.args,
-                    self.state,
-                    self.control,
-                    rollouts,
-                    model=self.model,
-                    processing_class=self.processing_class,
-                    trainer=self,
-                )
+                extras = {"model": self.model, "processing_class": self.processing_class, "trainer": self}
+                getattr(callback, event)(self.args, self.state, self.control, rollouts, **extras)
                 rollouts.validate(like=before, culprit=f"{type(callback).__name__}.{event}")
 
     @contextmanager
@@ -412,13 +382,9 @@ class DASHTrainer(GRPOTrainer):
 
     def _log_window(self, rollouts: RolloutBatch, filtered: Filtered, outcome: Tensor) -> None:
         """DASH's numbers instead of those that TRL logged from its own advantages, and what the filter did."""
-        per_row = rollouts.advantages
-        if per_row.dim() == 2:
-            mask = rollouts.loss_mask
-            per_row = (per_row * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-        column = self._logs["advantages"]
-        for i, value in enumerate(reversed(self.accelerator.gather(per_row.to(self.accelerator.device)).tolist()), 1):
-            column[-i] = value
+        per_row = self.accelerator.gather(rollouts.mean_advantages().to(self.args.device)).tolist()
+        for i, value in enumerate(reversed(per_row), 1):
+            self._logs["advantages"][-i] = value
         no_spread = (outcome.view(-1, self.num_generations) == 0).all(dim=1)
         self._metrics["train"]["frac_reward_zero_std"][-1] = no_spread.float().mean().item()
         self._log(filter_metrics(rollouts, filtered, lambda x: self.accelerator.reduce(x.to(self.args.device), "sum")))

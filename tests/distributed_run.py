@@ -1,6 +1,6 @@
 """One launch of `test_distributed.py`: every scenario with TRL and with DASH on 2 ranks; prints one JSON line.
 
-    accelerate launch --config_file tests/accelerate/ddp.yaml tests/distributed_run.py MODEL OUTPUT [scenario …]
+accelerate launch --config_file tests/accelerate/ddp.yaml tests/distributed_run.py MODEL OUTPUT [scenario …]
 """
 
 from __future__ import annotations

@@ -37,14 +37,18 @@ def group_advantages(
                         normalised[i][k] = (row[k] - mean(column)) / (std(column) + EPSILON) if spread else 0.0
             for row, norm in zip(group, normalised, strict=True):
                 scored = any(value is not None for value in row)
-                totals.append(sum(w * n for w, n in zip(weights, norm, strict=True) if n is not None) if scored else None)
+                totals.append(
+                    sum(w * n for w, n in zip(weights, norm, strict=True) if n is not None) if scored else None
+                )
         known = [total for total in totals if total is not None]
         if len(known) < 2:
             return [0.0] * len(totals)
         return [0.0 if total is None else total / (std(known) + EPSILON) for total in totals]
 
     totals = [
-        None if all(value is None for value in row) else math.fsum(w * r for w, r in zip(weights, row, strict=True) if r is not None)
+        None
+        if all(value is None for value in row)
+        else math.fsum(w * r for w, r in zip(weights, row, strict=True) if r is not None)
         for row in rewards
     ]
     known = [total for total in totals if total is not None]

@@ -19,9 +19,7 @@ def random_rewards(seed: int, groups: int, size: int, functions: int, missing: f
     constant = torch.rand(groups, generator=generator) < 0.3
     for group in constant.nonzero().flatten().tolist():
         values[group * size : (group + 1) * size] = values[group * size]
-    return [
-        [None if gone[row, k] else float(values[row, k]) for k in range(functions)] for row in range(groups * size)
-    ]
+    return [[None if gone[row, k] else float(values[row, k]) for k in range(functions)] for row in range(groups * size)]
 
 
 def to_tensor(rewards: list[list[float | None]]) -> torch.Tensor:

@@ -68,7 +68,11 @@ def test_changed_advantages_reach_filter_log_and_loss(tiny_model, tmp_path):
     "event, change, said",
     [
         ("on_rewards", lambda r: setattr(r, "rewards", r.rewards[:3]), "has shape|changed its shape"),
-        ("on_rewards", lambda r: setattr(r, "rewards", r.rewards.double()), "dtype from torch.float32 to torch.float64"),
+        (
+            "on_rewards",
+            lambda r: setattr(r, "rewards", r.rewards.double()),
+            "dtype from torch.float32 to torch.float64",
+        ),
         ("on_rewards", lambda r: setattr(r, "rewards", None), "was removed"),
         ("on_advantages", lambda r: setattr(r, "advantages", torch.zeros(16, 3)), r"shape \(16, 3\)"),
         ("on_advantages", lambda r: r.advantages.fill_(torch.nan), "is not finite"),

@@ -100,7 +100,9 @@ def schedule(steps_per_generation: int, num_iterations: int = 1, rows: int = 2) 
     )
 
 
-@pytest.mark.parametrize("per_generation, accumulation, iterations", [(4, 4, 1), (8, 4, 1), (2, 4, 1), (3, 4, 2), (4, 1, 1)])
+@pytest.mark.parametrize(
+    "per_generation, accumulation, iterations", [(4, 4, 1), (8, 4, 1), (2, 4, 1), (3, 4, 2), (4, 1, 1)]
+)
 def test_every_row_is_used_once_per_iteration_in_its_own_optimizer_step(per_generation, accumulation, iterations):
     """Walk 48 micro-steps and compare with TRL's slices: chunk s of the window belongs to micro-step s."""
     walk, rows = schedule(per_generation, iterations), 2
@@ -130,7 +132,8 @@ def test_every_row_is_used_once_per_iteration_in_its_own_optimizer_step(per_gene
                 for s in range(step - accumulation + 1, step + 1)
                 for rank in range(2)
                 for row in range((s % per_generation) * rows, (s % per_generation + 1) * rows)
-                if int(table(2, per_generation * rows, 0.6, seed=s - s % (per_generation * iterations))[rank, row, 1]) > 0
+                if int(table(2, per_generation * rows, 0.6, seed=s - s % (per_generation * iterations))[rank, row, 1])
+                > 0
             }
             assert set(used) == expected
             assert walk.ran_model == bool(expected)

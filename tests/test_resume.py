@@ -13,7 +13,11 @@ class SeededRollouts:
 
     def __call__(self, prompts, trainer):
         ids = [torch.randint(4, 260, (int(torch.randint(1, 20, ())),)).tolist() for _ in prompts]
-        return {"prompt_ids": trainer.processing_class(text=prompts)["input_ids"], "completion_ids": ids, "logprobs": None}
+        return {
+            "prompt_ids": trainer.processing_class(text=prompts)["input_ids"],
+            "completion_ids": ids,
+            "logprobs": None,
+        }
 
 
 def seeded(trainer):

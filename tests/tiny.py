@@ -137,8 +137,9 @@ def run(
     **settings: Any,
 ) -> Any:
     """Train `trainer_class` on scripted rollouts; the trainer afterwards."""
-    from dash_trl import DASHConfig, DASHTrainer
     from trl import GRPOConfig
+
+    from dash_trl import DASHConfig, DASHTrainer
 
     config = DASHConfig if issubclass(trainer_class, DASHTrainer) else GRPOConfig
     defaults = dict(

@@ -1,0 +1,58 @@
+"""DDP, ZeRO-2 and ZeRO-3 with two real processes on gloo: equal counts of passes, equal updates, equal ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BACKENDS = ["ddp", "zero2", "zero3"]
+
+
+def launch(backend: str, model: str, output: Path) -> dict[str, Any]:
+    """Run every scenario of `distributed_run.py` in one launch: importing torch and trl takes longer than training."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CI": "1", "HF_HUB_OFFLINE": "1"}
+    if backend == "ddp":  # `accelerate launch --cpu` starts one process; torchrun starts two
+        environment["ACCELERATE_USE_CPU"] = "true"
+        command = ["torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    else:
+        config = str(ROOT / "tests" / "accelerate" / f"{backend}.yaml")
+        command = ["accelerate.commands.launch", "--config_file", config, "--main_process_port", port]
+    script = str(ROOT / "tests" / "distributed_run.py")
+    done = subprocess.run(
+        [sys.executable, "-m", *command, script, model, str(output)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+    assert done.returncode == 0 and lines, done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads(lines[0].removeprefix("RESULTS "))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_ranks(backend, tiny_model, tmp_path):
+    if backend != "ddp" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed (`pip install dash_trl[deepspeed]`)")
+    results = launch(backend, tiny_model, tmp_path)
+    assert results.pop("ranks") == 2
+    silent = results.pop("silent AdamW step")
+    assert silent["moved"][0] == 0.0 < silent["moved"][1]
+    assert len(results) == 10
+    for name, result in results.items():
+        assert result["update"] > 1e-3, name
+        assert result["ranks_agree"], name
+        assert result.get("difference", 0.0) <= 1e-5, f"{name}: {result}"

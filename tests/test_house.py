@@ -1,0 +1,105 @@
+"""The house rules that a test can hold: who imports what, how long the wiring is, which seams of TRL are used."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "dash_trl"
+PURE = ["advantages", "filtering", "packing", "schedule", "rollouts", "importance_sampling", "metrics"]
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_modules_import_neither_trl_nor_vllm(module):
+    code = f"import dash_trl.{module}, sys; print(sorted({{'trl', 'vllm', 'transformers', 'accelerate'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_way_through_the_house_is_one_directional():
+    """No module imports the trainer, and there is no cycle."""
+    edges = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        if name == "dash_trl":
+            continue  # the lazy exports
+        tree = ast.parse(path.read_text())
+        imports = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+        edges[name] = {target for target in imports if target.startswith("dash_trl.")}
+        if name != "dash_trl.trainer":
+            assert "dash_trl.trainer" not in imports, name
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, f"import cycle: {' → '.join((*way, name))}"
+        if name not in done:
+            for target in edges.get(name, ()):
+                visit(target, (*way, name))
+            done.add(name)
+
+    for name in edges:
+        visit(name, ())
+
+
+def test_the_trainer_is_wiring():
+    assert len((PACKAGE / "trainer.py").read_text().splitlines()) <= 400
+
+
+def test_the_seams_of_trl():
+    """The private methods that DASH overrides or relies on: a new TRL that changes one has to fail here first."""
+    from transformers import Trainer
+    from trl import GRPOTrainer
+
+    expected = {
+        "_generate": "self, prompts",
+        "_generate_and_score_completions": "self, inputs",
+        "_calculate_rewards": "self, inputs, prompts, completions, completion_ids_list",
+        "_prepare_inputs": "self, generation_batch",
+        "_compute_loss": "self, model, inputs",
+        "_tokenize_prompts": "self, prompts",
+        "_get_train_sampler": "self, dataset",
+        "training_step": "self, model, inputs, num_items_in_batch",
+        "_load_optimizer_and_scheduler": "self, checkpoint",
+    }
+    for name, parameters in expected.items():
+        assert ", ".join(inspect.signature(getattr(GRPOTrainer, name)).parameters) == parameters, name
+    logps = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    assert logps[:5] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep"]
+    assert {"compute_entropy", "compute_aux_loss", "batch_size"} <= set(logps)
+    for name, parameters in {
+        "get_batch_samples": "self, epoch_iterator, num_batches, device",
+        "_clip_grad_norm": "self, model",
+        "_get_grad_norm": "self, model, grad_norm",
+        "_save_rng_state": "self, output_dir",
+    }.items():
+        assert ", ".join(inspect.signature(getattr(Trainer, name)).parameters) == parameters, name
+
+
+def test_the_output_of_trls_sampling(tiny_model, tmp_path):
+    """The keys and shapes that `_sample_window` reads."""
+    from trl import GRPOTrainer
+
+    from tests.tiny import run
+
+    seen = []
+
+    class Recorder(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            seen.append(super()._generate_and_score_completions(inputs))
+            return seen[-1]
+
+    run(Recorder, tiny_model, tmp_path)
+    (output,) = seen
+    assert output.keys() == {
+        "prompt_ids",
+        "prompt_mask",
+        "completion_ids",
+        "completion_mask",
+        "advantages",
+        "num_items_in_batch",
+    }
+    assert output["num_items_in_batch"] == output["completion_mask"].sum() and output["num_items_in_batch"].dim() == 0

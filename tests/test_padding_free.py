@@ -1,0 +1,144 @@
+"""Packed passes give the log-probs of one row at a time, for every architecture that claims to run them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from trl.trainer.utils import add_fused_lm_head
+
+from dash_trl.padding_free import SEGMENT_ATTENTION, enable_padding_free, pack_inputs, packed_log_probs
+from tests.tiny import log_probs
+
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.2,
+)
+ARCHITECTURES = {
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+}
+
+
+def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Left-padded prompts, right-padded completions, an empty row, a row of one completion token."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt, completion = torch.tensor([5, 1, 0, 3, 7]), torch.tensor([9, 1, 0, 4, 2])
+    ids = torch.randint(1, 97, (5, 7 + 9), generator=generator)
+    columns = torch.arange(16)
+    mask = ((columns >= 7 - prompt[:, None]) & (columns < 7 + completion[:, None])).long()
+    return ids * mask, mask, 9
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_equals_one_row_at_a_time(name):
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name]().eval()
+    ids, mask, keep = batch()
+    expected = torch.zeros(5, keep)
+    for row in range(5):
+        prompt, completion = (ids[row, part][mask[row, part].bool()].tolist() for part in (slice(0, 7), slice(7, 16)))
+        if completion:
+            expected[row, : len(completion)] = torch.tensor(log_probs(model, prompt, completion))
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    assert enable_padding_free(model)
+    logps, entropies, _ = packed_log_probs(model, ids, mask, keep, flash=False, compute_entropy=True)
+    torch.testing.assert_close(logps, expected, atol=1e-5, rtol=1e-5)
+    assert entropies.shape == (5, keep) and (entropies[0] > 0).all() and (entropies[2] == 0).all()
+
+
+def test_samples_of_a_row_do_not_see_each_other():
+    torch.manual_seed(0)
+    model = ARCHITECTURES["qwen2"]().eval()
+    add_fused_lm_head(model)
+    enable_padding_free(model)
+    ids, mask, keep = batch()
+    before = packed_log_probs(model, ids, mask, keep, flash=False)[0]
+    ids[0, 4] = (ids[0, 4] + 1) % 97
+    after = packed_log_probs(model, ids, mask, keep, flash=False)[0]
+    assert not torch.equal(before[0], after[0])
+    assert torch.equal(before[1:], after[1:])
+
+
+def test_a_micro_batch_of_dummies_has_a_gradient_of_zeros():
+    model = ARCHITECTURES["qwen2"]()
+    add_fused_lm_head(model)
+    enable_padding_free(model)
+    mask = torch.zeros(2, 3, dtype=torch.long)
+    mask[0, :2] = 1
+    packed_log_probs(model, torch.ones(2, 3, dtype=torch.long), mask, 1, flash=False)[0].sum().backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_generation_is_as_before():
+    torch.manual_seed(0)
+    model = ARCHITECTURES["qwen2"]().eval()
+    ids, mask = torch.randint(1, 97, (3, 6)), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6, [0, 1, 1, 1, 1, 1]])
+    settings = {
+        "attention_mask": mask,
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    before = model.generate(ids, **settings)
+    assert enable_padding_free(model) and model.config._attn_implementation == SEGMENT_ATTENTION
+    assert torch.equal(model.generate(ids, **settings), before)
+
+
+def test_flash_attention_gets_its_arguments():
+    ids, mask, keep = batch()
+    inputs = pack_inputs(ids, mask, keep, flash=True)
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 14, 16, 23, 32] and inputs["cu_seq_lens_q"].dtype == torch.int32
+    assert inputs["max_length_q"] == 14 and "attention_mask" not in inputs
+    assert inputs["position_ids"][0].tolist() == [*range(14), *range(2), *range(7), *range(9)]
+
+
+def test_models_that_mix_samples_are_padded():
+    windowed = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))
+    assert not enable_padding_free(windowed) and windowed.config._attn_implementation == "sdpa"
+    eager = ARCHITECTURES["llama"]()
+    eager.set_attn_implementation("eager")
+    assert not enable_padding_free(eager)
+    part = Qwen2ForCausalLM(Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1))
+    assert not enable_padding_free(part)
+    assert enable_padding_free(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)))
+
+
+def test_the_attention_name_is_not_saved(tmp_path):
+    model = ARCHITECTURES["qwen2"]()
+    enable_padding_free(model)
+    model.save_pretrained(tmp_path)
+    assert SEGMENT_ATTENTION not in (tmp_path / "config.json").read_text()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+
+def test_a_windowed_model_trains_like_trl(tmp_path):
+    """The padded layout, chosen by the model itself."""
+    from trl import GRPOTrainer
+
+    from dash_trl import DASHTrainer
+    from tests.tiny import parameters, relative_difference, run, save_tiny_model
+
+    config = MistralConfig(**{**SIZES, "vocab_size": 300}, sliding_window=8)
+    model = save_tiny_model(tmp_path / "model", MistralForCausalLM, config)
+    start = parameters(AutoModelForCausalLM.from_pretrained(model))
+    trl, dash = (run(trainer_class, model, tmp_path / "out") for trainer_class in (GRPOTrainer, DASHTrainer))
+    difference, update = relative_difference(start, parameters(trl.model), parameters(dash.model))
+    assert not dash._padding_free and update > 1e-3 and difference <= 1e-5

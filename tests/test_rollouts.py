@@ -1,0 +1,67 @@
+"""Rows on their way: selected, trimmed, filled with dummies."""
+
+import torch
+
+from dash_trl.rollouts import GenerationWindow, RolloutBatch
+
+
+def rollouts() -> RolloutBatch:
+    prompt_mask = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]])
+    completion_mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
+    return RolloutBatch(
+        prompt_ids=torch.arange(12).view(3, 4) * prompt_mask,
+        prompt_mask=prompt_mask,
+        completion_ids=torch.arange(15).view(3, 5) * completion_mask,
+        completion_mask=completion_mask,
+        group=torch.zeros(3, dtype=torch.long),
+        policy_version=torch.zeros(3, dtype=torch.long),
+        rewards=torch.tensor([[1.0, float("nan")], [float("nan"), float("nan")], [float("inf"), 1.0]]),
+        advantages=torch.tensor([0.5, -0.5, 1.0]),
+        importance_sampling_ratio=torch.ones(3, 1),
+    )
+
+
+def test_micro_batch_is_trimmed_to_its_own_rows():
+    inputs = rollouts().micro_batch([1, 0], size=2, pad_token_id=99)
+    assert inputs["prompt_ids"].tolist() == [[5, 6, 7], [0, 2, 3]]
+    assert inputs["completion_ids"].tolist() == [[5, 0, 0], [0, 1, 2]]
+    assert inputs["advantages"].tolist() == [-0.5, 0.5]
+    assert inputs["importance_sampling_ratio"].shape == (2, 1)
+    assert "rewards" not in inputs and "group" not in inputs
+
+
+def test_dummies_have_no_token_and_no_weight():
+    inputs = rollouts().micro_batch([1], size=3, pad_token_id=99)
+    assert inputs["prompt_mask"].tolist() == [[1, 1, 1], [0, 0, 0], [0, 0, 0]]
+    assert inputs["completion_ids"].tolist() == [[5], [99], [99]]
+    assert inputs["completion_mask"].tolist() == [[1], [0], [0]]
+    assert inputs["advantages"].tolist() == [-0.5, 0.0, 0.0]
+
+
+def test_a_micro_batch_without_rows_can_be_run():
+    inputs = rollouts().micro_batch([], size=2, pad_token_id=99)
+    assert inputs["prompt_mask"].tolist() == [[1, 1], [0, 0]]
+    assert inputs["completion_mask"].tolist() == [[0], [0]]
+
+
+def test_scored():
+    assert rollouts().scored.tolist() == [True, False, False]
+
+
+def test_select_keeps_tensors_only():
+    batch = rollouts()
+    batch.examples = [{"prompt": "a"}] * 3
+    chosen = batch.select(torch.tensor([2, 0]))
+    assert len(chosen) == 2 and chosen.examples == [] and chosen.advantages.tolist() == [1.0, 0.5]
+
+
+def test_window_survives_a_save(tmp_path):
+    window = GenerationWindow(rollouts(), torch.ones(1, 3, 3, dtype=torch.long), torch.tensor(9))
+    torch.save(window.state_dict(), tmp_path / "window.pt")
+    loaded = GenerationWindow.from_state_dict(torch.load(tmp_path / "window.pt", weights_only=True))
+    assert loaded.lengths.equal(window.lengths) and loaded.rollouts.advantages.equal(window.rollouts.advantages)
+
+
+def test_survivors_are_counted_over_dropped_positions():
+    lengths = torch.tensor([[[1, 2, 2], [0, 0, 0], [3, 4, 4]]])
+    assert GenerationWindow(rollouts(), lengths, torch.tensor(6)).survivors(0)[[0, 2]].tolist() == [0, 1]
