@@ -1,0 +1,75 @@
+"""Pictures of a run. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+# The phases of a step in the order in which they happen, bottom to top in the plot.
+PHASES = ("generate", "reward", "logprobs", "train")
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The training logs of a file that `MetricsFileCallback` wrote, by step.
+
+    Raises:
+        ValueError: if the file has no training log.
+    """
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+    logs = [line for line in lines if line.get("reward") is not None]
+    if not logs:
+        raise ValueError(
+            f"{path} has {len(lines)} lines, but none with a reward, so there is nothing to draw. Was it written by "
+            "dash_trl.callbacks.MetricsFileCallback, and did the run reach its first logging step?"
+        )
+    return logs
+
+
+def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Path:
+    """Draw reward, kept share and the time of each phase against the step, as a PNG (or what the suffix says).
+
+    Args:
+        metrics: the JSON lines of `MetricsFileCallback`.
+        picture: the file to write.
+    Returns:
+        The path of the picture.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    logs = read_metrics(metrics)
+    steps = [log["step"] for log in logs]
+    figure = Figure(figsize=(10, 3), layout="constrained")
+    FigureCanvasAgg(figure)
+    reward, kept, seconds = figure.subplots(1, 3)
+
+    values = [log["reward"] for log in logs]
+    reward.plot(steps, values, color="tab:blue", alpha=0.3)
+    reward.plot(steps, smooth(values), color="tab:blue")
+    reward.set_title("reward")
+    for name, color in (("rows", "tab:green"), ("tokens", "tab:olive")):
+        shares = [100 * log.get(f"filter/kept_{name}", float("nan")) for log in logs]
+        kept.plot(steps, shares, color=color, label=name)
+    kept.set(title="kept by the filter (%)", ylim=(0, 105))
+    kept.legend(loc="lower left", frameon=False)
+    phases = [[log.get(f"time/{phase}", 0.0) for log in logs] for phase in PHASES]
+    seconds.stackplot(steps, phases, labels=PHASES)
+    seconds.set_title("seconds per step")
+    seconds.legend(loc="upper right", frameon=False)
+    for axis in (reward, kept, seconds):
+        axis.set_xlabel("step")
+        axis.spines[["top", "right"]].set_visible(False)
+    if title:
+        figure.suptitle(title)
+    figure.savefig(picture, dpi=120)
+    return Path(picture)
+
+
+def smooth(values: list[float], weight: float = 0.8) -> list[float]:
+    """Exponential moving average, without the bias of the first values: s_t = Σ w^(t−i) x_i / Σ w^(t−i)."""
+    smoothed, total, norm = [], 0.0, 0.0
+    for value in values:
+        total, norm = weight * total + value, weight * norm + 1.0
+        smoothed.append(total / norm)
+    return smoothed
