@@ -29,7 +29,7 @@ def check_arguments(
     check_dataset(train_dataset, "train_dataset")
     check_dataset(eval_dataset, "eval_dataset")
     check_batch(train_dataset, args)
-    check_model(model)
+    check_model(model, args)
 
 
 def check_config(args: Any) -> None:
@@ -61,11 +61,12 @@ def check_supported(processing_class: Any, **features: Any) -> None:
         )
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, args: DASHConfig) -> None:
     """Refuse a model that is not there, or that is a vision-language model, before any weight is loaded."""
     if isinstance(model, str):
         try:
-            config = AutoConfig.from_pretrained(model)
+            revision = (args.model_init_kwargs or {}).get("revision")
+            config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=args.trust_remote_code)
         except (OSError, ValueError) as error:
             looks_local = os.path.isdir(model) or model.startswith((".", "/", "~")) or model.count("/") > 1
             place = "that directory" if looks_local else "a directory or a model on the Hugging Face Hub"

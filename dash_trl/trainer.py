@@ -90,7 +90,9 @@ class DASHTrainer(GRPOTrainer):
         models = [self.model.get_base_model() if is_peft_model(self.model) else self.model]
         if self.ref_model is not None:
             models.append(self.accelerator.unwrap_model(self.ref_model))
-        self._padding_free = all([enable_padding_free(model) for model in models])
+        # Continuous batching samples with paged variants of the attention that a model came with.
+        usual_attention = not args.use_transformers_continuous_batching
+        self._padding_free = usual_attention and all([enable_padding_free(model) for model in models])
         self._flash = "flash" in (models[0].config.get_text_config()._attn_implementation or "")
         self._pack = partial(
             plan_segment,
@@ -283,16 +285,16 @@ class DASHTrainer(GRPOTrainer):
         started = time.perf_counter()
         model.train()
         micro_batches = self._micro_batches(inputs)
-        self._current_train_step_time += time.perf_counter() - started
         is_last = self._schedule.is_last(self._step)
         loss = torch.zeros((), device=self.args.device)
-        if micro_batches:
-            with self._timed("train"):
-                for micro_batch in micro_batches[:-1]:
-                    with self._accumulating(model):  # Trainer's own step: TRL's counts a micro-step
-                        loss = loss + Trainer.training_step(self, model, micro_batch, num_items_in_batch)
+        with self._timed("train"):
+            for micro_batch in micro_batches[:-1]:
+                with self._accumulating(model):  # Trainer's own step: TRL's counts a micro-step
+                    loss = loss + Trainer.training_step(self, model, micro_batch, num_items_in_batch)
+            self._current_train_step_time += time.perf_counter() - started  # TRL times the last pass only
+            if micro_batches:
                 loss = loss + super().training_step(model, micro_batches[-1], num_items_in_batch)
-        else:
+        if not micro_batches:
             self._step += 1
             if is_last and not self._schedule.ran_model:
                 # Nothing to learn anywhere: accelerate's optimizer steps only if gradients are synchronised.
@@ -343,19 +345,22 @@ class DASHTrainer(GRPOTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Beside the random state of each rank, its window: a resumed run goes on where the checkpoint was taken."""
         super()._save_rng_state(output_dir)
-        state = {"step": self._step, "window": None if self._window is None else self._window.state_dict()}
+        window = None if self._window is None else self._window.state_dict()
+        state = {"step": self._step, "processes": self.accelerator.num_processes, "window": window}
         torch.save(state, self._window_file(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        if not os.path.isfile(self._window_file(checkpoint)):
-            logger.warning(f"{checkpoint} has no generation window of this rank; training goes on with a new one.")
+        path = self._window_file(checkpoint)
+        state = torch.load(path, weights_only=True) if os.path.isfile(path) else None
+        if state is None or state["processes"] != self.accelerator.num_processes:
+            logger.warning(f"{checkpoint} has no generation window for this process; training goes on with a new one.")
             return
-        state = torch.load(self._window_file(checkpoint), weights_only=True)
         self._step = state["step"]
-        self._window = None if state["window"] is None else GenerationWindow.from_state_dict(state["window"])
+        if state["window"] is not None:
+            self._window = GenerationWindow.from_state_dict(state["window"])
 
     def _window_file(self, directory: str) -> str:
         return os.path.join(directory, f"generation_window_{self.accelerator.process_index}.pt")

@@ -71,11 +71,16 @@ def test_the_order_of_the_prompts_is_trls(tiny_model, tmp_path):
     assert orders[DASHTrainer] == orders[GRPOTrainer]
 
 
-def test_a_checkpoint_without_a_window_is_said(tiny_model, tmp_path, caplog):
+@pytest.mark.parametrize("why", ["missing", "of another number of processes"])
+def test_a_checkpoint_without_a_window_is_said(tiny_model, tmp_path, caplog, why):
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     run(DASHTrainer, tiny_model, tmp_path, **settings)
     checkpoint = tmp_path / "checkpoint-1"
-    (checkpoint / "generation_window_0.pt").unlink()
+    path = checkpoint / "generation_window_0.pt"
+    state = torch.load(path, weights_only=True)
+    path.unlink()
+    if why != "missing":
+        torch.save({**state, "processes": 2}, path)
     with caplog.at_level("WARNING", logger="dash_trl.trainer"):
         run(DASHTrainer, tiny_model, tmp_path, resume=str(checkpoint), **settings)
     assert "has no generation window" in caplog.text
