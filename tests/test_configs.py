@@ -1,4 +1,4 @@
-"""The YAML files that users start from: accelerate takes them, TRL and DASH know their keys, and they are the paper's."""
+"""The YAML files that users start from: accelerate takes them, DASHConfig has their keys, and they are the paper's."""
 
 from __future__ import annotations
 
@@ -141,10 +141,6 @@ def test_the_parser_turns_the_file_into_a_config(path):
     parser.set_defaults_with_config(**read(path))
     values = vars(parser.parse_args([]))
     assert {key: values[key] for key in read(path)} == read(path)
-    types = {field.name: str(field.type) for field in dataclasses.fields(DASHConfig)}
-    for key, value in read(path).items():
-        if key in types and isinstance(value, str):
-            assert "str" in types[key] or "Strategy" in types[key] or "Scheduler" in types[key], (key, value)
 
 
 @pytest.mark.parametrize("path", RUNS, ids=name)

@@ -72,7 +72,7 @@ def test_constraints_satisfy_the_requirements():
 
 
 def test_requirements_allow_the_known_environments():
-    """The GPU machine runs torch 2.11 without vLLM; TRL is held to the minor version whose private methods we override."""
+    """A GPU machine has torch 2.11 and no vLLM; TRL is held to the minor version whose private methods we override."""
     from packaging.requirements import Requirement
 
     lists, setup = requirements()
@@ -109,9 +109,12 @@ def make(directory: Path, *arguments: str, **environment: str) -> subprocess.Com
     for name in ("Makefile", *REQUIREMENT_FILES):
         if not (directory / name).exists():
             shutil.copy(ROOT / name, directory)
-    inherited = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "PYTHON")}
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ARGS", "CONFIG", "PYTHON")  # of the `make test` that runs this
+    inherited = {key: value for key, value in os.environ.items() if key not in outer}
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}  # a broken Makefile must not install torch here
+    variables = {**inherited, **offline, **environment}
     command = [shutil.which("make"), *arguments]
-    return subprocess.run(command, cwd=directory, env={**inherited, **environment}, capture_output=True, text=True)
+    return subprocess.run(command, cwd=directory, env=variables, capture_output=True, text=True)
 
 
 @needs_make
@@ -135,7 +138,7 @@ def test_make_explains_a_missing_python(tmp_path):
 
 @needs_make
 def test_make_skips_old_interpreters_and_takes_the_next(tmp_path):
-    """python3.11 on the PATH may be a pyenv shim that fails; python3.13 then does. The fake has no venv: make stops there."""
+    """python3.11 on the PATH may be a pyenv shim that fails. The fake python3.13 has no venv: make stops there."""
     shims = tmp_path / "bin"
     fake_python(shims, "python3.11", "2>/dev/null; exit 127")
     fake_python(shims, "python3.12", "3.9")
@@ -169,10 +172,10 @@ def test_make_installs_once_and_again_when_a_requirement_changes(tmp_path):
     assert run("test", "ARGS=-k filter") == [f"{pip} dash_trl[test,deepspeed]", *pytest_only]
     assert run("test", "ARGS=-k filter") == pytest_only
     for changed in REQUIREMENT_FILES:
-        after_all_stamps = max(path.stat().st_mtime for path in (root / ".venv").iterdir()) + 1
-        os.utime(root / changed, (after_all_stamps, after_all_stamps))
-        time.sleep(
-            max(0.0, after_all_stamps + 0.01 - time.time())
-        )  # make calls a file from the future out of date for ever
+        for age, path in [(300, root / name) for name in REQUIREMENT_FILES] + [
+            (200, path) for path in (root / ".venv").iterdir() if path.is_file()
+        ]:
+            os.utime(path, (time.time() - age,) * 2)
+        os.utime(root / changed, (time.time() - 100,) * 2)
         assert len(run("test", "ARGS=-k filter")) == 3
         assert run("test", "ARGS=-k filter") == pytest_only

@@ -1,0 +1,64 @@
+# `make demo` and `make test` need Python >= 3.11 and pip; each sets up .venv when it is missing or its requirements changed.
+# PYTHON=python3.12 chooses the interpreter, ARGS="..." is passed on to the script or to pytest.
+#
+# Every path is relative, so the checkout may live anywhere, in a folder with spaces too.
+
+VENV = .venv
+BIN = $(VENV)/bin
+# -qq: errors only; what pip warns about here (retries, proxies, mirrors) is not this project's to explain.
+PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+REQUIREMENTS = setup.cfg pyproject.toml constraints.txt
+PYTHON ?=
+CONFIG ?= accelerate_configs/single_process.yaml
+ARGS ?=
+
+export HF_HUB_DISABLE_TELEMETRY = 1
+
+.PHONY: help demo test lint clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+
+demo: $(VENV)/.demo ## train a tiny model on arithmetic, on a CPU or a GPU, in a few minutes
+	@$(BIN)/accelerate launch --config_file $(CONFIG) examples/train_math.py $(ARGS)
+
+test: $(VENV)/.test ## all tests that this machine can run; ARGS="-k filter -x" goes to pytest
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.lint ## ruff (lint and format) and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+clean: ## remove .venv, caches and build products; what runs wrote stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+# --clear: an interpreter that went away leaves a dangling link here, and stamps that no longer hold.
+$(BIN)/python:
+	@if [ -n "$(PYTHON)" ]; then set -- "$(PYTHON)"; else set -- python3.11 python3.12 python3.13 python3; fi; \
+	found=; seen=; \
+	for candidate in "$$@"; do \
+	  version=$$("$$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || version=missing; \
+	  case "$$version" in 3.1[1-9]|3.[2-9][0-9]) found=$$candidate; break;; esac; \
+	  seen="$$seen$${seen:+, }$$candidate is $$version"; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "dash_trl needs Python 3.11 or newer ($$seen): install it, or name it with PYTHON=/path/to/python3" >&2; exit 1; \
+	fi; \
+	echo "Creating $(VENV) with $$found (Python $$version)"; \
+	"$$found" -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/.demo: $(REQUIREMENTS) | $(BIN)/python
+	@echo "Installing dash_trl, torch and TRL into $(VENV) (once, one to two minutes)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	@echo "Installing pytest, DeepSpeed and the other test requirements into $(VENV) (once, under a minute)"
+	@DS_BUILD_OPS=0 $(PIP) "dash_trl[test,deepspeed]"
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.demo
+	@echo "Installing ruff and mypy into $(VENV) (once)"
+	@$(PIP) "dash_trl[dev]"
+	@touch $@
