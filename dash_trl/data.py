@@ -1,0 +1,236 @@
+r"""Math problems as TRL wants them: a data set with the columns `prompt` and `answer`, and nothing else.
+
+    hub name | file | directory | save_to_disk  ──► datasets.Dataset ──► problem, answer columns ──► prompt, answer
+
+The layouts that are recognised (column names in any case):
+
+| data set | problem | answer |
+|---|---|---|
+| GSM8K (arXiv:2110.14168) | `question` | `answer`, what follows `####`, without thousands separators |
+| MATH (arXiv:2103.03874), MATH-500, AIME | `problem` | `answer`, else the last \boxed{} of `solution` |
+| ready-made | `prompt`, a string or a conversation, kept as it is | `answer`, else the last \boxed{} of `solution` |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dash_trl.rewards.math import last_boxed, last_hashes
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+PROMPT_TEMPLATES = {
+    "plain": "{problem}",
+    # The wording of Qwen2.5-Math's and DeepSeek-R1's model cards, which many models were trained on.
+    "boxed": "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
+    # For base models, which continue a text rather than follow an instruction.
+    "question-answer": "Question: {problem}\nAnswer:",
+}
+DEFAULT_TEMPLATE = "boxed"
+
+PROBLEM_COLUMNS = ("prompt", "problem", "question")
+ANSWER_COLUMNS = ("answer", "solution")
+FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+EXCERPT_CHARS = 200  # of a row that an error shows
+
+
+def load_math_dataset(
+    name_or_path: str | Path,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    prompt_template: str | None = None,
+    chat: bool = False,
+    problem_column: str | None = None,
+    answer_column: str | None = None,
+) -> Dataset:
+    r"""Loads math problems with gold answers, for `DASHTrainer(train_dataset=...)` and `MathAccuracyReward`.
+
+        load_math_dataset("openai/gsm8k", config="main", chat=tokenizer.chat_template is not None)
+
+    Args:
+        name_or_path: a data set on the hub; or a .json, .jsonl, .csv or .parquet file; a directory of these, named
+            after their splits (train.jsonl, test.jsonl); or a directory that `save_to_disk` wrote.
+        config: the hub's name for a part of the data set.
+        split: such as "test" or "train[:1000]". A single file, or a saved `Dataset`, has no splits: it is loaded whole.
+        prompt_template: a name in `PROMPT_TEMPLATES`, or a text with `{problem}` in it. None: "boxed", but a column
+            `prompt` stays as it is.
+        chat: make each prompt a conversation of one user message, for a tokenizer with a chat template.
+        problem_column: where the problems are, if not in one of `PROBLEM_COLUMNS`.
+        answer_column: where the gold answers are, if not in one of `ANSWER_COLUMNS`.
+    Returns:
+        Columns `prompt` (string or conversation) and `answer` (string), in the order of the source.
+    Raises:
+        ValueError: if the path, split, template or columns do not exist, or rows lack a problem or a gold answer.
+    """
+    template = None if prompt_template is None else resolve_template(prompt_template)
+    source = str(name_or_path)
+    dataset = _load(source, config, split)
+    if len(dataset) == 0:
+        raise ValueError(_no_rows(source, split))
+    columns = dataset.column_names
+    problems_from = _find_column("problem", problem_column, PROBLEM_COLUMNS, columns, source)[0]
+    answers_from = _find_column("answer", answer_column, ANSWER_COLUMNS, columns, source)
+
+    if template is None and problems_from.lower() != "prompt":
+        template = PROMPT_TEMPLATES[DEFAULT_TEMPLATE]
+    rows = dataset.select_columns([problems_from, *answers_from])
+    prompts = [make_prompt(problem, template, chat) for problem in rows[problems_from]]
+    _require_all(prompts, dataset, f"a problem in {problems_from!r}", "problem_column", source)
+    answers = [find_answer(row, answers_from) for row in rows]
+    where = " or ".join(map(repr, answers_from))
+    _require_all(
+        answers,
+        dataset,
+        f"a gold answer in {where} (a solution's is its last \\boxed{{}} or ####)",
+        "answer_column",
+        source,
+    )
+
+    from datasets import Dataset
+
+    return Dataset.from_dict({"prompt": prompts, "answer": answers})
+
+
+# ------------------------------------------------------------------------------------------------- rows, purely
+
+
+def resolve_template(template: str) -> str:
+    """The text of a named template, or the given text if it has a place for the problem."""
+    text = PROMPT_TEMPLATES.get(template, template)
+    if "{problem}" not in text:
+        raise ValueError(
+            f"prompt_template = {template!r} has no {{problem}}, so every prompt would be the same: put {{problem}} "
+            f"where the problem goes, or use one of the named templates {sorted(PROMPT_TEMPLATES)}."
+        )
+    return text
+
+
+def make_prompt(problem: Any, template: str | None, chat: bool) -> str | list[dict[str, str]] | None:
+    """The prompt for one problem; None for an empty one. A conversation is returned as it is."""
+    if isinstance(problem, Sequence) and not isinstance(problem, str):
+        return list(problem) or None
+    if problem is None or not str(problem).strip():
+        return None
+    # Not str.format: a problem is full of LaTeX's braces, and so is a template that mentions \boxed{}.
+    text = str(problem) if template is None else template.replace("{problem}", str(problem))
+    return [{"role": "user", "content": text}] if chat else text
+
+
+def find_answer(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
+    """The gold answer of one row, from the first of the columns that has one."""
+    for column in columns:
+        answer = final_answer(row[column], marked=column.lower() == "solution")
+        if answer:
+            return answer
+    return None
+
+
+def final_answer(value: Any, *, marked: bool = False) -> str | None:
+    r"""The bare answer in a GSM8K answer, a solution with a \boxed{}, or an answer; None if there is none.
+
+    Args:
+        value: what a column holds.
+        marked: accept only an answer marked by `####` or \boxed{}: the rest of a solution is prose.
+    """
+    text = "" if value is None else str(value).strip()
+    hashes = last_hashes(text)
+    if hashes is not None:
+        return _THOUSANDS.sub("", hashes)
+    boxed = last_boxed(text)
+    if boxed is None and not marked:
+        return text or None
+    return boxed or None
+
+
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+
+
+# ------------------------------------------------------------------------------------------------------ loading
+
+
+def _load(source: str, config: str | None, split: str) -> Dataset:
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    path = Path(source).expanduser()
+    if path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists()):
+        saved = load_from_disk(str(path))
+        if not isinstance(saved, DatasetDict):
+            return saved
+        if split not in saved:
+            raise ValueError(_no_split(source, split, sorted(saved)))
+        return saved[split]
+    if path.is_file():
+        if path.suffix not in FILE_FORMATS:
+            raise ValueError(f"{source!r} is not a data file that can be read: use one of {', '.join(FILE_FORMATS)}.")
+        if path.stat().st_size == 0:
+            raise ValueError(f"{source!r} is empty: there is nothing to train on.")
+        name = re.match(r"\w*", split)[0] or "train"  # a file is one split, under whatever name is asked for
+        args, files = (FILE_FORMATS[path.suffix],), {"data_files": {name: str(path)}}
+    else:
+        args, files = (str(path) if path.is_dir() else source, config), {}
+    if path.is_dir() and not any(file.suffix in FILE_FORMATS for file in path.rglob("*")):
+        raise ValueError(f"The directory {source!r} holds no data files: it needs e.g. train.jsonl ({_FORMAT_NAMES}).")
+    if not path.exists() and _looks_like_path(source):
+        raise ValueError(f"{source!r} does not exist (looked for {path.absolute()}): correct the path.")
+    try:
+        return load_dataset(*args, **files, split=split)
+    except ValueError as error:
+        if "corresponds to no data" in str(error):
+            raise ValueError(_no_rows(source, split)) from error
+        known = _UNKNOWN_SPLIT.search(str(error))
+        if known is None:
+            raise
+        raise ValueError(_no_split(source, split, re.findall(r"'([^']+)'", known[1]))) from error
+    except (FileNotFoundError, ConnectionError) as error:  # DatasetNotFoundError is a FileNotFoundError
+        raise ValueError(
+            f"{source!r} is neither a path (looked for {path.absolute()}) nor a data set that the hub gives "
+            f"({error}): correct it, or the connection."
+        ) from error
+
+
+def _no_split(source: str, split: str, splits: Sequence[str]) -> str:
+    return f"{source!r} has no split {split!r}: choose one of {list(splits)}."
+
+
+def _no_rows(source: str, split: str) -> str:
+    return f"{source!r}, split {split!r}, has no rows: there is nothing to train on. Choose another split."
+
+
+def _looks_like_path(source: str) -> bool:
+    """A name on the hub is `name` or `owner/name`, and neither part ends like a data file."""
+    return source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).suffix in FILE_FORMATS
+
+
+_FORMAT_NAMES = ", ".join(FILE_FORMATS)
+_UNKNOWN_SPLIT = re.compile(r"(?s)Unknown split.*Should be one of (\[.*?\])")  # datasets/arrow_reader.py
+
+
+def _find_column(what: str, wanted: str | None, known: Sequence[str], columns: Sequence[str], source: str) -> list[str]:
+    """The columns to read, best first."""
+    if wanted is not None:
+        found = [wanted] if wanted in columns else []
+    else:
+        by_lower_name = {column.lower(): column for column in columns}
+        found = [by_lower_name[name] for name in known if name in by_lower_name]
+    if not found:
+        looked_for = [wanted] if wanted is not None else list(known)
+        raise ValueError(
+            f"{source!r} has no {what} column: looked for {looked_for}, but its columns are {list(columns)}. Name the "
+            f"right one with {what}_column."
+        )
+    return found
+
+
+def _require_all(values: Sequence[Any], dataset: Dataset, what: str, argument: str, source: str) -> None:
+    missing = [i for i, value in enumerate(values) if value is None]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {len(values)} rows of {source!r} lack {what}; the first is row {missing[0]}: "
+            f"{str(dataset[missing[0]])[:EXCERPT_CHARS]}. Name another column with {argument}, or remove these "
+            "rows and load the copy that save_to_disk writes."
+        )

@@ -1,0 +1,241 @@
+"""Loading math problems: layouts, sources, templates, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+
+from dash_trl.data import (
+    PROMPT_TEMPLATES,
+    final_answer,
+    find_answer,
+    load_math_dataset,
+    make_prompt,
+    resolve_template,
+)
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+needs_data = pytest.mark.skipif(not SHARED.exists(), reason=f"GSM8K and MATH-500 are not in {SHARED}")
+
+GSM8K = [{"question": "1 + 1?", "answer": "1+1=<<1+1=2>>2\n#### 2"}, {"question": "2?", "answer": "#### 1,200"}]
+MATH = [{"problem": "Half?", "solution": r"So $\boxed{\frac{1}{\sqrt{4}}}$.", "level": 2}]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# -------------------------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize(
+    ("value", "marked", "answer"),
+    [
+        ("work 5\n#### 1,200", False, "1200"),
+        ("#### 1,234,567", False, "1234567"),
+        ("#### 1,23", False, "1,23"),
+        ("72", False, "72"),
+        (72, False, "72"),
+        (0, False, "0"),
+        (r"\left( 3, \frac{\pi}{2} \right)", False, r"\left( 3, \frac{\pi}{2} \right)"),
+        (r"not \boxed{1} but \boxed{\frac{1}{\sqrt{2}}}.", True, r"\frac{1}{\sqrt{2}}"),
+        ("prose", True, None),
+        ("prose", False, "prose"),
+        ("", False, None),
+        (None, False, None),
+        (r"\boxed{}", True, None),
+    ],
+)
+def test_final_answer(value, marked, answer):
+    assert final_answer(value, marked=marked) == answer
+
+
+def test_the_solution_helps_out_where_the_answer_is_empty():
+    columns = ["answer", "solution"]
+    assert find_answer({"answer": None, "solution": r"\boxed{3}"}, columns) == "3"
+    assert find_answer({"answer": "4", "solution": r"\boxed{3}"}, columns) == "4"
+    assert find_answer({"answer": " ", "solution": "prose"}, columns) is None
+
+
+def test_prompts():
+    problem = r"What is $\frac{1}{2}$? {0} {problem}"
+    template = "Q: {problem} Use \\boxed{}."
+    assert make_prompt(problem, template, chat=False) == rf"Q: {problem} Use \boxed{{}}."
+    assert make_prompt(problem, None, chat=False) == problem
+    assert make_prompt("a", template, chat=True) == [{"role": "user", "content": "Q: a Use \\boxed{}."}]
+    conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert make_prompt(conversation, template, chat=True) == conversation
+    assert [make_prompt(empty, template, chat=False) for empty in (None, " ", [])] == [None] * 3
+
+
+def test_templates():
+    assert resolve_template("plain") == "{problem}"
+    assert resolve_template("Solve {problem}") == "Solve {problem}"
+    assert all("{problem}" in text for text in PROMPT_TEMPLATES.values())
+    with pytest.raises(ValueError, match=r"prompt_template = 'bxoed' has no \{problem\}.*'boxed', 'plain'"):
+        resolve_template("bxoed")
+
+
+# ----------------------------------------------------------------------------------------------------------- layouts
+
+
+def test_gsm8k_layout(tmp_path):
+    dataset = load_math_dataset(write(tmp_path / "a.jsonl", GSM8K), prompt_template="plain")
+    assert dataset.to_list() == [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "2?", "answer": "1200"}]
+
+
+def test_math_layout_with_the_default_template(tmp_path):
+    dataset = load_math_dataset(write(tmp_path / "a.jsonl", MATH), chat=True)
+    content = "Half?\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+    assert dataset.to_list() == [{"prompt": [{"role": "user", "content": content}], "answer": r"\frac{1}{\sqrt{4}}"}]
+
+
+def test_a_ready_prompt_stays_as_it_is_unless_a_template_is_asked_for(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "p", "answer": "1"}])
+    assert load_math_dataset(path)["prompt"][:] == ["p"]
+    assert load_math_dataset(path, prompt_template="Q {problem}")["prompt"][:] == ["Q p"]
+
+
+def test_conversational_prompts_pass_through(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "p"}], "answer": "1"}]
+    assert load_math_dataset(write(tmp_path / "a.jsonl", rows), prompt_template="boxed").to_list() == rows
+
+
+def test_column_names_in_any_case_and_by_name(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"Problem": "p", "Answer": 7, "other": "q", "gold": "8"}])
+    assert load_math_dataset(path, prompt_template="plain").to_list() == [{"prompt": "p", "answer": "7"}]
+    named = load_math_dataset(path, prompt_template="plain", problem_column="other", answer_column="gold")
+    assert named.to_list() == [{"prompt": "q", "answer": "8"}]
+
+
+# ----------------------------------------------------------------------------------------------------------- sources
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])
+def test_file_formats(tmp_path, suffix):
+    path = tmp_path / f"test.{suffix}"
+    getattr(datasets.Dataset.from_list(GSM8K), f"to_{suffix}")(str(path))
+    assert load_math_dataset(path)["answer"][:] == ["2", "1200"]
+    assert load_math_dataset(str(path), split="test[1:]")["answer"][:] == ["1200"]
+
+
+def test_a_directory_of_split_files(tmp_path):
+    write(tmp_path / "d" / "train.jsonl", GSM8K)
+    write(tmp_path / "d" / "test.jsonl", GSM8K[1:])
+    assert load_math_dataset(tmp_path / "d")["answer"][:] == ["2", "1200"]
+    assert load_math_dataset(tmp_path / "d", split="test")["answer"][:] == ["1200"]
+    with pytest.raises(ValueError, match="no split 'dev': choose one of .*'train', 'test'"):
+        load_math_dataset(tmp_path / "d", split="dev")
+
+
+def test_saved_to_disk(tmp_path):
+    train = datasets.Dataset.from_list(GSM8K)
+    train.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": train, "test": train.select([1])}).save_to_disk(str(tmp_path / "two"))
+    assert load_math_dataset(tmp_path / "one")["answer"][:] == ["2", "1200"]
+    assert load_math_dataset(tmp_path / "two", split="test")["answer"][:] == ["1200"]
+    with pytest.raises(ValueError, match=r"no split 'dev': choose one of \['test', 'train'\]"):
+        load_math_dataset(tmp_path / "two", split="dev")
+
+
+def test_a_hub_name_goes_to_datasets_with_its_config_and_split(monkeypatch):
+    calls = []
+
+    def load_dataset(*args, **kwargs):
+        calls.append((args, kwargs))
+        return datasets.Dataset.from_list(GSM8K)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert len(load_math_dataset("openai/gsm8k", config="main", split="test")) == 2
+    assert calls == [(("openai/gsm8k", "main"), {"split": "test"})]
+
+
+@needs_data
+def test_the_real_files():
+    sizes = {("gsm8k", "train"): 7_473, ("gsm8k", "test"): 1_319, ("math500", "test"): 500}
+    for (name, split), size in sizes.items():
+        dataset = load_math_dataset(SHARED / name, split=split)
+        assert (dataset.column_names, len(dataset)) == (["prompt", "answer"], size)
+        if name == "gsm8k":
+            assert all(float(answer).is_integer() for answer in dataset["answer"])
+    from_solutions = load_math_dataset(SHARED / "math500", split="test", answer_column="solution")
+    assert from_solutions["answer"][:] == dataset["answer"][:]
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/where", "nowhere.jsonl", "a/b/c"])
+def test_a_path_that_does_not_exist(name):
+    with pytest.raises(ValueError, match="does not exist .*correct the path"):
+        load_math_dataset(name)
+
+
+def test_a_name_that_is_nowhere(monkeypatch):
+    def load_dataset(*args, **kwargs):
+        raise datasets.exceptions.DatasetNotFoundError("no such data set")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"'no/where' is neither a path .* nor .*hub.*no such data set"):
+        load_math_dataset("no/where")
+
+
+def test_files_that_hold_no_data(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "a.jsonl").write_text("")
+    (tmp_path / "d").mkdir()
+    with pytest.raises(ValueError, match="a.txt' is not a data file .* use one of .json"):
+        load_math_dataset(tmp_path / "a.txt")
+    with pytest.raises(ValueError, match="a.jsonl' is empty"):
+        load_math_dataset(tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match="holds no data files: it needs e.g. train.jsonl"):
+        load_math_dataset(tmp_path / "d")
+    with pytest.raises(ValueError, match=r"split 'train\[:0\]', has no rows"):
+        load_math_dataset(write(tmp_path / "b.jsonl", GSM8K), split="train[:0]")
+    (tmp_path / "header.csv").write_text("question,answer\n")
+    with pytest.raises(ValueError, match="split 'train', has no rows"):
+        load_math_dataset(tmp_path / "header.csv")
+
+
+def test_columns_that_are_missing(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"text": "a", "answer": "1"}])
+    with pytest.raises(ValueError, match=r"no problem column: looked for .*'text', 'answer'\]. Name .* problem_column"):
+        load_math_dataset(path)
+    path = write(tmp_path / "b.jsonl", [{"problem": "a", "label": "1"}])
+    with pytest.raises(ValueError, match=r"no answer column: looked for .*'problem', 'label'\]. Name .* answer_column"):
+        load_math_dataset(path)
+    with pytest.raises(ValueError, match=r"no answer column: looked for \['gold'\]"):
+        load_math_dataset(path, answer_column="gold")
+
+
+def test_rows_without_an_answer_or_a_problem(tmp_path):
+    rows = MATH + [{"problem": "Why?", "solution": "Because.", "level": 1}] * 2
+    with pytest.raises(ValueError, match=r"2 of 3 rows .* lack a gold answer .* row 1: .*Because.*answer_column"):
+        load_math_dataset(write(tmp_path / "a.jsonl", rows))
+    rows = [{"problem": "p", "answer": "1"}, {"problem": " ", "answer": "2"}]
+    with pytest.raises(ValueError, match=r"1 of 2 rows .* lack a problem .* row 1"):
+        load_math_dataset(write(tmp_path / "b.jsonl", rows))
+
+
+def test_a_bad_template_is_found_before_anything_is_loaded():
+    with pytest.raises(ValueError, match="prompt_template"):
+        load_math_dataset("/no/where", prompt_template="boxes")
+
+
+def test_importing_needs_no_heavy_package():
+    heavy = {"torch", "trl", "datasets", "math_verify"}
+    code = f"import sys, dash_trl.data, dash_trl.rewards; print({heavy} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert out.stdout.strip() == "set()"
