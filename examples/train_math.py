@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback
-from trl import ModelConfig, ScriptArguments, TrlParser, get_kbit_device_map, get_peft_config, get_quantization_config
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from dash_trl import DASHConfig, DASHTrainer, MathAccuracyReward, load_math_dataset
 from dash_trl.callbacks import MetricsFileCallback, RewardProgressCallback
@@ -71,6 +71,7 @@ def main(argv: list[str]) -> None:
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         callbacks=[MetricsFileCallback(metrics)],
+        quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
     if not args.disable_tqdm:
@@ -87,6 +88,7 @@ def main(argv: list[str]) -> None:
             print(f"{name} accuracy on 256 held-out problems: {value:.3f} before, {after[name]:.3f} after")
         picture = plot_run(metrics, metrics.with_name("run.png"), title=Path(model_args.model_name_or_path).name)
         print(f"metrics: {metrics}\nplot:    {picture}\nmodel:   {args.output_dir}")
+    trainer.accelerator.end_training()  # ends the process group: without it gloo may abort at exit
 
 
 def names_a_model(argv: list[str]) -> bool:
@@ -124,9 +126,6 @@ def with_model_arguments(args: DASHConfig, model_args: ModelConfig) -> DASHConfi
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
     }
-    quantization = get_quantization_config(model_args)
-    if quantization is not None:
-        kwargs |= {"quantization_config": quantization, "device_map": get_kbit_device_map()}
     args.model_init_kwargs = {**kwargs, **(args.model_init_kwargs or {})}
     return args
 

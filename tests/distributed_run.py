@@ -138,6 +138,9 @@ def main() -> None:
         results["silent AdamW step"] = silent_adamw_step(model, Path(output))
     if RANK == 0:
         print("RESULTS " + json.dumps(results), flush=True)
+    if torch.distributed.is_initialized():  # else gloo's threads may abort the process as it exits
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
