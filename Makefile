@@ -19,8 +19,9 @@ export HF_HUB_DISABLE_TELEMETRY = 1
 help: ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
 
+# Two threads: accelerate's default is one, and for a model this small more than two only wait for each other.
 demo: $(VENV)/.demo ## train a tiny model on arithmetic, on a CPU or a GPU, in a few minutes
-	@$(BIN)/accelerate launch --config_file $(CONFIG) examples/train_math.py $(ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/accelerate launch --config_file $(CONFIG) examples/train_math.py $(ARGS)
 
 test: $(VENV)/.test ## all tests that this machine can run; ARGS="-k filter -x" goes to pytest
 	@$(BIN)/python -m pytest $(ARGS)

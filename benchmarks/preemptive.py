@@ -93,7 +93,10 @@ def main() -> None:
             totals[name] = total
             ratio = next(iter(totals.values())) / total
             results[f"{name}, {accumulation}"] = {"step_s": total, "generate_s": generate, "ratio": ratio}
-            print(f"{accumulation:5d} {name:30} {total:7.2f} {generate:8.2f} {total - generate:7.2f} {ratio:6.1f}", flush=True)
+            print(
+                f"{accumulation:5d} {name:30} {total:7.2f} {generate:8.2f} {total - generate:7.2f} {ratio:6.1f}",
+                flush=True,
+            )
         results[f"ratio_{accumulation}"] = totals["GRPO, samples per micro-step"] / totals["DASH"]
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -2,11 +2,11 @@
 
     python benchmarks/update_phase.py --json update_phase.json            # ~10 minutes on one core
 
-Rollouts are scripted (`rollout_func`), so that only scoring, packing, forward, backward and the optimizer are timed. Each
-share of constant groups and each beta gets three counted steps of each trainer, in turn, after one that is not
-counted. `limit` is the ratio of tokens: those that TRL processes, padding included, to the real ones of the survivors.
-Attention costs more than linearly in the padded length, so the limit can be exceeded. `rel_param_diff` is the largest
-parameter difference after one step of SGD (learning rate 1, no clipping), relative to the largest update.
+Rollouts are scripted (`rollout_func`), so that only scoring, packing, passes and the optimizer are timed. Each share of
+constant groups and each beta gets three counted steps of each trainer, in turn, after one that is not counted. `limit`
+is the ratio of tokens: those that TRL processes, padding included, to the real ones of the survivors. Attention costs
+more than linearly in the padded length, so the limit can be exceeded. `rel_param_diff` is the largest parameter
+difference after one step of SGD (learning rate 1, no clipping), relative to the largest update.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ os.environ.setdefault("CI", "1")  # no telemetry in a timed run
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 
 from dash_trl import DASHConfig, DASHTrainer
-from tests.tiny import tiny_tokenizer as build_tokenizer
+from dash_trl.embedded import arithmetic_tokenizer
 
 ROWS, GROUP, ROWS_PER_DEVICE, MICRO_STEPS = 64, 4, 4, 16
 SHARES, BETAS = (0.0, 0.5, 0.75), (0.0, 0.04)
@@ -41,7 +41,7 @@ LONGEST = 512
 
 
 def save_model(directory: Path) -> str:
-    tokenizer = build_tokenizer()
+    tokenizer = arithmetic_tokenizer()
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=512,
@@ -76,7 +76,7 @@ class Workload:
         lengths = [min(max(round(generator.lognormvariate(4.787, 0.8)), 8), LONGEST) for _ in prompts]  # e^4.787 = 120
         self.lengths = lengths
         self.prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
-        completions = [[generator.randrange(10, 300) for _ in range(length)] for length in lengths]
+        completions = [[generator.randrange(10, 280) for _ in range(length)] for length in lengths]
         return {"prompt_ids": self.prompt_ids, "completion_ids": completions, "logprobs": None}
 
     def __call__(self, prompts: list[str], **kwargs: Any) -> list[float]:
@@ -127,7 +127,7 @@ class Stepper:
                 disable_tqdm=True,
             ),
             train_dataset=Dataset.from_dict({"prompt": [f"Compute {i:03d} + {i * 7 % 100:02d}:" for i in range(256)]}),
-            processing_class=PreTrainedTokenizerFast.from_pretrained(model),
+            processing_class=AutoTokenizer.from_pretrained(model),
             rollout_func=self.workload.rollouts,
         )
 

@@ -6,7 +6,7 @@
 
 A supervised warm-up (under a minute on two cores, cached on disk) teaches the model to work step by step, from traces
 in which a step is wrong now and then. So it knows the sums (greedy accuracy near 1) but has learned the habit of
-slipping, too (sampled accuracy near 0.5), and reinforcement learning has something to remove within a minute.
+slipping, too (sampled accuracy below 0.5), and reinforcement learning has something to remove within a minute.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers, trainers
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-FORMAT_VERSION = 1  # of the cached model: raise it when code below changes what a warm-up produces
+FORMAT_VERSION = 2  # of the cached model: raise it when code below changes what a warm-up produces
 
 # ------------------------------------------------------------------------------------------------------- the problems
 
-OPERANDS = (3, 4, 5)  # numbers in a chain: two to four steps, so that one slip in six costs about half of the answers
+OPERANDS = (3, 4, 5)  # numbers in a chain: two to four sums
 LARGEST_OPERAND = 9
 LARGEST_TOTAL = 20  # of any step; some 300 different sums, few enough to learn in half a minute
 TEST_SHARE = 8  # one problem in 8 is a test problem, by the hash of its text
@@ -119,27 +119,27 @@ CHAT_TEMPLATE = (
 )
 
 
-def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which each number and each word of the task is one token; any other text falls to bytes."""
-    tokenizer = Tokenizer(models.BPE())
-    # Digits first, so that a space before a number is a token of its own: the model sees the same "17" in every place.
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+def arithmetic_tokenizer() -> Qwen2Tokenizer:
+    """Qwen2's byte-level BPE with the few merges of this task: each word and each digit is one token.
+
+    It has to be Qwen2's in everything but the merges: `AutoTokenizer` (and so vLLM) loads the tokenizer of any model of
+    type qwen2 as a `Qwen2Tokenizer`, whatever pre-tokenizer was saved with it.
+    """
+    backend = Qwen2Tokenizer().backend_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=512,  # a ceiling: the few words below need fewer
         special_tokens=[PADDING, START_OF_TURN, END_OF_TURN],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    words = [str(number) for number in range(LARGEST_TOTAL + 1)] + ["The answer is", "Wait", "user", "assistant"]
-    tokenizer.train_from_iterator(words, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    backend.train_from_iterator(["The answer is", "Wait", "user", "assistant"], trainer)
+    learned = json.loads(backend.to_str())["model"]
+    return Qwen2Tokenizer(
+        vocab=learned["vocab"],
+        merges=[tuple(merge) for merge in learned["merges"]],
         eos_token=END_OF_TURN,
         pad_token=PADDING,
-        additional_special_tokens=[START_OF_TURN],
+        extra_special_tokens=[START_OF_TURN],
         padding_side="left",
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
@@ -157,7 +157,7 @@ class WarmUp:
         steps, batch_size, learning_rate: AdamW with a short linear warm-up and a linear decay.
         clean_share: of the steps, the first ones, are without slips and corrections: the sums are learned before the
             habit, which halves the time.
-        slip_rate: probability that a step of a trace is wrong and stays so. Makes sampled accuracy 0.5.
+        slip_rate: probability that a step of a trace is wrong and stays so. Sets the sampled accuracy.
         wait_rate: probability that a step is wrong, noticed ("Wait, ...") and done again.
         hidden_size, num_layers: of the Qwen2 model.
         seed: of the weights and the traces.
@@ -165,12 +165,12 @@ class WarmUp:
 
     steps: int = 400
     batch_size: int = 48
-    learning_rate: float = 5e-3
+    learning_rate: float = 3e-3
     clean_share: float = 0.7
-    slip_rate: float = 0.12
+    slip_rate: float = 0.1
     wait_rate: float = 0.05
     hidden_size: int = 96
-    num_layers: int = 3
+    num_layers: int = 4
     seed: int = 0
 
 
@@ -204,14 +204,14 @@ def _trace(problem: str, generator: random.Random, slip_rate: float, wait_rate: 
 
 
 def _batch(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Qwen2Tokenizer,
     problems: Iterator[str],
     generator: random.Random,
     settings: WarmUp,
     *,
     clean: bool,
 ) -> dict[str, torch.Tensor]:
-    """`batch_size` traces of equally many numbers, padded on the right; the loss is on the trace and its end."""
+    """`batch_size` prompts with their traces, padded on the right; the loss is on the trace and its end."""
     rows, labels = [], []
     for _ in range(settings.batch_size):
         problem = next(problems)
@@ -231,30 +231,34 @@ def _batch(
     }
 
 
-def _warm_up(tokenizer: PreTrainedTokenizerFast, settings: WarmUp, progress: bool) -> Qwen2ForCausalLM:
+def _model(tokenizer: Qwen2Tokenizer, settings: WarmUp) -> Qwen2ForCausalLM:
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=settings.hidden_size,
+            intermediate_size=3 * settings.hidden_size,
+            num_hidden_layers=settings.num_layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=CONTEXT,
+            initializer_range=INITIALIZER_RANGE,
+            rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+        )
+    )
+
+
+def _warm_up(tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool) -> Qwen2ForCausalLM:
     """Trains a model on slipping traces of training problems, in an RNG state of its own."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = random.Random(settings.seed)
     problems = _problems("train", generator)
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(settings.seed)
-        model = Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=len(tokenizer),
-                hidden_size=settings.hidden_size,
-                intermediate_size=3 * settings.hidden_size,
-                num_hidden_layers=settings.num_layers,
-                num_attention_heads=4,
-                num_key_value_heads=4,
-                max_position_embeddings=CONTEXT,
-                initializer_range=INITIALIZER_RANGE,
-                rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-                tie_word_embeddings=True,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-                bos_token_id=None,
-            )
-        ).to(device)
+        model = _model(tokenizer, settings).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
         ramp = max(1, settings.steps // 10)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -273,12 +277,14 @@ def _warm_up(tokenizer: PreTrainedTokenizerFast, settings: WarmUp, progress: boo
     return model.cpu()
 
 
-def _cache_folder(cache_dir: str | Path | None) -> Path:
-    if cache_dir is not None:
-        return Path(cache_dir)
-    configured = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path there is invalid and to be ignored.
-    return (Path(configured) if os.path.isabs(configured) else Path.home() / ".cache") / "dash_trl"
+def _cache_path(settings: WarmUp, cache_dir: str | Path | None = None) -> Path:
+    """Where the model of these settings is, or will be."""
+    if cache_dir is None:
+        configured = os.environ.get("XDG_CACHE_HOME", "")
+        # The XDG specification: a relative path there is invalid and to be ignored.
+        cache_dir = (Path(configured) if os.path.isabs(configured) else Path.home() / ".cache") / "dash_trl"
+    key = json.dumps({"format": FORMAT_VERSION, **asdict(settings)}, sort_keys=True)
+    return Path(cache_dir) / f"arithmetic-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def embedded_model(cache_dir: str | Path | None = None, *, settings: WarmUp = WarmUp(), progress: bool = True) -> str:
@@ -293,9 +299,8 @@ def embedded_model(cache_dir: str | Path | None = None, *, settings: WarmUp = Wa
         settings: another warm-up is cached under another name.
         progress: show a progress bar.
     """
-    key = json.dumps({"format": FORMAT_VERSION, **asdict(settings)}, sort_keys=True)
-    folder = _cache_folder(cache_dir)
-    final = folder / f"arithmetic-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    final = _cache_path(settings, cache_dir)
+    folder = final.parent
     if final.is_dir():
         return str(final)
     try:

@@ -1,4 +1,4 @@
-"""One test per rule: a user's mistake is a ValueError with the value, the reason and the remedy, as early as possible."""
+"""One test per rule: a user's mistake is a ValueError with value, reason and remedy, as early as possible."""
 
 from __future__ import annotations
 

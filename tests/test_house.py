@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "dash_trl"
+STARTERS = {"threading", "multiprocessing", "subprocess", "pebble"}
 PURE = ["advantages", "filtering", "packing", "schedule", "rollouts", "importance_sampling", "metrics"]
 
 
 @pytest.mark.parametrize("module", PURE)
 def test_pure_modules_import_neither_trl_nor_vllm(module):
-    code = f"import dash_trl.{module}, sys; print(sorted({{'trl', 'vllm', 'transformers', 'accelerate'}} & set(sys.modules)))"
+    heavy = {"trl", "vllm", "transformers", "accelerate"}
+    code = f"import dash_trl.{module}, sys; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -103,3 +105,12 @@ def test_the_output_of_trls_sampling(tiny_model, tmp_path):
         "num_items_in_batch",
     }
     assert output["num_items_in_batch"] == output["completion_mask"].sum() and output["num_items_in_batch"].dim() == 0
+
+
+def test_one_module_starts_threads_and_processes():
+    for path in PACKAGE.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        starters = {name for name in names if name.split(".")[0] in STARTERS}
+        assert path.name == "workers.py" or not starters, f"{path.name} imports {starters}"

@@ -20,13 +20,13 @@ from benchmarks.math_reward import DATA, FILES, canonical, check, in_box, in_sen
 from dash_trl.rewards.math import (
     MathAccuracyReward,
     UnreadableGold,
-    _default_workers,
     extract_answer,
     gold_text,
     is_text_answer,
     last_boxed,
     score_answer,
 )
+from dash_trl.workers import default_workers
 
 ROOT = Path(__file__).parents[1]
 needs_data = pytest.mark.skipif(
@@ -278,11 +278,11 @@ def test_trl_sees_a_name():
 def test_ranks_share_the_cpus(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert _default_workers() == 8
+    assert default_workers() == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert _default_workers() == 3
+    assert default_workers() == 3
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")
-    assert _default_workers() == 1
+    assert default_workers() == 1
 
 
 # ---------------------------------------------------------------------------------------------------------- failures

@@ -47,7 +47,7 @@ class WatchedReward:
             rewards = [None if value is None else float(value) for value in output]
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"The reward function '{self.name}' returned {output!r:.200}, which is not a list of numbers ({error}). "
+                f"The reward function '{self.name}' returned {output!r:.200}, not a list of numbers ({error}). "
                 "Return one float (or None for 'not applicable') per completion."
             ) from error
         if len(rewards) != rows:

@@ -20,27 +20,19 @@ import functools
 import importlib.util
 import logging
 import math
-import multiprocessing
-import os
 import re
-import threading
-import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, wait
-from concurrent.futures import TimeoutError as FutureTimeoutError  # another class than TimeoutError in Python 3.10
+from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import context, popen_spawn_posix, spawn
 from typing import Any
+
+from dash_trl.workers import Task, WorkerDied, default_workers, shared_workers
 
 logger = logging.getLogger(__name__)
 
 CHUNK_ROWS = 32  # rows per task: a task costs ~1 ms of messages, a row 0.3 to 4 ms
 TAIL_CHARS = 2_000  # of a completion without a marked answer: math-verify's patterns are quadratic in degenerate text
 MIN_WORD_LETTERS = 4  # a bare run of letters this long with a vowel is a word, a shorter one may be a product like xyz
-WORKER_MEMORY = 4 << 30  # bytes of address space: 10^{10^{10}} must not take the trainer's memory before its timeout
-POOL_CHECK_SECONDS = 0.5  # between looks at whether a pool that we wait for still lives
-DEFAULT_MAX_WORKERS = 8  # per process; more do not pay for a batch of a few hundred rows
 
 Verify = Callable[[str, str], float]
 
@@ -241,34 +233,14 @@ _FORMULA = re.compile(r"\$+(.*?)(?<!\\)\$+", re.DOTALL)
 _BASE = re.compile(r"^-?[0-9A-Za-z]+_\{?(?:\\text\{)?(\d+)\}*\$?$")
 
 
-# ------------------------------------------------------------------------------------------------- worker processes
+# ------------------------------------------------------------------------------------------------- inside a worker
 
 
-def _start_worker() -> None:
-    """Pays for the imports and the patterns before the first task, whose timeout must not include them."""
+def _prepare_worker() -> None:
+    """Pays for the imports and the patterns before the first task."""
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)  # they warn that we switched their timeouts off
-    _limit_memory()
-    threading.Thread(target=_die_with_parent, daemon=True).start()
     score_answer(r"So $x=\boxed{\frac{1}{2}}$", "0.25")
-
-
-def _limit_memory() -> None:
-    import resource  # POSIX only
-
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = WORKER_MEMORY if hard == resource.RLIM_INFINITY else min(WORKER_MEMORY, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-
-
-def _die_with_parent() -> None:
-    """A trainer killed with SIGKILL runs no exit handler, and its workers would wait for tasks forever."""
-    from multiprocessing.connection import wait
-
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
 
 
 def _score_chunk(verify: Verify, rows: Sequence[tuple[str, str]]) -> list[float | str]:
@@ -281,106 +253,6 @@ def _score_row(verify: Verify, completion: str, gold: str) -> float | str:
         return float(verify(completion, gold))
     except Exception as error:  # whatever sympy raises: this row failed, its neighbours did not
         return f"{type(error).__name__}: {error}"[:300]
-
-
-def _launch_without_main() -> Callable[..., None]:
-    """`Popen._launch` whose children do not import the parent's `__main__`.
-
-    multiprocessing's spawn runs the main script once more in every child, for functions that were defined there. A
-    training script would import torch and trl in every worker (5 s), or, without `if __name__ == "__main__"`, start
-    training again. loky's "loky_init_main" is the same remedy. The method is rebound to a namespace of its own, since a
-    patch of `multiprocessing.spawn` would hit other threads (a DataLoader's workers).
-    """
-    light_spawn = types.SimpleNamespace(**vars(spawn))
-    light_spawn.get_preparation_data = lambda name: {
-        key: value for key, value in spawn.get_preparation_data(name).items() if not key.startswith("init_main_from")
-    }
-    launch = popen_spawn_posix.Popen._launch
-    return types.FunctionType(launch.__code__, {**launch.__globals__, "spawn": light_spawn}, launch.__name__)
-
-
-class _LightPopen(popen_spawn_posix.Popen):
-    _launch = _launch_without_main()
-
-
-class _LightProcess(context.SpawnProcess):
-    @staticmethod
-    def _Popen(process_obj: Any) -> _LightPopen:
-        return _LightPopen(process_obj)
-
-
-class _LightSpawnContext(context.SpawnContext):
-    """Spawn, since forking a parent with torch's threads can deadlock the child."""
-
-    Process = _LightProcess
-
-
-class _Task:
-    """Rows on their way through a pool."""
-
-    def __init__(self, pool: Any, future: Any):
-        self._pool = pool
-        self._future = future
-
-    def result(self) -> list[float | str]:
-        """Waits for the outcomes; raises what became of the worker, or `BrokenProcessPool`."""
-        # pebble forgets the tasks it has not yet handed out when its pool breaks or stops: do not wait for these.
-        while not wait([self._future], timeout=POOL_CHECK_SECONDS).done:
-            if not self._pool.active and not self._future.done():
-                raise BrokenProcessPool("the worker pool stopped")
-        return self._future.result()
-
-    def cancel(self) -> None:
-        self._future.cancel()
-
-
-class _Workers:
-    """A pebble pool of `count` processes, shared by all rewards that ask for this count; starts at its first task.
-
-    Pebble's own exit handler ends the processes of a pool that nobody closed.
-    """
-
-    def __init__(self, count: int):
-        self.count = count
-        self.users: weakref.WeakSet[MathAccuracyReward] = weakref.WeakSet()
-        self._pool: Any = None
-        self._lock = threading.Lock()
-
-    def submit(self, user: MathAccuracyReward, rows: Sequence[tuple[str, str]]) -> _Task:
-        from pebble import ProcessPool
-
-        with self._lock:
-            self.users.add(user)
-            if self._pool is not None and not self._pool.active:
-                self._stop()
-            if self._pool is None:
-                self._pool = ProcessPool(self.count, initializer=_start_worker, context=_LightSpawnContext())
-            future = self._pool.schedule(_score_chunk, args=(user.verify, rows), timeout=user.timeout)
-            return _Task(self._pool, future)
-
-    def leave(self, user: MathAccuracyReward) -> None:
-        """Stops the processes when their last user leaves."""
-        with self._lock:
-            self.users.discard(user)
-            if not self.users:
-                self._stop()
-
-    def _stop(self) -> None:
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
-            self._pool = None
-
-
-_workers_by_count: dict[int, _Workers] = {}
-
-
-def _workers(count: int) -> _Workers:
-    return _workers_by_count.setdefault(count, _Workers(count))
-
-
-# A forked child owns neither the processes nor the pool's threads: it starts its own.
-os.register_at_fork(after_in_child=_workers_by_count.clear)
 
 
 # ------------------------------------------------------------------------------------------------------- the reward
@@ -420,7 +292,7 @@ class MathAccuracyReward:
             if importlib.util.find_spec(package) is None:
                 raise ImportError(f"MathAccuracyReward needs {package}: pip install {package.replace('_', '-')}")
         self.timeout = timeout
-        self.workers = workers or _default_workers()
+        self.workers = workers or default_workers()
         self.verify = verify
         self._told: set[str] = set()
 
@@ -461,21 +333,21 @@ class MathAccuracyReward:
         Returns:
             The rows to be run again: those that shared a task, or a pool, with the one that failed.
         """
-        from pebble import ProcessExpired
-
-        workers = _workers(self.workers)
-        tasks: list[_Task] = []
+        workers = shared_workers(self.workers, _prepare_worker)
+        tasks: list[Task] = []
         again: list[int] = []
         try:
             for chunk in chunks:
-                tasks.append(workers.submit(self, [rows[i] for i in chunk]))
+                tasks.append(
+                    workers.submit(self, _score_chunk, self.verify, [rows[i] for i in chunk], timeout=self.timeout)
+                )
             for chunk, task in zip(chunks, tasks, strict=True):
                 try:
                     scores = task.result()
-                except (TimeoutError, FutureTimeoutError):
+                except TimeoutError:
                     scores, final = [f"timeout after {self.timeout} s"] * len(chunk), len(chunk) == 1
-                except ProcessExpired as error:
-                    scores, final = [f"crash of its worker, exit code {error.exitcode}"] * len(chunk), len(chunk) == 1
+                except WorkerDied as error:
+                    scores, final = [f"crash of its worker, {error}"] * len(chunk), len(chunk) == 1
                 except (BrokenProcessPool, CancelledError, RuntimeError, OSError) as error:
                     scores, final = [f"loss of its worker: {error}"] * len(chunk), False
                 else:
@@ -501,7 +373,7 @@ class MathAccuracyReward:
 
     def close(self) -> None:
         """Stops the worker processes unless another reward uses them. A later call starts them again."""
-        _workers(self.workers).leave(self)
+        shared_workers(self.workers, _prepare_worker).leave(self)
 
     def __enter__(self) -> MathAccuracyReward:
         return self
@@ -519,9 +391,3 @@ def completion_text(completion: Any) -> str:
     if isinstance(content, list):  # multi-modal parts
         content = "".join(part.get("text") or "" for part in content)
     return content or ""
-
-
-def _default_workers() -> int:
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate: the ranks on this machine
-    return max(1, min(DEFAULT_MAX_WORKERS, cpus // ranks))

@@ -1,0 +1,224 @@
+"""The embedded default: disjoint problems, a tokenizer that survives a reload, a cache that is never half."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+import unicodedata
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dash_trl import embedded
+from dash_trl.embedded import (
+    END_OF_TURN,
+    WarmUp,
+    arithmetic_dataset,
+    arithmetic_reward,
+    arithmetic_tokenizer,
+    embedded_model,
+)
+
+SMALL = WarmUp(steps=2, batch_size=4, hidden_size=16, num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory) -> str:
+    return embedded_model(tmp_path_factory.mktemp("cache"), settings=SMALL, progress=False)
+
+
+def problems(split: str, **arguments) -> list[str]:
+    return [row["prompt"][0]["content"] for row in arithmetic_dataset(split, **arguments)]
+
+
+# ------------------------------------------------------------------------------------------------------- the problems
+
+
+def test_training_and_test_problems_are_distinct_and_disjoint():
+    train = [problem for seed in range(3) for problem in problems("train", size=5000, seed=seed)]
+    test = [problem for seed in range(3) for problem in problems("test", size=1000, seed=seed)]
+    assert not set(train) & set(test)
+    assert problems("train") == problems("train") != problems("train", seed=1)
+    assert len(problems("test")) == len(set(problems("test"))) == 256
+
+
+def test_the_answers_are_python_s():
+    for row in arithmetic_dataset("train", size=500):
+        problem = row["prompt"][0]["content"]
+        assert re.fullmatch(r"\d([+-]\d){2,4}", problem)
+        assert str(eval(problem, {"__builtins__": {}})) == row["answer"]
+
+
+def test_running_totals_stay_in_the_range_that_the_model_has_words_for():
+    for problem in problems("train", size=2000):
+        ends = [match.end() for match in re.finditer(r"\d", problem)]
+        totals = [eval(problem[:end], {"__builtins__": {}}) for end in ends]
+        assert 0 <= min(totals) and max(totals) <= embedded.LARGEST_TOTAL
+
+
+@pytest.mark.parametrize("arguments", [{"split": "dev"}, {"size": 0}, {"size": 10**9}])
+def test_impossible_datasets_are_refused(arguments):
+    with pytest.raises(ValueError, match=str(next(iter(arguments.values())))):
+        arithmetic_dataset(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("7+5=12\nThe answer is 12", 1.0),
+        ("The answer is 11\nWait, 7+5=12\nThe answer is 12", 1.0),  # the last one counts
+        ("The answer is 12\nThe answer is 11", 0.0),
+        ("The answer is 112", 0.0),
+        ("The answer is -12", 0.0),
+        ("12", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_reward_reads_the_last_answer(text, reward):
+    assert arithmetic_reward([text], ["12"]) == [reward]
+    assert arithmetic_reward([[{"role": "assistant", "content": text}]], ["12"]) == [reward]
+
+
+# ------------------------------------------------------------------------------------------------------ the tokenizer
+
+TASK_TEXT = (
+    "<|im_start|>user\n7+5-3+8<|im_end|>\n"
+    "<|im_start|>assistant\n7+5=12\n12-3=8\nWait, 12-3=9\n9+8=17\nThe answer is 17<|im_end|>"
+)
+
+
+TOKENIZER = arithmetic_tokenizer()
+
+
+@given(st.text(max_size=40))
+def test_any_text_survives_the_tokenizer(text):
+    text = unicodedata.normalize("NFC", text)  # Qwen2 normalises
+    assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
+
+
+def test_the_reloaded_tokenizer_is_the_same(small_model):
+    """AutoTokenizer makes a Qwen2Tokenizer of whatever was saved: other tokens than the model was taught, if unlike."""
+    made, loaded = arithmetic_tokenizer(), AutoTokenizer.from_pretrained(small_model)
+    for text in (TASK_TEXT, "naïve 7 − 5 = 2, 🙂 don't", " 20\n\n 19  "):
+        assert loaded(text)["input_ids"] == made(text)["input_ids"]
+        assert loaded.decode(made(text)["input_ids"]) == text
+    messages = [{"role": "user", "content": "1+2-3"}]
+    assert loaded.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == (
+        "<|im_start|>user\n1+2-3<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (loaded.eos_token, loaded.pad_token, loaded.padding_side) == (END_OF_TURN, "<|endoftext|>", "left")
+    assert len(loaded) == len(made) == AutoModelForCausalLM.from_pretrained(small_model).config.vocab_size
+
+
+def test_words_and_digits_are_one_token_each():
+    written = ["7", "+", "5", "=", "1", "2", "\n", "The", " answer", " is", " ", "1", "2", END_OF_TURN]
+    assert [TOKENIZER.decode(ids) for ids in TOKENIZER("".join(written))["input_ids"]] == written
+
+
+# -------------------------------------------------------------------------------------------------------- the warm-up
+
+
+def read_trace(trace: str) -> tuple[int, int, int]:
+    """(sums, of which wrong and left so, of which wrong and corrected); fails where a line does not follow."""
+    *lines, last = trace.split("\n")
+    sums = slips = corrected = 0
+    sides = result = ""
+    for line in lines:
+        left, _, written = line.removeprefix("Wait, ").partition("=")
+        right = str(eval(left, {"__builtins__": {}}))
+        if line.startswith("Wait, "):
+            assert left == sides and written == right != result, trace
+            slips, corrected = slips - 1, corrected + 1
+        else:
+            assert left.startswith(result), trace
+            sums, slips = sums + 1, slips + (written != right)
+        sides, result = left, written
+    assert last == f"The answer is {result}"
+    return sums, slips, corrected
+
+
+def test_traces_slip_and_correct_themselves_at_the_given_rates():
+    generator, counts = random.Random(0), [0, 0, 0]
+    for problem in problems("train", size=4000):
+        for i, count in enumerate(read_trace(embedded._trace(problem, generator, 0.12, 0.05))):
+            counts[i] += count
+    assert counts[1] / counts[0] == pytest.approx(0.12, abs=0.01)
+    assert counts[2] / counts[0] == pytest.approx(0.05, abs=0.01)
+    assert read_trace(embedded._trace("7+5-3", generator, 0.0, 0.0)) == (2, 0, 0)
+
+
+def test_the_loss_is_on_the_trace_and_its_end_only():
+    tokenizer = arithmetic_tokenizer()
+    batch = embedded._batch(tokenizer, iter(problems("train")), random.Random(0), WarmUp(), clean=True)
+    for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
+        learned = tokenizer.decode(ids[labels != -100])
+        whole = tokenizer.decode(ids[mask == 1])
+        assert re.fullmatch(r"(\d+[+-]\d=\d+\n){2,4}The answer is \d+<\|im_end\|>", learned)
+        assert whole == whole.split("assistant\n")[0] + "assistant\n" + learned
+        assert (labels[labels != -100] == ids[labels != -100]).all()
+
+
+def test_the_cache_is_keyed_by_the_settings(tmp_path):
+    path = embedded_model(tmp_path, settings=SMALL, progress=False)
+    written = (Path(path) / "model.safetensors").stat().st_mtime_ns
+    assert embedded_model(tmp_path, settings=SMALL, progress=False) == path
+    assert (Path(path) / "model.safetensors").stat().st_mtime_ns == written
+    for field in dataclasses.fields(WarmUp):
+        assert embedded._cache_path(dataclasses.replace(SMALL, **{field.name: 7}), tmp_path) != Path(path), field.name
+
+
+def test_the_same_settings_make_the_same_model_and_leave_the_random_state(tmp_path, small_model):
+    torch.manual_seed(5)
+    random.seed(5)
+    states = torch.get_rng_state(), random.getstate()
+    again = embedded_model(tmp_path, settings=SMALL, progress=False)
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+    one, other = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (again, small_model))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_an_interrupted_warm_up_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(arithmetic_tokenizer()), "save_pretrained", interrupted)  # the model is written by then
+        embedded_model(tmp_path, settings=SMALL, progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_of_concurrent_warm_ups_wins(tmp_path, monkeypatch):
+    real, first = embedded._warm_up, []
+
+    def overtaken(*args):
+        monkeypatch.setattr(embedded, "_warm_up", real)
+        first.append(embedded_model(tmp_path, settings=SMALL, progress=False))
+        return real(*args)
+
+    monkeypatch.setattr(embedded, "_warm_up", overtaken)
+    assert [embedded_model(tmp_path, settings=SMALL, progress=False)] == first
+    assert [str(path) for path in tmp_path.iterdir()] == first
+
+
+def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="XDG_CACHE_HOME"):
+        embedded_model(tmp_path / "file" / "cache", settings=SMALL, progress=False)
+
+
+def test_the_user_s_cache_folder(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert embedded._cache_path(SMALL).parent == Path("/somewhere/dash_trl")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/invalid")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert embedded._cache_path(SMALL).parent == Path("/home/somebody/.cache/dash_trl")
+
+
+def test_the_default_model_is_tiny():
+    model = embedded._model(arithmetic_tokenizer(), WarmUp())
+    assert sum(parameter.numel() for parameter in model.parameters()) <= 1_500_000
