@@ -164,21 +164,22 @@ def _load(source: str, config: str | None, split: str) -> Dataset:
         if split not in saved:
             raise ValueError(_no_split(source, split, sorted(saved)))
         return saved[split]
+    name_and_config: tuple[str, str | None]
     if path.is_file():
         if path.suffix not in FILE_FORMATS:
             raise ValueError(f"{source!r} is not a data file that can be read: use one of {', '.join(FILE_FORMATS)}.")
         if path.stat().st_size == 0:
             raise ValueError(f"{source!r} is empty: there is nothing to train on.")
-        name = re.match(r"\w*", split)[0] or "train"  # a file is one split, under whatever name is asked for
-        args, files = (FILE_FORMATS[path.suffix],), {"data_files": {name: str(path)}}
+        name = re.split(r"\W", split)[0] or "train"  # a file is one split, under whatever name is asked for
+        name_and_config, files = (FILE_FORMATS[path.suffix], None), {"data_files": {name: str(path)}}
     else:
-        args, files = (str(path) if path.is_dir() else source, config), {}
+        name_and_config, files = (str(path) if path.is_dir() else source, config), {}
     if path.is_dir() and not any(file.suffix in FILE_FORMATS for file in path.rglob("*")):
         raise ValueError(f"The directory {source!r} holds no data files: it needs e.g. train.jsonl ({_FORMAT_NAMES}).")
     if not path.exists() and _looks_like_path(source):
         raise ValueError(f"{source!r} does not exist (looked for {path.absolute()}): correct the path.")
     try:
-        return load_dataset(*args, **files, split=split)
+        return load_dataset(*name_and_config, **files, split=split)
     except ValueError as error:
         if "corresponds to no data" in str(error):
             raise ValueError(_no_rows(source, split)) from error

@@ -24,6 +24,7 @@ def filter_metrics(
         reduce_sum: adds a vector up over the ranks.
     """
     tokens = rollouts.lengths()[:, 2]
+    assert rollouts.advantages is not None
     advantages = replace(rollouts, advantages=rollouts.advantages.abs()).mean_advantages()
     keep = filtered.keep
     counts = [keep, filtered.constant, filtered.threshold, filtered.unscored]
@@ -47,10 +48,11 @@ def sampler_metrics(
     Args:
         gather: concatenates a vector over the ranks.
     """
-    mask = rollouts.loss_mask.bool()
-    delta = (rollouts.old_per_token_logps - rollouts.sampling_per_token_logps).abs()
+    mask, ratio = rollouts.loss_mask.bool(), rollouts.importance_sampling_ratio
+    old, sampled = rollouts.old_per_token_logps, rollouts.sampling_per_token_logps
+    assert old is not None and sampled is not None and ratio is not None
+    delta = (old - sampled).abs()
     delta = delta[mask & ~delta.isnan()]
-    ratio = rollouts.importance_sampling_ratio
     ratio = ratio[mask] if ratio.shape == mask.shape else ratio.flatten()
     if delta.numel() and ratio.numel():
         local = torch.stack([delta.mean(), delta.max(), ratio.min(), ratio.mean(), ratio.max()])

@@ -138,13 +138,13 @@ def packed_log_probs(
 
 
 def real_rows_only(
-    log_probs: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]],
+    log_probs: Callable[..., tuple[Tensor | None, ...]],
     model: Any,
     input_ids: Tensor,
     attention_mask: Tensor,
     logits_to_keep: int,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """For models that need padding: TRL's `log_probs` on the rows that have a token; 0 for the masked dummy rows."""
     real = attention_mask.bool().any(dim=1)
     *per_token, aux_loss = log_probs(model, input_ids[real], attention_mask[real], logits_to_keep, **kwargs)

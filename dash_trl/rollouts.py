@@ -68,7 +68,7 @@ class RolloutBatch:
     def __len__(self) -> int:
         return self.prompt_ids.shape[0]
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Any]:
         """The tensor fields that are set, by name."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -90,6 +90,7 @@ class RolloutBatch:
 
     def mean_advantages(self) -> Tensor:
         """[B]: the advantage of a row, averaged over its loss tokens where it has one per token."""
+        assert self.advantages is not None, "advantages are set before their means are asked for"
         if self.advantages.dim() == 1:
             return self.advantages
         return (self.advantages * self.loss_mask).sum(dim=1) / self.loss_mask.sum(dim=1).clamp(min=1)

@@ -79,7 +79,7 @@ class DASHTrainer(GRPOTrainer):
         checks.check_arguments(model, args, train_dataset, eval_dataset, processing_class, kwargs)
         self._window: GenerationWindow | None = None
         self._sampling_only = False  # TRL's sampling method must not run the model
-        self._scored: tuple[Tensor, list[Any]] | None = None  # rewards of all ranks, completions of this one
+        self._scored: Any = None  # (rewards of all ranks, completions of this one)
         self._seconds: defaultdict[str, float] = defaultdict(float)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
 
@@ -212,6 +212,7 @@ class DASHTrainer(GRPOTrainer):
                     logps = self._reference_logps(inputs) if reference else self._logps(self.model, inputs)
                     getattr(rollouts, name)[rows, : logps.shape[1]] = logps[: len(rows)].float().cpu()
         if correct:
+            assert rollouts.old_per_token_logps is not None and rollouts.sampling_per_token_logps is not None
             rollouts.importance_sampling_ratio = importance_sampling_ratio(
                 rollouts.old_per_token_logps,
                 rollouts.sampling_per_token_logps,

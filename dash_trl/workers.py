@@ -161,7 +161,7 @@ def _launch_without_main() -> Callable[..., None]:
     light_spawn.get_preparation_data = lambda name: {
         key: value for key, value in spawn.get_preparation_data(name).items() if not key.startswith("init_main_from")
     }
-    launch = popen_spawn_posix.Popen._launch
+    launch = popen_spawn_posix.Popen._launch  # type: ignore[attr-defined]
     return types.FunctionType(launch.__code__, {**launch.__globals__, "spawn": light_spawn}, launch.__name__)
 
 

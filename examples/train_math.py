@@ -44,8 +44,8 @@ class MathArguments(ScriptArguments):
 def main(argv: list[str]) -> None:
     parser = TrlParser((MathArguments, DASHConfig, ModelConfig))
     embedded = not names_a_model(argv)
-    if embedded:
-        parser.set_defaults_with_config(**embedded_defaults())
+    # Every step on the bar, in the metrics file and in the plot; TRL's default is every tenth.
+    parser.set_defaults_with_config(**({"logging_steps": 1} | (embedded_defaults() if embedded else {})))
     script, args, model_args = parser.parse_args_and_config(argv)
 
     if embedded:
@@ -86,8 +86,11 @@ def main(argv: list[str]) -> None:
     if args.should_save:
         for name, value in before.items():
             print(f"{name} accuracy on 256 held-out problems: {value:.3f} before, {after[name]:.3f} after")
-        picture = plot_run(metrics, metrics.with_name("run.png"), title=Path(model_args.model_name_or_path).name)
-        print(f"metrics: {metrics}\nplot:    {picture}\nmodel:   {args.output_dir}")
+        print(f"metrics: {metrics}\nmodel:   {args.output_dir}")
+        try:
+            print(f"plot:    {plot_run(metrics, metrics.with_name('run.png'), title=Path(args.output_dir).name)}")
+        except ValueError as error:  # a run that ended before its first log
+            print(f"plot:    none. {error}")
     trainer.accelerator.end_training()  # ends the process group: without it gloo may abort at exit
 
 

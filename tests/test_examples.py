@@ -97,9 +97,10 @@ def test_own_problems_from_yaml_with_lora(tmp_path):
 
 
 def test_mistakes_end_with_one_sentence(tmp_path):
-    done = launch("--model_name_or_path", embedded_model(), check=False)
+    done = launch("--model_name_or_path", embedded_model(), *flags(SMALL), check=False)
     assert done.returncode != 0 and "--dataset_name" in done.stderr
-    done = launch("--model_name_or_path", tmp_path / "nowhere", "--dataset_name", tmp_path, check=False)
+    named = ("--model_name_or_path", tmp_path / "nowhere", "--dataset_name", tmp_path)
+    done = launch(*named, *flags(SMALL), check=False)
     assert done.returncode != 0 and "nowhere" in done.stderr
 
 
