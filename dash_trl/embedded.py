@@ -6,7 +6,7 @@
 
 A supervised warm-up (under a minute on two cores, cached on disk) teaches the model to work step by step, from traces
 in which a step is wrong now and then. So it knows the sums (greedy accuracy near 1) but has learned the habit of
-slipping, too (sampled accuracy below 0.5), and reinforcement learning has something to remove within a minute.
+slipping, too (sampled accuracy near 0.4), and reinforcement learning has something to remove within a minute.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class WarmUp:
         seed: of the weights and the traces.
     """
 
-    steps: int = 400
+    steps: int = 350
     batch_size: int = 48
     learning_rate: float = 3e-3
     clean_share: float = 0.7
