@@ -18,6 +18,7 @@ _EXPORTS = {
     "DASHCallback": "callbacks",
     "RolloutBatch": "rollouts",
     "MathAccuracyReward": "rewards.math",
+    "ProcessRewardCallback": "process_rewards.callback",
     "load_math_dataset": "data",
 }
 
@@ -26,6 +27,7 @@ __all__ = [
     "DASHConfig",
     "DASHTrainer",
     "MathAccuracyReward",
+    "ProcessRewardCallback",
     "RolloutBatch",
     "__version__",
     "load_math_dataset",
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from dash_trl.callbacks import DASHCallback
     from dash_trl.config import DASHConfig
     from dash_trl.data import load_math_dataset
+    from dash_trl.process_rewards.callback import ProcessRewardCallback
     from dash_trl.rewards.math import MathAccuracyReward
     from dash_trl.rollouts import RolloutBatch
     from dash_trl.trainer import DASHTrainer

@@ -45,17 +45,25 @@ def segment_attention(
     return torch.cat(outputs, dim=1), None
 
 
-def enable_padding_free(model: PreTrainedModel) -> bool:
-    """Prepare `model` for packed passes; returns whether it can run them.
+def plain_causal_attention(model: PreTrainedModel) -> bool:
+    """Whether every layer is plain causal attention through transformers' attention interface.
 
-    It can when every layer is plain causal attention through transformers' attention interface, on SDPA (which is
-    switched to `sdpa_segments`, equal to SDPA outside packed passes) or FlashAttention. Sliding windows, linear
-    attention and state-space layers mix samples of one row, and eager or flex attention know no segments.
+    Sliding windows, linear attention and state-space layers would mix what shares a packed row.
     """
     config = model.config.get_text_config()
     layers = getattr(config, "layer_types", None) or ["full_attention"]
     windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    if not model._supports_attention_backend or set(layers) != {"full_attention"} or windowed:
+    return bool(model._supports_attention_backend) and set(layers) == {"full_attention"} and not windowed
+
+
+def enable_padding_free(model: PreTrainedModel) -> bool:
+    """Prepare `model` for packed passes; returns whether it can run them.
+
+    It can with plain causal attention on SDPA (which is switched to `sdpa_segments`, equal to SDPA outside packed
+    passes) or FlashAttention; eager and flex attention know no segments.
+    """
+    config = model.config.get_text_config()
+    if not plain_causal_attention(model):
         return False
     attention = config._attn_implementation or ""
     if "flash" in attention:

@@ -41,12 +41,13 @@ class MathArguments(ScriptArguments):
     )
 
 
-def main(argv: list[str]) -> None:
-    parser = TrlParser((MathArguments, DASHConfig, ModelConfig))
+def main(argv: list[str], own_arguments: tuple[Any, ...] = (), make_callbacks: Any = None) -> None:
+    """Train; another script may add dataclasses of flags, and callbacks made of them (`train_math_process.py`)."""
+    parser = TrlParser((MathArguments, DASHConfig, ModelConfig, *own_arguments))
     embedded = not names_a_model(argv)
     # Every step on the bar, in the metrics file and in the plot; TRL's default is every tenth.
     parser.set_defaults_with_config(**({"logging_steps": 1} | (embedded_defaults() if embedded else {})))
-    script, args, model_args = parser.parse_args_and_config(argv)
+    script, args, model_args, *own = parser.parse_args_and_config(argv)
 
     if embedded:
         with args.main_process_first(local=False, desc="warm-up of the embedded model"):
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> None:
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
-        callbacks=[MetricsFileCallback(metrics)],
+        callbacks=[MetricsFileCallback(metrics), *(make_callbacks(script, *own) if make_callbacks else ())],
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )

@@ -96,6 +96,34 @@ def beta_with_dropped_rows(model: str, output: Path, start: dict[str, torch.Tens
     return {"update": update, "ranks_agree": equal_on_all_ranks(end)}
 
 
+def process_rewards(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Values and credit with other episodes, and other numbers of passes, on each rank; rank 1 values nothing."""
+    from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
+
+    every = 3 + 2 * RANK
+    callback = ProcessRewardCallback(
+        AnswerLogProbValue(" = ", max_tokens_per_pass=60),
+        markers=lambda text: range(0, len(text), every),
+        min_episode_tokens=2,
+        max_episode_tokens=8 + 4 * RANK,
+    )
+    trainer = run(
+        DASHTrainer,
+        model,
+        output,
+        reward=RewardPerWindow(lambda call, rank: rank == 1, constant=0.0),
+        callbacks=[callback],
+        max_steps=2,
+    )
+    end = whole(trainer)
+    episodes = [len(one.boundaries) - 1 for one, _ in callback.last]
+    return {
+        "update": relative_difference(start, end, end)[1],
+        "ranks_agree": equal_on_all_ranks(end),
+        "episodes": gather_object([sum(episodes)]),
+    }
+
+
 def silent_adamw_step(model: str, output: Path) -> dict[str, Any]:
     """AdamW with momentum and weight decay: a step without signal anywhere leaves every parameter as it is."""
     snapshots = []
@@ -135,6 +163,7 @@ def main() -> None:
     results["ranks"] = int(os.environ.get("WORLD_SIZE", 1))
     if not names:
         results["beta with dropped rows"] = beta_with_dropped_rows(model, Path(output), start)
+        results["process rewards"] = process_rewards(model, Path(output), start)
         results["silent AdamW step"] = silent_adamw_step(model, Path(output))
     if RANK == 0:
         print("RESULTS " + json.dumps(results), flush=True)

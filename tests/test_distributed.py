@@ -51,7 +51,9 @@ def test_two_ranks(backend, tiny_model, tmp_path):
     assert results.pop("ranks") == 2
     silent = results.pop("silent AdamW step")
     assert silent["moved"][0] == 0.0 < silent["moved"][1]
-    assert len(results) == 10
+    episodes = results["process rewards"].pop("episodes")
+    assert episodes[0] > 16 and episodes[1] == 0
+    assert len(results) == 11
     for name, result in results.items():
         assert result["update"] > 1e-3, name
         assert result["ranks_agree"], name

@@ -58,7 +58,7 @@ def test_without_arguments_it_learns_and_says_where_everything_is(tmp_path):
     metrics, plot, model = (
         re.search(rf"^{name}: +(.+)$", done.stdout, re.M)[1] for name in ("metrics", "plot", "model")
     )
-    assert len(steps(tmp_path)) == 60 and Path(metrics) == tmp_path / "metrics.jsonl"
+    assert len(steps(tmp_path)) == 80 and Path(metrics) == tmp_path / "metrics.jsonl"
     assert Path(plot).read_bytes().startswith(b"\x89PNG")
     saved, original = AutoTokenizer.from_pretrained(model), AutoTokenizer.from_pretrained(embedded_model())
     text = "<|im_start|>user\n7+5-3<|im_end|>\n7+5=12\nThe answer is 9"

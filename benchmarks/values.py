@@ -1,0 +1,100 @@
+"""V(prefix) at N boundaries of a response: one pass per prefix (naive), tree-packed, and one plain pass to compare.
+
+    python benchmarks/values.py --json values.json          # ~2 minutes on 2 cores
+
+Qwen2 with hidden 256 and 6 layers, fp32, 2 threads; one response of L tokens, 12 tokens of force prompt and answer per
+boundary, of which the last 4 are scored. All sides compute logits at scored positions only (the plain pass at as many).
+Best of 5, in turn. `ratio` = naive / tree, `forwards` = tree / plain, `max_error` = largest |tree − naive| of V.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_log_probs
+
+LENGTHS, BOUNDARIES = (512, 1024), (8, 16)
+BRANCH, SCORED, VOCABULARY, REPEATS = 12, 4, 512, 5
+
+
+def best(functions: dict[str, Callable[[], Any]]) -> tuple[dict[str, float], dict[str, Any]]:
+    """(least seconds, last result) of each function; they are run in turn."""
+    seconds: dict[str, float] = {}
+    results = {name: function() for name, function in functions.items()}
+    for _ in range(REPEATS):
+        for name, function in functions.items():
+            started = time.perf_counter()
+            results[name] = function()
+            seconds[name] = min(seconds.get(name, float("inf")), time.perf_counter() - started)
+    return seconds, results
+
+
+@torch.no_grad()
+def compare(model: Any, length: int, count: int) -> dict[str, float]:
+    generator = random.Random(0)
+
+    def ids(number: int) -> tuple[int, ...]:
+        return tuple(generator.randrange(VOCABULARY) for _ in range(number))
+
+    attach = [length * (i + 1) // count for i in range(count)]
+    tree = Tree(ids(length), tuple(Branch(at, ids(BRANCH), BRANCH - SCORED) for at in attach))
+    plain = torch.tensor([tree.trunk])
+    keep = torch.arange(length - count * SCORED, length)
+    seconds, results = best(
+        {
+            "naive": lambda: loop_log_probs(model, [tree])[0],
+            "tree": lambda: tree_log_probs(model, model, [tree])[0],
+            "plain": lambda: model(input_ids=plain, logits_to_keep=keep, use_cache=False).logits.log_softmax(-1),
+        }
+    )
+    means = {name: [sum(branch) / len(branch) for branch in results[name]] for name in ("naive", "tree")}
+    return {
+        **{f"{name}_ms": 1000 * value for name, value in seconds.items()},
+        "ratio": seconds["naive"] / seconds["tree"],
+        "forwards": seconds["tree"] / seconds["plain"],
+        "max_error": max(abs(a - b) for a, b in zip(means["naive"], means["tree"], strict=True)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        attn_implementation="sdpa",
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    results = {}
+    print(f"{'L':>5} {'N':>3} {'naive ms':>9} {'tree ms':>8} {'plain ms':>9} {'ratio':>6} {'forwards':>9} max error")
+    for length in LENGTHS:
+        for count in BOUNDARIES:
+            row = results[f"L{length}_N{count}"] = compare(model, length, count)
+            print(
+                f"{length:5d} {count:3d} {row['naive_ms']:9.1f} {row['tree_ms']:8.1f} {row['plain_ms']:9.1f} "
+                f"{row['ratio']:6.1f} {row['forwards']:9.2f} {row['max_error']:.1e}",
+                flush=True,
+            )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Process rewards: V(prefix) at episode boundaries → marginal utilities → an advantage per token."""
+
+from dash_trl.process_rewards.callback import ProcessRewardCallback
+from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings
+from dash_trl.process_rewards.episodes import EPISODE_MARKERS, Episodes, Segmenter, line_starts
+from dash_trl.process_rewards.values import AnswerLogProbValue, MonteCarloValue, ValueEstimator, ValueRequest
+
+__all__ = [
+    "EPISODE_MARKERS",
+    "ESTIMATORS",
+    "AnswerLogProbValue",
+    "CreditSettings",
+    "Episodes",
+    "MonteCarloValue",
+    "ProcessRewardCallback",
+    "Segmenter",
+    "ValueEstimator",
+    "ValueRequest",
+    "line_starts",
+]

@@ -1,0 +1,229 @@
+"""`ProcessRewardCallback`: per-token credit by one entry in `DASHTrainer(..., callbacks=[...])`.
+
+rollouts ──► Segmenter ──► ValueEstimator ──► credit estimator ──► rollouts.advantages [B, T]
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from dash_trl import diagnostics
+from dash_trl.callbacks import DASHCallback
+from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings, Rewards, place_rewards
+from dash_trl.process_rewards.episodes import (
+    EPISODE_MARKERS,
+    FINAL_ANSWER,
+    Episodes,
+    Markers,
+    Segmenter,
+    check_segmentation,
+)
+from dash_trl.process_rewards.values import AnswerLogProbValue, ValueEstimator, ValueRequest
+from dash_trl.rollouts import RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+
+class ProcessRewardCallback(DASHCallback):
+    """Replaces the advantages by per-token ones, from the values of each completion's prefixes.
+
+        trainer = DASHTrainer(..., callbacks=[ProcessRewardCallback()])
+
+    Values are computed once per rollout, in the sampling phase, before the filter. A problem that no completion solves
+    can still teach: its completions differ in progress, so the filter keeps them.
+
+    Args:
+        value: estimates V(prefix); default `AnswerLogProbValue()`.
+        estimator: name of the credit estimator, see `dash_trl.process_rewards.ESTIMATORS`.
+        settings: weights of outcome and process, floor of the scale, γ and λ.
+        markers, max_episode_tokens, min_episode_tokens, final_answer: see `Segmenter`.
+        answer_column: dataset column with the accepted answer, a text or a list of texts.
+        skip_solved: no values for groups whose rewards are all the same and positive: nothing is left to learn there.
+        unproductive_penalty: subtracted from the advantage of each token of an episode with |U| < `unproductive_below`.
+    Raises:
+        ValueError: for unknown or impossible settings; at the start of training without the answer column.
+    """
+
+    def __init__(
+        self,
+        value: ValueEstimator | None = None,
+        *,
+        estimator: str = "centered_return",
+        settings: CreditSettings | None = None,
+        markers: Markers = EPISODE_MARKERS,
+        max_episode_tokens: int = 256,
+        min_episode_tokens: int = 16,
+        final_answer: str = FINAL_ANSWER,
+        answer_column: str = "answer",
+        skip_solved: bool = True,
+        unproductive_penalty: float = 0.0,
+        unproductive_below: float = 0.01,
+    ):
+        if estimator not in ESTIMATORS:
+            raise ValueError(f"estimator={estimator!r} is unknown: use one of {', '.join(ESTIMATORS)}.")
+        self.value = AnswerLogProbValue() if value is None else value
+        if estimator == "gae" and self.value.space != "probability":
+            raise ValueError(
+                "estimator='gae' compares values with the outcome, so they have to be probabilities: pass "
+                "value=AnswerLogProbValue(space='probability') or MonteCarloValue()."
+            )
+        check_segmentation(markers, max_episode_tokens, min_episode_tokens)
+        self.estimator = estimator
+        self.settings = CreditSettings() if settings is None else settings
+        self.segmentation: dict[str, Any] = {
+            "markers": markers,
+            "max_episode_tokens": max_episode_tokens,
+            "min_episode_tokens": min_episode_tokens,
+            "final_answer": final_answer,
+        }
+        self.answer_column = answer_column
+        self.skip_solved = skip_solved
+        self.unproductive_penalty = unproductive_penalty
+        self.unproductive_below = unproductive_below
+        self.last: list[tuple[Episodes, list[float]]] = []  # of the last generation batch, for a look at it
+        self._segmenter: Segmenter | None = None
+        self._diagnostics = diagnostics.Diagnostics()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        loader = kwargs.get("train_dataloader")
+        columns = getattr(getattr(loader, "dataset", None), "column_names", None)
+        if columns is not None and self.answer_column not in columns:
+            raise ValueError(
+                f"The dataset has the columns {columns}, but not {self.answer_column!r}, whose answer V(prefix) is the "
+                "probability of. Name the column with answer_column=..."
+            )
+
+    def on_advantages(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
+    ) -> None:
+        trainer = kwargs["trainer"]
+        if self._segmenter is None:
+            self._segmenter = Segmenter(trainer._tokenizer, **self.segmentation)
+        started = time.perf_counter()
+        gather = _Gather(trainer.accelerator)
+        assert rollouts.advantages is not None
+        outcome = _outcomes(rollouts, trainer.reward_weights)
+        outcomes, outcome_advantages = gather(outcome), gather(rollouts.advantages)
+        skipped = self._skipped(outcomes, trainer.num_generations)[gather.local(len(rollouts))]
+        episodes, values = self._values(rollouts, skipped, trainer)
+        self.last = list(zip(episodes, values, strict=True))
+
+        lengths = rollouts.completion_mask.sum(dim=1)
+        boundaries = gather(_table([one.boundaries for one in episodes], -1).long(), pad=-1)
+        all_values = gather(_table(values, math.nan), pad=math.nan)
+        lengths = gather(lengths)
+        width = max(int(gather(torch.tensor([rollouts.completion_ids.shape[1]])).max()), 1)
+        process, ends, per_token, valued = place_rewards(boundaries, all_values, lengths, width)
+        rewards = Rewards(
+            process=process,
+            ends=ends,
+            values=per_token,
+            mask=torch.arange(width) < lengths.unsqueeze(1),
+            outcome=outcomes.double(),
+            outcome_advantages=outcome_advantages.double(),
+            valued=valued & ~outcomes.isnan(),
+            group_size=trainer.num_generations,
+        )
+        credit = ESTIMATORS[self.estimator](rewards, self.settings)
+        credit = credit - self._penalty(rewards)
+        credit = credit * (~outcomes.isnan()).unsqueeze(1)
+        mine, columns = gather.local(len(rollouts)), rollouts.completion_ids.shape[1]
+        rollouts.advantages = credit[mine, :columns].float()
+        metrics = diagnostics.metrics(rewards, boundaries, all_values, credit, skipped=gather(skipped))
+        seconds = time.perf_counter() - started
+        trainer._log({**metrics, "time/values": seconds})
+        self._diagnostics.check(credit, rewards, seconds=seconds, estimator=self.estimator)
+
+    def _skipped(self, outcomes: Tensor, group_size: int) -> Tensor:
+        """[N] bool: unscored rows, and rows of solved groups."""
+        groups = outcomes.view(-1, group_size)
+        solved = (groups == groups[:, :1]).all(dim=1) & (groups[:, 0] > 0) & self.skip_solved
+        return solved.repeat_interleave(group_size) | outcomes.isnan()
+
+    def _values(
+        self, rollouts: RolloutBatch, skipped: Tensor, trainer: Any
+    ) -> tuple[list[Episodes], list[list[float]]]:
+        """This rank's episodes, and their values; a skipped row has none."""
+        assert self._segmenter is not None
+        episodes, requests = [], []
+        for row, example in enumerate(rollouts.examples):
+            completion = rollouts.completion_ids[row][rollouts.completion_mask[row].bool()].tolist()
+            if skipped[row]:
+                episodes.append(Episodes((0,), len(completion)))
+                continue
+            episodes.append(self._segmenter(completion))
+            requests.append(
+                ValueRequest(
+                    prompt_ids=tuple(rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()].tolist()),
+                    completion_ids=tuple(completion),
+                    boundaries=episodes[-1].boundaries,
+                    answers=accepted_answers(example, self.answer_column),
+                    example=example,
+                )
+            )
+        computed = iter(self.value(requests, trainer))
+        return episodes, [[math.nan] if skip else next(computed) for skip in skipped.tolist()]
+
+    def _penalty(self, rewards: Rewards) -> Tensor | float:
+        if not self.unproductive_penalty:
+            return 0.0
+        idle = rewards.ends & (rewards.process.abs() < self.unproductive_below)
+        marks = rewards.ends.double() + idle  # 1 at the end of a productive episode, 2 at that of an idle one
+        current, tokens = torch.zeros(len(marks), dtype=marks.dtype), torch.zeros_like(marks)
+        for t in reversed(range(marks.shape[1])):
+            current = torch.where(rewards.ends[:, t], marks[:, t], current)
+            tokens[:, t] = current
+        return self.unproductive_penalty * (tokens == 2) * rewards.mask
+
+
+def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
+    """The answers of a dataset row: a text, a number, or a list of either; what follows `####` in GSM8K's solutions."""
+    if column not in example:
+        raise ValueError(
+            f"A dataset row has the columns {sorted(example)}, but not {column!r}, whose answer V(prefix) is the "
+            "probability of. Name the column with answer_column=..."
+        )
+    answers = example[column]
+    answers = answers if isinstance(answers, list | tuple) else [answers]
+    texts = [str(answer).rsplit("####", 1)[-1].strip() for answer in answers if answer is not None]
+    return tuple(text for text in texts if text)
+
+
+def _outcomes(rollouts: RolloutBatch, weights: Tensor) -> Tensor:
+    """[B] the weighted sum of a row's rewards; NaN = unscored."""
+    assert rollouts.rewards is not None
+    return (rollouts.rewards * weights.cpu()).nansum(dim=1).masked_fill(~rollouts.scored, torch.nan)
+
+
+def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
+    """Rows of different lengths → [B, K] float64."""
+    table = torch.full((len(rows), max(map(len, rows), default=1)), padding, dtype=torch.double)
+    for row, values in zip(table, rows, strict=True):
+        row[: len(values)] = torch.tensor(list(values), dtype=torch.double)
+    return table
+
+
+class _Gather:
+    """Rows of all ranks, on the CPU."""
+
+    def __init__(self, accelerator: Any):
+        self._accelerator = accelerator
+
+    def __call__(self, rows: Tensor, *, pad: float = 0) -> Tensor:
+        if rows.dim() > 1:
+            rows = self._accelerator.pad_across_processes(rows.to(self._accelerator.device), dim=1, pad_index=pad)
+        return self._accelerator.gather(rows.to(self._accelerator.device)).cpu()
+
+    def local(self, rows: int) -> slice:
+        start = self._accelerator.process_index * rows
+        return slice(start, start + rows)

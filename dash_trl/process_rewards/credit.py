@@ -1,0 +1,336 @@
+"""Credit: values at episode boundaries → an advantage per token. Pure functions of whole groups, chosen by name.
+
+    V at b_0 … b_n ──► U_i = V_i − V_{i−1} on the last token of episode i ──► estimator ──► A [N, T]
+
+Letters: N rows (the G completions of a prompt adjacent), T completion tokens, K boundaries per row, G group size;
+r_t process reward of token t (U_i at the end of episode i, else 0), R_t = Σ_{s ≥ t} r_s its return-to-go.
+
+Laws that `centered_return` keeps; each other estimator says which of them it breaks:
+(1) splitting an episode in two with the same total changes nothing at the first token;
+(2) a trailing episode with U = 0 that outlasts the group earns nothing, in failing and in successful groups;
+(3) adding a constant to all V of a group changes nothing; (4) permuting a group permutes the credit;
+(5) without process rewards the credit is exactly the outcome advantage;
+(6) scaling all U leaves the credit as it is (above the floor of the scale).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-6  # beside standard deviations of the estimators from elsewhere, as in verl
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """What an estimator sees.
+
+    Args:
+        process: [N, T], U_i on the last token of episode i, 0 elsewhere.
+        ends: [N, T] bool, True on those last tokens (a U may be 0).
+        values: [N, T], V at the last boundary at or before token t; used by `gae`.
+        mask: [N, T] bool, True = a token of the completion; each row's tokens come first.
+        outcome: [N], the weighted sum of a row's rewards; NaN = unscored.
+        outcome_advantages: [N], the trainer's.
+        valued: [N] bool; False = no process reward (V_0 or V_n is missing, or the row is unscored): the row gets its
+            outcome advantage and is left out of baselines and scales.
+        group_size: G, dividing N.
+    """
+
+    process: Tensor
+    ends: Tensor
+    values: Tensor
+    mask: Tensor
+    outcome: Tensor
+    outcome_advantages: Tensor
+    valued: Tensor
+    group_size: int
+
+
+@dataclass(frozen=True)
+class CreditSettings:
+    """
+    Args:
+        outcome_weight, process_weight: of the two parts of the advantage.
+        scale_floor: lowest spread that process rewards are divided by, in the unit of V. Where V hardly moves, its
+            noise is not worth an advantage of 1.
+        gamma, lam: discount and trace of `gae`; `reinforce_plus_plus` uses gamma.
+    """
+
+    outcome_weight: float = 1.0
+    process_weight: float = 1.0
+    scale_floor: float = 0.1
+    gamma: float = 1.0
+    lam: float = 0.95
+
+
+def marginal_utilities(boundaries: Sequence[int], values: Sequence[float]) -> list[tuple[int, float]]:
+    """[(last token, U)] of each episode; a missing interior value merges its two episodes.
+
+    U_i = V_i − V_{i−1}, so that ΣU = V_n − V_0. Empty if V_0 or V_n is missing or there is no episode.
+
+    Args:
+        boundaries: b_0 = 0 < … < b_n. values: V at each; NaN or infinite = missing.
+    """
+    if not boundaries or not (math.isfinite(values[0]) and math.isfinite(values[-1])):
+        return []
+    known = [(b, v) for b, v in zip(boundaries, values, strict=True) if math.isfinite(v)]
+    return [(known[i][0] - 1, known[i][1] - known[i - 1][1]) for i in range(1, len(known))]
+
+
+def place_rewards(
+    boundaries: Tensor, values: Tensor, lengths: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Values at boundaries → (process, ends, values, valued) of `Rewards`.
+
+    Args:
+        boundaries: [N, K] int, padded with −1. values: [N, K], NaN = missing.
+        lengths: [N] completion tokens. width: T.
+    """
+    count = len(lengths)
+    process, per_token = torch.zeros(count, width, dtype=torch.double), torch.zeros(count, width, dtype=torch.double)
+    ends = torch.zeros(count, width, dtype=torch.bool)
+    valued = torch.zeros(count, dtype=torch.bool)
+    for row, (bounds, row_values) in enumerate(zip(boundaries.tolist(), values.tolist(), strict=True)):
+        bounds = [bound for bound in bounds if bound >= 0]
+        row_values = row_values[: len(bounds)]
+        if not bounds or not (math.isfinite(row_values[0]) and math.isfinite(row_values[-1])):
+            continue
+        valued[row] = True
+        for last, utility in marginal_utilities(bounds, row_values):
+            process[row, last], ends[row, last] = utility, True
+        for start, value in zip(bounds, row_values, strict=True):
+            if math.isfinite(value):
+                per_token[row, start : int(lengths[row])] = value
+    return process, ends, per_token, valued
+
+
+# ------------------------------------------------------------------------------------------------------- estimators
+
+
+def grpo(rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """A_t = the outcome advantage: no process reward (the baseline of every comparison)."""
+    return _broadcast(rewards.outcome_advantages, rewards)
+
+
+def centered_return(rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """A_t = w_o·A_outcome + w_p·(R_t − mean_{j≠i} R_{j,t}) / max(σ, floor).
+
+    R_{j,t} is 0 after the end of row j; σ is the standard deviation of the group's totals ΣU. The baseline depends on
+    other rows only, so the policy gradient stays unbiased. Our default; keeps all laws.
+    """
+    returns = _returns_to_go(rewards.process)
+    centred = returns - _mean_of_others(returns, rewards)
+    totals = rewards.process.sum(dim=1)
+    scale = _group_std(totals, rewards).clamp(min=settings.scale_floor).unsqueeze(1)
+    return _with_outcome(centred / scale, rewards, settings)
+
+
+def episode(rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """A_t = w_o·A_outcome + w_p·U_k / max(σ, floor) for the tokens of episode k (VinePPO, arXiv 2410.01679, eq. 5).
+
+    σ is the root mean square of the group's U. Breaks law 1: two halves of an episode get half its credit each.
+    """
+    own = _spread_over_episodes(rewards)
+    scale = _pooled(rewards.process, rewards.ends, rewards, centre=False)[1]
+    return _with_outcome(own / scale.clamp(min=settings.scale_floor), rewards, settings)
+
+
+def grpo_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """A_t = w_o·A_outcome + w_p·Σ_{s ≥ t} (U_s − μ) / max(σ, floor) over episode ends s.
+
+    The post's remedy for mixed scales: outcome and process are normalised apart, μ and σ over all U of the group, then
+    cumulated. Breaks laws 1 and 2: a row of n episodes pays n·μ/σ on its first token, so the number of episodes counts.
+    """
+    mean, std = _pooled(rewards.process, rewards.ends, rewards)
+    normalised = (rewards.process - mean) / std.clamp(min=settings.scale_floor) * rewards.ends
+    return _with_outcome(_returns_to_go(normalised), rewards, settings)
+
+
+def deepseek_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """A_t = Σ_{s ≥ t} (r_s − μ) / σ, μ and σ over all tokens of the group, the outcome on the last token.
+
+    DeepSeekMath (arXiv 2402.03300, 4.1.3) as the post "Implementing Process Rewards in VeRL" has it: every token is
+    pooled. Breaks laws 1, 2 and 5: a token without reward gets −μ/σ, which adds up over the length.
+    """
+    combined = _combined(rewards, settings)
+    mean, std = _pooled(combined, rewards.mask, rewards)
+    normalised = (combined - mean) / (std + EPSILON) * rewards.mask
+    return _or_outcome(_returns_to_go(normalised), rewards, settings)
+
+
+def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """A_t = W(Σ_sources Σ_{s ≥ t} (r_s·n/(n−1) − b)), b = Σ_j mean_j / (n−1), over the places of each source.
+
+    PRIME (arXiv 2502.01456, eq. 5): leave-one-out per source (outcome: the last token; process: episode ends), then
+    W, the whitening over the batch. Breaks laws 1 (b is paid per episode), 2, 5 and 6 (whitening mixes the sources).
+    """
+    last = _last_token(rewards)
+    outcome = rewards.outcome.nan_to_num().unsqueeze(1) * last
+    total = settings.outcome_weight * _prime_source(outcome, last, rewards)
+    total = total + settings.process_weight * _prime_source(rewards.process, rewards.ends, rewards)
+    return _or_outcome(_whitened(_returns_to_go(total) * rewards.mask, rewards), rewards, settings)
+
+
+def rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """A_t = s_i − mean_{j≠i} s_j with s = w_o·outcome + w_p·ΣU (Ahmadian et al. 2024, arXiv 2402.14740).
+
+    One number per row: ΣU telescopes to V_n − V_0, the structure is gone. Breaks laws 2 (trailing tokens get the row's
+    number), 5 (no division by the spread) and 6.
+    """
+    total = _combined(rewards, settings).sum(dim=1)
+    return _or_outcome(
+        _broadcast(total - _mean_of_others(total.unsqueeze(1), rewards).flatten(), rewards), rewards, settings
+    )
+
+
+def reinforce_plus_plus(rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """A = W(G), G_t = r_t + γ·G_{t+1}, the outcome on the last token, W over the batch (REINFORCE++, arXiv 2501.03262).
+
+    Breaks laws 2, 5 and 6: W mixes outcome and process, and knows no groups.
+    """
+    combined, returns = _combined(rewards, settings), torch.zeros_like(rewards.process)
+    later = torch.zeros(len(combined), dtype=combined.dtype)
+    for t in reversed(range(combined.shape[1])):
+        later = combined[:, t] + settings.gamma * later
+        returns[:, t] = later
+    return _or_outcome(_whitened(returns * rewards.mask, rewards), rewards, settings)
+
+
+def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t, V(prefix) as the critic (GAE, arXiv 1506.02438, eq. 16).
+
+    r is the outcome on the last token, V_t the value at the last boundary before token t, a probability of success, 0
+    after the end. Not whitened: a row that did what its values promised has no advantage; choose
+    `gradient_filter_threshold` in the unit of the reward. Breaks laws 1 (λ counts
+    tokens), 3 (V is compared with the outcome), 5 and 6.
+    """
+    outcome = rewards.outcome.nan_to_num().unsqueeze(1) * _last_token(rewards)
+    values = rewards.values * rewards.mask
+    after = torch.nn.functional.pad(values[:, 1:], (0, 1))
+    deltas = (outcome + settings.gamma * after - values) * rewards.mask
+    advantages, later = torch.zeros_like(deltas), torch.zeros(len(deltas), dtype=deltas.dtype)
+    for t in reversed(range(deltas.shape[1])):
+        later = deltas[:, t] + settings.gamma * settings.lam * later
+        advantages[:, t] = later
+    return _or_outcome(advantages, rewards, settings)
+
+
+Estimator = Callable[[Rewards, CreditSettings], Tensor]
+ESTIMATORS: dict[str, Estimator] = {
+    estimator.__name__: estimator
+    for estimator in (
+        centered_return,
+        grpo,
+        grpo_process,
+        deepseek_process,
+        prime_rloo,
+        rloo,
+        reinforce_plus_plus,
+        gae,
+        episode,
+    )
+}
+
+
+# -------------------------------------------------------------------------------------------------------- their parts
+
+
+def _broadcast(per_row: Tensor, rewards: Rewards) -> Tensor:
+    return per_row.double().unsqueeze(1) * rewards.mask
+
+
+def _with_outcome(process: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """w_o·A_outcome + w_p·process, the second on valued rows only."""
+    process = process * rewards.mask * rewards.valued.unsqueeze(1)
+    return settings.outcome_weight * _broadcast(rewards.outcome_advantages, rewards) + settings.process_weight * process
+
+
+def _or_outcome(advantages: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """`advantages` on valued rows, w_o·A_outcome on the others."""
+    outcome = settings.outcome_weight * _broadcast(rewards.outcome_advantages, rewards)
+    return torch.where(rewards.valued.unsqueeze(1), advantages * rewards.mask, outcome)
+
+
+def _combined(rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """[N, T]: w_p·r_t, and w_o·outcome on the last token."""
+    outcome = rewards.outcome.nan_to_num().unsqueeze(1) * _last_token(rewards)
+    return settings.outcome_weight * outcome + settings.process_weight * rewards.process
+
+
+def _last_token(rewards: Rewards) -> Tensor:
+    """[N, T] bool, True on a row's last token."""
+    after = torch.nn.functional.pad(rewards.mask[:, 1:], (0, 1), value=False)
+    return rewards.mask & ~after
+
+
+def _returns_to_go(values: Tensor) -> Tensor:
+    return values.flip(1).cumsum(dim=1).flip(1)
+
+
+def _groups(values: Tensor, rewards: Rewards) -> Tensor:
+    """[N, …] → [M, G, …]."""
+    return values.reshape(-1, rewards.group_size, *values.shape[1:])
+
+
+def _mean_of_others(values: Tensor, rewards: Rewards) -> Tensor:
+    """[N, T] → the mean of the other valued members of the group at each token; 0 where there is none."""
+    used = _groups(rewards.valued.unsqueeze(1).to(values.dtype), rewards)
+    grouped = _groups(values, rewards) * used
+    others = grouped.sum(dim=1, keepdim=True) - grouped
+    return (others / (used.sum(dim=1, keepdim=True) - used).clamp(min=1)).reshape(values.shape)
+
+
+def _group_std(values: Tensor, rewards: Rewards) -> Tensor:
+    """[N] → [N]: the unbiased standard deviation over the valued members of the group; 0 for fewer than two."""
+    used = _groups(rewards.valued.to(values.dtype), rewards)
+    grouped, count = _groups(values, rewards), used.sum(dim=1, keepdim=True)
+    mean = (grouped * used).sum(dim=1, keepdim=True) / count.clamp(min=1)
+    squares = ((grouped - mean).square() * used).sum(dim=1, keepdim=True)
+    return (squares / (count - 1).clamp(min=1)).sqrt().expand_as(grouped).reshape(-1)
+
+
+def _pooled(values: Tensor, places: Tensor, rewards: Rewards, *, centre: bool = True) -> tuple[Tensor, Tensor]:
+    """[N, 1] mean and unbiased standard deviation (or, not centred, root mean square) over a group's `places`."""
+    used = _groups((places & rewards.valued.unsqueeze(1)).to(values.dtype), rewards)
+    grouped, count = _groups(values, rewards), used.sum(dim=(1, 2), keepdim=True)
+    mean = (grouped * used).sum(dim=(1, 2), keepdim=True) / count.clamp(min=1)
+    deviation = grouped - mean if centre else grouped
+    squares = (deviation.square() * used).sum(dim=(1, 2), keepdim=True)
+    std = (squares / ((count - 1) if centre else count).clamp(min=1)).sqrt()
+    shape = (used.shape[0], rewards.group_size, 1)
+    return mean.expand(shape).reshape(-1, 1), std.expand(shape).reshape(-1, 1)
+
+
+def _prime_source(values: Tensor, places: Tensor, rewards: Rewards) -> Tensor:
+    """r·n/(n−1) − b on the places of a source, 0 elsewhere; rows without a place have mean 0."""
+    places = places & rewards.valued.unsqueeze(1)
+    means = (values * places).sum(dim=1) / places.sum(dim=1).clamp(min=1)
+    counted = _groups(places.any(dim=1).to(values.dtype), rewards)
+    others = (counted.sum(dim=1, keepdim=True) - 1).clamp(min=1)
+    baseline = _groups(means, rewards).sum(dim=1, keepdim=True) / others
+    factor = counted.sum(dim=1, keepdim=True).clamp(min=1) / others
+    return (_groups(values, rewards) * factor.unsqueeze(2) - baseline.unsqueeze(2)).reshape(values.shape) * places
+
+
+def _whitened(values: Tensor, rewards: Rewards) -> Tensor:
+    """(x − mean) / σ over the tokens of all valued rows; unchanged if there are fewer than two."""
+    places = rewards.mask & rewards.valued.unsqueeze(1)
+    used = values[places]
+    if used.numel() < 2:
+        return values
+    return (values - used.mean()) / (used.std() + EPSILON) * places
+
+
+def _spread_over_episodes(rewards: Rewards) -> Tensor:
+    """[N, T]: the U of the episode that a token lies in; 0 in the final answer."""
+    spread = torch.zeros_like(rewards.process)
+    current = torch.zeros(len(spread), dtype=spread.dtype)
+    for t in reversed(range(spread.shape[1])):
+        current = torch.where(rewards.ends[:, t], rewards.process[:, t], current)
+        spread[:, t] = current
+    return spread

@@ -1,0 +1,184 @@
+"""Episodes: where in a completion V(prefix) is asked for.
+
+    token ids ──► bytes ──► text ──► markers, sentence ends, final answer ──► token positions b_0 = 0 < b_1 < … < b_n
+
+Episode i is the tokens b_{i−1} … b_i − 1; what follows b_n is the final answer. Positions in the text become positions
+of tokens through the bytes that each token stands for, so that a character made of several tokens, or a token that
+straddles a marker, moves no boundary off a token and loses nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+# Discourse markers with which a model turns to something else ("Training-Free Process Rewards for LLM RL").
+EPISODE_MARKERS = (
+    "Wait",
+    "Alternatively",
+    "Actually",
+    "Hmm",
+    "However",
+    "But ",
+    "So ",
+    "Therefore",
+    "Let me ",
+    "Let's ",
+    "I need to ",
+    "First,",
+    "Next,",
+    "Now",
+    "Then",
+    "Finally",
+)
+
+# Where the final answer begins; V_n is taken before it, since after it the answer is no longer forced but read off.
+FINAL_ANSWER = r"(?i:\b(?:the\s+)?(?:final\s+)?answer\s+is)|\\boxed\b|####"
+
+_SENTENCE_END = re.compile(r"[.!?。！？][\"'”’)\]]*\s+|\n+")
+
+Markers = Sequence[str] | Callable[[str], Iterable[int]]
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """The boundaries of one completion.
+
+    Args:
+        boundaries: token positions 0 = b_0 < b_1 < … < b_n <= length. n = 0: it consists of its final answer alone.
+        length: tokens of the completion.
+    """
+
+    boundaries: tuple[int, ...]
+    length: int
+
+    def slices(self) -> list[slice]:
+        """The n episodes and the final answer (which may be empty); laid end to end they are the completion."""
+        ends = [*self.boundaries[1:], self.length]
+        return [slice(start, end) for start, end in zip(self.boundaries, ends, strict=True)]
+
+
+def token_bytes(tokenizer: Any) -> list[bytes]:
+    """The bytes of each token of a fast tokenizer, by id: byte-level BPE (Qwen, Llama 3) or SentencePiece."""
+    byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
+    added = set(tokenizer.get_added_vocab())
+    table = [b""] * len(tokenizer)
+    for token, index in tokenizer.get_vocab().items():
+        if token in added:
+            table[index] = token.encode()
+        elif byte_level:
+            table[index] = bytes(_BYTE_OF_CHARACTER[character] for character in token)
+        elif found := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
+            table[index] = bytes.fromhex(found[1])
+        else:
+            table[index] = token.replace("▁", " ").encode()
+    return table
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, the other bytes for those from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _bytes_of_characters()
+
+
+class Segmenter:
+    """Cuts completions into episodes.
+
+    A new episode starts with the token that holds the first byte of a marker. Where none comes within
+    `max_episode_tokens`, the episode ends at its last sentence end, or, without one, at that length. The last boundary
+    is where the final answer begins. A completion without the answer's format, truncated or not, is one whose last
+    boundary is its end (before the end-of-sequence token): the forced answer then says how far it came.
+
+    Args:
+        tokenizer: a fast tokenizer.
+        markers: texts that begin an episode where they begin a word; or a function: text → character positions.
+        max_episode_tokens: before the fallback cuts. min_episode_tokens: a boundary nearer to the one before, or to
+            the final answer, is left out.
+        final_answer: regular expression; its last match begins the final answer.
+    Raises:
+        ValueError: for impossible settings.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        markers: Markers = EPISODE_MARKERS,
+        max_episode_tokens: int = 256,
+        min_episode_tokens: int = 16,
+        final_answer: str = FINAL_ANSWER,
+    ):
+        check_segmentation(markers, max_episode_tokens, min_episode_tokens)
+        self._bytes = token_bytes(tokenizer)
+        self._special = set(tokenizer.all_special_ids)
+        self._markers = markers
+        self._longest, self._shortest = max_episode_tokens, min_episode_tokens
+        self._final_answer = re.compile(final_answer)
+        if not callable(markers):
+            words = "|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True))
+            self._marker = re.compile(rf"(?<!\w)(?:{words})")
+
+    def __call__(self, token_ids: Sequence[int]) -> Episodes:
+        """The episodes of one completion (no padding; the end-of-sequence token may be there)."""
+        length = len(token_ids)
+        written = length
+        while written and token_ids[written - 1] in self._special:
+            written -= 1
+        pieces = [self._bytes[token] for token in token_ids[:written]]
+        starts = [0, *accumulate(map(len, pieces))]  # of each token, in bytes; the last one is the end
+        # A byte that is no UTF-8 (half a character at a truncated end) becomes one character of its own.
+        text = b"".join(pieces).decode("utf-8", "surrogateescape")
+
+        def token_at(character: int) -> int:
+            byte = len(text[:character].encode("utf-8", "surrogateescape"))
+            return bisect_right(starts, byte, hi=written) - 1 if byte < starts[-1] else written
+
+        answers = [match.start() for match in self._final_answer.finditer(text)]
+        end = token_at(answers[-1]) if answers else written
+        if callable(self._markers):
+            cuts = [position for position in self._markers(text) if 0 <= position <= len(text)]
+        else:
+            cuts = [match.start() for match in self._marker.finditer(text)]
+        sentences = [token_at(match.end()) for match in _SENTENCE_END.finditer(text)]
+        return Episodes(self._boundaries(sorted({token_at(cut) for cut in cuts}), sentences, end), length)
+
+    def _boundaries(self, cuts: list[int], sentences: list[int], end: int) -> tuple[int, ...]:
+        boundaries = [0]
+        for cut in [*(cut for cut in cuts if cut <= end - self._shortest), end]:
+            if cut < end and cut - boundaries[-1] < self._shortest:
+                continue
+            while cut - boundaries[-1] > self._longest:
+                start = boundaries[-1]
+                # The fallback, too, leaves a rest of at least the minimum.
+                latest = min(start + self._longest, cut - self._shortest)
+                at = bisect_right(sentences, latest) - 1
+                first = bisect_left(sentences, start + self._shortest)
+                boundaries.append(sentences[at] if at >= first else latest)
+            boundaries.append(cut)
+        return tuple(dict.fromkeys(boundaries))
+
+
+def check_segmentation(markers: Markers, max_episode_tokens: int, min_episode_tokens: int) -> None:
+    if isinstance(markers, str) or not (callable(markers) or (markers and all(markers))):
+        raise ValueError(
+            f"markers={markers!r} cannot begin an episode: pass a list of non-empty texts, a function from a text to "
+            "character positions, or leave it out for dash_trl.process_rewards.EPISODE_MARKERS."
+        )
+    if not 1 <= min_episode_tokens <= max_episode_tokens // 2:
+        raise ValueError(
+            f"min_episode_tokens={min_episode_tokens} and max_episode_tokens={max_episode_tokens} cannot both hold: "
+            "an episode that is too long is split into two that are long enough, so 1 <= min <= max / 2."
+        )
+
+
+def line_starts(text: str) -> list[int]:
+    """For `markers`: an episode per line."""
+    return [match.end() for match in re.finditer(r"\n+", text)]

@@ -1,0 +1,159 @@
+"""Tree-packed passes: a response once (the trunk) and many short continuations of its prefixes (the branches).
+
+    packed row   [ trunk tokens ………………………… | branch 1 | branch 2 | … ][ next tree … ]
+                        ▲ attach 1    ▲ attach 2
+
+A branch token attends to the trunk before its branch's attachment and to its own branch; its position goes on from the
+attachment. So one pass over trunk + branches gives what a pass per prefix would, for about the cost of the trunk:
+attention of the trunk is plain causal SDPA, only the few branch tokens need a mask. Several trees share a row.
+
+Letters: L tokens of the packed row, Q branch tokens of a tree, S tokens of a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+TREE_ATTENTION = "sdpa_trees"
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Tokens that continue the first `attach` >= 1 tokens of a trunk; those from `scored` on are to be scored."""
+
+    attach: int
+    tokens: tuple[int, ...]
+    scored: int
+
+
+@dataclass(frozen=True)
+class Tree:
+    trunk: tuple[int, ...]
+    branches: tuple[Branch, ...]
+
+    def __len__(self) -> int:
+        return len(self.trunk) + sum(len(branch.tokens) for branch in self.branches)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What attention has to know of a tree: tokens of the trunk, and the mask [1, 1, Q, S] of the branch tokens."""
+
+    trunk: int
+    branch_mask: Tensor
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    trees: tuple[_Shape, ...] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """SDPA within each tree of the row; query is [1, heads, L, head size], key and value may have fewer heads."""
+    if trees is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    outputs, start = [], 0
+    for tree in trees:
+        end = start + tree.branch_mask.shape[-1]
+        q, k, v = (states[:, :, start:end] for states in (query, key, value))
+        trunk = (states[:, :, : tree.trunk] for states in (q, k, v))
+        outputs.append(sdpa_attention_forward(module, *trunk, None, **kwargs)[0])
+        if tree.trunk < end - start:
+            outputs.append(sdpa_attention_forward(module, q[:, :, tree.trunk :], k, v, tree.branch_mask, **kwargs)[0])
+        start = end
+    return torch.cat(outputs, dim=1), None
+
+
+@contextmanager
+def _attention(model: Any, name: str) -> Iterator[None]:
+    AttentionInterface.register(TREE_ATTENTION, tree_attention)
+    AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
+    before = model.config.get_text_config()._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]:
+    """log P of the scored tokens of every branch: [tree][branch][token], at temperature 1, by one pass.
+
+    Args:
+        model: what is called (it may be wrapped or have adapters). base_model: the transformers model within, whose
+            attention is switched to `tree_attention` for this pass.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    shapes = []
+    predictors: list[int] = []  # the packed position whose logits predict a scored token
+    targets: list[int] = []
+    device = next(base_model.parameters()).device
+    for tree in trees:
+        start, trunk = len(ids), len(tree.trunk)
+        ids += tree.trunk
+        positions += range(trunk)
+        for branch in tree.branches:
+            first = len(ids)
+            ids += branch.tokens
+            positions += range(branch.attach, branch.attach + len(branch.tokens))
+            for i in range(branch.scored, len(branch.tokens)):
+                predictors.append(first + i - 1 if i else start + branch.attach - 1)
+                targets.append(branch.tokens[i])
+        shapes.append(_Shape(trunk, branch_mask(tree).to(device)))
+    with _attention(base_model, TREE_ATTENTION):
+        logits = model(
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=torch.tensor([positions], device=device),
+            # With none at all, transformers would find the restarting positions and build an L × L mask.
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
+            logits_to_keep=torch.tensor(predictors, device=device),
+            trees=tuple(shapes),
+            use_cache=False,
+        ).logits[0]
+    log_probs = logits.float().log_softmax(dim=-1)
+    flat = log_probs.gather(1, torch.tensor(targets, device=device).unsqueeze(1)).flatten().tolist()
+    values = iter(flat)
+    return [[[next(values) for _ in branch.tokens[branch.scored :]] for branch in tree.branches] for tree in trees]
+
+
+def branch_mask(tree: Tree) -> Tensor:
+    """[1, 1, Q, S] bool, True = attends: the branch tokens of a tree against all of its tokens."""
+    lengths = torch.tensor([len(branch.tokens) for branch in tree.branches], dtype=torch.long)
+    attach = torch.tensor([branch.attach for branch in tree.branches], dtype=torch.long)
+    owner = torch.arange(len(lengths)).repeat_interleave(lengths)  # [Q], the branch of each token
+    to_trunk = torch.arange(len(tree.trunk)) < attach[owner].unsqueeze(1)
+    order = torch.arange(len(owner))
+    to_branch = (owner.unsqueeze(1) == owner) & (order.unsqueeze(1) >= order)
+    return torch.cat([to_trunk, to_branch], dim=1)[None, None]
+
+
+def loop_log_probs(model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]:
+    """What `tree_log_probs` computes, by one pass per branch: for models that take no tree."""
+    device = next(model.parameters()).device
+    results = []
+    for tree in trees:
+        branches = []
+        for branch in tree.branches:
+            ids = [*tree.trunk[: branch.attach], *branch.tokens]
+            count = len(branch.tokens) - branch.scored
+            logits = model(
+                input_ids=torch.tensor([ids], device=device), logits_to_keep=count + 1, use_cache=False
+            ).logits
+            log_probs = logits[0, -count - 1 : -1].float().log_softmax(dim=-1)
+            targets = torch.tensor(ids[-count:], device=device)
+            branches.append(log_probs.gather(1, targets.unsqueeze(1)).flatten().tolist())
+        results.append(branches)
+    return results

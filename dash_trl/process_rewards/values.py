@@ -1,0 +1,254 @@
+"""V(prefix): how good is it to be here? Estimated at the boundaries of every episode, once per rollout.
+
+    request: prompt, completion, boundaries, answers ──► estimator ──► one value per boundary, NaN = missing
+
+`AnswerLogProbValue` asks the policy itself for the known answer, forced now; `MonteCarloValue` (VinePPO) lets it finish
+K times. A value that could not be computed is missing (NaN), never 0: log P = 0 would mean certainty.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from accelerate.utils import is_peft_model
+from trl import GRPOTrainer
+
+from dash_trl.packing import fitted_bins
+from dash_trl.padding_free import plain_causal_attention
+from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_log_probs
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ValueRequest:
+    """One completion whose prefixes are to be valued.
+
+    Args:
+        prompt_ids, completion_ids: token ids without padding; at least one prompt token.
+        boundaries: positions in the completion; a prefix is the prompt and `completion_ids[:boundary]`.
+        answers: the accepted answers.
+        example: the dataset row, for the reward functions of `MonteCarloValue`.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    boundaries: tuple[int, ...]
+    answers: tuple[str, ...] = ()
+    example: dict[str, Any] | None = None
+
+
+class ValueEstimator(Protocol):
+    """Values the prefixes of a rank's completions."""
+
+    space: str
+    """"log" or "probability"."""
+
+    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
+        """One list per request, one value per boundary; NaN = missing. Called on every rank at the same point."""
+
+
+class AnswerLogProbValue:
+    """V(prefix) = mean_i log P(a_i | prefix + force prompt + a_<i) of the policy itself, at temperature 1.
+
+    The "log-probability approximation" of "Training-Free Process Rewards for LLM RL". Deviations: the force prompt and
+    the answer are tokenised together, so that the answer's tokens are those that the model would write; a token's
+    log-prob is floored before the mean, which bounds U without breaking its telescoping sum; several accepted answers
+    count together (logsumexp).
+
+    Args:
+        force_prompt: text after the prefix, at whose end the answer is expected. By default `</think>\\n\\nThe answer
+            is ` where the chat template knows `</think>`, else `\\nThe answer is `.
+        closing: text after the answer that is scored, too, e.g. "}" or "<|im_end|>": "4" is then no good for "42".
+        space: "log", or "probability" (exp of the mean).
+        floor: lowest log-prob of a token.
+        max_tokens_per_pass: budget of one model pass, prompts included; a larger tree gets a pass of its own.
+    """
+
+    def __init__(
+        self,
+        force_prompt: str | None = None,
+        *,
+        closing: str = "",
+        space: str = "log",
+        floor: float = -10.0,
+        max_tokens_per_pass: int = 8192,
+    ):
+        if force_prompt is not None and not force_prompt:
+            raise ValueError(
+                "force_prompt='' asks for nothing: give the words before an answer, e.g. '\\nThe answer is '."
+            )
+        if space not in ("log", "probability"):
+            raise ValueError(f"space={space!r} is unknown: use 'log' or 'probability'.")
+        if not floor < 0:
+            raise ValueError(f"floor={floor} would make every answer certain: use a negative log-prob, e.g. -10.")
+        self.force_prompt = force_prompt
+        self.closing = closing
+        self.space = space
+        self.floor = floor
+        self.max_tokens_per_pass = max_tokens_per_pass
+        self._warned = False
+
+    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
+        model = trainer.model
+        base = model.get_base_model() if is_peft_model(model) else model
+
+        def agree(passes: int) -> int:
+            return int(trainer.accelerator.gather(torch.tensor([passes], device=trainer.accelerator.device)).max())
+
+        return self.score(requests, base, trainer._tokenizer, call=model, passes_on_all_ranks=agree)
+
+    @torch.no_grad()
+    def score(
+        self,
+        requests: Sequence[ValueRequest],
+        model: Any,
+        tokenizer: Any,
+        *,
+        call: Any = None,
+        passes_on_all_ranks: Any = lambda passes: passes,
+    ) -> list[list[float]]:
+        """The values with any model and tokenizer, outside a trainer.
+
+        Args:
+            model: a transformers model. call: what is called in its place, if it is wrapped.
+            passes_on_all_ranks: this rank's passes → the largest number of any rank; under ZeRO-3 and FSDP a pass is a
+                collective, so that ranks with fewer run dummies.
+        """
+        call = model if call is None else call
+        force_prompt = default_force_prompt(tokenizer) if self.force_prompt is None else self.force_prompt
+        trees = [self._tree(request, tokenizer, force_prompt) for request in requests]
+        asked = [i for i, tree in enumerate(trees) if tree.branches]
+        bins = fitted_bins(asked, {i: len(trees[i]) for i in asked}, self.max_tokens_per_pass)
+        log_probs: dict[int, list[list[float]]] = {}
+        training = {module: module.training for module in call.modules()}
+        call.eval()
+        try:
+            if plain_causal_attention(model):
+                dummy = Tree((0,), (Branch(1, (0,), 0),))
+                for number in range(passes_on_all_ranks(len(bins))):
+                    rows = bins[number] if number < len(bins) else []
+                    results = tree_log_probs(call, model, [trees[i] for i in rows] or [dummy])
+                    log_probs |= dict(zip(rows, results, strict=False))
+            else:
+                self._warn_of_loop(model)
+                self._run_loop(call, trees, asked, log_probs, passes_on_all_ranks)
+        finally:
+            for module, mode in training.items():
+                module.training = mode
+        return [self._values(log_probs.get(i, []), request) for i, request in enumerate(requests)]
+
+    def _run_loop(self, call, trees, asked, log_probs, passes_on_all_ranks) -> None:
+        mine = sum(len(trees[i].branches) for i in asked)
+        for i in asked:
+            log_probs[i] = loop_log_probs(call, [trees[i]])[0]
+        for _ in range(passes_on_all_ranks(mine) - mine):
+            loop_log_probs(call, [Tree((0,), (Branch(1, (0,), 0),))])
+
+    def _tree(self, request: ValueRequest, tokenizer: Any, force_prompt: str) -> Tree:
+        """Branches of boundary 0 with every answer, of boundary 1 with every answer, …"""
+        texts = [force_prompt + answer + self.closing for answer in request.answers if answer]
+        if not texts or not request.boundaries:
+            return Tree((), ())
+        encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        answers = []
+        for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            # A token that straddles the end of the force prompt belongs to the answer.
+            scored = next((i for i, (_, end) in enumerate(offsets) if end > len(force_prompt)), None)
+            if scored is not None:
+                answers.append((tuple(ids), scored))
+        prompt = len(request.prompt_ids)
+        branches = [
+            Branch(prompt + boundary, ids, scored) for boundary in request.boundaries for ids, scored in answers
+        ]
+        trunk = request.prompt_ids + request.completion_ids[: max(request.boundaries)]
+        return Tree(trunk, tuple(branches))
+
+    def _values(self, branches: list[list[float]], request: ValueRequest) -> list[float]:
+        count = len(request.boundaries)
+        if not branches:
+            return [math.nan] * count
+        answers = len(branches) // count
+        return [self._value(branches[i * answers : (i + 1) * answers]) for i in range(count)]
+
+    def _value(self, answers: Iterable[Sequence[float]]) -> float:
+        means = [sum(max(one, self.floor) for one in tokens) / len(tokens) for tokens in answers]
+        if not all(map(math.isfinite, means)):
+            return math.nan
+        top = max(means)
+        value = min(top + math.log(sum(math.exp(mean - top) for mean in means)), 0.0)
+        return value if self.space == "log" else math.exp(value)
+
+    def _warn_of_loop(self, model: Any) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                f"{type(model).__name__} is not plain causal attention that can run on SDPA, so V(prefix) takes one "
+                "pass per boundary instead of one per batch of responses."
+            )
+
+
+def default_force_prompt(tokenizer: Any) -> str:
+    """What fits the chat template: a thinking model's thought is closed first."""
+    thinks = "</think>" in (getattr(tokenizer, "chat_template", None) or "")
+    return "</think>\n\nThe answer is " if thinks else "\nThe answer is "
+
+
+class MonteCarloValue:
+    """V(prefix) = mean reward of K completions of the prefix (VinePPO, arXiv 2410.01679, eq. 4).
+
+    Unbiased, in the unit of the reward, and dear: K rollouts per boundary. Sampled by the trainer's own sampler, scored
+    by its reward functions, weighted by its reward weights; a rollout whose reward failed is left out, and without any
+    scored one the value is missing.
+
+    Args:
+        num_rollouts: K.
+    """
+
+    space = "probability"
+
+    def __init__(self, num_rollouts: int = 9):
+        if num_rollouts < 1:
+            raise ValueError(f"num_rollouts={num_rollouts} gives no rollout to average: use at least 1.")
+        self.num_rollouts = num_rollouts
+
+    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
+        prefixes = [(i, boundary) for i, request in enumerate(requests) for boundary in request.boundaries]
+        device = trainer.accelerator.device
+        most = int(trainer.accelerator.gather(torch.tensor([len(prefixes)], device=device)).max())
+        if most == 0:
+            return [[] for _ in requests]
+        if not requests:
+            raise ValueError("MonteCarloValue needs a completion on every rank: lower the number of processes.")
+        # Sampling and rewards gather over the ranks, so every rank runs as many; the surplus is thrown away.
+        padded = prefixes + [(0, 0)] * (most - len(prefixes))
+        rows = [prefix for prefix in padded for _ in range(self.num_rollouts)]
+        prefix_ids = [[*requests[i].prompt_ids, *requests[i].completion_ids[:boundary]] for i, boundary in rows]
+        sampled, _ = trainer._generate_single_turn(prefix_ids, None, {}, self.num_rollouts)
+        whole = [
+            [*requests[i].completion_ids[:boundary], *ids] for (i, boundary), ids in zip(rows, sampled, strict=True)
+        ]
+        rewards = _rewards(trainer, [requests[i].example or {} for i, _ in rows], whole)
+        total = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
+        total[rewards.isnan().all(dim=1) | rewards.isinf().any(dim=1)] = torch.nan
+        means = total.view(-1, self.num_rollouts).nanmean(dim=1).tolist()
+        values: list[list[float]] = [[] for _ in requests]
+        for (i, _), mean in zip(prefixes, means, strict=False):
+            values[i].append(mean)
+        return values
+
+
+def _rewards(trainer: Any, examples: list[dict[str, Any]], completion_ids: list[list[int]]) -> torch.Tensor:
+    """[rows, F] on this rank, by TRL's own method; NaN = not applicable or failed."""
+    prompts = [example["prompt"] for example in examples]
+    texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    conversational = not isinstance(prompts[0], str)
+    completions = [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
+    rewards = GRPOTrainer._calculate_rewards(trainer, examples, prompts, completions, completion_ids)
+    start = trainer.accelerator.process_index * len(prompts)
+    return rewards[start : start + len(prompts)]

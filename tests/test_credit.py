@@ -1,0 +1,215 @@
+"""Credit: every estimator against loops and floats, the posts' own numbers, and the laws of the default."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dash_trl.process_rewards.credit import (
+    ESTIMATORS,
+    CreditSettings,
+    Rewards,
+    _groups,
+    _pooled,
+    marginal_utilities,
+    place_rewards,
+)
+from tests import process_reference
+
+SETTINGS = CreditSettings(outcome_weight=0.7, process_weight=1.3, scale_floor=0.1, gamma=0.9, lam=0.8)
+AS_FLOATS = {"outcome": 0.7, "process": 1.3, "floor": 0.1, "gamma": 0.9, "lambda": 0.8}
+
+
+def make_rows(seed: int, count: int, *, missing: float = 0.2, scale: float = 1.0) -> list[dict]:
+    """Rows with random episodes; some values are missing, some rows are empty or unscored."""
+    generator = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        length = generator.choice([0, 1, generator.randint(2, 12)])
+        inner = sorted(generator.sample(range(1, length), generator.randint(0, length - 1))) if length > 1 else []
+        boundaries = [0, *inner]
+        values = [math.nan if generator.random() < missing else scale * generator.random() for _ in boundaries]
+        outcome = generator.choice([0.0, 1.0, math.nan])
+        rows.append({"length": length, "boundaries": boundaries, "values": values, "outcome": outcome})
+    return rows
+
+
+def as_rewards(rows: list[dict], group_size: int, advantages: list[float] | None = None) -> Rewards:
+    most, width = max(len(row["boundaries"]) for row in rows), max(max(row["length"] for row in rows), 1)
+    boundaries, values = torch.full((len(rows), most), -1), torch.full((len(rows), most), math.nan, dtype=torch.double)
+    for i, row in enumerate(rows):
+        boundaries[i, : len(row["boundaries"])] = torch.tensor(row["boundaries"])
+        values[i, : len(row["values"])] = torch.tensor(row["values"], dtype=torch.double)
+    lengths = torch.tensor([row["length"] for row in rows])
+    outcome = torch.tensor([row["outcome"] for row in rows]).double()
+    process, ends, per_token, valued = place_rewards(boundaries, values, lengths, width)
+    return Rewards(
+        process=process,
+        ends=ends,
+        values=per_token,
+        mask=torch.arange(width) < lengths.unsqueeze(1),
+        outcome=outcome,
+        outcome_advantages=outcome.nan_to_num() - 0.25 if advantages is None else torch.tensor(advantages).double(),
+        valued=valued & ~outcome.isnan(),
+        group_size=group_size,
+    )
+
+
+def as_floats(rows: list[dict], rewards: Rewards) -> list[list[dict]]:
+    """The same for the reference, which merges episodes and looks up values by itself."""
+    plain = []
+    for row, advantage in zip(rows, rewards.outcome_advantages.tolist(), strict=True):
+        known = [(b, v) for b, v in zip(row["boundaries"], row["values"], strict=True) if not math.isnan(v)]
+        complete = not math.isnan(row["values"][0]) and not math.isnan(row["values"][-1])
+        valued = complete and not math.isnan(row["outcome"])
+        utilities = [(b - 1, v - known[i][1]) for i, (b, v) in enumerate(known[1:])] if complete else []
+        per_token = [max(((b, v) for b, v in known if b <= t), default=(0, 0.0))[1] for t in range(row["length"])]
+        outcome = 0.0 if math.isnan(row["outcome"]) else row["outcome"]
+        plain.append(
+            {"length": row["length"], "utilities": utilities, "values": per_token, "outcome": outcome}
+            | {"advantage": advantage, "valued": valued}
+        )
+    size = rewards.group_size
+    return [plain[i : i + size] for i in range(0, len(plain), size)]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("group_size", "groups"), [(2, 3), (4, 2), (5, 1)])
+def test_estimators_are_their_definitions(name, seed, group_size, groups):
+    rows = make_rows(seed, group_size * groups)
+    rewards = as_rewards(rows, group_size)
+    credit = ESTIMATORS[name](rewards, SETTINGS)
+    expected = getattr(process_reference, name)(as_floats(rows, rewards), AS_FLOATS)
+    for i, floats in enumerate(expected):
+        assert credit[i, : len(floats)].tolist() == pytest.approx(floats, abs=1e-9), (i, rows[i])
+        assert not credit[i, len(floats) :].any()
+        assert torch.isfinite(credit[i]).all()
+
+
+def test_utilities_telescope_and_merge_over_missing_values():
+    assert marginal_utilities([0, 3, 5, 9], [0.0, 0.5, 0.25, 1.0]) == [(2, 0.5), (4, -0.25), (8, 0.75)]
+    assert marginal_utilities([0, 3, 5, 9], [0.0, math.nan, 0.25, 1.0]) == [(4, 0.25), (8, 0.75)]
+    assert marginal_utilities([0, 3, 9], [math.nan, 0.3, 0.9]) == []
+    assert marginal_utilities([0, 3, 9], [0.1, 0.3, -math.inf]) == []
+    assert marginal_utilities([0], [0.1]) == marginal_utilities([], []) == []
+
+
+POST = [[0.1, 0.2, 0.3], [0.4, 0.5], [0.2, 0.1, 0.2, 0.1], [0.3, 0.4, 0.3]]
+
+
+def test_the_numbers_of_the_post():
+    """ "Implementing Process Rewards in VeRL": pooled mean 0.258 over all 12 tokens, PRIME's baseline 0.378."""
+    process = torch.zeros(4, 4, dtype=torch.double)
+    mask = torch.zeros(4, 4, dtype=torch.bool)
+    for i, row in enumerate(POST):
+        process[i, : len(row)], mask[i, : len(row)] = torch.tensor(row, dtype=torch.double), True
+    zeros = torch.zeros(4).double()
+    rewards = Rewards(process, mask, process, mask, zeros, zeros, torch.ones(4).bool(), 4)
+    assert _pooled(process, mask, rewards)[0].unique().item() == pytest.approx(0.258, abs=5e-4)
+    # PRIME, before whitening: the last token of row 1 has return 0.5·4/3 − 0.378; undo the whitening by two tokens.
+    credit = ESTIMATORS["prime_rloo"](rewards, CreditSettings())
+    unwhitened = {}
+    for i, row in enumerate(POST):
+        returns = [sum(r * 4 / 3 - 1.1333333 / 3 for r in row[t:]) for t in range(len(row))]
+        unwhitened |= {(i, t): value for t, value in enumerate(returns)}
+    values = torch.tensor(list(unwhitened.values())).double()
+    for (i, t), value in unwhitened.items():
+        assert credit[i, t].item() == pytest.approx(((value - values.mean()) / values.std()).item(), abs=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------- the laws
+
+
+def default(rows: list[dict], group_size: int = 4, **settings) -> torch.Tensor:
+    advantages = [0.0] * len(rows)
+    return ESTIMATORS["centered_return"](as_rewards(rows, group_size, advantages), CreditSettings(**settings))
+
+
+def complete_rows(seed: int, count: int = 4) -> list[dict]:
+    rows = make_rows(seed, count, missing=0.0, scale=4.0)
+    return [
+        {**row, "outcome": 0.0}
+        if row["length"] > 1
+        else {"length": 4, "boundaries": [0, 3], "values": [0.0, 1.0 + i], "outcome": 0.0}
+        for i, row in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_splitting_an_episode_changes_nothing_at_the_first_token(seed):
+    rows = complete_rows(seed)
+    before = default(rows)
+    row = {**rows[0], "boundaries": [0, 2, 7, 12], "length": 13, "values": [0.5, 2.0, -1.0, 3.0]}
+    split = {**row, "boundaries": [0, 1, 2, 4, 7, 12], "values": [0.5, 9.0, 2.0, 0.3, -1.0, 3.0]}
+    assert default([row, *rows[1:]])[:, 0].tolist() == pytest.approx(default([split, *rows[1:]])[:, 0].tolist())
+    assert before.shape[0] == 4
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_trailing_episode_without_progress_earns_nothing(seed, sign):
+    rows = [{**row, "values": [sign * value for value in row["values"]]} for row in complete_rows(seed)]
+    width = max(row["length"] for row in rows)
+    first = {**rows[0], "length": width + 9, "boundaries": [*rows[0]["boundaries"], width, width + 7]}
+    first["values"] = [*rows[0]["values"], rows[0]["values"][-1], rows[0]["values"][-1]]
+    credit, before = default([first, *rows[1:]]), default(rows)
+    assert not credit[0, width:].any()
+    assert credit[1:, :width].flatten().tolist() == pytest.approx(before[1:].flatten().tolist())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_adding_a_constant_to_all_values_changes_nothing(seed):
+    rows = complete_rows(seed)
+    moved = [{**row, "values": [value - 7.0 for value in row["values"]]} for row in rows]
+    assert torch.allclose(default(rows), default(moved), atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_permuting_a_group_permutes_the_credit(seed):
+    rows, order = complete_rows(seed), [2, 0, 3, 1]
+    assert torch.allclose(default(rows)[order], default([rows[i] for i in order]), atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_without_process_rewards_the_credit_is_the_outcome_advantage(seed):
+    rows = [{**row, "values": [0.3] * len(row["values"])} for row in complete_rows(seed)]
+    advantages = [0.123456789, -1.0, 0.0, 2.0]
+    rewards = as_rewards(rows, 4, advantages)
+    credit = ESTIMATORS["centered_return"](rewards, CreditSettings())
+    assert torch.equal(credit, rewards.outcome_advantages.unsqueeze(1) * rewards.mask)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_scaling_all_utilities_leaves_the_credit(seed):
+    rows = complete_rows(seed)
+    scaled = [{**row, "values": [5.0 * value for value in row["values"]]} for row in rows]
+    assert torch.allclose(default(rows), default(scaled), atol=1e-9)
+    tiny = [{**row, "values": [1e-3 * value for value in row["values"]]} for row in rows]
+    assert default(tiny).abs().max() < 0.5  # under the floor, noise stays small
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_unvalued_rows_touch_nobody(seed):
+    rows = complete_rows(seed, 3)
+    missing = {**rows[0], "values": [math.nan, *rows[0]["values"][1:]]}
+    odd = {**missing, "values": [99.0 if not math.isnan(value) else value for value in missing["values"]]}
+    one, other = default([missing, *rows], 4), default([odd, *rows], 4)
+    assert torch.equal(one, other) and not one[0].any()
+    assert torch.allclose(one[1:, : default(rows, 3).shape[1]], default(rows, 3))
+
+
+def test_gae_uses_the_value_that_the_token_starts_from():
+    rewards = as_rewards([{"length": 3, "boundaries": [0, 2], "values": [0.25, 0.75], "outcome": 1.0}] * 2, 2)
+    credit = ESTIMATORS["gae"](rewards, CreditSettings(gamma=1.0, lam=0.0))
+    assert credit[0].tolist() == pytest.approx([0.0, 0.5, 0.25])  # the episode's last token raises V, then the outcome
+
+
+def test_groups_are_adjacent():
+    rewards = as_rewards(complete_rows(0, 8), 4)
+    assert _groups(torch.arange(8), rewards).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert replace(rewards, group_size=2).group_size == 2

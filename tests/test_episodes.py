@@ -1,0 +1,160 @@
+"""Episodes: boundaries are token positions, whatever the text; nothing is lost and nothing comes twice."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from dash_trl.process_rewards.episodes import EPISODE_MARKERS, Segmenter, line_starts, token_bytes
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Merges that straddle markers (". W", "So x"), spaces before words, and characters of several tokens."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        ["so we add. Wait, no. So x is 4.\n\nThe answer is 4 Hmm"] * 3,
+        trainers.BpeTrainer(
+            vocab_size=270, special_tokens=["<|end|>"], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
+        ),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", pad_token="<|end|>")
+
+
+TOKENIZER = byte_level()
+END = TOKENIZER.eos_token_id
+PARTS = [
+    "Wait, ",
+    "So ",
+    "x is 4. ",
+    "no\n",
+    "…and 7 🙂 ",
+    "é",
+    "The answer is 4",
+    "\\boxed{4}",
+    "Sofia ",
+    " ",
+    "add. Wait",
+]
+texts = st.one_of(st.text(max_size=60), st.lists(st.sampled_from(PARTS), max_size=25).map("".join))
+
+
+def cut(text: str, *, truncate: int | None = None, end: bool = True, **arguments) -> tuple[list[str], list[int]]:
+    """(episodes and final answer as text, boundaries)."""
+    ids = TOKENIZER(text)["input_ids"][:truncate] + ([END] if end else [])
+    episodes = Segmenter(TOKENIZER, **{"min_episode_tokens": 1, **arguments})(ids)
+    assert episodes.length == len(ids)
+    pieces = [TOKENIZER.decode(ids[part], skip_special_tokens=True) for part in episodes.slices()]
+    return pieces, list(episodes.boundaries)
+
+
+@settings(max_examples=300)
+@given(texts, st.integers(1, 5), st.integers(10, 30), st.booleans(), st.integers(0, 3))
+def test_laid_end_to_end_the_episodes_are_the_completion(text, shortest, longest, end, dropped):
+    ids = TOKENIZER(text)["input_ids"]
+    ids = ids[: len(ids) - dropped] + [END] * end  # may end within a character
+    episodes = Segmenter(TOKENIZER, min_episode_tokens=shortest, max_episode_tokens=longest)(ids)
+    joined = [token for part in episodes.slices() for token in ids[part]]
+    assert joined == ids
+    bounds = episodes.boundaries
+    assert bounds[0] == 0 and list(bounds) == sorted(set(bounds)) and bounds[-1] <= len(ids)
+    inner = [part for part in episodes.slices()[:-1]]
+    assert all(part.stop - part.start <= longest for part in inner)
+    if len(inner) > 1:
+        assert all(part.stop - part.start >= shortest for part in inner)
+
+
+@given(st.text(max_size=40))
+def test_token_bytes_are_what_the_tokens_stand_for(text):
+    table = token_bytes(TOKENIZER)
+    assert b"".join(table[token] for token in TOKENIZER(text)["input_ids"]).decode() == text
+
+
+def test_markers_start_episodes_at_the_token_that_holds_their_first_byte():
+    pieces, _ = cut("so we add. Wait, no. So x is 4.\n\nThe answer is 4")
+    assert "".join(pieces) == "so we add. Wait, no. So x is 4.\n\nThe answer is 4"
+    # ". W" may be one token: then the marker's episode starts with it, and no text moves.
+    assert [re.sub(r"^\W+", "", piece)[:2] for piece in pieces] == ["so", "Wa", "So", "Th"]
+
+
+def test_a_marker_within_a_word_is_none():
+    pieces, _ = cut("Sofia xSo y", markers=["So"])
+    assert pieces[:-1] == ["Sofia xSo y"]
+
+
+def test_multi_byte_characters_move_no_boundary():
+    pieces, _ = cut("é🙂é🙂 Wait 🙂é So é🙂", markers=["Wait", "So"])
+    assert [piece.strip() for piece in pieces] == ["é🙂é🙂", "Wait 🙂é", "So é🙂", ""]
+
+
+def test_without_markers_sentences_end_episodes_and_then_length_does():
+    text = "one two three. four five six. seven eight nine ten"
+    pieces, bounds = cut(text, markers=["Wait"], max_episode_tokens=20, end=False)
+    assert pieces[0].strip() == "one two three." and pieces[1].strip() == "four five six."
+    hard, bounds = cut("abcdefghij" * 5, markers=["Wait"], max_episode_tokens=16, end=False)
+    assert bounds[1] == 16
+
+
+def test_the_final_answer_is_no_episode():
+    for answer in ("The answer is 4", "the final answer is 4.", "\\boxed{4}", "#### 4"):
+        pieces, bounds = cut(f"The answer is unclear. So x is 4. {answer}")
+        assert pieces[-1].strip() == answer
+    pieces, bounds = cut("The answer is 4")
+    assert bounds == [0] and pieces == ["The answer is 4"]
+
+
+@pytest.mark.parametrize("end", [True, False])
+def test_without_an_answer_the_last_boundary_is_the_end(end):
+    pieces, bounds = cut("so we add. Wait, no", end=end)
+    length = len(TOKENIZER("so we add. Wait, no")["input_ids"])
+    assert bounds[-1] == length and pieces[-1] == ""
+
+
+def test_empty_completions():
+    assert cut("")[1] == [0]
+    assert cut("", end=False)[1] == [0]
+
+
+def test_a_function_may_say_where_episodes_begin():
+    assert cut("a\nb\nc", markers=line_starts)[0] == ["a\n", "b\n", "c", ""]
+    assert cut("ab", markers=lambda text: [-1, 0, 1, 99])[0] == ["a", "b", ""]
+
+
+def test_short_episodes_are_merged():
+    assert len(cut("Wait So Wait So Wait So add. add. add.", min_episode_tokens=8)[0]) < len(
+        cut("Wait So Wait So Wait So add. add. add.")[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"markers": []}, "markers"),
+        ({"markers": [""]}, "markers"),
+        ({"markers": "Wait"}, "markers"),
+        ({"min_episode_tokens": 0}, "min_episode_tokens"),
+        ({"min_episode_tokens": 200}, "max / 2"),
+    ],
+)
+def test_impossible_settings_are_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        Segmenter(TOKENIZER, **arguments)
+
+
+def test_sentencepiece_tokens():
+    vocab = {"▁a": 0, "b": 1, "<0xC3>": 2, "<0xA9>": 3, "<s>": 4}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True)), bos_token="<s>"
+    )
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
+    assert b"".join(token_bytes(tokenizer)[i] for i in (0, 1, 2, 3)).decode() == " abé"
+
+
+def test_the_default_markers_begin_words():
+    assert all(re.match(r"\w", marker) for marker in EPISODE_MARKERS)
