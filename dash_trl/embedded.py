@@ -48,12 +48,12 @@ def _split_of(problem: str) -> str:
     return "test" if hashlib.sha256(problem.encode()).digest()[0] % TEST_SHARE == 0 else "train"
 
 
-def _problems(split: str, generator: random.Random) -> Iterator[str]:
+def _problems(split: str, generator: random.Random, operands: Sequence[int] = OPERANDS) -> Iterator[str]:
     """Endless chains like `7+5-3+8` of this split; every running total lies in 0…LARGEST_TOTAL."""
     while True:
         total = generator.randint(1, LARGEST_OPERAND)
         problem = str(total)
-        for _ in range(generator.choice(OPERANDS) - 1):
+        for _ in range(generator.choice(operands) - 1):
             operand = generator.randint(1, LARGEST_OPERAND)
             signs = [sign for sign in (1, -1) if 0 <= total + sign * operand <= LARGEST_TOTAL]
             sign = generator.choice(signs)
@@ -67,13 +67,16 @@ def _answer(problem: str) -> int:
     return sum(int(number) for number in re.findall(r"[+-]?\d+", problem))
 
 
-def arithmetic_dataset(split: str = "train", size: int | None = None, seed: int = 0) -> Dataset:
+def arithmetic_dataset(
+    split: str = "train", size: int | None = None, seed: int = 0, *, operands: Sequence[int] = OPERANDS
+) -> Dataset:
     """Distinct arithmetic problems with the columns `prompt` (one user message) and `answer` (a string).
 
     Args:
         split: "train" or "test". A problem's text decides its split, so the two are disjoint for all seeds.
         size: number of problems; by default 4,096 for training and 256 for the test.
         seed: another seed draws other problems of the same split.
+        operands: how many numbers a problem may have.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} does not exist. Use 'train' or 'test'.")
@@ -84,7 +87,7 @@ def arithmetic_dataset(split: str = "train", size: int | None = None, seed: int 
             "Use fewer and train for several epochs."
         )
     chosen: dict[str, None] = {}  # a set that keeps its order
-    for problem in _problems(split, random.Random(f"{split}{seed}")):
+    for problem in _problems(split, random.Random(f"{split}{seed}"), operands):
         chosen[problem] = None
         if len(chosen) == size:
             break
@@ -160,6 +163,7 @@ class WarmUp:
         slip_rate: probability that a step of a trace is wrong and stays so. Sets the sampled accuracy.
         wait_rate: probability that a step is wrong, noticed ("Wait, ...") and done again.
         hidden_size, num_layers: of the Qwen2 model.
+        operands: how many numbers a problem may have.
         seed: of the weights and the traces.
     """
 
@@ -171,6 +175,7 @@ class WarmUp:
     wait_rate: float = 0.05
     hidden_size: int = 96
     num_layers: int = 4
+    operands: tuple[int, ...] = OPERANDS
     seed: int = 0
 
 
@@ -255,7 +260,7 @@ def _warm_up(tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool) -> Qwe
     """Trains a model on slipping traces of training problems, in an RNG state of its own."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = random.Random(settings.seed)
-    problems = _problems("train", generator)
+    problems = _problems("train", generator, settings.operands)
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(settings.seed)
         model = _model(tokenizer, settings).to(device)

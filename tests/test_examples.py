@@ -21,12 +21,12 @@ SETTINGS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, 
 SMALL = {**SETTINGS, "max_steps": 2, "max_completion_length": 16, "use_cpu": True, "bf16": False, "report_to": "none"}
 
 
-def launch(*arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: object, script: str = "train_math", check: bool = True) -> subprocess.CompletedProcess[str]:
     """`accelerate launch examples/train_math.py …` in its own process, with two threads as `make demo` has."""
     config = str(ROOT / "accelerate_configs" / "single_process.yaml")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
     done = subprocess.run(
-        [*command, str(ROOT / "examples" / "train_math.py"), *map(str, arguments)],
+        [*command, str(ROOT / "examples" / f"{script}.py"), *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "2", "CI": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -96,6 +96,16 @@ def test_own_problems_from_yaml_with_lora(tmp_path):
     assert (output / "checkpoint-2").exists()
 
 
+def test_process_rewards_on_the_embedded_task(tmp_path):
+    launch(
+        "--output_dir",
+        tmp_path,
+        *flags({**SMALL, "max_steps": 3, "max_completion_length": 64}),
+        script="train_math_process",
+    )
+    assert all(step["process/structured_rows"] > 0.9 and step["time/values"] > 0 for step in steps(tmp_path))
+
+
 def test_mistakes_end_with_one_sentence(tmp_path):
     done = launch("--model_name_or_path", embedded_model(), *flags(SMALL), check=False)
     assert done.returncode != 0 and "--dataset_name" in done.stderr
@@ -105,12 +115,19 @@ def test_mistakes_end_with_one_sentence(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_quickstart_notebook_runs(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("quickstart", ["rows had no signal above the threshold", "filter/kept_rows"]),
+        ("process_rewards", ["The answer is", "torch.Size([8", "process/value_last"]),
+    ],
+)
+def test_notebooks_run(name, said, tmp_path):
     import nbformat
     from nbclient import NotebookClient
 
-    notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", as_version=4)
+    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
     notebook.cells.insert(0, nbformat.v4.new_code_cell("STEPS = 2"))
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
-    assert "rows had no signal above the threshold" in printed and "filter/kept_rows" in printed
+    assert all(words in printed for words in said), printed[-2000:]

@@ -87,6 +87,18 @@ def test_every_kind_of_estimator_trains(tiny_model, tmp_path, estimator):
     assert update > 0 and torch.isfinite(rollouts.advantages).all()
 
 
+def test_monte_carlo_needs_nothing_of_solved_groups(tiny_model, tmp_path):
+    process = callback(value=MonteCarloValue(num_rollouts=2), estimator="gae")
+    _, _, update = train(tiny_model, tmp_path, process, reward=lambda prompts, **kwargs: [1.0] * len(prompts))
+    assert update == 0.0
+
+
+def test_the_credit_is_drawn_beside_the_completions(tiny_model, tmp_path):
+    train(tiny_model, tmp_path, callback(), log_completions=True)
+    page = (tmp_path / "completions" / "credit_00000.html").read_text()
+    assert page.count("<hr>") == 3 and "V(prefix)" in page
+
+
 def test_failed_rewards_leave_the_credit_of_the_others(tiny_model, tmp_path):
     def reward(completion_ids, **kwargs):
         return [math.nan if i % 4 == 0 else 0.0 for i in range(len(completion_ids))]
@@ -101,7 +113,7 @@ def test_solved_groups_are_not_valued(tiny_model, tmp_path):
 
     class Counting(AnswerLogProbValue):
         def __call__(self, requests, trainer):
-            asked.append(len(requests))
+            asked.append(sum(bool(request.boundaries) for request in requests))
             return super().__call__(requests, trainer)
 
     def solved(completion_ids, **kwargs):

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from dash_trl import diagnostics
 from dash_trl.callbacks import DASHCallback
-from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings, Rewards, place_rewards
+from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings, Rewards, place_rewards, spread_over_episodes
 from dash_trl.process_rewards.episodes import (
     EPISODE_MARKERS,
     FINAL_ANSWER,
@@ -28,6 +29,7 @@ from dash_trl.process_rewards.episodes import (
 )
 from dash_trl.process_rewards.values import AnswerLogProbValue, ValueEstimator, ValueRequest
 from dash_trl.rollouts import RolloutBatch
+from dash_trl.visualization import credit_html
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +144,10 @@ class ProcessRewardCallback(DASHCallback):
         metrics = diagnostics.metrics(rewards, boundaries, all_values, credit, skipped=gather(skipped))
         seconds = time.perf_counter() - started
         trainer._log({**metrics, "time/values": seconds})
+        if args.log_completions and state.is_world_process_zero and state.global_step % state.logging_steps == 0:
+            self._draw(
+                Path(args.output_dir) / "completions" / f"credit_{state.global_step:05d}.html", rollouts, trainer
+            )
         self._diagnostics.check(credit, rewards, seconds=seconds, estimator=self.estimator)
 
     def _skipped(self, outcomes: Tensor, group_size: int) -> Tensor:
@@ -153,37 +159,46 @@ class ProcessRewardCallback(DASHCallback):
     def _values(
         self, rollouts: RolloutBatch, skipped: Tensor, trainer: Any
     ) -> tuple[list[Episodes], list[list[float]]]:
-        """This rank's episodes, and their values; a skipped row has none."""
+        """This rank's episodes, and their values; a skipped row is not asked for."""
         assert self._segmenter is not None
         episodes, requests = [], []
         for row, example in enumerate(rollouts.examples):
             completion = rollouts.completion_ids[row][rollouts.completion_mask[row].bool()].tolist()
-            if skipped[row]:
-                episodes.append(Episodes((0,), len(completion)))
-                continue
-            episodes.append(self._segmenter(completion))
+            episodes.append(Episodes((0,), len(completion)) if skipped[row] else self._segmenter(completion))
             requests.append(
                 ValueRequest(
                     prompt_ids=tuple(rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()].tolist()),
                     completion_ids=tuple(completion),
-                    boundaries=episodes[-1].boundaries,
+                    boundaries=() if skipped[row] else episodes[-1].boundaries,
                     answers=accepted_answers(example, self.answer_column),
                     example=example,
                 )
             )
-        computed = iter(self.value(requests, trainer))
-        return episodes, [[math.nan] if skip else next(computed) for skip in skipped.tolist()]
+        return episodes, [values or [math.nan] for values in self.value(requests, trainer)]
 
-    def _penalty(self, rewards: Rewards) -> Tensor | float:
-        if not self.unproductive_penalty:
-            return 0.0
+    def _draw(self, path: Path, rollouts: RolloutBatch, trainer: Any) -> None:
+        """The first group's credit, as a page beside TRL's completions table."""
+        pictures = []
+        assert rollouts.advantages is not None and rollouts.rewards is not None
+        for row in range(min(trainer.num_generations, len(rollouts))):
+            ids = rollouts.completion_ids[row][rollouts.completion_mask[row].bool()].tolist()
+            episodes, values = self.last[row]
+            pictures.append(
+                credit_html(
+                    [trainer._tokenizer.decode([token]) for token in ids],
+                    rollouts.advantages[row, : len(ids)].tolist(),
+                    episodes.boundaries,
+                    values,
+                    title=f"rewards {rollouts.rewards[row].tolist()}",
+                )
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('<!doctype html><meta charset="utf-8">' + "<hr>".join(pictures))
+
+    def _penalty(self, rewards: Rewards) -> Tensor:
+        """[N, T]: what the tokens of unproductive episodes are charged."""
         idle = rewards.ends & (rewards.process.abs() < self.unproductive_below)
-        marks = rewards.ends.double() + idle  # 1 at the end of a productive episode, 2 at that of an idle one
-        current, tokens = torch.zeros(len(marks), dtype=marks.dtype), torch.zeros_like(marks)
-        for t in reversed(range(marks.shape[1])):
-            current = torch.where(rewards.ends[:, t], marks[:, t], current)
-            tokens[:, t] = current
-        return self.unproductive_penalty * (tokens == 2) * rewards.mask
+        return self.unproductive_penalty * spread_over_episodes(idle.double(), rewards.ends)
 
 
 def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:

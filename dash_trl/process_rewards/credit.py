@@ -135,7 +135,7 @@ def episode(rewards: Rewards, settings: CreditSettings) -> Tensor:
 
     σ is the root mean square of the group's U. Breaks law 1: two halves of an episode get half its credit each.
     """
-    own = _spread_over_episodes(rewards)
+    own = spread_over_episodes(rewards.process, rewards.ends)
     scale = _pooled(rewards.process, rewards.ends, rewards, centre=False)[1]
     return _with_outcome(own / scale.clamp(min=settings.scale_floor), rewards, settings)
 
@@ -326,11 +326,10 @@ def _whitened(values: Tensor, rewards: Rewards) -> Tensor:
     return (values - used.mean()) / (used.std() + EPSILON) * places
 
 
-def _spread_over_episodes(rewards: Rewards) -> Tensor:
-    """[N, T]: the U of the episode that a token lies in; 0 in the final answer."""
-    spread = torch.zeros_like(rewards.process)
-    current = torch.zeros(len(spread), dtype=spread.dtype)
-    for t in reversed(range(spread.shape[1])):
-        current = torch.where(rewards.ends[:, t], rewards.process[:, t], current)
+def spread_over_episodes(values: Tensor, ends: Tensor) -> Tensor:
+    """[N, T]: each token gets the value at the end of its episode; 0 in the final answer."""
+    spread, current = torch.zeros_like(values), torch.zeros(len(values), dtype=values.dtype)
+    for t in reversed(range(values.shape[1])):
+        current = torch.where(ends[:, t], values[:, t], current)
         spread[:, t] = current
     return spread

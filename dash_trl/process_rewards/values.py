@@ -31,7 +31,8 @@ class ValueRequest:
 
     Args:
         prompt_ids, completion_ids: token ids without padding; at least one prompt token.
-        boundaries: positions in the completion; a prefix is the prompt and `completion_ids[:boundary]`.
+        boundaries: positions in the completion; a prefix is the prompt and `completion_ids[:boundary]`. Empty: this
+            completion is not asked for.
         answers: the accepted answers.
         example: the dataset row, for the reward functions of `MonteCarloValue`.
     """
@@ -223,8 +224,6 @@ class MonteCarloValue:
         most = int(trainer.accelerator.gather(torch.tensor([len(prefixes)], device=device)).max())
         if most == 0:
             return [[] for _ in requests]
-        if not requests:
-            raise ValueError("MonteCarloValue needs a completion on every rank: lower the number of processes.")
         # Sampling and rewards gather over the ranks, so every rank runs as many; the surplus is thrown away.
         padded = prefixes + [(0, 0)] * (most - len(prefixes))
         rows = [prefix for prefix in padded for _ in range(self.num_rollouts)]
