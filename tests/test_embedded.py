@@ -168,6 +168,8 @@ def test_the_cache_is_keyed_by_the_settings(tmp_path):
     written = (Path(path) / "model.safetensors").stat().st_mtime_ns
     assert embedded_model(tmp_path, settings=SMALL, progress=False) == path
     assert (Path(path) / "model.safetensors").stat().st_mtime_ns == written
+    other = embedded_model(tmp_path, settings=dataclasses.replace(SMALL, seed=1), progress=False)
+    assert other != path and len(list(tmp_path.iterdir())) == 2
     for field in dataclasses.fields(WarmUp):
         assert embedded._cache_path(
             dataclasses.replace(SMALL, **{field.name: (7,) if field.name == "operands" else 7}), tmp_path

@@ -138,7 +138,6 @@ class ProcessRewardCallback(DASHCallback):
         )
         credit = ESTIMATORS[self.estimator](rewards, self.settings)
         credit = credit - self._penalty(rewards)
-        credit = credit * (~outcomes.isnan()).unsqueeze(1)
         mine, columns = gather.local(len(rollouts)), rollouts.completion_ids.shape[1]
         rollouts.advantages = credit[mine, :columns].float()
         metrics = diagnostics.metrics(rewards, boundaries, all_values, credit, skipped=gather(skipped))
