@@ -116,6 +116,13 @@ def test_without_an_answer_the_last_boundary_is_the_end(end):
     assert bounds[-1] == length and pieces[-1] == ""
 
 
+def test_ids_without_a_token_have_no_text():
+    ids = TOKENIZER("add. Wait, no")["input_ids"]
+    more = [*ids[:1], 9999, *ids[1:], 9999]
+    before, after = (Segmenter(TOKENIZER, min_episode_tokens=1)(one).boundaries for one in (ids, more))
+    assert after == (0, before[1] + 1, before[2] + 2)
+
+
 def test_empty_completions():
     assert cut("")[1] == [0]
     assert cut("", end=False)[1] == [0]

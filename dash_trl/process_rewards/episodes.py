@@ -62,11 +62,11 @@ class Episodes:
         return [slice(start, end) for start, end in zip(self.boundaries, ends, strict=True)]
 
 
-def token_bytes(tokenizer: Any) -> list[bytes]:
+def token_bytes(tokenizer: Any) -> dict[int, bytes]:
     """The bytes of each token of a fast tokenizer, by id: byte-level BPE (Qwen, Llama 3) or SentencePiece."""
     byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
     added = set(tokenizer.get_added_vocab())
-    table = [b""] * len(tokenizer)
+    table = {}
     for token, index in tokenizer.get_vocab().items():
         if token in added:
             table[index] = token.encode()
@@ -132,7 +132,8 @@ class Segmenter:
         written = length
         while written and token_ids[written - 1] in self._special:
             written -= 1
-        pieces = [self._bytes[token] for token in token_ids[:written]]
+        # A model may have more embeddings than its tokenizer has tokens (Qwen2.5 has 271): those have no text.
+        pieces = [self._bytes.get(token, b"") for token in token_ids[:written]]
         starts = [0, *accumulate(map(len, pieces))]  # of each token, in bytes; the last one is the end
         # A byte that is no UTF-8 (half a character at a truncated end) becomes one character of its own.
         text = b"".join(pieces).decode("utf-8", "surrogateescape")

@@ -102,7 +102,8 @@ class AnswerLogProbValue:
         def agree(passes: int) -> int:
             return int(trainer.accelerator.gather(torch.tensor([passes], device=trainer.accelerator.device)).max())
 
-        return self.score(requests, base, trainer._tokenizer, call=model, passes_on_all_ranks=agree)
+        with trainer.accelerator.autocast():
+            return self.score(requests, base, trainer._tokenizer, call=model, passes_on_all_ranks=agree)
 
     @torch.no_grad()
     def score(
