@@ -179,9 +179,10 @@ def test_the_cache_is_keyed_by_the_settings(tmp_path):
 def test_the_same_settings_make_the_same_model_and_leave_the_random_state(tmp_path, small_model):
     torch.manual_seed(5)
     random.seed(5)
-    states = torch.get_rng_state(), random.getstate()
+    states, threads = (torch.get_rng_state(), random.getstate()), torch.get_num_threads()
     again = embedded_model(tmp_path, settings=SMALL, progress=False)
     assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+    assert torch.get_num_threads() == threads
     one, other = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (again, small_model))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
