@@ -15,9 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +33,73 @@ from transformers.utils import logging as transformers_logging
 from dash_trl import DASHConfig, DASHTrainer, ProcessRewardCallback
 from dash_trl.embedded import WarmUp, arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
 from dash_trl.evaluation import accuracy
-from dash_trl.process_rewards import AnswerLogProbValue, line_starts
+from dash_trl.process_rewards import AnswerLogProbValue, CreditSettings, ValueEstimator, ValueRequest, line_starts
 
 OPERANDS = (7, 8, 9)
 WARM_UP = WarmUp(operands=OPERANDS, steps=500, slip_rate=0.06, wait_rate=0.03)
 LONGEST, STEPS, EVERY = 112, 60, 10
 SEEDS, LEARNING_RATES = (0, 1, 2, 3, 4), (1e-4, 2e-4, 4e-4)
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # by the number of seeds
-METHODS = ("outcome only", "centered_return", "grpo_process", "episode")
+STEP_SUCCESS = 0.82  # of the warmed-up model: 0.25 over seven steps
+
+
+class TrueValue:
+    """The truth in place of V(prefix): `STEP_SUCCESS` ** steps to go, 0 after a mistake that was not taken back.
+
+    What an estimator could gain at best on this task: it separates the credit from the quality of V.
+    """
+
+    space = "probability"
+
+    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
+        return [
+            [
+                self._value(request.example["prompt"][-1]["content"], trainer._tokenizer.decode(ids))
+                for ids in (request.completion_ids[:boundary] for boundary in request.boundaries)
+            ]
+            for request in requests
+        ]
+
+    def _value(self, problem: str, prefix: str) -> float:
+        first, *operations = re.findall(r"[+-]?\d+", problem)
+        total, done, right = int(first), 0, True
+        for line in prefix.split("\n"):
+            again = line.startswith("Wait, ")
+            line, done = line.removeprefix("Wait, "), done - again
+            if not line or line.startswith("The answer"):
+                continue
+            if done == len(operations) or (again and done < 0) or not (right or again):
+                return 0.0
+            if again:
+                total -= int(operations[done])
+            total += int(operations[done])
+            right = line == f"{total - int(operations[done])}{operations[done]}={total}"
+            done += 1
+        return STEP_SUCCESS ** (len(operations) - done) if right else 0.0
+
+
+def by_log_prob(space: str = "log") -> AnswerLogProbValue:
+    return AnswerLogProbValue("The answer is ", closing="<|im_end|>", space=space)
+
+
+@dataclass(frozen=True)
+class Method:
+    estimator: str
+    value: Callable[[], ValueEstimator] = by_log_prob
+    process_weight: float = 1.0
+
+
+METHODS: dict[str, Method | None] = {
+    "outcome only": None,
+    "centered_return": Method("centered_return"),
+    "grpo_process": Method("grpo_process"),
+    "episode": Method("episode"),
+    "centered_return, weight 0.3": Method("centered_return", process_weight=0.3),
+    "centered_return, probability": Method("centered_return", lambda: by_log_prob("probability")),
+    "episode, probability": Method("episode", lambda: by_log_prob("probability")),
+    "centered_return, true V": Method("centered_return", TrueValue),
+    "episode, true V": Method("episode", TrueValue),
+}
 
 
 def measure(model: Any, tokenizer: Any) -> float:
@@ -69,18 +131,27 @@ def run(path: str, method: str, seed: int, learning_rate: float) -> Curve:
     tokenizer = AutoTokenizer.from_pretrained(path)
     curve = Curve(tokenizer)
     callbacks: list[Any] = [curve]
-    if method != "outcome only":
-        value = AnswerLogProbValue("The answer is ", closing="<|im_end|>")
-        callbacks.append(ProcessRewardCallback(value, estimator=method, markers=line_starts, min_episode_tokens=1))
+    process = METHODS[method]
+    if process is not None:
+        settings = CreditSettings(process_weight=process.process_weight)
+        callbacks.append(
+            ProcessRewardCallback(
+                process.value(),
+                estimator=process.estimator,
+                settings=settings,
+                markers=line_starts,
+                min_episode_tokens=1,
+            )
+        )
     with tempfile.TemporaryDirectory() as output:
-        settings = {**embedded_defaults(), "output_dir": output, "seed": seed, "max_steps": STEPS}
-        settings |= {"learning_rate": learning_rate, "max_completion_length": LONGEST}
-        settings |= {"logging_strategy": "no", "disable_tqdm": True}
+        config = {**embedded_defaults(), "output_dir": output, "seed": seed, "max_steps": STEPS}
+        config |= {"learning_rate": learning_rate, "max_completion_length": LONGEST}
+        config |= {"logging_strategy": "no", "disable_tqdm": True}
         DASHTrainer(
             model=AutoModelForCausalLM.from_pretrained(path),
             processing_class=tokenizer,
             reward_funcs=arithmetic_reward,
-            args=DASHConfig(**settings),
+            args=DASHConfig(**config),
             train_dataset=arithmetic_dataset("train", seed=seed, operands=OPERANDS),
             callbacks=callbacks,
         ).train()
@@ -106,7 +177,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="2 to 8")
     parser.add_argument("--learning_rate", type=float, help="leave the tuning out")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     arguments = parser.parse_args()
+    methods = ["outcome only", *(method for method in arguments.methods if method != "outcome only")]
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     path = embedded_model(settings=WARM_UP)
@@ -117,17 +190,17 @@ def main() -> None:
         print(f"outcome only, learning rate {rate:g}: {tuning[f'{rate:g}']:.3f}", flush=True)
     rate = arguments.learning_rate or float(max(tuning, key=lambda name: tuning[name]))
 
-    curves: dict[str, list[Curve]] = {method: [] for method in METHODS}
+    curves: dict[str, list[Curve]] = {method: [] for method in methods}
     for seed in range(arguments.seeds):
-        for method in METHODS:
+        for method in methods:
             curves[method].append(run(path, method, seed, rate))
             points = " ".join(f"{value:.3f}" for value in curves[method][-1].accuracy)
-            print(f"seed {seed} {method:16} {points}   {curves[method][-1].seconds[-1]:6.1f} s", flush=True)
+            print(f"seed {seed} {method:28} {points}   {curves[method][-1].seconds[-1]:6.1f} s", flush=True)
 
     baseline = [curve.accuracy[-1] for curve in curves["outcome only"]]
     target = statistics.mean(baseline)
     results: dict[str, Any] = {"learning_rate": rate, "tuning": tuning, "samples_per_step": 128, "every": EVERY}
-    for method in METHODS:
+    for method in methods:
         by_step = list(zip(*(curve.accuracy for curve in curves[method]), strict=True))
         means = [interval(list(values)) for values in by_step]
         steps = reached([mean for mean, _ in means], target)
@@ -142,7 +215,7 @@ def main() -> None:
         (gain, half), final = results[method]["paired_gain"], means[-1]
         ratio = "never" if steps is None else f"{steps / STEPS:.2f}"
         print(
-            f"{method:16} final {final[0]:.3f} ± {final[1]:.3f}, gain {gain:+.3f} ± {half:.3f}, samples {ratio}, "
+            f"{method:28} final {final[0]:.3f} ± {final[1]:.3f}, gain {gain:+.3f} ± {half:.3f}, samples {ratio}, "
             f"{results[method]['seconds'][-1]:.0f} s"
         )
     if arguments.json:

@@ -39,10 +39,10 @@ def check_config(args: Any) -> None:
             f"args is a {type(args).__name__}, which lacks DASH's options. Pass a dash_trl.DASHConfig: it takes all "
             "fields of trl.GRPOConfig."
         )
-    if args.use_vllm and importlib.util.find_spec("vllm") is None:
+    if args.use_vllm and args.vllm_mode == "colocate" and importlib.util.find_spec("vllm") is None:
         raise ValueError(
-            "use_vllm=True, but the package vllm is not installed. Install it (`pip install dash_trl[vllm]`), or set "
-            "use_vllm=False to sample with transformers."
+            "use_vllm=True with vllm_mode='colocate', but the package vllm is not installed. Install it (`pip install "
+            "dash_trl[vllm]`), name servers with vllm_server_urls, or set use_vllm=False to sample with transformers."
         )
 
 

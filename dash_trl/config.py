@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
+from dash_trl.sampling.urls import check_urls
+
 
 @dataclass
 class DASHConfig(GRPOConfig):
@@ -25,6 +27,18 @@ class DASHConfig(GRPOConfig):
             Token budget of one model pass (prompt and completion tokens; padding counts where the model cannot run
             padding-free). `None`: at most `per_device_train_batch_size` rows, as in TRL. Set it to what fits in
             memory; short rows then share a pass. A single row above the budget gets a pass of its own.
+        vllm_server_urls (`list[str]` or `None`, defaults to `None`):
+            Sample from these vLLM servers (`python -m dash_trl.serve` starts some), e.g. `http://127.0.0.1:8000
+            http://127.0.0.1:8001`. Implies `use_vllm=True` and `vllm_mode="server"`; TRL's `vllm_server_timeout` is how
+            long a run waits while none of them can be used.
+        vllm_request_timeout (`float`, defaults to `600.0`):
+            Seconds for one prompt's completions, or one weight update; then the server is suspected and the prompt goes
+            to another.
+        vllm_weight_sync (`str`, defaults to `"auto"`):
+            How servers get new weights: `"file"` (any device), `"nccl"` (GPU to GPU), or `"auto"`: NCCL where trainer
+            and servers can.
+        vllm_weight_dir (`str` or `None`, defaults to `None`):
+            Where `"file"` writes; trainer and servers must see it under the same path. `None`: in `output_dir`.
     """
 
     gradient_filter_threshold: float | None = field(
@@ -45,7 +59,25 @@ class DASHConfig(GRPOConfig):
         metadata={"help": "Token budget of one model pass. `None`: rows as in TRL (`per_device_train_batch_size`)."},
     )
 
+    vllm_server_urls: list[str] | None = field(
+        default=None,
+        metadata={"help": "Sample from these vLLM servers, e.g. http://127.0.0.1:8000. Implies `use_vllm`."},
+    )
+    vllm_request_timeout: float = field(
+        default=600.0,
+        metadata={"help": "Seconds for one prompt's completions; then another server is asked."},
+    )
+    vllm_weight_sync: str = field(
+        default="auto",
+        metadata={"help": "How servers get new weights.", "choices": ["auto", "file", "nccl"]},
+    )
+    vllm_weight_dir: str | None = field(
+        default=None,
+        metadata={"help": "Where weights are written for the servers. `None`: in `output_dir`."},
+    )
+
     def __post_init__(self) -> None:
+        self._check_servers()
         threshold = self.gradient_filter_threshold
         if threshold is not None and not (math.isfinite(threshold) and threshold >= 0):
             raise ValueError(
@@ -73,3 +105,21 @@ class DASHConfig(GRPOConfig):
                 f"per_device_train_batch_size={self.per_device_train_batch_size}, steps_per_generation="
                 f"{self.steps_per_generation}, processes={self.world_size}."
             ) from error
+
+    def _check_servers(self) -> None:
+        if self.vllm_weight_sync not in ("auto", "file", "nccl"):
+            raise ValueError(f"vllm_weight_sync={self.vllm_weight_sync!r} is unknown. Use 'file', 'nccl' or 'auto'.")
+        if not self.vllm_request_timeout > 0:
+            raise ValueError(
+                f"vllm_request_timeout={self.vllm_request_timeout} gives no server time to answer. Use the "
+                "seconds that a prompt's completions take at most, e.g. 600."
+            )
+        if self.vllm_server_urls is None:
+            return
+        if self.vllm_server_base_url is not None:
+            raise ValueError(
+                f"vllm_server_urls={self.vllm_server_urls} and vllm_server_base_url={self.vllm_server_base_url!r} both "
+                "name servers. Put all of them into vllm_server_urls."
+            )
+        check_urls(self.vllm_server_urls)
+        self.use_vllm, self.vllm_mode = True, "server"

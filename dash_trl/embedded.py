@@ -29,7 +29,7 @@ from tokenizers import pre_tokenizers, trainers
 from tqdm.auto import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-FORMAT_VERSION = 2  # of the cached model: raise it when code below changes what a warm-up produces
+FORMAT_VERSION = 3  # of the cached model: raise it when code below changes what a warm-up produces
 
 # ------------------------------------------------------------------------------------------------------- the problems
 
@@ -179,6 +179,7 @@ class WarmUp:
     seed: int = 0
 
 
+HEAD_SIZE = 32  # the smallest that vLLM's attention kernels take, on a CPU and on a GPU
 CONTEXT = 2048  # room for the problems of other datasets, which this tokenizer writes byte by byte
 INITIALIZER_RANGE = 0.08  # with the usual 0.02 a model this narrow takes twice the steps to learn the sums
 ROPE_THETA = 100.0  # for texts of some 50 tokens; the usual 10,000 leaves most frequencies idle, and took twice as long
@@ -243,8 +244,8 @@ def _model(tokenizer: Qwen2Tokenizer, settings: WarmUp) -> Qwen2ForCausalLM:
             hidden_size=settings.hidden_size,
             intermediate_size=3 * settings.hidden_size,
             num_hidden_layers=settings.num_layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
+            num_attention_heads=max(1, settings.hidden_size // HEAD_SIZE),
+            num_key_value_heads=max(1, settings.hidden_size // HEAD_SIZE),
             max_position_embeddings=CONTEXT,
             initializer_range=INITIALIZER_RANGE,
             rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},

@@ -36,6 +36,7 @@ from dash_trl.packing import MicroBatch, plan_segment
 from dash_trl.padding_free import enable_padding_free, packed_log_probs, real_rows_only
 from dash_trl.rewards.failures import unscore_failed, watch
 from dash_trl.rollouts import SAMPLED_FIELDS, GenerationWindow, RolloutBatch
+from dash_trl.sampling import vllm_pool
 from dash_trl.sampling_order import EpochOrder
 from dash_trl.schedule import Schedule
 
@@ -81,11 +82,14 @@ class DASHTrainer(GRPOTrainer):
         self._sampling_only = False  # TRL's sampling method must not run the model
         self._scored: Any = None  # (rewards of all ranks, completions of this one)
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        servers = args.use_vllm and args.vllm_mode == "server"
+        args.use_vllm = args.use_vllm and not servers  # TRL would build its own client, which needs CUDA
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        if servers:
+            vllm_pool.install(self)
 
-        self.reward_funcs = [
-            watch(func, name) for func, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
-        ]
+        functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
+        self.reward_funcs = [watch(func, name) for func, name in functions]
         self._never_scored = set(range(len(self.reward_funcs)))
         models = [self.model.get_base_model() if is_peft_model(self.model) else self.model]
         if self.ref_model is not None:
@@ -162,7 +166,7 @@ class DASHTrainer(GRPOTrainer):
         rollouts = RolloutBatch(
             **{name: value.cpu() for name, value in sampled.items() if name in SAMPLED_FIELDS},
             group=torch.arange(local.start, local.stop) // self.num_generations,
-            policy_version=torch.full((rows,), self.state.global_step),
+            policy_version=torch.full((rows,), self._last_loaded_step if self.use_vllm else self.state.global_step),
             examples=examples,
             completions=completions,
         )

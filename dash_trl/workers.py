@@ -1,21 +1,29 @@
-"""The only place that starts processes: a pool whose tasks may hang, crash or eat memory without harming the trainer.
+"""The only place that starts threads and processes.
 
-    submit(function, rows, timeout) ──► a worker process ──► Task.result()
-                                           └─ killed at the timeout, with the parent, above MEMORY
+    Workers.submit(function, rows, timeout) ──► a worker process ──► Task.result()
+                                                   └─ killed at the timeout, with the parent, above MEMORY
+    EventLoop.run(coroutine) ──► the loop's thread ──► its result
+    Feeder(consume).put(item) ──► a daemon thread that consumes; its failure is raised by the next put or by finish
+    Command([...]).start() ──► a program with its children; stop() ends them all
 
 Pebble's pool, because it kills a worker whose task exceeds its time, which concurrent.futures cannot.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import queue
+import signal
+import subprocess
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import context, popen_spawn_posix, spawn
+from pathlib import Path
 from typing import Any
 
 MEMORY = 4 << 30  # bytes of address space of a worker: 10^{10^{10}} must not take the trainer's before its timeout
@@ -179,3 +187,110 @@ class _LightSpawnContext(context.SpawnContext):
     """Spawn, since forking a parent with torch's threads can deadlock the child."""
 
     Process = _LightProcess
+
+
+# ------------------------------------------------------------------------------------------ threads for waiting in
+
+
+class EventLoop:
+    """An asyncio loop on a daemon thread: many requests at once while the main thread waits for all of them.
+
+    Not on the main thread, where a notebook runs a loop of its own.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True, name="dash_trl event loop").start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Waits for the coroutine; cancels it when the wait is interrupted."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+class Feeder:
+    """A daemon thread that consumes what the main thread puts, at most `ahead` items behind it.
+
+    Args:
+        consume: gets an iterator over the items; runs on the thread.
+        timeout: seconds for which a put waits for room and `finish` for the end.
+    """
+
+    _END = object()
+
+    def __init__(self, consume: Callable[[Iterator[Any]], Any], *, ahead: int, timeout: float):
+        self._items: queue.Queue[Any] = queue.Queue(ahead)
+        self._timeout = timeout
+        self._done: Future[Any] = Future()
+        threading.Thread(target=self._work, args=(consume,), daemon=True).start()
+
+    def _work(self, consume: Callable[[Iterator[Any]], Any]) -> None:
+        try:
+            self._done.set_result(consume(iter(self._items.get, self._END)))
+        except BaseException as error:  # relayed to the main thread
+            self._done.set_exception(error)
+
+    def put(self, item: Any) -> None:
+        """Raises what the thread raised, or TimeoutError."""
+        if self._done.done():
+            self._done.result()
+        try:
+            self._items.put(item, timeout=self._timeout)
+        except queue.Full:
+            raise TimeoutError(f"nothing was consumed for {self._timeout:g} s") from None
+
+    def finish(self) -> Any:
+        """The value of `consume`; raises as `put`."""
+        self.put(self._END)
+        return self._done.result(self._timeout)
+
+
+# ----------------------------------------------------------------------------------------------------- programs
+
+STOP_SECONDS = 15.0  # from a polite signal to SIGKILL
+
+
+class Command:
+    """A program in a process group of its own, so that `stop` reaches its children and nobody else.
+
+    Args:
+        arguments: the command line. environment: added to this process's. log: file for stdout and stderr.
+    """
+
+    def __init__(self, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, log: str | Path):
+        self.arguments = list(arguments)
+        self.log = Path(log)
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(
+                self.arguments,
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """SIGTERM, and SIGKILL to what is left of the group after `STOP_SECONDS`; `at_once`: SIGKILL now."""
+        if not at_once:
+            self._signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                pass
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _signal(self, number: int) -> None:
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            pass  # all of the group have gone

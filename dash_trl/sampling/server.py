@@ -1,0 +1,210 @@
+"""One vLLM server as seen over HTTP: sample, score, load weights, report them. Every answer is checked.
+
+What goes wrong becomes one of two errors. `ServerError`: this server failed, another may do better, and asking again is
+safe. `ValueError`: the request itself is refused, and would be by any server.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from dash_trl.sampling.checksum import combine_workers
+
+CONNECT_SECONDS = 10.0
+PROBE_SECONDS = 10.0
+CONTROL_SECONDS = 60.0  # for what takes a healthy server no time but waits for the end of an engine step
+BUSY = (408, 425, 429)  # of the 4xx, those that speak of the server and not of the request
+UNAUTHORISED = (401, 403)
+
+
+class ServerError(RuntimeError):
+    """A server failed a request. `gone`: nobody listens at its address."""
+
+    def __init__(self, message: str, *, gone: bool = False):
+        super().__init__(message)
+        self.gone = gone
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled continuation: token ids, and the log-prob with which each was drawn."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """What a server's workers say of the weights that they hold.
+
+    Attributes:
+        checksum: see `dash_trl.sampling.checksum`; None if it cannot be compared with a trainer's (quantised weights,
+            KV heads copied to several workers).
+        dtype: e.g. "bfloat16".
+    """
+
+    checksum: int | None
+    dtype: str
+
+
+class VLLMServer:
+    """The endpoints of `vllm serve` with `VLLM_SERVER_DEV_MODE=1`.
+
+    Args:
+        session: of the event loop that awaits these methods; it carries the API key.
+        timeout: seconds for one answer.
+    """
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, timeout: float):
+        self.url = url
+        self.timeout = timeout
+        self._session = session
+        self._model: str | None = None
+
+    # --------------------------------------------------------------------------------------- sampling and scoring
+
+    async def complete(self, prompt_ids: Sequence[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
+        """`n` continuations of one prompt."""
+        body = await self._completions(prompt_ids, {**sampling, "n": n, "logprobs": 0})
+        choices = self._field(body, "choices", list)
+        if len(choices) != n:
+            raise ServerError(f"answered {len(choices)} choices instead of {n}")
+        choices = sorted(choices, key=lambda choice: choice.get("index", 0))
+        return [self._completion(choice, sampling.get("max_tokens")) for choice in choices]
+
+    def _completion(self, choice: Any, max_tokens: int | None) -> Completion:
+        ids = self._field(choice, "token_ids", list)
+        log_probs = self._field(self._field(choice, "logprobs", dict), "token_logprobs", list)
+        if choice.get("finish_reason") not in ("stop", "length"):
+            raise ServerError(f"ended a completion with finish_reason={choice.get('finish_reason')!r}")
+        if len(ids) != len(log_probs):
+            raise ServerError(f"answered {len(ids)} tokens with {len(log_probs)} log-probs")
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise ServerError(f"answered {len(ids)} tokens where max_tokens={max_tokens}")
+        if not all(isinstance(one, int | float) and math.isfinite(one) for one in log_probs):
+            raise ServerError("answered a log-prob that is not a finite number: do the weights hold NaN?")
+        return Completion(ids, [float(one) for one in log_probs])
+
+    async def log_probs(self, ids: Sequence[int]) -> list[float]:
+        """log P(ids[t] | ids[:t]) for t = 1 … len(ids) − 1, at temperature 1; NaN where the model computes NaN."""
+        body = await self._completions(ids, {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0})
+        (choice,) = self._field(body, "choices", list)
+        entries = self._field(choice, "prompt_logprobs", list)
+        if len(entries) != len(ids):
+            raise ServerError(f"answered {len(entries)} prompt log-probs for {len(ids)} tokens")
+        values = []
+        for token, entry in zip(ids[1:], entries[1:], strict=True):
+            value = self._field(entry, str(token), dict).get("logprob")
+            values.append(float(value) if value is not None else math.nan)
+        return values
+
+    async def _completions(self, prompt_ids: Sequence[int], options: dict[str, Any]) -> dict[str, Any]:
+        if self._model is None:
+            models = self._field(await self._request("GET", "/v1/models"), "data", list)
+            self._model = self._field(models[0] if models else None, "id", str)
+        request = {"model": self._model, "prompt": list(prompt_ids), "return_token_ids": True, **options}
+        return await self._request("POST", "/v1/completions", json=request)
+
+    # ------------------------------------------------------------------------------------------ health and weights
+
+    async def probe(self) -> None:
+        """Raises unless the server says that it is well."""
+        await self._request("GET", "/health", timeout=PROBE_SECONDS, parse=False)
+
+    async def has_nccl(self) -> bool:
+        """Whether it was started with a weight-transfer engine."""
+        info = await self._request("GET", "/server_info", params={"config_format": "json"})
+        return self._field(info, "vllm_config", dict).get("weight_transfer_config") is not None
+
+    async def weight_report(self) -> WeightReport:
+        reports = await self._rpc("dash_weight_report")
+        if not all(isinstance(report, dict) and "checksums" in report for report in reports):
+            raise ServerError(f"reported its weights as {str(reports)[:100]}")
+        comparable = all(report["comparable"] for report in reports)
+        checksum = combine_workers([report["checksums"] for report in reports]) if comparable else None
+        return WeightReport(checksum, reports[0]["dtype"])
+
+    async def weight_tag(self) -> str:
+        """The version that it was last told."""
+        return str((await self._request("GET", "/weight_info")).get("weight_version"))
+
+    async def load_weights(self, path: str, tag: str) -> WeightReport:
+        """Load a checkpoint directory in place; requests in flight wait and go on with the new weights."""
+        await self.pause()
+        try:
+            await self._rpc("reload_weights", weights_path=path)
+            await self.end_weight_update(tag)
+            return await self.weight_report()
+        finally:
+            await self.resume()
+
+    async def pause(self) -> None:
+        """Requests in flight wait."""
+        await self._request("POST", "/pause", params={"mode": "keep"}, timeout=CONTROL_SECONDS, parse=False)
+
+    async def resume(self) -> None:
+        await self._request("POST", "/resume", timeout=CONTROL_SECONDS, parse=False)
+
+    async def end_weight_update(self, tag: str) -> None:
+        """After new weights: no prefix of the old ones may be reused, and the version is told."""
+        await self._request("POST", "/reset_prefix_cache", timeout=CONTROL_SECONDS, parse=False)
+        await self._request(
+            "POST", "/update_weight_version", json={"new_version": tag}, timeout=CONTROL_SECONDS, parse=False
+        )
+
+    async def _rpc(self, method: str, **kwargs: str) -> list[Any]:
+        answer = await self._request("POST", "/collective_rpc", json={"method": method, "kwargs": kwargs})
+        return self._field(answer, "results", list)
+
+    # -------------------------------------------------------------------------------------------------------- HTTP
+
+    async def _request(
+        self, method: str, path: str, *, timeout: float | None = None, parse: bool = True, **kwargs: Any
+    ) -> Any:
+        limit = aiohttp.ClientTimeout(total=timeout or self.timeout, sock_connect=CONNECT_SECONDS)
+        try:
+            async with self._session.request(method, self.url + path, timeout=limit, **kwargs) as response:
+                text = await response.text()
+                if response.status != 200:
+                    raise self._refusal(method, path, response.status, text)
+        except TimeoutError as error:
+            raise ServerError(f"{method} {path} took longer than {timeout or self.timeout:g} s") from error
+        except (aiohttp.ClientError, ConnectionError, UnicodeDecodeError) as error:
+            gone = isinstance(error, aiohttp.ClientConnectorError)
+            raise ServerError(f"{method} {path}: {type(error).__name__}: {error}", gone=gone) from error
+        if not parse:
+            return None
+        try:
+            answer = json.loads(text)
+        except ValueError as error:
+            raise ServerError(f"{method} {path} answered what is no JSON ({error}): {text[-80:]!r}") from error
+        if not isinstance(answer, dict):
+            raise ServerError(f"{method} {path} answered {text[:80]!r}")
+        return answer
+
+    def _refusal(self, method: str, path: str, status: int, text: str) -> Exception:
+        said = f"{self.url} answered {status} to {method} {path}: {' '.join(text.split())[:300]}"
+        if status in UNAUTHORISED:
+            return ValueError(f"{said}. Set the API key of the servers in the environment variable VLLM_API_KEY.")
+        if status == 404 and not path.startswith("/v1"):
+            return ValueError(
+                f"{said}. The server was started without its weight endpoints: use `python -m dash_trl.serve`, or set "
+                "VLLM_SERVER_DEV_MODE=1 in its environment."
+            )
+        if status == 400 and "dash_weight_report" in text:
+            return ValueError(f"{said}. Start it with `python -m dash_trl.serve`.")
+        if 400 <= status < 500 and status not in BUSY:
+            return ValueError(said)
+        return ServerError(said)
+
+    def _field(self, parent: Any, name: str, kind: type) -> Any:
+        value = parent.get(name) if isinstance(parent, dict) else None
+        if not isinstance(value, kind):
+            raise ServerError(f"answered without a usable `{name}`: {str(parent)[:80]}")
+        return value

@@ -1,0 +1,39 @@
+"""Addresses of servers: what cannot be one is refused, what is open to others is warned of."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+logger = logging.getLogger(__name__)
+
+
+def check_urls(urls: Sequence[str]) -> list[str]:
+    """The URLs without a trailing slash; raises a ValueError for what cannot be one, warns where anybody may listen."""
+    cleaned = [url.rstrip("/") for url in urls]
+    if not cleaned:
+        raise ValueError("vllm_server_urls is empty: name at least one server, e.g. http://127.0.0.1:8000.")
+    if len(set(cleaned)) < len(cleaned):
+        raise ValueError(f"vllm_server_urls={cleaned} names a server twice: each is one server with one address.")
+    for url in cleaned:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path:
+            raise ValueError(
+                f"vllm_server_urls has {url!r}, which is not the address of a server. Write http://HOST:PORT, e.g. "
+                "http://127.0.0.1:8000, without a path."
+            )
+        if not _is_loopback(parts.hostname):
+            logger.warning(
+                f"{url} is not on this machine. vLLM's weight endpoints have no authentication, even with an API key: "
+                "whoever reaches that port can replace or read the model. Use a private network or a tunnel."
+            )
+    return cleaned
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,43 @@
+"""What runs inside a vLLM server: one fix for CPU builds, and the report by which a weight sync is proven.
+
+Neither is called from the trainer. vLLM finds `register` through the entry point group `vllm.general_plugins`
+(setup.cfg), and the class through `--worker-extension-cls` (`python -m dash_trl.serve` passes it).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dash_trl.sampling.checksum import tensor_checksum
+
+WORKER_EXTENSION = f"{__name__}.WeightReport"
+
+
+def register() -> None:
+    """Makes weight updates effective on CPU builds of vLLM; does nothing on a GPU.
+
+    A CPU build packs the weights of linear layers for oneDNN once, after the first load, and goes on computing with
+    that copy: weights loaded later are silently ignored. Without oneDNN the layers read the weights that they hold.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        import vllm._custom_ops
+
+        vllm._custom_ops._supports_onednn = False
+
+
+class WeightReport:
+    """Mixed into vLLM's worker class. The name of the method is long since it must not be one of the worker's own."""
+
+    def dash_weight_report(self: Any) -> dict[str, Any]:
+        """Of this worker's part of the model: tensor name → hexadecimal checksum, the dtype, and what was quantised."""
+        parameters = dict(self.get_model().named_parameters())
+        config = self.vllm_config.model_config
+        heads = config.get_total_num_kv_heads()
+        return {
+            "checksums": {name: f"{tensor_checksum(value):x}" for name, value in parameters.items()},
+            "dtype": str(config.dtype).removeprefix("torch."),
+            # Quantised weights, and KV heads copied to several workers, have no checksum that a trainer could know.
+            "comparable": config.quantization is None and self.parallel_config.tensor_parallel_size <= heads,
+        }

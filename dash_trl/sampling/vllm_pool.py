@@ -1,0 +1,463 @@
+"""Sampling from several vLLM servers: every rank sends its own prompts, and every prompt is answered exactly once.
+
+    prompts of this rank ──► jobs ──► the server with the fewest outstanding tokens ──► completions, in prompt order
+                              ▲                        │ failed, hung, died
+                              └────────────────────────┘
+
+`ServerPool` is the work: jobs over servers, by the rules of `health.Fleet`. `VLLMPool` is the same with TRL's face
+(`generate`, `sync_weights`), to be installed as `trainer.vllm_generation`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import aiohttp
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
+from trl.generation.vllm_generation import VLLMGeneration
+
+from dash_trl.sampling.health import Fleet
+from dash_trl.sampling.server import Completion, ServerError, VLLMServer
+from dash_trl.sampling.urls import check_urls
+from dash_trl.sampling.weight_sync import (
+    FileWeights,
+    NCCLWeights,
+    Snapshot,
+    Weights,
+    check_probe,
+    model_log_probs,
+    probe_tokens,
+    scale_linear,
+)
+from dash_trl.workers import EventLoop
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 6  # of one job, before it is given up with the run
+TICK = 0.25  # seconds between looks at who may be tried again
+API_KEY = "VLLM_API_KEY"  # vLLM's own variable
+PERTURBATION = 0.5  # exact in every dtype, and it moves log-probs towards uniform, where they are stable
+
+
+class PoolError(RuntimeError):
+    """The servers could not do the work; the message names each of them and its last error."""
+
+
+@dataclass
+class Job:
+    """Something any server can do.
+
+    Attributes:
+        ask: what to await of a server. tokens, sequences: the load that it is.
+    """
+
+    ask: Callable[[VLLMServer], Awaitable[Any]]
+    tokens: int
+    sequences: int = 1
+    failed_on: list[str] = field(default_factory=list)
+    last_error: str = ""
+
+
+class ServerPool:
+    """Work for several servers, balanced by outstanding tokens; what a failed server had is done by the others.
+
+    Args:
+        urls: e.g. ["http://127.0.0.1:8000", "http://127.0.0.1:8001"].
+        server_timeout: seconds without any usable server until a `PoolError`.
+        request_timeout: seconds for one answer; after that the server is suspected and the job goes elsewhere.
+    Raises:
+        ValueError: no URL, not a URL, or one twice.
+    """
+
+    def __init__(self, urls: Sequence[str], *, server_timeout: float = 240.0, request_timeout: float = 600.0):
+        self.urls = check_urls(urls)
+        self.server_timeout = server_timeout
+        self.request_timeout = request_timeout
+        self.fleet = Fleet(self.urls)
+        self.refit: Callable[[VLLMServer], Awaitable[int | None]] = self._without_weights
+        self._loop = EventLoop()
+        self._servers: dict[str, VLLMServer] = self._loop.run(self._connect())  # in the order of the URLs
+
+    async def _connect(self) -> dict[str, VLLMServer]:
+        key = os.environ.get(API_KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+        return {url: VLLMServer(url, session, self.request_timeout) for url in self.urls}
+
+    async def _without_weights(self, server: VLLMServer) -> int | None:
+        """A pool that never sent weights takes the servers as they are."""
+        return self.fleet.version
+
+    def wait_until_ready(self) -> None:
+        """Every server answers: at the start of a run a missing one is a mistake.
+
+        Raises:
+            PoolError: after `server_timeout`.
+        """
+
+        async def wait(server: VLLMServer) -> str | None:
+            deadline = time.monotonic() + self.server_timeout
+            while True:
+                try:
+                    await server.probe()
+                    return None
+                except ServerError as error:
+                    if time.monotonic() > deadline:
+                        return f"  {server.url}: {error}"
+                    await asyncio.sleep(1.0)
+
+        async def wait_for_all() -> list[str | None]:
+            return await asyncio.gather(*map(wait, self._servers.values()))
+
+        missing = [line for line in self._loop.run(wait_for_all()) if line]
+        if missing:
+            raise PoolError(
+                f"{len(missing)} of {len(self.urls)} vLLM servers did not answer within vllm_server_timeout="
+                f"{self.server_timeout:g} s. Start them (`python -m dash_trl.serve MODEL --servers {len(self.urls)}`) "
+                "or correct vllm_server_urls.\n" + "\n".join(missing)
+            )
+
+    def complete(
+        self, prompts: Sequence[tuple[Sequence[int], int]], sampling: dict[str, Any]
+    ) -> list[list[Completion]]:
+        """Sample continuations.
+
+        Args:
+            prompts: (token ids, how many continuations) each.
+            sampling: vLLM's sampling parameters, as in the body of `/v1/completions`.
+        Returns:
+            Per prompt, in order, its continuations.
+        Raises:
+            PoolError: no server could be used for `server_timeout`, or a prompt failed `ATTEMPTS` times.
+            ValueError: a server refused a request as invalid.
+        """
+
+        def job(ids: Sequence[int], n: int) -> Job:
+            tokens = n * (len(ids) + int(sampling.get("max_tokens") or 16))
+            return Job(lambda server: server.complete(ids, n, sampling), tokens, n)
+
+        return self._collect([job(ids, n) for ids, n in prompts])
+
+    def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Of every token but the first, at temperature 1; raises as `complete`."""
+        return self._collect([Job(lambda server, ids=ids: server.log_probs(ids), len(ids)) for ids in sequences])
+
+    def on_each(self, ask: Callable[[VLLMServer], Awaitable[Any]]) -> dict[str, Any]:
+        """`ask` of all servers at once: url → its answer, or the exception that it raised."""
+
+        async def ask_all() -> list[Any]:
+            return await asyncio.gather(*map(ask, self._servers.values()), return_exceptions=True)
+
+        return dict(zip(self.urls, self._loop.run(ask_all()), strict=True))
+
+    def _collect(self, jobs: list[Job]) -> list[Any]:
+        async def collect() -> list[Any]:
+            results: list[Any] = [None] * len(jobs)
+            async for i, result in self._as_completed(jobs):
+                results[i] = result
+            return results
+
+        return self._loop.run(collect())
+
+    async def _as_completed(self, jobs: list[Job]) -> AsyncIterator[tuple[int, Any]]:
+        """(number of the job, result), each exactly once, as they finish."""
+        pending = deque(range(len(jobs)))
+        running: dict[asyncio.Task[Any], tuple[int, str]] = {}
+        reviving: dict[asyncio.Task[Any], str] = {}
+        fleet = self.fleet
+        fleet.begin(time.monotonic())
+        try:
+            while pending or running:
+                now = time.monotonic()
+                for number in list(pending):
+                    job = jobs[number]
+                    url = fleet.choose(job.sequences, now, avoid=job.failed_on)
+                    if url is not None:
+                        pending.remove(number)
+                        fleet.started(url, number, job.tokens, job.sequences)
+                        running[asyncio.ensure_future(job.ask(self._servers[url]))] = (number, url)
+                    elif not job.failed_on:
+                        break  # nobody has room
+                for url in fleet.to_probe(now):
+                    if url not in reviving.values():
+                        reviving[asyncio.ensure_future(self._revive(url))] = url
+                if fleet.lost(now, self.server_timeout) and not running:
+                    raise PoolError(self._message(f"No vLLM server could be used for {self.server_timeout:g} s"))
+                done, _ = await asyncio.wait([*running, *reviving], timeout=TICK, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if task in reviving:
+                        del reviving[task]
+                        task.result()
+                        continue
+                    if task not in running:
+                        continue  # of a server that another of these found dead: it is pending again
+                    number, url = running.pop(task)
+                    error = task.exception()
+                    if error is None:
+                        fleet.served(url, number)
+                        yield number, task.result()
+                    elif isinstance(error, ServerError):
+                        self._failed(jobs[number], number, url, error)
+                        pending.appendleft(number)
+                        pending.extendleft(self._take_back(url, running))
+                    else:
+                        raise error
+        finally:
+            for task, (number, url) in running.items():
+                fleet.abandoned(url, number)
+                task.cancel()
+            for task in reviving:
+                task.cancel()
+
+    def _failed(self, job: Job, number: int, url: str, error: ServerError) -> None:
+        logger.warning(f"vLLM server {url} failed a request, which goes to another: {error}")
+        self.fleet.failed(url, number, str(error), time.monotonic(), gone=error.gone)
+        job.failed_on.append(url)
+        job.last_error = f"{url}: {error}"
+        if len(job.failed_on) >= ATTEMPTS:
+            raise PoolError(self._message(f"A request failed {ATTEMPTS} times, at last with {job.last_error}"))
+
+    def _take_back(self, url: str, running: dict[asyncio.Task[Any], tuple[int, str]]) -> list[int]:
+        """The jobs of a server that was found dead."""
+        if self.fleet.servers[url].state != "dead":
+            return []
+        lost = [(task, number) for task, (number, where) in running.items() if where == url]
+        for task, number in lost:
+            del running[task]
+            self.fleet.abandoned(url, number)
+            task.cancel()
+        if lost:
+            logger.warning(f"vLLM server {url} is dead: its {len(lost)} requests go to the others.")
+        return [number for _, number in lost]
+
+    async def _revive(self, url: str) -> None:
+        """Look at a dead server; one that answers is given the current weights before it is given a prompt."""
+        server = self._servers[url]
+        try:
+            await server.probe()
+            self.fleet.answered(url)
+            version = await self.refit(server)
+            if version is None:  # it has to wait for the next sync
+                self.fleet.refit_failed(url, "it answers again, and waits for the next weights", time.monotonic())
+                return
+            await server.complete([0], 1, {"max_tokens": 1})
+            self.fleet.refitted(url, version, time.monotonic())
+            logger.info(f"vLLM server {url} has the weights of version {version}.")
+        except ServerError as error:
+            self.fleet.refit_failed(url, str(error), time.monotonic())
+        except asyncio.CancelledError:
+            self.fleet.refit_failed(url, "came back too late for this batch", time.monotonic())
+            raise
+
+    def _message(self, what: str) -> str:
+        return f"{what}. The servers, as this process saw them:\n{self.fleet.describe()}"
+
+
+class VLLMPool(VLLMGeneration):
+    """TRL's sampler over several servers: what a `GRPOTrainer` calls `vllm_generation`.
+
+    Every rank has a pool of its own and sends its own prompts. Weights are gathered by all ranks and sent by the main
+    one; after each of both, the ranks agree on whether it worked before any other collective, so that a failure of one
+    is the same error on all.
+
+    Args:
+        urls: of the servers. request_timeout, server_timeout: see `ServerPool`.
+        weight_sync: "file", "nccl", or "auto": NCCL where the trainer is on CUDA and the servers were started for it.
+        weight_dir: where "file" writes; seen by trainer and servers under the same path.
+        others: the arguments of TRL's `VLLMGeneration`.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        request_timeout: float = 600.0,
+        weight_sync: str = "auto",
+        weight_dir: str = "vllm_weights",
+        **others: Any,
+    ):
+        self.urls = urls
+        self.request_timeout = request_timeout
+        self.weight_sync = weight_sync
+        self.weight_dir = weight_dir
+        super().__init__(mode="server", **others)
+
+    def _init_vllm(self) -> None:
+        """In place of TRL's client, which needs CUDA."""
+        self.pool = ServerPool(self.urls, server_timeout=self.server_timeout, request_timeout=self.request_timeout)
+        self.pool.refit = self._refit
+        self._weights: Weights | None = None
+        self._snapshot: Snapshot | None = None
+        self._agree(self.pool.wait_until_ready)
+
+    # ------------------------------------------------------------------------------------------------ sampling
+
+    def generate(self, prompts: list, images: list | None, num_generations: int, profiler: Any = None) -> tuple:
+        """TRL's: (prompt ids, completion ids, log-probs [[…], …], their token ids), a row per prompt given."""
+        runs = [(ids, len(list(rows))) for ids, rows in groupby(prompts)]
+        sampling = {
+            "repetition_penalty": self.repetition_penalty,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": 0.0 if self.min_p is None else self.min_p,
+            "max_tokens": self.max_completion_length,
+        }
+        if self.structured_outputs_regex is not None:
+            sampling["structured_outputs"] = {"regex": self.structured_outputs_regex}
+        sampling.update(self.generation_kwargs)
+        groups = self._agree(lambda: self.pool.complete(runs, sampling))
+        rows = [completion for group in groups for completion in group]
+        log_probs = [[[value] for value in row.log_probs] for row in rows]
+        token_ids = [[[token] for token in row.token_ids] for row in rows]
+        return prompts, [row.token_ids for row in rows], log_probs, token_ids
+
+    # ------------------------------------------------------------------------------------------------- weights
+
+    def sync_weights(self) -> None:
+        """Give all servers the model's weights, and see that they have them. The first time, prove that it can be seen.
+
+        Raises:
+            WeightMismatch: a server holds other weights than it was given, or computes with others.
+            PoolError: a server cannot be reached at the start of the run.
+        """
+        if self._weights is not None:
+            self._send_weights()
+            return
+        kind, dtype = self._agree(self._choose_weights, main_only=True)
+        if kind == "file":
+            self._weights = FileWeights(self.weight_dir, dtype)
+        else:
+            self._weights = NCCLWeights(self.group_port, self.accelerator.device, self.request_timeout, dtype)
+        ids = probe_tokens(min(self.model.config.get_text_config().vocab_size, len(self.processing_class)))
+        plain = model_log_probs(self.model, ids, 1.0)
+        perturbed = model_log_probs(self.model, ids, PERTURBATION)
+        for scale, expected in ((PERTURBATION, perturbed), (1.0, plain)):
+            self._send_weights(scale)
+            self._agree(lambda expected=expected: self._check(ids, expected, plain), main_only=True)
+
+    def _choose_weights(self) -> tuple[str, torch.dtype]:
+        reports = self.pool.on_each(VLLMServer.weight_report)
+        for report in reports.values():
+            if isinstance(report, BaseException):
+                raise report
+        dtypes = {url: report.dtype for url, report in reports.items()}
+        if len(set(dtypes.values())) > 1:
+            raise ValueError(
+                f"The servers run in different dtypes ({dtypes}), as different policies: start them alike."
+            )
+        if any(report.checksum is None for report in reports.values()):
+            logger.warning(
+                "The servers' weights are quantised or copied between workers, so that no checksum can be compared "
+                "with the trainer's: after the first sync, which log-probs prove, a lost update would go unnoticed."
+            )
+        cuda = self.accelerator.device.type == "cuda"
+        can_nccl = cuda and set(self.pool.on_each(VLLMServer.has_nccl).values()) == {True}
+        if self.weight_sync == "nccl" and not can_nccl:
+            raise ValueError(
+                f"vllm_weight_sync='nccl' needs the trainer on CUDA (it is on {self.accelerator.device}) and servers "
+                'started with --weight-transfer-config \'{"backend": "nccl"}\', as `python -m dash_trl.serve` does '
+                "on a GPU. Use vllm_weight_sync='file'."
+            )
+        kind = "nccl" if can_nccl and self.weight_sync != "file" else "file"
+        return kind, getattr(torch, next(iter(dtypes.values())))
+
+    def _send_weights(self, scale: float = 1.0) -> None:
+        """Gather on all ranks, send from the main process, and tell all ranks which servers have them."""
+        fleet, version = self.pool.fleet, self.pool.fleet.version + 1
+        fleet.new_version(version, time.monotonic())
+        parameters = scale_linear(self.model, self._iter_named_params(), scale, self._plain_name)
+
+        def send() -> Any:
+            try:
+                if self.accelerator.is_main_process:
+                    return self._weights.send(parameters, version, self.pool.on_each)
+            finally:  # gathering is a collective: every rank takes part to the end, whatever fails on the way
+                for _ in parameters:
+                    pass
+
+        self._snapshot, errors = self._agree(send, from_main=True)
+        for url, error in errors.items():
+            if error is None:
+                fleet.answered(url)
+                fleet.refitted(url, version, time.monotonic())
+            else:
+                logger.warning(f"vLLM server {url} did not take the weights of version {version}: {error}")
+                fleet.refit_failed(url, error, time.monotonic())
+
+    def _plain_name(self, name: str) -> str:
+        """The name of a parameter for a server, as TRL makes it of the name in a wrapped model."""
+        name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default.", "_fsdp_wrapped_module."])
+
+    def _check(self, ids: list[int], expected: Tensor, plain: Tensor) -> None:
+        served = self.pool.on_each(lambda server: server.log_probs(ids))
+        for answer in served.values():
+            if isinstance(answer, BaseException):
+                raise answer
+        check_probe(expected, plain, served, self._weights.dtype)
+
+    async def _refit(self, server: VLLMServer) -> int | None:
+        return await self._weights.refit(server, self._snapshot) if self._snapshot is not None else None
+
+    # ------------------------------------------------------------------------------------------- ranks together
+
+    def _agree(self, work: Callable[[], Any], *, main_only: bool = False, from_main: bool = False) -> Any:
+        """Do it on every rank, or on the main one; if it fails on any, raise on all before any other collective.
+
+        Args:
+            main_only: only the main process works. from_main: all work, and get the main process's value.
+        """
+        value, error = None, None
+        if self.accelerator.is_main_process or not main_only:
+            try:
+                value = work()
+            except Exception as caught:  # relayed to all ranks
+                error = caught
+        failed = torch.tensor([float(error is not None)], device=self.accelerator.device)
+        if self.accelerator.reduce(failed, "sum").item() > 0:
+            messages = gather_object([None if error is None else f"{type(error).__name__}: {error}"])
+            if error is not None:
+                raise error
+            rank, message = next((i, message) for i, message in enumerate(messages) if message)
+            raise PoolError(f"Rank {rank} failed with {message}")
+        if main_only or from_main:
+            value = broadcast_object_list([value])[0]
+        return value
+
+
+def install(trainer: Any) -> None:
+    """Make a `GRPOTrainer` that was built without vLLM sample from the servers that its `args` name."""
+    args = trainer.args
+    host = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    trainer.vllm_generation = VLLMPool(
+        args.vllm_server_urls or [host],
+        request_timeout=args.vllm_request_timeout,
+        weight_sync=args.vllm_weight_sync,
+        weight_dir=args.vllm_weight_dir or os.path.join(args.output_dir, "vllm_weights"),
+        model=trainer.model,
+        accelerator=trainer.accelerator,
+        processing_class=trainer.processing_class,
+        structured_outputs_regex=args.vllm_structured_outputs_regex,
+        server_timeout=args.vllm_server_timeout,
+        group_port=args.vllm_group_port,
+        repetition_penalty=trainer.repetition_penalty,
+        temperature=trainer.temperature,
+        top_p=trainer.top_p,
+        top_k=trainer.top_k,
+        min_p=trainer.min_p,
+        max_completion_length=trainer.max_completion_length,
+        generation_kwargs=args.generation_kwargs,
+    )
+    trainer.use_vllm = args.use_vllm = True
+    trainer._last_loaded_step = -1  # TRL's: the step whose weights the servers have

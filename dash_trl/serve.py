@@ -1,0 +1,195 @@
+"""Start vLLM servers for `DASHTrainer`, with the flags that it needs, and stop them together.
+
+    python -m dash_trl.serve Qwen/Qwen2.5-0.5B-Instruct --servers 2
+    python -m dash_trl.serve embedded                     # the tiny model of `make demo`
+    python -m dash_trl.serve MODEL --servers 2 --max-model-len 4096 --dtype bfloat16     # the rest goes to `vllm serve`
+
+Prints the `--vllm_server_urls …` to paste behind the training command. The servers listen on 127.0.0.1: their weight
+endpoints have no authentication. An API key for the others is taken from the environment variable VLLM_API_KEY.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+
+from dash_trl.sampling.vllm_plugin import WORKER_EXTENSION
+from dash_trl.workers import Command
+
+HOST, FIRST_PORT = "127.0.0.1", 8000
+READY_SECONDS = 600.0  # a large model is loaded from a slow disk, and compiled
+CPU_CACHE_GIB = "1"  # of keys and values; vLLM's default on a CPU is most of the memory
+
+
+class Servers:
+    """`count` running vLLM servers; a context manager that stops them.
+
+    Args:
+        model: a hub name or a directory. count: servers, each on its own share of the visible GPUs.
+        port: the first one; the others take the next free ones.
+        options: more arguments of `vllm serve`.
+    Raises:
+        ValueError: fewer GPUs than servers, or vLLM is not installed.
+        RuntimeError: a server ended before it was ready, with the end of its log.
+    """
+
+    def __init__(self, model: str, count: int = 1, *, port: int = FIRST_PORT, options: Sequence[str] = ()):
+        if count < 1:
+            raise ValueError(f"servers={count}: start at least one.")
+        program = Path(sys.executable).with_name("vllm")  # beside this Python, be its environment activated or not
+        found = str(program) if program.exists() else shutil.which("vllm")
+        if found is None:
+            raise ValueError("vLLM is not installed in this environment: `pip install dash_trl[vllm]`.")
+        self.model, self.options, self._program = model, list(options), found
+        self.logs = Path(tempfile.mkdtemp(prefix="dash_trl_serve_"))
+        self.ports = free_ports(count, port)
+        self.commands: list[Command] = []
+        self._devices = devices(count)
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://{HOST}:{port}" for port in self.ports]
+
+    def __enter__(self) -> Servers:
+        self.commands = [self._start(i) for i in range(len(self.ports))]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for command in self.commands:
+            command.stop()
+
+    def restart(self, number: int) -> None:
+        """A server that died, at its old address."""
+        self.commands[number] = self._start(number)
+
+    def _start(self, number: int) -> Command:
+        environment = {"VLLM_SERVER_DEV_MODE": "1"}
+        if self._devices is None:
+            environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
+        else:
+            environment["CUDA_VISIBLE_DEVICES"] = self._devices[number]
+        return Command(
+            [self._program, "serve", self.model, *flags(self.ports[number], self._devices, self.options)],
+            environment=environment,
+            log=self.logs / f"server_{number}.log",
+        )
+
+    def wait_until_ready(self, *, progress: bool = False) -> None:
+        """Until every server answers; raises with the end of its log if one ends before that."""
+        waiting = set(range(len(self.ports)))
+        started = time.monotonic()
+        with tqdm(total=len(waiting), desc="Starting vLLM", unit="server", disable=not progress) as bar:
+            while waiting:
+                for number in sorted(waiting):
+                    if answers(f"{self.urls[number]}/health"):
+                        waiting.discard(number)
+                        bar.update()
+                    elif not self.commands[number].running or time.monotonic() - started > READY_SECONDS:
+                        raise RuntimeError(
+                            f"Server {number} ({self.urls[number]}) did not start. The end of {self.logs}/server_"
+                            f"{number}.log:\n{tail(self.commands[number].log)}"
+                        )
+                bar.set_postfix_str(f"{time.monotonic() - started:.0f} s")
+                time.sleep(0.5)
+
+
+def flags(port: int, devices: list[str] | None, options: Sequence[str]) -> list[str]:
+    """The arguments behind `vllm serve MODEL`; the user's own come last and win."""
+    chosen = ["--host", HOST, "--port", str(port), "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    chosen += ["--worker-extension-cls", WORKER_EXTENSION]
+    if devices is None:
+        # float32, as the trainer: in bfloat16 log-probs differ by 1e-3 and more. Eager: most CPU machines lack a compiler.
+        chosen += ["--dtype", "float32", "--enforce-eager"]
+    else:
+        chosen += ["--weight-transfer-config", '{"backend": "nccl"}']
+        chosen += ["--tensor-parallel-size", str(len(devices[0].split(",")))]
+    return [*chosen, *options]
+
+
+def devices(count: int) -> list[str] | None:
+    """`CUDA_VISIBLE_DEVICES` for each server, an equal share of the visible GPUs; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    if len(visible) < count:
+        raise ValueError(f"servers={count}, but only {len(visible)} GPUs are visible ({','.join(visible)}).")
+    share = len(visible) // count
+    return [",".join(visible[i * share : (i + 1) * share]) for i in range(count)]
+
+
+def free_ports(count: int, first: int) -> list[int]:
+    """The next `count` ports from `first` on that nobody listens at."""
+    ports: list[int] = []
+    for port in range(first, 65536):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+        ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise ValueError(f"No {count} free ports from {first} on.")
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+def tail(log: Path, lines: int = 15) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a hub name, a directory, or 'embedded'")
+    parser.add_argument("--servers", type=int, default=1, help="each gets an equal share of the visible GPUs")
+    parser.add_argument(
+        "--port", type=int, default=FIRST_PORT, help="of the first server; the others take the next ones"
+    )
+    arguments, options = parser.parse_known_args()
+    if "--host" in options:
+        print(
+            "WARNING: --host opens vLLM's weight endpoints, which have no authentication, to whoever reaches that "
+            "address: they can replace or read the model. Use a private network or a tunnel.",
+            file=sys.stderr,
+        )
+    model = arguments.model
+    if model == "embedded":
+        from dash_trl.embedded import embedded_model
+
+        model = embedded_model()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Stopped."))  # so that the servers are stopped, too
+    with Servers(model, arguments.servers, port=arguments.port, options=options) as servers:
+        print(f"logs: {servers.logs}")
+        try:
+            servers.wait_until_ready(progress=True)
+            print(f"Ready. Train with:\n\n    --vllm_server_urls {' '.join(servers.urls)}\n\nCtrl+C stops the servers.")
+            while all(command.running for command in servers.commands):
+                time.sleep(1.0)
+            ended = [url for url, one in zip(servers.urls, servers.commands, strict=True) if not one.running]
+            sys.exit(f"Ended: {', '.join(ended)}. The logs are in {servers.logs}; the other servers are stopped, too.")
+        except KeyboardInterrupt:
+            print("\nStopping the servers.")
+
+
+if __name__ == "__main__":
+    main()
