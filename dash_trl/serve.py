@@ -77,7 +77,8 @@ class Servers:
     def _start(self, number: int) -> Command:
         environment = {"VLLM_SERVER_DEV_MODE": "1"}
         if self._devices is None:
-            environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
+            own = {"VLLM_CPU_KVCACHE_SPACE": CPU_CACHE_GIB, "VLLM_CPU_OMP_THREADS_BIND": cores(number, len(self.ports))}
+            environment |= {name: os.environ.get(name, value) for name, value in own.items()}
         else:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices[number]
         return Command(
@@ -110,7 +111,7 @@ def flags(port: int, devices: list[str] | None, options: Sequence[str]) -> list[
     chosen = ["--host", HOST, "--port", str(port), "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     chosen += ["--worker-extension-cls", WORKER_EXTENSION]
     if devices is None:
-        # float32, as the trainer: in bfloat16 log-probs differ by 1e-3 and more. Eager: most CPU machines lack a compiler.
+        # float32: in bfloat16 log-probs differ by 1e-3 and more. Eager: most CPU machines lack a compiler.
         chosen += ["--dtype", "float32", "--enforce-eager"]
     else:
         chosen += ["--weight-transfer-config", '{"backend": "nccl"}']
@@ -128,6 +129,13 @@ def devices(count: int) -> list[str] | None:
         raise ValueError(f"servers={count}, but only {len(visible)} GPUs are visible ({','.join(visible)}).")
     share = len(visible) // count
     return [",".join(visible[i * share : (i + 1) * share]) for i in range(count)]
+
+
+def cores(number: int, count: int) -> str:
+    """The share of one of `count` servers in this process's CPU cores, e.g. "0,1": sharing cores, their threads spin."""
+    available = sorted(os.sched_getaffinity(0))
+    share = max(1, len(available) // count)
+    return ",".join(str(available[(number * share + i) % len(available)]) for i in range(share))
 
 
 def free_ports(count: int, first: int) -> list[int]:

@@ -211,6 +211,17 @@ class EventLoop:
             future.cancel()
             raise
 
+    def close(self, last: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        """Runs one more coroutine, to close what lives in the loop, and ends the thread."""
+        if self._loop.is_running():
+            self.run(self._cancel_others())
+            self.run(last())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _cancel_others(self) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
 
 class Feeder:
     """A daemon thread that consumes what the main thread puts, at most `ahead` items behind it.

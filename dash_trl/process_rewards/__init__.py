@@ -3,7 +3,13 @@
 from dash_trl.process_rewards.callback import ProcessRewardCallback
 from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings
 from dash_trl.process_rewards.episodes import EPISODE_MARKERS, Episodes, Segmenter, line_starts
-from dash_trl.process_rewards.values import AnswerLogProbValue, MonteCarloValue, ValueEstimator, ValueRequest
+from dash_trl.process_rewards.values import (
+    AnswerLogProbValue,
+    MonteCarloValue,
+    ServerValue,
+    ValueEstimator,
+    ValueRequest,
+)
 
 __all__ = [
     "EPISODE_MARKERS",
@@ -14,6 +20,7 @@ __all__ = [
     "MonteCarloValue",
     "ProcessRewardCallback",
     "Segmenter",
+    "ServerValue",
     "ValueEstimator",
     "ValueRequest",
     "line_starts",

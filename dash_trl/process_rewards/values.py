@@ -201,6 +201,35 @@ def default_force_prompt(tokenizer: Any) -> str:
     return "</think>\n\nThe answer is " if thinks else "\nThe answer is "
 
 
+class ServerValue(AnswerLogProbValue):
+    """`AnswerLogProbValue` from the trainer's vLLM servers: a request per boundary and answer.
+
+    The servers hold the weights that sampled, and are idle while the trainer works. They read each prefix anew, where
+    a tree reads it once: worth it where servers are many and the trainer is the bottleneck. Their `--max-model-len`
+    needs room for the force prompt and the answer behind the longest completion.
+    """
+
+    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
+        sampler = getattr(trainer, "vllm_generation", None)
+        if not hasattr(sampler, "score"):
+            raise ValueError(
+                "ServerValue asks the vLLM servers that a run samples from, but this run has none: name them with "
+                "vllm_server_urls, or use AnswerLogProbValue, which asks the trainer's model."
+            )
+        tokenizer = trainer._tokenizer
+        force_prompt = default_force_prompt(tokenizer) if self.force_prompt is None else self.force_prompt
+        trees = [self._tree(request, tokenizer, force_prompt) for request in requests]
+        branches = [(tree.trunk, branch) for tree in trees for branch in tree.branches]
+        scored = sampler.score([[*trunk[: branch.attach], *branch.tokens] for trunk, branch in branches])
+        log_probs = iter(
+            [row[branch.scored - len(branch.tokens) :] for row, (_, branch) in zip(scored, branches, strict=True)]
+        )
+        return [
+            self._values([next(log_probs) for _ in tree.branches], request)
+            for tree, request in zip(trees, requests, strict=True)
+        ]
+
+
 class MonteCarloValue:
     """V(prefix) = mean reward of K completions of the prefix (VinePPO, arXiv 2410.01679, eq. 4).
 

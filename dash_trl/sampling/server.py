@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -47,10 +47,12 @@ class WeightReport:
         checksum: see `dash_trl.sampling.checksum`; None if it cannot be compared with a trainer's (quantised weights,
             KV heads copied to several workers).
         dtype: e.g. "bfloat16".
+        shape: of the model, see `vllm_plugin.model_shape`.
     """
 
     checksum: int | None
     dtype: str
+    shape: dict[str, Any] = field(default_factory=dict)
 
 
 class VLLMServer:
@@ -128,7 +130,7 @@ class VLLMServer:
             raise ServerError(f"reported its weights as {str(reports)[:100]}")
         comparable = all(report["comparable"] for report in reports)
         checksum = combine_workers([report["checksums"] for report in reports]) if comparable else None
-        return WeightReport(checksum, reports[0]["dtype"])
+        return WeightReport(checksum, reports[0]["dtype"], reports[0]["shape"])
 
     async def weight_tag(self) -> str:
         """The version that it was last told."""

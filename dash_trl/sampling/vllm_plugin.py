@@ -27,17 +27,24 @@ def register() -> None:
         vllm._custom_ops._supports_onednn = False
 
 
+def model_shape(config: Any) -> dict[str, Any]:
+    """What two models must have in common for one's weights to fit into the other: fields of their text configs."""
+    names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    return {name: getattr(config, name, None) for name in names}
+
+
 class WeightReport:
     """Mixed into vLLM's worker class. The name of the method is long since it must not be one of the worker's own."""
 
     def dash_weight_report(self: Any) -> dict[str, Any]:
-        """Of this worker's part of the model: tensor name → hexadecimal checksum, the dtype, and what was quantised."""
+        """Of this worker's part of the model: tensor name → hexadecimal checksum, its dtype and its shape."""
         parameters = dict(self.get_model().named_parameters())
         config = self.vllm_config.model_config
         heads = config.get_total_num_kv_heads()
         return {
             "checksums": {name: f"{tensor_checksum(value):x}" for name, value in parameters.items()},
             "dtype": str(config.dtype).removeprefix("torch."),
+            "shape": model_shape(config.hf_text_config),
             # Quantised weights, and KV heads copied to several workers, have no checksum that a trainer could know.
             "comparable": config.quantization is None and self.parallel_config.tensor_parallel_size <= heads,
         }

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from dash_trl.sampling.health import Fleet
 from dash_trl.sampling.server import Completion, ServerError, VLLMServer
 from dash_trl.sampling.urls import check_urls
+from dash_trl.sampling.vllm_plugin import model_shape
 from dash_trl.sampling.weight_sync import (
     FileWeights,
     NCCLWeights,
@@ -85,14 +87,16 @@ class ServerPool:
         self.request_timeout = request_timeout
         self.fleet = Fleet(self.urls)
         self.refit: Callable[[VLLMServer], Awaitable[int | None]] = self._without_weights
+        self._reviving: dict[str, asyncio.Task[None]] = {}  # they outlive a batch: a large model is long in loading
         self._loop = EventLoop()
-        self._servers: dict[str, VLLMServer] = self._loop.run(self._connect())  # in the order of the URLs
+        session = self._loop.run(self._connect())
+        self._servers = {url: VLLMServer(url, session, request_timeout) for url in self.urls}
+        weakref.finalize(self, self._loop.close, session.close)
 
-    async def _connect(self) -> dict[str, VLLMServer]:
+    async def _connect(self) -> aiohttp.ClientSession:
         key = os.environ.get(API_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
-        return {url: VLLMServer(url, session, self.request_timeout) for url in self.urls}
+        return aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
 
     async def _without_weights(self, server: VLLMServer) -> int | None:
         """A pool that never sent weights takes the servers as they are."""
@@ -110,6 +114,7 @@ class ServerPool:
             while True:
                 try:
                     await server.probe()
+                    await self._revive(server.url)
                     return None
                 except ServerError as error:
                     if time.monotonic() > deadline:
@@ -173,7 +178,6 @@ class ServerPool:
         """(number of the job, result), each exactly once, as they finish."""
         pending = deque(range(len(jobs)))
         running: dict[asyncio.Task[Any], tuple[int, str]] = {}
-        reviving: dict[asyncio.Task[Any], str] = {}
         fleet = self.fleet
         fleet.begin(time.monotonic())
         try:
@@ -189,16 +193,15 @@ class ServerPool:
                     elif not job.failed_on:
                         break  # nobody has room
                 for url in fleet.to_probe(now):
-                    if url not in reviving.values():
-                        reviving[asyncio.ensure_future(self._revive(url))] = url
+                    if url not in self._reviving:
+                        self._reviving[url] = asyncio.ensure_future(self._revive(url))
                 if fleet.lost(now, self.server_timeout) and not running:
-                    raise PoolError(self._message(f"No vLLM server could be used for {self.server_timeout:g} s"))
-                done, _ = await asyncio.wait([*running, *reviving], timeout=TICK, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    if task in reviving:
-                        del reviving[task]
-                        task.result()
-                        continue
+                    raise PoolError(self.message(f"No vLLM server could be used for {self.server_timeout:g} s"))
+                tasks = [*running, *self._reviving.values()] or [asyncio.ensure_future(asyncio.sleep(TICK))]
+                done, _ = await asyncio.wait(tasks, timeout=TICK, return_when=asyncio.FIRST_COMPLETED)
+                for url in [url for url, task in self._reviving.items() if task.done()]:
+                    self._reviving.pop(url).result()
+                for task in done & running.keys():
                     if task not in running:
                         continue  # of a server that another of these found dead: it is pending again
                     number, url = running.pop(task)
@@ -216,8 +219,6 @@ class ServerPool:
             for task, (number, url) in running.items():
                 fleet.abandoned(url, number)
                 task.cancel()
-            for task in reviving:
-                task.cancel()
 
     def _failed(self, job: Job, number: int, url: str, error: ServerError) -> None:
         logger.warning(f"vLLM server {url} failed a request, which goes to another: {error}")
@@ -225,7 +226,7 @@ class ServerPool:
         job.failed_on.append(url)
         job.last_error = f"{url}: {error}"
         if len(job.failed_on) >= ATTEMPTS:
-            raise PoolError(self._message(f"A request failed {ATTEMPTS} times, at last with {job.last_error}"))
+            raise PoolError(self.message(f"A request failed {ATTEMPTS} times, at last with {job.last_error}"))
 
     def _take_back(self, url: str, running: dict[asyncio.Task[Any], tuple[int, str]]) -> list[int]:
         """The jobs of a server that was found dead."""
@@ -239,6 +240,15 @@ class ServerPool:
         if lost:
             logger.warning(f"vLLM server {url} is dead: its {len(lost)} requests go to the others.")
         return [number for _, number in lost]
+
+    def settle(self) -> None:
+        """Wait for servers that are being given weights: before newer ones are sent, lest the old ones come last."""
+
+        async def wait() -> None:
+            if self._reviving:
+                await asyncio.wait(self._reviving.values())
+
+        self._loop.run(wait())
 
     async def _revive(self, url: str) -> None:
         """Look at a dead server; one that answers is given the current weights before it is given a prompt."""
@@ -255,11 +265,9 @@ class ServerPool:
             logger.info(f"vLLM server {url} has the weights of version {version}.")
         except ServerError as error:
             self.fleet.refit_failed(url, str(error), time.monotonic())
-        except asyncio.CancelledError:
-            self.fleet.refit_failed(url, "came back too late for this batch", time.monotonic())
-            raise
 
-    def _message(self, what: str) -> str:
+    def message(self, what: str) -> str:
+        """An error's text, with what is known of every server."""
         return f"{what}. The servers, as this process saw them:\n{self.fleet.describe()}"
 
 
@@ -322,6 +330,10 @@ class VLLMPool(VLLMGeneration):
         token_ids = [[[token] for token in row.token_ids] for row in rows]
         return prompts, [row.token_ids for row in rows], log_probs, token_ids
 
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """log P of every token but the first under the servers' weights; called by all ranks, each with its own."""
+        return self._agree(lambda: self.pool.log_probs(sequences))
+
     # ------------------------------------------------------------------------------------------------- weights
 
     def sync_weights(self) -> None:
@@ -343,14 +355,23 @@ class VLLMPool(VLLMGeneration):
         plain = model_log_probs(self.model, ids, 1.0)
         perturbed = model_log_probs(self.model, ids, PERTURBATION)
         for scale, expected in ((PERTURBATION, perturbed), (1.0, plain)):
-            self._send_weights(scale)
+            errors = self._send_weights(scale)
+            if errors:
+                raise PoolError(self.pool.message(f"At the start {len(errors)} servers did not take the weights"))
             self._agree(lambda expected=expected: self._check(ids, expected, plain), main_only=True)
 
     def _choose_weights(self) -> tuple[str, torch.dtype]:
-        reports = self.pool.on_each(VLLMServer.weight_report)
+        reports = self.pool.on_each(lambda server: server.weight_report())
         for report in reports.values():
             if isinstance(report, BaseException):
                 raise report
+        own = model_shape(self.model.config.get_text_config())
+        for url, report in reports.items():
+            if report.shape != own:
+                raise ValueError(
+                    f"{url} serves another model than the trainer's: {report.shape} is not {own}. Start the servers "
+                    "with the model that is trained."
+                )
         dtypes = {url: report.dtype for url, report in reports.items()}
         if len(set(dtypes.values())) > 1:
             raise ValueError(
@@ -362,7 +383,7 @@ class VLLMPool(VLLMGeneration):
                 "with the trainer's: after the first sync, which log-probs prove, a lost update would go unnoticed."
             )
         cuda = self.accelerator.device.type == "cuda"
-        can_nccl = cuda and set(self.pool.on_each(VLLMServer.has_nccl).values()) == {True}
+        can_nccl = cuda and set(self.pool.on_each(lambda server: server.has_nccl()).values()) == {True}
         if self.weight_sync == "nccl" and not can_nccl:
             raise ValueError(
                 f"vllm_weight_sync='nccl' needs the trainer on CUDA (it is on {self.accelerator.device}) and servers "
@@ -372,8 +393,13 @@ class VLLMPool(VLLMGeneration):
         kind = "nccl" if can_nccl and self.weight_sync != "file" else "file"
         return kind, getattr(torch, next(iter(dtypes.values())))
 
-    def _send_weights(self, scale: float = 1.0) -> None:
-        """Gather on all ranks, send from the main process, and tell all ranks which servers have them."""
+    def _send_weights(self, scale: float = 1.0) -> dict[str, str]:
+        """Gather on all ranks, send from the main process, and tell all ranks which servers have them.
+
+        Returns:
+            url → error of those that have not.
+        """
+        self._agree(self.pool.settle)
         fleet, version = self.pool.fleet, self.pool.fleet.version + 1
         fleet.new_version(version, time.monotonic())
         parameters = scale_linear(self.model, self._iter_named_params(), scale, self._plain_name)
@@ -394,6 +420,7 @@ class VLLMPool(VLLMGeneration):
             else:
                 logger.warning(f"vLLM server {url} did not take the weights of version {version}: {error}")
                 fleet.refit_failed(url, error, time.monotonic())
+        return {url: error for url, error in errors.items() if error is not None}
 
     def _plain_name(self, name: str) -> str:
         """The name of a parameter for a server, as TRL makes it of the name in a wrapped model."""

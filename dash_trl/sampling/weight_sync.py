@@ -165,14 +165,22 @@ class NCCLWeights:
         self._clients: dict[str, Any] = {}
 
     def send(self, parameters: NamedTensors, version: int, on_each: OnEach) -> tuple[Snapshot, dict[str, str | None]]:
-        paused = on_each(VLLMServer.pause)
-        feeders: dict[str, Feeder] = {}
+        paused = on_each(lambda server: server.pause())
         failed: dict[str, Any] = {url: error for url, error in paused.items() if isinstance(error, BaseException)}
-        for number, url in enumerate(paused):
-            if url not in failed:
-                feeders[url] = Feeder(
-                    lambda buckets, n=number, u=url: self._broadcast(u, n, buckets), ahead=1, timeout=self.timeout
-                )
+        try:
+            checksum = self._broadcast_all(parameters, [url for url in paused if url not in failed], failed)
+            snapshot = Snapshot(version, f"{self.run}-{version}", checksum)
+            outcome = on_each(lambda server: self._verify(server, snapshot, failed))
+        finally:
+            on_each(lambda server: server.resume())
+        return snapshot, _errors(outcome | failed)
+
+    def _broadcast_all(self, parameters: NamedTensors, urls: list[str], failed: dict[str, Any]) -> int:
+        """Returns the checksum of what was sent; what went wrong with a server is noted in `failed`."""
+        feeders = {
+            url: Feeder(partial(self._broadcast, url, number), ahead=1, timeout=self.timeout)
+            for number, url in enumerate(urls)
+        }
         checksum = 0
         for bucket in self._buckets(parameters):
             checksum = (checksum + sum(tensor_checksum(tensor) for _, tensor in bucket)) % MODULUS
@@ -180,9 +188,7 @@ class NCCLWeights:
                 self._try(url, partial(feeder.put, bucket), failed)
         for url, feeder in feeders.items():
             self._try(url, feeder.finish, failed)
-        snapshot = Snapshot(version, f"{self.run}-{version}", checksum)
-        outcome = on_each(lambda server: self._finish(server, snapshot, failed))
-        return snapshot, _errors(outcome | failed)
+        return checksum
 
     def _buckets(self, parameters: NamedTensors) -> Iterator[list[tuple[str, Tensor]]]:
         bucket: list[tuple[str, Tensor]] = []
@@ -219,13 +225,10 @@ class NCCLWeights:
                 self._clients.pop(url, None)  # its group cannot be used again
                 failed[url] = error
 
-    async def _finish(self, server: VLLMServer, snapshot: Snapshot, failed: dict[str, Any]) -> None:
-        try:
-            if server.url not in failed:
-                await server.end_weight_update(snapshot.tag)
-                snapshot.verify(await server.weight_report(), server.url)
-        finally:
-            await server.resume()
+    async def _verify(self, server: VLLMServer, snapshot: Snapshot, failed: dict[str, Any]) -> None:
+        if server.url not in failed:
+            await server.end_weight_update(snapshot.tag)
+            snapshot.verify(await server.weight_report(), server.url)
 
     async def refit(self, server: VLLMServer, snapshot: Snapshot) -> int | None:
         return None  # a broadcast takes the main thread of every rank

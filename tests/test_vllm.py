@@ -1,0 +1,309 @@
+"""Real vLLM servers: sampled log-probs, weight syncs, crashes, and whole training runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dash_trl.embedded import arithmetic_dataset, embedded_model
+from dash_trl.sampling.vllm_pool import VLLMPool
+from dash_trl.sampling.weight_sync import WeightMismatch
+from dash_trl.serve import Servers
+from dash_trl.workers import Command
+
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {"CI": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+DTYPE = ("--dtype", "float32")  # on a GPU, too, to compare log-probs to 1e-4
+
+
+@pytest.fixture(scope="session")
+def model_path() -> str:
+    return embedded_model(progress=False)
+
+
+@pytest.fixture(scope="session")
+def servers(model_path) -> Iterator[Servers]:
+    """Two servers; a test that kills one restarts it."""
+    with Servers(model_path, 2, port=8100, options=DTYPE) as running:
+        running.wait_until_ready()
+        yield running
+
+
+@pytest.fixture
+def model(model_path):
+    return AutoModelForCausalLM.from_pretrained(model_path)
+
+
+def make_pool(urls: list[str], model: Any, weight_dir: Path, *, longest: int = 48, **options: Any) -> VLLMPool:
+    return VLLMPool(
+        urls,
+        weight_dir=str(weight_dir),
+        weight_sync="file",
+        model=model,
+        accelerator=Accelerator(cpu=True),
+        processing_class=AutoTokenizer.from_pretrained(model.name_or_path),
+        max_completion_length=longest,
+        **{"server_timeout": 60.0, **options},
+    )
+
+
+def prompts(pool: VLLMPool, count: int, n: int) -> list[list[int]]:
+    rows = arithmetic_dataset("test", count)["prompt"]
+    apply = pool.processing_class.apply_chat_template
+    texts = [apply(row, add_generation_prompt=True, tokenize=False) for row in rows]
+    return [ids for ids in pool.processing_class(texts)["input_ids"] for _ in range(n)]
+
+
+@torch.no_grad()
+def largest_difference(model: Any, rows: list[list[int]], completions: list[list[int]], log_probs: list) -> float:
+    """Of the sampled tokens' log-probs from those that the model gives the same tokens, one row at a time."""
+    largest = 0.0
+    for prompt, completion, sampled in zip(rows, completions, log_probs, strict=True):
+        ids = torch.tensor([prompt + completion])
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected = logits.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+        largest = max(largest, (expected - torch.tensor([value for (value,) in sampled])).abs().max().item())
+    return largest
+
+
+def change(model: Any, seed: int) -> None:
+    """Far enough that stale weights cannot pass for these."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+
+
+def generated_tokens(url: str) -> float:
+    import urllib.request
+
+    text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
+    return float(re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.M)[1])
+
+
+# ---------------------------------------------------------------------------------------------- log-probs and weights
+
+
+def test_sampled_log_probs_are_the_trainers_through_three_syncs(servers, model, tmp_path):
+    pool = make_pool(servers.urls, model, tmp_path)
+    rows = prompts(pool, 16, 4)
+    for sync in range(4):
+        if sync:
+            change(model, sync)
+        pool.sync_weights()
+        assert len(list(tmp_path.iterdir())) == 1  # old versions are removed
+        returned, completions, log_probs, token_ids = pool.generate(rows, None, 4)
+        assert returned == rows and len(completions) == 64
+        assert token_ids == [[[token] for token in row] for row in completions]
+        assert largest_difference(model, rows, completions, log_probs) <= 1e-4
+    assert len({tuple(row) for row in completions[:4]}) > 1  # four samples, not one four times
+
+
+def test_both_servers_work_and_every_group_comes_once_and_in_order(servers, model, tmp_path):
+    pool = make_pool(servers.urls, model, tmp_path)
+    pool.sync_weights()
+    before = [generated_tokens(url) for url in servers.urls]
+    rows = prompts(pool, 64, 8)
+    _, completions, log_probs, _ = pool.generate(rows, None, 8)
+    after = [generated_tokens(url) for url in servers.urls]
+    tokens = sum(map(len, completions))
+    assert sum(after) - sum(before) == tokens
+    assert all(0.3 < (b - a) / tokens < 0.7 for a, b in zip(before, after, strict=True))
+    assert largest_difference(model, rows, completions, log_probs) <= 1e-4  # so each row is its prompt's
+
+
+def test_values_of_a_server_are_the_policys(servers, model, tmp_path):
+    """`ServerValue` against `AnswerLogProbValue`."""
+    from types import SimpleNamespace
+
+    from dash_trl.process_rewards import AnswerLogProbValue, ServerValue, ValueRequest
+
+    pool = make_pool(servers.urls, model, tmp_path)
+    change(model, 7)
+    pool.sync_weights()
+    prompt = tuple(prompts(pool, 1, 1)[0])
+    completion = tuple(pool.processing_class("7+5=12\n12-3=9\nThe answer is 9")["input_ids"])
+    requests = [
+        ValueRequest(prompt, completion, (0, 7, 13), ("9", "12")),
+        ValueRequest(prompt, completion, (), ("9",)),
+        ValueRequest(prompt, completion, (0, len(completion)), ()),
+    ]
+    trainer = SimpleNamespace(vllm_generation=pool, _tokenizer=pool.processing_class)
+    options = {"force_prompt": "The answer is ", "closing": "<|im_end|>"}
+    expected = AnswerLogProbValue(**options).score(requests, model, pool.processing_class)
+    values = ServerValue(**options)(requests, trainer)
+    assert values[0] == pytest.approx(expected[0], abs=1e-4) and values[1] == []
+    assert all(value != value for value in values[2])  # no answer: missing
+
+
+def test_without_the_plugin_the_proof_fails(model_path, model, tmp_path, monkeypatch):
+    """CPU builds compute with packed copies of the weights, and the servers' checksums cannot tell."""
+    if torch.cuda.is_available():
+        pytest.skip("the plugin does nothing on a GPU")
+    monkeypatch.setenv("VLLM_PLUGINS", "none")
+    with Servers(model_path, 1, port=8200) as unfixed:
+        unfixed.wait_until_ready()
+        with pytest.raises(WeightMismatch, match="computes with others"):
+            make_pool(unfixed.urls, model, tmp_path).sync_weights()
+
+
+def test_a_server_of_another_model_is_found_at_the_first_sync(servers, tiny_model, tmp_path):
+    other = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with pytest.raises(ValueError, match="serves another model than the trainer's: .*'hidden_size': 96.* is not .*32"):
+        make_pool(servers.urls, other, tmp_path).sync_weights()
+
+
+# -------------------------------------------------------------------------------------------------------------- crashes
+
+
+class InThread:
+    """Runs on a thread, to be waited for."""
+
+    def __init__(self, work: Any):
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Any) -> None:
+        try:
+            self.value = work()
+        except BaseException as error:
+            self.error = error
+
+    def result(self, timeout: float) -> Any:
+        self._thread.join(timeout)
+        assert not self._thread.is_alive(), "it hangs"
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+def test_a_killed_server_loses_nothing_and_comes_back_with_the_weights(servers, model, tmp_path):
+    pool = make_pool(servers.urls, model, tmp_path, longest=400)
+    pool.generation_kwargs = {"ignore_eos": True}  # long enough to be killed in the middle
+    pool.sync_weights()
+    fleet = pool.pool.fleet
+    rows = prompts(pool, 64, 2)
+    sampling = InThread(lambda: pool.generate(rows, None, 2))
+    victim = servers.urls[1]
+    wait_until(lambda: len(fleet.servers[victim].outstanding) >= 8)
+    servers.commands[1].stop(at_once=True)
+    _, completions, log_probs, _ = sampling.result(300)
+    assert [len(row) for row in completions] == [400] * 128
+    assert fleet.servers[victim].state == "dead" and fleet.servers[servers.urls[0]].state == "healthy"
+    assert largest_difference(model, rows[:8], completions[:8], log_probs[:8]) <= 1e-4
+
+    change(model, 3)
+    pool.sync_weights()  # the dead one does not hold up the others
+    pool.generation_kwargs, pool.max_completion_length = {}, 48
+    servers.restart(1)  # with the weights of its disk
+    servers.wait_until_ready()
+    rows = prompts(pool, 8, 2)
+    answered = generated_tokens(servers.urls[0])
+    while fleet.servers[victim].state != "healthy":
+        _, completions, log_probs, _ = pool.generate(rows, None, 2)
+        assert largest_difference(model, rows, completions, log_probs) <= 1e-4  # never a prompt for the old weights
+        assert generated_tokens(servers.urls[0]) - answered < 1e6
+    assert fleet.servers[victim].version == fleet.version
+    _, completions, log_probs, _ = pool.generate(rows, None, 2)
+    assert generated_tokens(victim) > 10  # it works again
+    assert largest_difference(model, rows, completions, log_probs) <= 1e-4
+
+
+# ----------------------------------------------------------------------------------------------------------- whole runs
+
+
+def launch(arguments: list[str], timeout: int = 400, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)],
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def port() -> str:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_the_served_embedded_run_learns(tmp_path):
+    """The two commands of the README."""
+    log = tmp_path / "serve.log"
+    serve = Command(
+        [sys.executable, "-m", "dash_trl.serve", "embedded", "--port", "8300"], environment=ENVIRONMENT, log=log
+    )
+    try:
+        wait_until(lambda: "--vllm_server_urls" in log.read_text() or not serve.running, 240)
+        found = re.search(r"--vllm_server_urls (\S+)", log.read_text())
+        assert found, log.read_text()[-3000:]
+        output = tmp_path / "run"
+        script = ["accelerate.commands.launch", "--num_processes", "1", "examples/train_math.py"]
+        flags = ["--vllm_server_urls", found[1], "--max_steps", "50", "--output_dir", output]
+        launch([*script, *flags], timeout=540, OMP_NUM_THREADS="2")
+    finally:
+        serve.stop()
+    logs = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    rewards = [entry["reward"] for entry in logs if "reward" in entry]
+    assert len(rewards) == 50
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:5]) / 5 + 0.2
+    differences = [value for entry in logs if (value := entry.get("sampling/sampling_logp_difference/max")) is not None]
+    assert len(differences) == 50 and max(differences) < 1e-3  # every step sampled with that step's weights
+
+
+def test_zero3_two_ranks_and_all_servers_lost(model_path, tmp_path):
+    """Two steps under ZeRO-3 with servers; then they are killed, and both ranks get the error in time."""
+    with Servers(model_path, 2, port=8400, options=DTYPE) as mortal:
+        mortal.wait_until_ready()
+        groups = ",".join(str(command.process.pid) for command in mortal.commands)
+        config = ROOT / "tests" / "accelerate" / "zero3.yaml"
+        script = ["accelerate.commands.launch", "--config_file", config, "--main_process_port", port()]
+        stdout = launch([*script, ROOT / "tests" / "vllm_run.py", model_path, tmp_path, ",".join(mortal.urls), groups])
+    (line,) = [line for line in stdout.splitlines() if line.startswith("RESULTS ")]
+    ranks = json.loads(line.removeprefix("RESULTS "))
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank["steps"] == 2 and rank["moved"] > 1e-4
+        assert max(rank["differences"]) < 1e-3 and len(rank["differences"]) == 2
+        assert set(rank["versions"]) == {1}  # the second window's
+        assert rank["error"] == "PoolError" and rank["seconds"] < 20.0
+        assert all(url in rank["message"] for url in rank["urls"])
+
+
+def test_colocated(model_path, tmp_path):
+    """TRL's own mode, through the same buffer."""
+    stdout = launch([f"{__package__}.vllm_run", model_path, tmp_path, "colocate", ""], VLLM_CPU_KVCACHE_SPACE="1")
+    (line,) = [line for line in stdout.splitlines() if line.startswith("RESULTS ")]
+    (rank,) = json.loads(line.removeprefix("RESULTS "))
+    assert rank["steps"] == 2 and rank["moved"] > 1e-4
+    assert max(rank["differences"]) < 0.05 and len(rank["differences"]) == 2  # TRL loads the model in bfloat16

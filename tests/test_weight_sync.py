@@ -1,0 +1,257 @@
+"""Checksums, files and the probe of a weight sync, without a server: `test_vllm.py` has the real ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from dash_trl.sampling import weight_sync
+from dash_trl.sampling.checksum import combine_workers, tensor_checksum, weights_checksum
+from dash_trl.sampling.server import WeightReport
+from dash_trl.sampling.weight_sync import (
+    FileWeights,
+    NCCLWeights,
+    Snapshot,
+    WeightMismatch,
+    check_probe,
+    model_log_probs,
+    probe_tokens,
+    scale_linear,
+)
+from tests.tiny import save_tiny_model
+
+A, B, MODULUS = 0x2545F4914F6CDD1E - (1 << 61), 0x1E3779B97F4A7C15, 1 << 64
+
+
+def reference(values: list[int]) -> int:
+    """Python's own integers."""
+    return sum((x * (A * x + B)) % MODULUS for x in values) % MODULUS
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40))
+def test_the_checksum_is_a_sum_over_the_bits_of_elements(bits):
+    assert tensor_checksum(torch.tensor(bits, dtype=torch.int32).view(torch.float32)) == reference(bits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_fusing_splitting_and_padding_leave_it_and_one_bit_does_not(dtype):
+    torch.manual_seed(0)
+    q, k = torch.randn(6, 4).to(dtype), torch.randn(2, 4).to(dtype)
+    whole = weights_checksum([q, k])
+    assert weights_checksum([torch.cat([q, k])]) == whole
+    assert weights_checksum([torch.cat([q, torch.zeros(3, 4).to(dtype)]), k]) == whole
+    assert weights_checksum([q.t(), k]) == whole  # a view that is not contiguous
+    flipped = q.clone()
+    flipped.view(torch.int8)[0, 0] ^= 1
+    assert weights_checksum([flipped, k]) != whole
+
+
+def test_workers_together_hold_what_one_holds():
+    torch.manual_seed(0)
+    linear, norm = torch.randn(8, 4), torch.randn(4)
+    workers = [
+        {"linear": f"{tensor_checksum(part):x}", "norm": f"{tensor_checksum(norm):x}"} for part in linear.split(4)
+    ]
+    assert combine_workers(workers) == weights_checksum([linear, norm])
+    assert combine_workers(workers[:1]) != weights_checksum([linear, norm])
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+class Servers:
+    """Stands in for `ServerPool.on_each`: reads the file as a server would, and answers its checksum."""
+
+    def __init__(self, answer=None):
+        self.answer, self.loaded = answer, []
+
+    def on_each(self, ask):
+        import asyncio
+
+        return {"http://a": asyncio.run(self._ask(ask))}
+
+    async def _ask(self, ask):
+        try:
+            return await ask(self)
+        except Exception as error:
+            return error
+
+    url = "http://a"
+
+    async def load_weights(self, path: str, tag: str) -> WeightReport:
+        tensors = {}
+        for file in sorted(Path(path).glob("*.safetensors")):
+            tensors |= load_file(file)
+        self.loaded.append((Path(path).name, tag, tensors))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return WeightReport(self.answer or weights_checksum(tensors.values()), "float32")
+
+
+def parameters(scale: float = 1.0):
+    torch.manual_seed(0)
+    return {f"layer.{i}.weight": scale * torch.randn(4, 4) for i in range(5)}
+
+
+def test_a_version_is_complete_when_it_appears_and_the_old_one_goes(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_sync, "SHARD_BYTES", 100)  # two tensors of 64 bytes
+    weights, servers = FileWeights(tmp_path, torch.float32), Servers()
+    snapshot, errors = weights.send(parameters().items(), 1, servers.on_each)
+    assert errors == {"http://a": None}
+    (version,) = tmp_path.iterdir()
+    assert version.name == snapshot.tag == servers.loaded[0][1]
+    assert len(list(version.glob("*.safetensors"))) == 3
+    assert json.loads((version / "version.json").read_text())["checksum"] == snapshot.checksum
+    for name, tensor in parameters().items():
+        assert torch.equal(servers.loaded[0][2][name], tensor)
+    second, _ = weights.send(parameters(2.0).items(), 2, servers.on_each)
+    assert [path.name for path in tmp_path.iterdir()] == [second.tag] and second.checksum != snapshot.checksum
+
+
+def test_weights_are_sent_in_the_dtype_of_the_servers(tmp_path):
+    weights, servers = FileWeights(tmp_path, torch.bfloat16), Servers()
+    weights.send(parameters().items(), 1, servers.on_each)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in servers.loaded[0][2].values())
+
+
+def test_a_server_with_other_weights_ends_the_run_and_a_failing_one_does_not(tmp_path):
+    weights = FileWeights(tmp_path, torch.float32)
+    with pytest.raises(WeightMismatch, match="http://a was given the weights of version 1"):
+        weights.send(parameters().items(), 1, Servers(answer=12345).on_each)
+    _, errors = weights.send(parameters().items(), 2, Servers(answer=RuntimeError("no room")).on_each)
+    assert errors == {"http://a": "no room"}
+
+
+# --------------------------------------------------------------------------------------------------------- the probe
+
+
+def qwen2(tmp_path):
+    return AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path))
+
+
+def tied(tmp_path):
+    return AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, tie_word_embeddings=True))
+
+
+def qwen3(tmp_path):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
+    return Qwen3ForCausalLM(Qwen3Config(**shape, **heads))
+
+
+@pytest.mark.parametrize("make", [qwen2, tied, qwen3])
+def test_scaled_outputs_are_scaled_weights(make, tmp_path):
+    model, ids = make(tmp_path), probe_tokens(300)
+    expected, plain = model_log_probs(model, ids, 0.5), model_log_probs(model, ids, 1.0)
+    scaled = dict(scale_linear(model, model.named_parameters(), 0.5, lambda name: name))
+    changed = {name for name, value in model.named_parameters() if not torch.equal(value, scaled[name])}
+    assert {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"} <= changed
+    assert not any("norm" in name for name in changed)
+    model.load_state_dict({name: value.detach().clone() for name, value in scaled.items()}, strict=False)
+    model.tie_weights()
+    assert (model_log_probs(model, ids, 1.0) - expected).abs().max() < 1e-5 < 0.1 < (plain - expected).abs().max()
+
+
+def test_scaled_outputs_with_an_adapter(tmp_path):
+    """The weights that a server gets are merged, and an adapter with its base layer counts once."""
+    from peft import LoraConfig, get_peft_model
+
+    model, ids = qwen2(tmp_path), probe_tokens(300)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    expected = model_log_probs(adapted, ids, 0.5)
+    merged = adapted.merge_and_unload()
+    with torch.no_grad():
+        for module in merged.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight *= 0.5
+                if getattr(module, "bias", None) is not None:
+                    module.bias *= 0.5
+    assert (model_log_probs(merged, ids, 1.0) - expected).abs().max() < 1e-5
+
+
+def test_the_probe_finds_a_server_that_computes_with_old_weights(tmp_path, caplog):
+    model, ids = qwen2(tmp_path), probe_tokens(300)
+    plain, expected = model_log_probs(model, ids, 1.0), model_log_probs(model, ids, 0.5)
+    check_probe(expected, plain, {"http://a": expected.tolist()}, torch.float32)
+    assert not caplog.records
+    for wrong in (plain, expected * float("nan")):
+        with pytest.raises(WeightMismatch, match="http://b holds the weights that it was given but computes with"):
+            check_probe(expected, plain, {"http://a": expected.tolist(), "http://b": wrong.tolist()}, torch.float32)
+    check_probe(plain + 1e-4, plain, {"http://a": plain.tolist()}, torch.float32)
+    assert "proves little" in caplog.text
+
+
+# -------------------------------------------------------------------------------------------------------------- NCCL
+
+
+class Client:
+    """In place of TRL's client, which needs CUDA: keeps what it is sent, or hangs."""
+
+    def __init__(self, hangs: bool = False):
+        self.hangs, self.received = hangs, {}
+
+    def weight_update(self):
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+    def update_named_params(self, metadata, tensors):
+        if self.hangs:
+            import threading
+
+            threading.Event().wait()
+        for (name, dtype, shape), (same, tensor) in zip(metadata, tensors, strict=True):
+            assert name == same and f"torch.{dtype}" == str(tensor.dtype) and shape == list(tensor.shape)
+            self.received[name] = tensor
+
+
+class NCCLServer:
+    def __init__(self, url: str, client: Client):
+        self.url, self.client, self.calls = url, client, []
+
+    async def pause(self):
+        self.calls.append("pause")
+
+    async def resume(self):
+        self.calls.append("resume")
+
+    async def end_weight_update(self, tag):
+        self.calls.append(tag)
+
+    async def weight_report(self):
+        return WeightReport(weights_checksum(self.client.received.values()), "float32")
+
+
+def test_buckets_reach_every_server_and_a_hung_one_costs_its_timeout_not_the_run(monkeypatch):
+    """The queues and threads only: the broadcast itself is TRL's and needs a GPU."""
+    import asyncio
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 100)
+    servers = {url: NCCLServer(url, Client(hangs=url == "http://c")) for url in ("http://a", "http://b", "http://c")}
+    weights = NCCLWeights(5000, torch.device("cpu"), timeout=0.5, dtype=torch.float32)
+    weights._clients = {url: server.client for url, server in servers.items()}
+    snapshot, errors = weights.send(
+        parameters().items(), 1, lambda ask: {url: asyncio.run(ask(server)) for url, server in servers.items()}
+    )
+    assert errors["http://a"] is errors["http://b"] is None
+    assert "nothing was consumed for 0.5 s" in errors["http://c"] or "Timeout" in errors["http://c"]
+    assert snapshot.checksum == weights_checksum(parameters().values())
+    for url in ("http://a", "http://b"):
+        assert servers[url].calls == ["pause", snapshot.tag, "resume"]
+    assert servers["http://c"].calls == ["pause", "resume"] and "http://c" not in weights._clients
+
+
+def test_a_snapshot_says_what_differs():
+    with pytest.raises(WeightMismatch, match=r"version 3 \(checksum ff\) but holds others \(fe\)"):
+        Snapshot(3, "tag", 0xFF).verify(WeightReport(0xFE, "float32"), "http://a")
+    Snapshot(3, "tag", 0xFF).verify(WeightReport(None, "float32"), "http://a")  # cannot be compared

@@ -1,0 +1,108 @@
+"""One launch of `test_vllm.py`: two steps with vLLM; then all servers are killed and sampling has to fail on all ranks.
+
+accelerate launch … tests/vllm_run.py MODEL OUTPUT URL,URL PROCESS_GROUP,PROCESS_GROUP
+python -m tests.vllm_run MODEL OUTPUT colocate ""
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from accelerate.utils import gather_object
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dash_trl import DASHCallback, DASHConfig, DASHTrainer
+from dash_trl.embedded import arithmetic_dataset, arithmetic_reward
+
+
+class Watch(DASHCallback):
+    """What each window and each log says."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+        self.differences: list[float] = []
+
+    def on_rewards(self, args, state, control, rollouts, **kwargs):
+        self.versions = rollouts.policy_version.tolist()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "sampling/sampling_logp_difference/max" in (logs or {}):
+            self.differences.append(logs["sampling/sampling_logp_difference/max"])
+
+
+def fail(trainer: Any, groups: list[int]) -> dict[str, Any]:
+    """Sampling after the end of all servers."""
+    if trainer.accelerator.is_main_process:
+        for group in groups:
+            os.killpg(group, signal.SIGKILL)
+    trainer.accelerator.wait_for_everyone()
+    trainer.vllm_generation.pool.server_timeout = 3.0
+    started = time.monotonic()
+    try:
+        # one rank has nothing to ask for, and must fail all the same
+        trainer.vllm_generation.generate([[5, 6, 7]] * 8 if trainer.accelerator.is_main_process else [], None, 8)
+    except Exception as error:
+        return {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - started}
+    return {"error": None}
+
+
+def main(path: str, output: str, where: str, groups: str) -> None:
+    colocate = where == "colocate"
+    sampler: dict[str, Any] = {"vllm_server_urls": where.split(",")}
+    if colocate:
+        sampler = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
+    watch = Watch()
+    trainer = DASHTrainer(
+        model=AutoModelForCausalLM.from_pretrained(path),
+        processing_class=AutoTokenizer.from_pretrained(path),
+        reward_funcs=arithmetic_reward,
+        args=DASHConfig(
+            output_dir=output,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=2,
+            num_generations=8,
+            max_completion_length=48,
+            max_steps=2,
+            learning_rate=1e-3,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=not torch.cuda.is_available(),
+            bf16=False,
+            gradient_checkpointing=False,
+            **sampler,
+        ),
+        train_dataset=arithmetic_dataset("train", 64),
+        callbacks=[watch],
+    )
+    before = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    trainer.train()
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    moved = max((state[name].cpu() - value).abs().max().item() for name, value in before.items()) if state else 1.0
+    result = {
+        "steps": trainer.state.global_step,
+        "moved": moved,
+        "differences": watch.differences,
+        "versions": watch.versions,
+        "rows": len(watch.versions),
+        "urls": where.split(","),
+    }
+    if not colocate:
+        result |= fail(trainer, [int(group) for group in groups.split(",")])
+    results = gather_object([result])
+    if trainer.accelerator.is_main_process:
+        print("RESULTS " + json.dumps(results), flush=True)
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
