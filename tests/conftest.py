@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import platform
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no look-ups, no telemetry
 
@@ -10,6 +12,15 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)  # the tests' models are so small that a second thread only waits
+
+
+@pytest.fixture(autouse=True)
+def _real_vllm(request: pytest.FixtureRequest) -> None:
+    """A test that needs vLLM fails where it could run: skipped, it would look as if the servers had been tested."""
+    if request.node.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
+        if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
+            pytest.fail("vLLM is not installed: `make test` installs it, and `-m 'not vllm'` leaves these tests out")
+        pytest.skip("there is no vLLM for this platform")
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ from dash_trl.workers import Command
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {"CI": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"CI": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 DTYPE = ("--dtype", "float32")  # on a GPU, too, to compare log-probs to 1e-4
 
 
@@ -152,13 +152,13 @@ def test_values_of_a_server_are_the_policys(servers, model, tmp_path):
 
 
 def test_without_the_plugin_the_proof_fails(model_path, model, tmp_path, monkeypatch):
-    """CPU builds compute with packed copies of the weights, and the servers' checksums cannot tell."""
+    """CPU builds compute with packed copies of the weights."""
     if torch.cuda.is_available():
         pytest.skip("the plugin does nothing on a GPU")
     monkeypatch.setenv("VLLM_PLUGINS", "none")
     with Servers(model_path, 1, port=8200) as unfixed:
         unfixed.wait_until_ready()
-        with pytest.raises(WeightMismatch, match="computes with others"):
+        with pytest.raises(WeightMismatch, match="its plugin"):
             make_pool(unfixed.urls, model, tmp_path).sync_weights()
 
 
@@ -294,7 +294,7 @@ def test_zero3_two_ranks_and_all_servers_lost(model_path, tmp_path):
     assert len(ranks) == 2
     for rank in ranks:
         assert rank["steps"] == 2 and rank["moved"] > 1e-4
-        assert max(rank["differences"]) < 1e-3 and len(rank["differences"]) == 2
+        assert max(rank["differences"]) < 1e-4 and len(rank["differences"]) == 2
         assert set(rank["versions"]) == {1}  # the second window's
         assert rank["error"] == "PoolError" and rank["seconds"] < 20.0
         assert all(url in rank["message"] for url in rank["urls"])
@@ -306,4 +306,4 @@ def test_colocated(model_path, tmp_path):
     (line,) = [line for line in stdout.splitlines() if line.startswith("RESULTS ")]
     (rank,) = json.loads(line.removeprefix("RESULTS "))
     assert rank["steps"] == 2 and rank["moved"] > 1e-4
-    assert max(rank["differences"]) < 0.05 and len(rank["differences"]) == 2  # TRL loads the model in bfloat16
+    assert max(rank["differences"]) < 0.01 and len(rank["differences"]) == 2  # TRL loads the model in bfloat16

@@ -35,8 +35,8 @@ class Watch(DASHCallback):
         self.versions = rollouts.policy_version.tolist()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if "sampling/sampling_logp_difference/max" in (logs or {}):
-            self.differences.append(logs["sampling/sampling_logp_difference/max"])
+        if "sampling/sampling_logp_difference/mean" in (logs or {}):
+            self.differences.append(logs["sampling/sampling_logp_difference/mean"])
 
 
 def fail(trainer: Any, groups: list[int]) -> dict[str, Any]:
@@ -61,6 +61,7 @@ def main(path: str, output: str, where: str, groups: str) -> None:
     if colocate:
         sampler = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
     watch = Watch()
+    before = AutoModelForCausalLM.from_pretrained(path).state_dict()  # before ZeRO-3 shards whatever is loaded
     trainer = DASHTrainer(
         model=AutoModelForCausalLM.from_pretrained(path),
         processing_class=AutoTokenizer.from_pretrained(path),
@@ -84,7 +85,6 @@ def main(path: str, output: str, where: str, groups: str) -> None:
         train_dataset=arithmetic_dataset("train", 64),
         callbacks=[watch],
     )
-    before = AutoModelForCausalLM.from_pretrained(path).state_dict()
     trainer.train()
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     moved = max((state[name].cpu() - value).abs().max().item() for name, value in before.items()) if state else 1.0

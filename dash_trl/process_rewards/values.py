@@ -211,7 +211,7 @@ class ServerValue(AnswerLogProbValue):
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         sampler = getattr(trainer, "vllm_generation", None)
-        if not hasattr(sampler, "score"):
+        if sampler is None or not hasattr(sampler, "score"):
             raise ValueError(
                 "ServerValue asks the vLLM servers that a run samples from, but this run has none: name them with "
                 "vllm_server_urls, or use AnswerLogProbValue, which asks the trainer's model."

@@ -6,7 +6,10 @@ Neither is called from the trainer. vLLM finds `register` through the entry poin
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+import torch
 
 from dash_trl.sampling.checksum import tensor_checksum
 
@@ -16,15 +19,25 @@ WORKER_EXTENSION = f"{__name__}.WeightReport"
 def register() -> None:
     """Makes weight updates effective on CPU builds of vLLM; does nothing on a GPU.
 
-    A CPU build packs the weights of linear layers for oneDNN once, after the first load, and goes on computing with
-    that copy: weights loaded later are silently ignored. Without oneDNN the layers read the weights that they hold.
+    A CPU build packs the weights of linear layers for its kernels (oneDNN; small ones in half precision for AMX) once,
+    after the first load, and goes on computing with that copy: weights loaded later are silently ignored, or find no
+    parameter to be loaded into. Plain layers read the weights that they hold.
     """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        import vllm._custom_ops
+        from vllm.model_executor.layers import utils
 
-        vllm._custom_ops._supports_onednn = False
+        packing = utils.dispatch_cpu_unquantized_gemm
+        utils.dispatch_cpu_unquantized_gemm = functools.partial(_plain_linear, packing)
+
+
+def _plain_linear(packing: Any, layer: Any, remove_weight: bool) -> None:
+    """`dispatch_cpu_unquantized_gemm` without packing; what is no matrix (convolutions, experts) is left to vLLM."""
+    if layer.weight.is_meta or layer.weight.ndim != 2:
+        packing(layer, remove_weight)
+    else:
+        layer.cpu_linear = torch.nn.functional.linear
 
 
 def model_shape(config: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -155,7 +156,11 @@ class ServerPool:
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Of every token but the first, at temperature 1; raises as `complete`."""
-        return self._collect([Job(lambda server, ids=ids: server.log_probs(ids), len(ids)) for ids in sequences])
+
+        def job(ids: Sequence[int]) -> Job:
+            return Job(lambda server: server.log_probs(ids), len(ids))
+
+        return self._collect([job(ids) for ids in sequences])
 
     def on_each(self, ask: Callable[[VLLMServer], Awaitable[Any]]) -> dict[str, Any]:
         """`ask` of all servers at once: url → its answer, or the exception that it raised."""
@@ -358,7 +363,7 @@ class VLLMPool(VLLMGeneration):
             errors = self._send_weights(scale)
             if errors:
                 raise PoolError(self.pool.message(f"At the start {len(errors)} servers did not take the weights"))
-            self._agree(lambda expected=expected: self._check(ids, expected, plain), main_only=True)
+            self._agree(partial(self._check, ids, expected, plain), main_only=True)
 
     def _choose_weights(self) -> tuple[str, torch.dtype]:
         reports = self.pool.on_each(lambda server: server.weight_report())
@@ -402,12 +407,14 @@ class VLLMPool(VLLMGeneration):
         self._agree(self.pool.settle)
         fleet, version = self.pool.fleet, self.pool.fleet.version + 1
         fleet.new_version(version, time.monotonic())
+        weights = self._weights
+        assert weights is not None
         parameters = scale_linear(self.model, self._iter_named_params(), scale, self._plain_name)
 
         def send() -> Any:
             try:
                 if self.accelerator.is_main_process:
-                    return self._weights.send(parameters, version, self.pool.on_each)
+                    return weights.send(parameters, version, self.pool.on_each)
             finally:  # gathering is a collective: every rank takes part to the end, whatever fails on the way
                 for _ in parameters:
                     pass
@@ -432,10 +439,13 @@ class VLLMPool(VLLMGeneration):
         for answer in served.values():
             if isinstance(answer, BaseException):
                 raise answer
+        assert self._weights is not None
         check_probe(expected, plain, served, self._weights.dtype)
 
     async def _refit(self, server: VLLMServer) -> int | None:
-        return await self._weights.refit(server, self._snapshot) if self._snapshot is not None else None
+        if self._weights is None or self._snapshot is None:
+            return None
+        return await self._weights.refit(server, self._snapshot)
 
     # ------------------------------------------------------------------------------------------- ranks together
 

@@ -64,8 +64,8 @@ class Snapshot:
         if report.checksum is not None and report.checksum != self.checksum:
             raise WeightMismatch(
                 f"{url} was given the weights of version {self.version} (checksum {self.checksum:x}) but holds others "
-                f"({report.checksum:x}). Was it started with another model or a quantisation, or does a second run "
-                "use it? Its samples would not be the policy's."
+                f"({report.checksum:x}). Does a second run use it? On a CPU build of vLLM, is dash_trl with "
+                "its plugin in the server's environment? Its samples would not be the policy's."
             )
 
 
