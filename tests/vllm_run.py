@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer
 from dash_trl.embedded import arithmetic_dataset, arithmetic_reward
+from tests.distributed_run import whole
 
 
 class Watch(DASHCallback):
@@ -86,8 +87,7 @@ def main(path: str, output: str, where: str, groups: str) -> None:
         callbacks=[watch],
     )
     trainer.train()
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    moved = max((state[name].cpu() - value).abs().max().item() for name, value in before.items()) if state else 1.0
+    moved = max((value.cpu() - before[name]).abs().max().item() for name, value in whole(trainer).items())
     result = {
         "steps": trainer.state.global_step,
         "moved": moved,
