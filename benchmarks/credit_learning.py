@@ -1,13 +1,15 @@
-"""Does credit per episode learn faster? Outcome only against three estimators on long chains of the embedded task.
+"""Does credit per episode learn faster? Outcome only against estimators and values on long chains of the embedded task.
 
-    python benchmarks/credit_learning.py --json credit_learning.json          # ~40 minutes on 2 cores
+    python benchmarks/credit_learning.py --json credit_learning.json          # ~70 minutes on 2 cores
+    python benchmarks/credit_learning.py --methods centered_return grpo_process episode       # ~35 minutes
 
 Chains of 7 to 9 numbers, a model warmed up on them, 128 rows in groups of 8 per step. The learning rate is tuned for
 outcome only, by its final accuracy with one seed, and shared. Then every method runs with the same 5 seeds (the same
 problems in the same order); every 10 steps the sampled accuracy on 256 held-out problems is measured, two samples each.
 Mean and 95 % interval (Student's t over seeds) against samples and seconds; the seconds count V, not the measuring.
 `samples_ratio`: samples until the mean curve reaches outcome-only's final accuracy, relative to outcome-only's; null if
-it never does. `paired_gain`: final accuracy minus outcome-only's, per seed, mean and interval.
+it never does. "true V" puts the truth in the place of V(prefix): what is left to gain by better values.
+`paired_gain`: final accuracy minus outcome-only's, per seed, mean and interval.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from dash_trl.evaluation import accuracy
 from dash_trl.process_rewards import AnswerLogProbValue, CreditSettings, ValueEstimator, ValueRequest, line_starts
 
 OPERANDS = (7, 8, 9)
-WARM_UP = WarmUp(operands=OPERANDS, steps=500, slip_rate=0.06, wait_rate=0.03)
+WARM_UP = WarmUp(operands=OPERANDS, steps=500, slip_rate=0.06, wait_rate=0.03, num_heads=4)
 LONGEST, STEPS, EVERY = 112, 60, 10
 SEEDS, LEARNING_RATES = (0, 1, 2, 3, 4), (1e-4, 2e-4, 4e-4)
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # by the number of seeds

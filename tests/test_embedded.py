@@ -24,7 +24,7 @@ from dash_trl.embedded import (
     embedded_model,
 )
 
-SMALL = WarmUp(steps=2, batch_size=4, hidden_size=16, num_layers=1)
+SMALL = WarmUp(steps=2, batch_size=4, hidden_size=16, num_layers=1, num_heads=2)
 
 
 @pytest.fixture(scope="module")
