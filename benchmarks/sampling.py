@@ -40,7 +40,7 @@ from dash_trl.serve import Servers
 
 TOKENS, GROUP, MICRO_STEP, ROUNDS = 64, 8, 8, 5
 BATCHES = (256, 1024)
-SIZES = {"1M": {"hidden_size": 128, "num_hidden_layers": 4}, "50M": {"hidden_size": 640, "num_hidden_layers": 10}}
+SIZES = {"1M": {"hidden_size": 128, "num_hidden_layers": 4}, "50M": {"hidden_size": 576, "num_hidden_layers": 10}}
 
 
 def make_prompts(path: str, groups: int) -> list[tuple[list[int], int]]:
@@ -147,6 +147,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     transformers_logging.disable_progress_bar()
+    torch.set_num_threads(1)  # an idle vLLM worker polls: on two cores a second thread here would wait for it
     results: dict[str, Any] = {}
     path = embedded_model()
     sampling(path, results)

@@ -31,6 +31,9 @@ from dash_trl.workers import Command
 HOST, FIRST_PORT = "127.0.0.1", 8000
 READY_SECONDS = 600.0  # a large model is loaded from a slow disk, and compiled
 CPU_CACHE_GIB = "1"  # of keys and values; vLLM's default on a CPU is most of the memory
+CPU_SEQUENCES = (
+    256  # side by side, vLLM's default on a GPU; on a CPU it is 128, and a preemptive batch would wait in line
+)
 
 
 class Servers:
@@ -112,7 +115,7 @@ def flags(port: int, devices: list[str] | None, options: Sequence[str]) -> list[
     chosen += ["--worker-extension-cls", WORKER_EXTENSION]
     if devices is None:
         # float32: in bfloat16 log-probs differ by 1e-3 and more. Eager: most CPU machines lack a compiler.
-        chosen += ["--dtype", "float32", "--enforce-eager"]
+        chosen += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(CPU_SEQUENCES)]
     else:
         chosen += ["--weight-transfer-config", '{"backend": "nccl"}']
         chosen += ["--tensor-parallel-size", str(len(devices[0].split(",")))]

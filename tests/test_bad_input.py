@@ -126,8 +126,40 @@ def test_tools_and_environments(tmp_path, tiny_model, name, unloadable):
 def test_vllm_that_is_not_installed(tmp_path, tiny_model, unloadable, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "vllm" else find_spec(name, *a))
-    with pytest.raises(ValueError, match=r"use_vllm=True, but .*pip install dash_trl\[vllm\]"):
+    with pytest.raises(
+        ValueError, match=r"use_vllm=True with vllm_mode='colocate', but .*pip install dash_trl\[vllm\]"
+    ):
         build(tmp_path, tiny_model, settings={"use_vllm": True})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"vllm_server_urls": []}, "vllm_server_urls is empty"),
+        ({"vllm_server_urls": ["localhost:8000"]}, "'localhost:8000', which is not the address of a server"),
+        (
+            {"vllm_server_urls": ["http://localhost:8000"], "vllm_server_base_url": "http://localhost:8001"},
+            "both name servers",
+        ),
+        ({"vllm_weight_sync": "pickle"}, "vllm_weight_sync='pickle' is unknown. Use 'file', 'nccl' or 'auto'"),
+        ({"vllm_request_timeout": 0.0}, "vllm_request_timeout=0.0 gives no server time to answer"),
+    ],
+)
+def test_impossible_servers(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        DASHConfig(str(tmp_path), use_cpu=True, **settings)
+
+
+def test_named_servers_are_used(tmp_path):
+    args = DASHConfig(str(tmp_path), use_cpu=True, bf16=False, vllm_server_urls=["http://localhost:8000"])
+    assert args.use_vllm and args.vllm_mode == "server"
+
+
+def test_a_server_that_is_not_there(tmp_path, tiny_model):
+    """vLLM need not be installed here; the server has to answer."""
+    settings = {"vllm_server_urls": ["http://127.0.0.1:9"], "vllm_server_timeout": 0.5}
+    with pytest.raises(RuntimeError, match=r"1 of 1 vLLM servers did not answer within vllm_server_timeout=0.5 s"):
+        build(tmp_path, tiny_model, settings=settings)
 
 
 def test_prompt_longer_than_the_context(tmp_path, tiny_model):

