@@ -45,6 +45,13 @@ def check_config(args: Any) -> None:
             "dash_trl[vllm]`), name servers with vllm_server_urls, or set use_vllm=False to sample with transformers."
         )
 
+    correction = args.vllm_importance_sampling_correction and args.use_vllm
+    if args.loss_type == "vespo" and correction and not args.vllm_importance_sampling_mode.startswith("token_"):
+        raise ValueError(
+            f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} has one ratio per sequence, but "
+            "loss_type='vespo' weighs tokens. Use 'token_truncate' or 'token_mask'."
+        )
+
 
 def check_supported(processing_class: Any, **features: Any) -> None:
     """Refuse what `DASHTrainer` does not train: tools, environments, vision-language models."""

@@ -119,10 +119,10 @@ class VLLMServer:
         """Raises unless the server says that it is well."""
         await self._request("GET", "/health", timeout=PROBE_SECONDS, parse=False)
 
-    async def has_nccl(self) -> bool:
-        """Whether it was started with a weight-transfer engine."""
+    async def config(self) -> dict[str, Any]:
+        """vLLM's own, as JSON."""
         info = await self._request("GET", "/server_info", params={"config_format": "json"})
-        return self._field(info, "vllm_config", dict).get("weight_transfer_config") is not None
+        return self._field(info, "vllm_config", dict)
 
     async def weight_report(self) -> WeightReport:
         reports = await self._rpc("dash_weight_report")

@@ -366,10 +366,7 @@ class VLLMPool(VLLMGeneration):
             self._agree(partial(self._check, ids, expected, plain), main_only=True)
 
     def _choose_weights(self) -> tuple[str, torch.dtype]:
-        reports = self.pool.on_each(lambda server: server.weight_report())
-        for report in reports.values():
-            if isinstance(report, BaseException):
-                raise report
+        reports = self._ask(lambda server: server.weight_report())
         own = model_shape(self.model.config.get_text_config())
         for url, report in reports.items():
             if report.shape != own:
@@ -387,8 +384,15 @@ class VLLMPool(VLLMGeneration):
                 "The servers' weights are quantised or copied between workers, so that no checksum can be compared "
                 "with the trainer's: after the first sync, which log-probs prove, a lost update would go unnoticed."
             )
+        configs = self._ask(lambda server: server.config())
+        modes = {config["model_config"]["logprobs_mode"] for config in configs.values()}
+        if modes != {"processed_logprobs"}:
+            logger.warning(
+                f"The servers' --logprobs-mode is {modes}, so that the log-probs of samples ignore temperature and top_p, "
+                "and the importance-sampling correction is biased. Start them with --logprobs-mode processed_logprobs."
+            )
         cuda = self.accelerator.device.type == "cuda"
-        can_nccl = cuda and set(self.pool.on_each(lambda server: server.has_nccl()).values()) == {True}
+        can_nccl = cuda and all(config.get("weight_transfer_config") for config in configs.values())
         if self.weight_sync == "nccl" and not can_nccl:
             raise ValueError(
                 f"vllm_weight_sync='nccl' needs the trainer on CUDA (it is on {self.accelerator.device}) and servers "
@@ -435,12 +439,19 @@ class VLLMPool(VLLMGeneration):
         return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default.", "_fsdp_wrapped_module."])
 
     def _check(self, ids: list[int], expected: Tensor, plain: Tensor) -> None:
-        served = self.pool.on_each(lambda server: server.log_probs(ids))
-        for answer in served.values():
-            if isinstance(answer, BaseException):
-                raise answer
+        served = self._ask(lambda server: server.log_probs(ids))
         assert self._weights is not None
         check_probe(expected, plain, served, self._weights.dtype)
+
+    def _ask(self, ask: Callable[[VLLMServer], Awaitable[Any]]) -> dict[str, Any]:
+        """Of all servers, which have to answer."""
+        answers = self.pool.on_each(ask)
+        for url, answer in answers.items():
+            if isinstance(answer, ServerError):
+                raise PoolError(f"{url}: {answer}") from answer
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
 
     async def _refit(self, server: VLLMServer) -> int | None:
         if self._weights is None or self._snapshot is None:

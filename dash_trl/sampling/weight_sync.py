@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import shutil
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -88,7 +89,8 @@ OnEach = Callable[[Callable[[VLLMServer], Awaitable[Any]]], dict[str, Any]]
 class FileWeights:
     """Weights by files that every server loads in place: works on any device, and over a shared filesystem.
 
-    A version is a directory that appears under its name when it is complete; older ones are removed after a sync.
+    A version is a directory that appears under its name when it is complete. Older ones are removed after a sync, the
+    last one at the end of the process.
 
     Args:
         directory: must be seen by trainer and servers under the same path.
@@ -98,13 +100,12 @@ class FileWeights:
         self.directory = Path(directory).absolute()
         self.dtype = dtype
         self.run = secrets.token_hex(4)
+        weakref.finalize(self, _remove_versions, self.directory, self.run)
 
     def send(self, parameters: NamedTensors, version: int, on_each: OnEach) -> tuple[Snapshot, dict[str, str | None]]:
         snapshot = self.write(parameters, version)
         outcome = on_each(lambda server: self._load(server, snapshot))
-        for old in self.directory.glob(f"{self.run}-*"):
-            if old != Path(snapshot.path or ""):
-                shutil.rmtree(old, ignore_errors=True)
+        _remove_versions(self.directory, self.run, keep=snapshot.tag)
         return snapshot, _errors(outcome)
 
     def write(self, parameters: NamedTensors, version: int) -> Snapshot:
@@ -144,6 +145,12 @@ class FileWeights:
     async def _load(self, server: VLLMServer, snapshot: Snapshot) -> None:
         assert snapshot.path is not None
         snapshot.verify(await server.load_weights(snapshot.path, snapshot.tag), server.url)
+
+
+def _remove_versions(directory: Path, run: str, keep: str | None = None) -> None:
+    for version in directory.glob(f"{run}-*"):
+        if version.name != keep:
+            shutil.rmtree(version, ignore_errors=True)
 
 
 class NCCLWeights:
