@@ -389,7 +389,8 @@ class VLLMPool(VLLMGeneration):
         if modes != {"processed_logprobs"}:
             logger.warning(
                 f"The servers' --logprobs-mode is {modes}, so that the log-probs of samples ignore temperature and "
-                "top_p, and the importance-sampling correction is biased. Start them with --logprobs-mode processed_logprobs."
+                "top_p, and the importance-sampling correction is biased. Start them with "
+                "--logprobs-mode processed_logprobs."
             )
         cuda = self.accelerator.device.type == "cuda"
         can_nccl = cuda and all(config.get("weight_transfer_config") for config in configs.values())

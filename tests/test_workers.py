@@ -1,0 +1,99 @@
+"""Threads for waiting in, and programs with their children; the worker processes are tested with the math reward."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+
+import pytest
+
+from dash_trl.workers import Command, EventLoop, Feeder
+
+
+def test_a_feeder_consumes_in_order_and_returns_the_value():
+    feeder = Feeder(list, ahead=2, timeout=5.0)
+    for i in range(10):
+        feeder.put(i)
+    assert feeder.finish() == list(range(10))
+
+
+def test_a_feeder_s_failure_is_raised_where_it_is_fed():
+    def consume(items):
+        next(items)
+        raise RuntimeError("the link is down")
+
+    feeder = Feeder(consume, ahead=1, timeout=5.0)
+    with pytest.raises(RuntimeError, match="the link is down"):
+        for _ in range(100):
+            feeder.put(0)
+            time.sleep(0.01)
+
+
+def test_a_feeder_that_hangs_costs_its_timeout():
+    feeder = Feeder(lambda items: threading.Event().wait(), ahead=1, timeout=0.2)
+    feeder.put(0)
+    with pytest.raises(TimeoutError, match=r"nothing was consumed for 0.2 s"):
+        feeder.put(1)
+    ended = Feeder(lambda items: [next(items), threading.Event().wait()], ahead=1, timeout=0.2)
+    ended.put(0)
+    with pytest.raises(TimeoutError):
+        ended.finish()
+
+
+def test_the_event_loop_works_inside_another_one_and_relays_errors():
+    loop = EventLoop()
+
+    async def fail():
+        await asyncio.sleep(0)
+        raise KeyError("x")
+
+    async def notebook():
+        return loop.run(asyncio.sleep(0, result=7))
+
+    assert asyncio.run(notebook()) == 7
+    with pytest.raises(KeyError):
+        loop.run(fail())
+    closed = []
+
+    async def last():
+        closed.append(True)
+
+    loop.close(last)
+    assert closed == [True]
+    assert not any(thread.name == "dash_trl event loop" and thread.is_alive() for thread in _soon(threading.enumerate))
+
+
+def _soon(threads):
+    """The threads, once those that end have had a moment."""
+    for _ in range(100):
+        if not any(thread.name == "dash_trl event loop" for thread in threads()):
+            break
+        time.sleep(0.01)
+    return threads()
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_stopping_a_command_ends_its_children_too(tmp_path, at_once):
+    script = "sleep 300 & echo $! >> pids; trap '' TERM; echo ready $SPECIAL; wait; sleep 300"
+    command = Command(["sh", "-c", f"cd {tmp_path}; {script}"], environment={"SPECIAL": "x"}, log=tmp_path / "log")
+    while "ready x" not in (tmp_path / "log").read_text():
+        time.sleep(0.01)
+    assert command.running
+    child = int((tmp_path / "pids").read_text())
+    import dash_trl.workers
+
+    seconds, dash_trl.workers.STOP_SECONDS = dash_trl.workers.STOP_SECONDS, 0.2
+    try:
+        command.stop(at_once=at_once)
+    finally:
+        dash_trl.workers.STOP_SECONDS = seconds
+    assert not command.running
+    for _ in range(200):  # until init has reaped it
+        if not os.path.exists(f"/proc/{child}") or open(f"/proc/{child}/stat").read().split()[2] == "Z":
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("the child lives")
+    command.stop()  # again: nothing to do
