@@ -101,7 +101,8 @@ def generated_tokens(url: str) -> float:
 
 def test_sampled_log_probs_are_the_trainers_through_three_syncs(servers, model, tmp_path):
     pool = make_pool(servers.urls, model, tmp_path)
-    rows = prompts(pool, 16, 4)
+    long = 12 * prompts(pool, 1, 1)[0]  # several blocks of the prefix cache, which must not outlive its weights
+    rows = [*prompts(pool, 15, 4), *[long] * 4]
     for sync in range(4):
         if sync:
             change(model, sync)
