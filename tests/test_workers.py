@@ -43,7 +43,9 @@ def test_a_feeder_that_hangs_costs_its_timeout():
 
 
 def test_the_event_loop_works_inside_another_one_and_relays_errors():
+    before = set(threading.enumerate())
     loop = EventLoop()
+    (thread,) = set(threading.enumerate()) - before
 
     async def fail():
         await asyncio.sleep(0)
@@ -62,16 +64,8 @@ def test_the_event_loop_works_inside_another_one_and_relays_errors():
 
     loop.close(last)
     assert closed == [True]
-    assert not any(thread.name == "dash_trl event loop" and thread.is_alive() for thread in _soon(threading.enumerate))
-
-
-def _soon(threads):
-    """The threads, once those that end have had a moment."""
-    for _ in range(100):
-        if not any(thread.name == "dash_trl event loop" for thread in threads()):
-            break
-        time.sleep(0.01)
-    return threads()
+    thread.join(5.0)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("at_once", [False, True])

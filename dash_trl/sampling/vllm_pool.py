@@ -71,6 +71,12 @@ class Job:
     last_error: str = ""
 
 
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Lets a task's error wait for the next batch, where it is raised; asyncio prints what nobody has looked at."""
+    if not task.cancelled():
+        task.exception()
+
+
 class ServerPool:
     """Work for several servers, balanced by outstanding tokens; what a failed server had is done by the others.
 
@@ -200,6 +206,7 @@ class ServerPool:
                 for url in fleet.to_probe(now):
                     if url not in self._reviving:
                         self._reviving[url] = asyncio.ensure_future(self._revive(url))
+                        self._reviving[url].add_done_callback(_retrieve)  # though this batch may end before it
                 if fleet.lost(now, self.server_timeout) and not running:
                     raise PoolError(self.message(f"No vLLM server could be used for {self.server_timeout:g} s"))
                 tasks = [*running, *self._reviving.values()] or [asyncio.ensure_future(asyncio.sleep(TICK))]
