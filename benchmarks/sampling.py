@@ -7,7 +7,8 @@ One server with the embedded model (0.5 M parameters), 64 tokens per completion,
 - `preemptive_ratio_N`: completions per second of one batch of N rows over those of 8 rows at a time (a micro-step's),
   both through the pool, by turns; median of 5 rounds.
 - `overhead`: wall time of a batch of 256 in the pool over the server's own time for it, the mean latency of its
-  requests by /metrics: all rows are sampled side by side from the first token to the last.
+  requests by /metrics: all rows are sampled side by side from the first token to the last. `bare_overhead`: the same of
+  a bare client by turns with it, which sends these requests at once and reads the bytes of the answers.
 - `sync_…`: a weight sync by file (gather, checksum, write, load, verify) for 1 M and 50 M parameters, over the time of
   copying a file of as many bytes.
 """
@@ -15,6 +16,7 @@ One server with the embedded model (0.5 M parameters), 64 tokens per completion,
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import re
@@ -29,6 +31,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CI", "1")
 
+import aiohttp
 import torch
 from accelerate import Accelerator
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
@@ -63,6 +66,20 @@ def latency(url: str) -> tuple[float, float]:
     return float(found[0][1]), float(found[1][1])
 
 
+def bare_client(url: str, model: str, prompts: list[tuple[list[int], int]], options: dict[str, Any]) -> None:
+    async def ask(session: aiohttp.ClientSession, ids: list[int], n: int) -> None:
+        request = {"model": model, "prompt": ids, "n": n, "logprobs": 0, "return_token_ids": True, **options}
+        async with session.post(f"{url}/v1/completions", json=request) as response:
+            await response.read()
+            assert response.status == 200
+
+    async def ask_all() -> None:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            await asyncio.gather(*(ask(session, ids, n) for ids, n in prompts))
+
+    asyncio.run(ask_all())
+
+
 def sampling(path: str, results: dict[str, Any]) -> None:
     options = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
     prompts = make_prompts(path, max(BATCHES) // GROUP)
@@ -72,7 +89,7 @@ def sampling(path: str, results: dict[str, Any]) -> None:
         pool.wait_until_ready()
         pool.complete(prompts[:4], options)  # the first requests compile kernels
         rates: dict[int, list[float]] = {MICRO_STEP: [], **{batch: [] for batch in BATCHES}}
-        overheads = []
+        overheads: dict[str, list[float]] = {"overhead": [], "bare_overhead": []}
         for _ in range(ROUNDS):
             # as many completions as in the smaller batch, a micro-step's rows at a time
             few = prompts[: BATCHES[0] // GROUP]
@@ -83,19 +100,27 @@ def sampling(path: str, results: dict[str, Any]) -> None:
             )
             for batch in BATCHES:
                 rows = prompts[: batch // GROUP]
-                before = latency(servers.urls[0])
-                wall = seconds(lambda rows=rows: pool.complete(rows, options))
-                rates[batch].append(batch / wall)
-                if batch == BATCHES[0]:
+                rates[batch].append(batch / seconds(lambda rows=rows: pool.complete(rows, options)))
+            for name, client in (
+                ("overhead", lambda rows: pool.complete(rows, options)),
+                ("bare_overhead", lambda rows: bare_client(servers.urls[0], path, rows, options)),
+            ):
+                for _ in range(2):
+                    before = latency(servers.urls[0])
+                    wall = seconds(lambda client=client, few=few: client(few))
                     total, count = (b - a for a, b in zip(before, latency(servers.urls[0]), strict=True))
-                    overheads.append(wall / (total / count))
+                    overheads[name].append(wall / (total / count))
     medians = {batch: statistics.median(values) for batch, values in rates.items()}
     for batch, rate in medians.items():
         print(f"{batch:5} rows at a time: {rate:6.1f} completions/s ({rate / medians[MICRO_STEP]:.2f}×)", flush=True)
     results |= {f"completions_per_second_{batch}": rate for batch, rate in medians.items()}
     results |= {f"preemptive_ratio_{batch}": medians[batch] / medians[MICRO_STEP] for batch in BATCHES}
-    results["overhead"] = statistics.median(overheads)
-    print(f"overhead of the pool at {BATCHES[0]} rows: {results['overhead']:.3f}", flush=True)
+    results |= {name: statistics.median(values) for name, values in overheads.items()}
+    print(
+        f"over the server's own time at {BATCHES[0]} rows: the pool {results['overhead']:.3f}, a bare client "
+        f"{results['bare_overhead']:.3f}",
+        flush=True,
+    )
 
 
 def weight_sync(tokenizer_path: str, name: str, shape: dict[str, int], results: dict[str, Any]) -> None:
