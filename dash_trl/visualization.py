@@ -59,7 +59,8 @@ def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Pa
     phases = [[log.get(f"time/{phase}", 0.0) for log in logs] for phase in PHASES]
     seconds.stackplot(steps, phases, labels=PHASES)
     seconds.set_title("seconds per step")
-    seconds.legend(loc="upper right", frameon=False)
+    seconds.margins(y=0.3)  # room above for the legend
+    seconds.legend(loc="upper right", ncols=2, frameon=False)
     for axis in (reward, kept, seconds):
         axis.set_xlabel("step")
         axis.spines[["top", "right"]].set_visible(False)
