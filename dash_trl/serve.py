@@ -190,10 +190,11 @@ def main() -> None:
         model = embedded_model()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("Stopped."))  # so that the servers are stopped, too
     with Servers(model, arguments.servers, port=arguments.port, options=options) as servers:
-        print(f"logs: {servers.logs}")
+        print(f"logs: {servers.logs}", flush=True)
         try:
             servers.wait_until_ready(progress=True)
-            print(f"Ready. Train with:\n\n    --vllm_server_urls {' '.join(servers.urls)}\n\nCtrl+C stops the servers.")
+            urls = " ".join(servers.urls)
+            print(f"Ready. Train with:\n\n    --vllm_server_urls {urls}\n\nCtrl+C stops the servers.", flush=True)
             while all(command.running for command in servers.commands):
                 time.sleep(1.0)
             ended = [url for url, one in zip(servers.urls, servers.commands, strict=True) if not one.running]

@@ -261,9 +261,8 @@ def port() -> str:
 def test_the_served_embedded_run_learns(tmp_path):
     """The two commands of the README."""
     log = tmp_path / "serve.log"
-    serve = Command(
-        [sys.executable, "-m", "dash_trl.serve", "embedded", "--port", "8300"], environment=ENVIRONMENT, log=log
-    )
+    command = [sys.executable, "-m", "dash_trl.serve", "embedded", "--port", "8300"]
+    serve = Command(command, environment={**ENVIRONMENT, "PYTHONUNBUFFERED": ""}, log=log)
     try:
         wait_until(lambda: "--vllm_server_urls" in log.read_text() or not serve.running, 240)
         found = re.search(r"--vllm_server_urls (\S+)", log.read_text())
