@@ -5,26 +5,41 @@ The servers here are fakes, for faults only; `test_vllm.py` has the real ones.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
+import torch
+from accelerate import Accelerator
 
-from dash_trl.sampling.server import Completion
+from dash_trl.sampling.server import Completion, ServerError
 from dash_trl.sampling.urls import check_urls
-from dash_trl.sampling.vllm_pool import PoolError, ServerPool
+from dash_trl.sampling.vllm_pool import PoolError, ServerPool, VLLMPool
 
 SAMPLING = {"max_tokens": 8}
 
 
 class Fake:
-    """A server on a free port that spoils its first `times` answers to `/v1/completions` by a `fault`."""
+    """A server on a free port that spoils answers by a `fault`: `times` of them, after the first `spared`.
 
-    def __init__(self, fault: str | None = None, times: int = 10**9, *, health: int = 200, delay: float = 0.0):
-        self.fault, self.times, self.health, self.delay = fault, times, health, delay
+    poison: only prompts that begin with this token.
+    """
+
+    def __init__(
+        self,
+        fault: str | None = None,
+        times: int = 10**9,
+        *,
+        spared: int = 0,
+        poison: int | None = None,
+        delay: float = 0.0,
+    ):
+        self.fault, self.times, self.spared, self.poison, self.delay = fault, times, spared, poison, delay
         self.served: list[int] = []  # first tokens of the prompts that were answered well
         self.asked = Counter()
         self.authorisation: str | None = None
@@ -39,18 +54,19 @@ class Fake:
             def do_GET(self):
                 fake.asked[self.path] += 1
                 if self.path == "/health":
-                    self._send(fake.health, b"")
+                    self._send(200, b"")
                 else:
                     self._send(200, json.dumps({"data": [{"id": "model"}]}).encode())
 
             def do_POST(self):
                 fake.asked[self.path] += 1
                 fake.authorisation = self.headers.get("Authorization")
-                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                fault = fake.fault if fake.times > 0 else None
-                fake.times -= 1
-                time.sleep(fake.delay)
-                fake.answer(self._send, request, fault)
+                request = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+                if self.path == "/v1/completions":
+                    time.sleep(fake.delay)
+                    fake.answer(self._send, request, fake.next_fault(request["prompt"][0]))
+                else:
+                    self._send(500 if self.path == fake.fault else 200, b"{}")
 
             def _send(self, status, body, length=None):
                 try:
@@ -67,6 +83,13 @@ class Fake:
         self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def next_fault(self, first):
+        if self.spared > 0 or self.times <= 0 or self.poison not in (None, first):
+            self.spared -= 1
+            return None
+        self.times -= 1
+        return self.fault
 
     def answer(self, send, request, fault):
         first = request["prompt"][0]
@@ -153,21 +176,64 @@ def prompts(count: int, n: int) -> list[tuple[list[int], int]]:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_good_server_answers_what_a_bad_one_fails(fault, fakes):
-    bad, good = fakes(fault), fakes()
+    bad, good = fakes(fault, spared=1), fakes()  # a server is tried before it is trusted
     pool = ServerPool([bad.url, good.url], server_timeout=20.0, request_timeout=1.0)
+    pool.wait_until_ready()
     assert pool.complete(prompts(12, 4), SAMPLING) == expected(12, 4)
-    assert sorted(set(good.served) - {0}) == list(range(1, 12))  # prompt 0 looks like the trial of a refit server
-    assert bad.asked["/v1/completions"] > 0 and bad.served == []
+    assert sorted(good.served) == [0, *range(12)]  # 0 is the trial's, too
+    assert bad.asked["/v1/completions"] > 3 and bad.served == [0]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_server_alone_is_an_error_that_names_it(fault, fakes):
-    bad = fakes(fault)
+    bad = fakes(fault, spared=1)
     pool = ServerPool([bad.url], server_timeout=1.0, request_timeout=0.5)
+    pool.wait_until_ready()
     started = time.monotonic()
     with pytest.raises(PoolError, match=f"{bad.url} is (dead|suspect|refitting); last error: "):
         pool.complete(prompts(3, 2), SAMPLING)
     assert time.monotonic() - started < 15.0
+
+
+def test_a_prompt_that_no_server_can_answer_ends_the_run(fakes, monkeypatch):
+    """Each of them is well after it failed, and would be given that prompt for ever."""
+    monkeypatch.setattr("dash_trl.sampling.health.FIRST_BACK_OFF", 0.01)
+    monkeypatch.setattr("dash_trl.sampling.health.PROBE_EVERY", 0.01)
+    pool = ServerPool([fakes("500", poison=3).url, fakes("500", poison=3).url], server_timeout=60.0)
+    with pytest.raises(PoolError, match="A request failed 6 times, at last with http.*answered 500"):
+        pool.complete(prompts(6, 2), SAMPLING)
+
+
+@pytest.mark.parametrize("fault", ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"])
+def test_a_server_that_fails_to_load_weights_goes_on_sampling(fault, fakes):
+    fake = fakes(fault)
+    pool = ServerPool([fake.url])
+    (error,) = pool.on_each(lambda server: server.load_weights("directory", "tag")).values()
+    assert isinstance(error, ServerError)
+    assert fake.asked["/pause?mode=keep"] == fake.asked["/resume"] == 1
+
+
+def test_newer_weights_wait_for_those_that_a_server_is_being_given(fakes):
+    """Else the older ones, coming last, would be what it computes with."""
+    pool = ServerPool([fakes().url, fakes().url], server_timeout=20.0)
+    pool.wait_until_ready()
+    order, slow = [], pool.urls[1]
+
+    async def refit(server):
+        await asyncio.sleep(1.0)
+        order.append("older")
+        return pool.fleet.version
+
+    pool.refit = refit
+    pool.fleet.failed(slow, 0, "", time.monotonic() - 5.0, gone=True)
+    pool.complete(prompts(4, 1), SAMPLING)
+    assert order == []
+    vllm = object.__new__(VLLMPool)  # its weights alone
+    vllm.pool, vllm.accelerator, vllm.model = pool, Accelerator(cpu=True), torch.nn.Linear(2, 2)
+    vllm._iter_named_params = lambda: iter(())
+    vllm._weights = SimpleNamespace(send=lambda *_: (order.append("newer"), (None, {}))[1])
+    vllm._send_weights()
+    assert order == ["older", "newer"]
 
 
 @pytest.mark.parametrize("fault", ["500", "too few choices", "hangs"])
