@@ -4,31 +4,37 @@
     python -m dash_trl.serve embedded                     # the tiny model of `make demo`
     python -m dash_trl.serve MODEL --servers 2 --max-model-len 4096 --dtype bfloat16     # the rest goes to `vllm serve`
 
-Prints the `--vllm_server_urls …` to paste behind the training command. The servers listen on 127.0.0.1: their weight
-endpoints have no authentication. An API key for the others is taken from the environment variable VLLM_API_KEY.
+Prints the `--vllm_server_urls …` to paste behind the training command. The servers listen on 127.0.0.1, since their
+weight endpoints have no authentication; `--host` opens them to others. An API key for sampling is taken from the
+environment variable VLLM_API_KEY.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import shutil
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
 
+from dash_trl.sampling.urls import is_loopback, is_unspecified
 from dash_trl.sampling.vllm_plugin import WORKER_EXTENSION
 from dash_trl.workers import Command
 
 HOST, FIRST_PORT = "127.0.0.1", 8000
+STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 READY_SECONDS = 600.0  # a large model is loaded from a slow disk, and compiled
 CPU_CACHE_GIB = "1"  # of keys and values; vLLM's default on a CPU is most of the memory
 CPU_SEQUENCES = (
@@ -41,14 +47,16 @@ class Servers:
 
     Args:
         model: a hub name or a directory. count: servers, each on its own share of the visible GPUs.
-        port: the first one; the others take the next free ones.
+        host: where they listen. port: the first one; the others take the next free ones.
         options: more arguments of `vllm serve`.
     Raises:
-        ValueError: fewer GPUs than servers, or vLLM is not installed.
+        ValueError: fewer GPUs than servers, a host that is not this machine's, or vLLM is not installed.
         RuntimeError: a server ended before it was ready, with the end of its log.
     """
 
-    def __init__(self, model: str, count: int = 1, *, port: int = FIRST_PORT, options: Sequence[str] = ()):
+    def __init__(
+        self, model: str, count: int = 1, *, host: str = HOST, port: int = FIRST_PORT, options: Sequence[str] = ()
+    ):
         if count < 1:
             raise ValueError(f"servers={count}: start at least one.")
         program = Path(sys.executable).with_name("vllm")  # beside this Python, be its environment activated or not
@@ -57,21 +65,30 @@ class Servers:
             raise ValueError("vLLM is not installed in this environment: `pip install dash_trl[vllm]`.")
         self.model, self.options, self._program = model, list(options), found
         self.logs = Path(tempfile.mkdtemp(prefix="dash_trl_serve_"))
-        self.ports = free_ports(count, port)
+        self.host, self.ports = host, free_ports(count, port, host)
         self.commands: list[Command] = []
         self._devices = devices(count)
 
     @property
     def urls(self) -> list[str]:
-        return [f"http://{HOST}:{port}" for port in self.ports]
+        host = HOST if is_unspecified(self.host) else self.host
+        return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for port in self.ports]
 
     def __enter__(self) -> Servers:
-        self.commands = [self._start(i) for i in range(len(self.ports))]
+        try:
+            for number in range(len(self.ports)):
+                self.commands.append(self._start(number))
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for command in self.commands:
-            command.stop()
+        with signals_ignored():  # a second Ctrl+C would leave servers behind
+            for command in self.commands:
+                command.terminate()
+            for command in self.commands:
+                command.stop()
 
     def restart(self, number: int) -> None:
         """A server that died, at its old address."""
@@ -85,7 +102,7 @@ class Servers:
         else:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices[number]
         return Command(
-            [self._program, "serve", self.model, *flags(self.ports[number], self._devices, self.options)],
+            [self._program, "serve", self.model, *flags(self.host, self.ports[number], self._devices, self.options)],
             environment=environment,
             log=self.logs / f"server_{number}.log",
         )
@@ -109,9 +126,23 @@ class Servers:
                 time.sleep(0.5)
 
 
-def flags(port: int, devices: list[str] | None, options: Sequence[str]) -> list[str]:
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP wait for what must be finished; only the main thread gets any."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPED_BY}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def flags(host: str, port: int, devices: list[str] | None, options: Sequence[str]) -> list[str]:
     """The arguments behind `vllm serve MODEL`; the user's own come last and win."""
-    chosen = ["--host", HOST, "--port", str(port), "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
+    chosen = ["--host", host, "--port", str(port), "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     chosen += ["--worker-extension-cls", WORKER_EXTENSION]
     if devices is None:
         # float32: in bfloat16 log-probs differ by 1e-3 and more. Eager: most CPU machines lack a compiler.
@@ -141,15 +172,18 @@ def cores(number: int, count: int) -> str:
     return ",".join(str(available[(number * share + i) % len(available)]) for i in range(share))
 
 
-def free_ports(count: int, first: int) -> list[int]:
+def free_ports(count: int, first: int, host: str = HOST) -> list[int]:
     """The next `count` ports from `first` on that nobody listens at."""
     ports: list[int] = []
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in range(first, 65536):
-        with socket.socket() as probe:
+        with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((HOST, port))
-            except OSError:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise ValueError(f"--host {host}: nobody can listen there on this machine ({error}).") from error
                 continue
         ports.append(port)
         if len(ports) == count:
@@ -170,17 +204,18 @@ def tail(log: Path, lines: int = 15) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("model", help="a hub name, a directory, or 'embedded'")
     parser.add_argument("--servers", type=int, default=1, help="each gets an equal share of the visible GPUs")
-    parser.add_argument(
-        "--port", type=int, default=FIRST_PORT, help="of the first server; the others take the next ones"
-    )
+    parser.add_argument("--host", default=HOST, help="the address to listen at")
+    parser.add_argument("--port", type=int, default=FIRST_PORT, help="the first server's; the others take the next")
     arguments, options = parser.parse_known_args()
-    if "--host" in options:
+    if not is_loopback(arguments.host):
         print(
-            "WARNING: --host opens vLLM's weight endpoints, which have no authentication, to whoever reaches that "
-            "address: they can replace or read the model. Use a private network or a tunnel.",
+            f"WARNING: --host {arguments.host} opens vLLM's weight endpoints, which have no authentication, to whoever "
+            "reaches that address: they can replace or read the model. Use a private network or a tunnel.",
             file=sys.stderr,
         )
     model = arguments.model
@@ -188,13 +223,18 @@ def main() -> None:
         from dash_trl.embedded import embedded_model
 
         model = embedded_model()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Stopped."))  # so that the servers are stopped, too
-    with Servers(model, arguments.servers, port=arguments.port, options=options) as servers:
+    for number in STOPPED_BY[1:]:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does
+            signal.signal(number, lambda *_: sys.exit("Stopped."))  # so that the servers are stopped, too
+    with Servers(model, arguments.servers, host=arguments.host, port=arguments.port, options=options) as servers:
         print(f"logs: {servers.logs}", flush=True)
         try:
             servers.wait_until_ready(progress=True)
             urls = " ".join(servers.urls)
-            print(f"Ready. Train with:\n\n    --vllm_server_urls {urls}\n\nCtrl+C stops the servers.", flush=True)
+            print(f"Ready. Train with:\n\n    --vllm_server_urls {urls}\n", flush=True)
+            if is_unspecified(arguments.host):
+                print(f"On other machines, with this one's name or address in place of {HOST}.")
+            print("Ctrl+C stops the servers.", flush=True)
             while all(command.running for command in servers.commands):
                 time.sleep(1.0)
             ended = [url for url, one in zip(servers.urls, servers.commands, strict=True) if not one.running]

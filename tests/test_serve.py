@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from dash_trl import serve
 
+ROOT = Path(__file__).parents[1]
+
 
 def test_the_servers_listen_on_this_machine_only_and_the_user_s_flags_win():
-    arguments = serve.flags(8000, None, ["--dtype", "bfloat16"])
+    arguments = serve.flags("127.0.0.1", 8000, None, ["--dtype", "bfloat16"])
     assert arguments[:4] == ["--host", "127.0.0.1", "--port", "8000"]
     assert arguments[-2:] == ["--dtype", "bfloat16"] and "float32" in arguments
     assert arguments[arguments.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert "--trust-remote-code" not in arguments
-    on_gpu = serve.flags(8000, ["0,1", "2,3"], [])
+    on_gpu = serve.flags("127.0.0.1", 8000, ["0,1", "2,3"], [])
     assert on_gpu[on_gpu.index("--tensor-parallel-size") + 1] == "2" and "--weight-transfer-config" in on_gpu
 
 
@@ -45,6 +52,58 @@ def test_the_gpus_are_shared_out(monkeypatch):
     assert serve.devices(2) == ["3", "5"]
     with pytest.raises(ValueError, match=r"servers=3, but only 2 GPUs are visible \(3,5\)"):
         serve.devices(3)
+
+
+@pytest.mark.vllm
+def test_where_the_servers_listen_and_where_they_are_reached():
+    assert serve.Servers("model", 1, host="0.0.0.0", port=8900).urls[0].startswith("http://127.0.0.1:89")
+    assert serve.Servers("model", 1, host="::1", port=8900).urls[0].startswith("http://[::1]:89")
+    with pytest.raises(ValueError, match="--host 192.0.2.1: nobody can listen there on this machine"):
+        serve.Servers("model", 1, host="192.0.2.1")
+
+
+SCRIPT = """
+import sys
+from dash_trl import serve, workers
+slow = "trap 'sleep 1; exit' TERM; echo up; while :; do sleep 0.1; done"
+serve.Servers._start = lambda self, i: workers.Command(["sh", "-c", slow], log=self.logs / f"{i}.log")
+serve.answers = lambda url: "up" in (serve.Path(self.logs) / "1.log").read_text()
+begin = serve.Servers.__enter__
+def enter(servers):
+    global self
+    self = begin(servers)
+    print("PIDS", *[command.process.pid for command in servers.commands], flush=True)
+    return self
+serve.Servers.__enter__ = enter
+sys.argv[1:] = ["model", "--servers", "2", "--host=0.0.0.0"]
+serve.main()
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+def test_no_signal_leaves_servers_behind(first, tmp_path):
+    """Nor does an impatient second one."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    lines = iter(process.stdout.readline, "")
+    pids: list[int] = []
+    for line in lines:
+        if line.startswith("PIDS"):
+            pids = [int(pid) for pid in line.split()[1:]]
+        if line.startswith("Ctrl+C"):
+            break
+    assert len(pids) == 2
+    process.send_signal(first)
+    for another in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        time.sleep(0.1)
+        process.send_signal(another)
+    _, errors = process.communicate(timeout=20)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.killpg(pid, 0)
+    assert "--host 0.0.0.0 opens vLLM's weight endpoints" in errors
 
 
 @pytest.mark.vllm

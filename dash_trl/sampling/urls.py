@@ -24,7 +24,7 @@ def check_urls(urls: Sequence[str]) -> list[str]:
                 f"vllm_server_urls has {url!r}, which is not the address of a server. Write http://HOST:PORT, e.g. "
                 "http://127.0.0.1:8000, without a path."
             )
-        if not _is_loopback(parts.hostname):
+        if not (is_loopback(parts.hostname) or is_unspecified(parts.hostname)):
             logger.warning(
                 f"{url} is not on this machine. vLLM's weight endpoints have no authentication, even with an API key: "
                 "whoever reaches that port can replace or read the model. Use a private network or a tunnel."
@@ -32,8 +32,18 @@ def check_urls(urls: Sequence[str]) -> list[str]:
     return cleaned
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Only this machine reaches it."""
+    return host == "localhost" or _property(host, "is_loopback")
+
+
+def is_unspecified(host: str) -> bool:
+    """0.0.0.0 or ::, any address of this machine: one connects to itself, and listens to everybody."""
+    return _property(host, "is_unspecified")
+
+
+def _property(host: str, name: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return getattr(ipaddress.ip_address(host), name)
     except ValueError:
-        return host == "localhost"
+        return False  # a name
