@@ -244,15 +244,18 @@ class Feeder:
             self._done.set_result(consume(iter(self._items.get, self._END)))
         except BaseException as error:  # relayed to the main thread
             self._done.set_exception(error)
+            while not self._items.empty():  # a put that waits for room goes on, and finds the error
+                self._items.get_nowait()
 
     def put(self, item: Any) -> None:
         """Raises what the thread raised, or TimeoutError."""
-        if self._done.done():
-            self._done.result()
         try:
-            self._items.put(item, timeout=self._timeout)
+            if not self._done.done():
+                self._items.put(item, timeout=self._timeout)
         except queue.Full:
             raise TimeoutError(f"nothing was consumed for {self._timeout:g} s") from None
+        if self._done.done():
+            self._done.result()
 
     def finish(self) -> Any:
         """The value of `consume`; raises as `put`."""
@@ -292,13 +295,18 @@ class Command:
     def stop(self, *, at_once: bool = False) -> None:
         """SIGTERM, and SIGKILL to what is left of the group after `STOP_SECONDS`; `at_once`: SIGKILL now."""
         if not at_once:
-            self._signal(signal.SIGTERM)
+            self.terminate()
             try:
                 self.process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 pass
         self._signal(signal.SIGKILL)
         self.process.wait()
+
+    def terminate(self) -> None:
+        """SIGTERM, without waiting: several programs end side by side."""
+        if self.running:
+            self._signal(signal.SIGTERM)
 
     def _signal(self, number: int) -> None:
         try:

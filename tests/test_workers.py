@@ -31,6 +31,23 @@ def test_a_feeder_s_failure_is_raised_where_it_is_fed():
             time.sleep(0.01)
 
 
+def test_a_put_that_waits_for_room_is_told_why_there_is_none():
+    waiting = threading.Event()
+
+    def consume(items):
+        waiting.wait()
+        time.sleep(0.1)
+        raise RuntimeError("the link is down")
+
+    feeder = Feeder(consume, ahead=1, timeout=30.0)
+    feeder.put(0)
+    started = time.monotonic()
+    waiting.set()
+    with pytest.raises(RuntimeError, match="the link is down"):
+        feeder.put(1)
+    assert time.monotonic() - started < 5.0
+
+
 def test_a_feeder_that_hangs_costs_its_timeout():
     feeder = Feeder(lambda items: threading.Event().wait(), ahead=1, timeout=0.2)
     feeder.put(0)
