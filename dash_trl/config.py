@@ -34,9 +34,8 @@ class DASHConfig(GRPOConfig):
         vllm_request_timeout (`float`, defaults to `600.0`):
             Seconds for one prompt's completions, or one weight update; then the server is suspected and the prompt goes
             to another.
-        vllm_weight_sync (`str`, defaults to `"auto"`):
-            How servers get new weights: `"file"` (any device), `"nccl"` (GPU to GPU), or `"auto"`: NCCL where trainer
-            and servers can.
+        vllm_weight_sync (`str`, defaults to `"file"`):
+            How servers get new weights: `"file"` (any device) or `"nccl"` (GPU to GPU, experimental).
         vllm_weight_dir (`str` or `None`, defaults to `None`):
             Where `"file"` writes; trainer and servers must see it under the same path. `None`: in `output_dir`.
     """
@@ -68,8 +67,8 @@ class DASHConfig(GRPOConfig):
         metadata={"help": "Seconds for one prompt's completions; then another server is asked."},
     )
     vllm_weight_sync: str = field(
-        default="auto",
-        metadata={"help": "How servers get new weights.", "choices": ["auto", "file", "nccl"]},
+        default="file",
+        metadata={"help": "How servers get new weights.", "choices": ["file", "nccl"]},
     )
     vllm_weight_dir: str | None = field(
         default=None,
@@ -107,8 +106,8 @@ class DASHConfig(GRPOConfig):
             ) from error
 
     def _check_servers(self) -> None:
-        if self.vllm_weight_sync not in ("auto", "file", "nccl"):
-            raise ValueError(f"vllm_weight_sync={self.vllm_weight_sync!r} is unknown. Use 'file', 'nccl' or 'auto'.")
+        if self.vllm_weight_sync not in ("file", "nccl"):
+            raise ValueError(f"vllm_weight_sync={self.vllm_weight_sync!r} is unknown. Use 'file' or 'nccl'.")
         if not self.vllm_request_timeout > 0:
             raise ValueError(
                 f"vllm_request_timeout={self.vllm_request_timeout} gives no server time to answer. Use the "

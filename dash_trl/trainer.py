@@ -82,10 +82,9 @@ class DASHTrainer(GRPOTrainer):
         self._sampling_only = False  # TRL's sampling method must not run the model
         self._scored: Any = None  # (rewards of all ranks, completions of this one)
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        servers = args.use_vllm and args.vllm_mode == "server"
-        args.use_vllm = args.use_vllm and not servers  # TRL would build its own client, which needs CUDA
-        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
-        if servers:
+        with vllm_pool.without_client(args):
+            super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        if args.use_vllm and args.vllm_mode == "server":
             vllm_pool.install(self)
 
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_trl.sampling.health import FAILURES_UNTIL_DEAD, SEQUENCES_PER_SERVER, Fleet, State
+from dash_trl.sampling.health import FAILURES_UNTIL_DEAD, JOBS, SEQUENCES_PER_SERVER, Fleet, State
 
 A, B = "http://a", "http://b"
 
@@ -20,44 +20,45 @@ def ready(*urls: str, version: int = 1) -> Fleet:
 
 
 EVENTS = st.sampled_from(
-    ["started", "served", "failed", "gone", "abandoned", "answered", "refitted", "refitted old", "refit_failed", "new"]
+    ["begin", "started", "served", "failed", "gone", "abandoned", "answered", "refitted", "refitted old"]
+    + ["refit_failed", "new"]
 )
 
 
 @given(st.lists(st.tuples(EVENTS, st.sampled_from([A, B])), max_size=60))
-def test_only_a_server_with_the_current_weights_is_given_a_prompt(events):
-    """The reference: which version each server was given since it was last dead, kept in a plain dict."""
+def test_only_a_server_that_was_just_seen_with_the_current_weights_is_given_a_prompt(events):
+    """The reference: the version that each was last seen with, forgotten at a failure, between batches, in death."""
     fleet, now, version = Fleet([A, B]), 0.0, 0
-    holds: dict[str, int | None] = {A: None, B: None}
+    seen: dict[str, int | None] = {A: None, B: None}
     for number, (event, url) in enumerate(events):
         now += 1.0
         before = fleet.servers[url].state
-        if event == "started":
+        if event == "begin":
+            fleet.begin(now)
+            seen = {A: None, B: None}
+        elif event == "started":
             fleet.started(url, number, 10, 1)
         elif event in ("served", "abandoned"):
             getattr(fleet, event)(url, number - 1)
         elif event in ("failed", "gone"):
             fleet.failed(url, number - 1, "broken", now, gone=event == "gone")
+            seen[url] = None
         elif event == "answered":
             fleet.answered(url)
         elif event.startswith("refitted"):
             given = version - (event == "refitted old")
             fleet.refitted(url, given, now)
             if before == State.REFITTING:
-                holds[url] = given
+                seen[url] = given
         elif event == "refit_failed":
             fleet.refit_failed(url, "no", now)
+            seen[url] = None
         else:
             version += 1
             fleet.new_version(version, now)
-        for one in (A, B):
-            if fleet.servers[one].state == State.DEAD:
-                holds[one] = None
-        if before == State.DEAD:  # back only through refitting
-            assert fleet.servers[url].state in (State.DEAD, State.REFITTING)
-        chosen = fleet.choose(1, now + 100.0)
-        assert chosen is None or holds[chosen] == version
-        assert fleet.lost(now + 10.0, 10.0) <= (chosen is None)
+        chosen = fleet.choose(1)
+        assert chosen is None or seen[chosen] == version
+        assert not (chosen and fleet.lost(now + 10.0, 10.0))
 
 
 def test_a_failure_makes_a_server_suspect_and_three_in_a_row_dead():
@@ -65,30 +66,51 @@ def test_a_failure_makes_a_server_suspect_and_three_in_a_row_dead():
     for failures in range(1, FAILURES_UNTIL_DEAD):
         fleet.failed(A, 0, "500", now=10.0 * failures)
         assert fleet.servers[A].state == State.SUSPECT
+        fleet.answered(A)
+        fleet.refitted(A, 1, now=10.0 * failures + 5.0)  # well again, but nothing served
     fleet.failed(A, 0, "500", now=100.0)
     assert fleet.servers[A].state == State.DEAD
     assert fleet.to_probe(100.5) == [] and fleet.to_probe(101.0) == [A]
 
 
-def test_what_a_suspect_serves_makes_it_healthy_again():
+def test_a_suspect_rests_and_is_looked_at_before_it_gets_a_prompt():
     fleet = ready(A)
     fleet.failed(A, 0, "500", now=0.0)
-    assert fleet.choose(1, now=0.4) is None  # it rests
-    assert fleet.choose(1, now=0.5) == A
-    fleet.started(A, 1, 10, 1)
-    assert fleet.choose(1, now=0.5) is None  # one job at a time
-    fleet.served(A, 1)
-    assert fleet.servers[A].state == State.HEALTHY
+    assert fleet.to_probe(0.4) == [] and fleet.to_probe(0.5) == [A]
+    fleet.served(A, 1)  # one that was under way
+    assert fleet.choose(1) is None
+    fleet.answered(A)
+    assert fleet.choose(1) is None and fleet.to_probe(9.0) == []
+    fleet.refitted(A, 1, now=0.6)
+    assert fleet.choose(1) == A
     fleet.failed(A, 2, "500", now=1.0)
     assert fleet.servers[A].failures == 1  # in a row
+
+
+def test_between_batches_a_server_may_have_become_another():
+    fleet = ready(A)
+    fleet.begin(5.0)
+    assert fleet.choose(1) is None and fleet.to_probe(5.0) == [A] and not fleet.lost(99.0, 1.0)
+    fleet.answered(A)
+    fleet.refit_failed(A, "it has other weights", 6.0)
+    assert fleet.servers[A].state == State.DEAD and fleet.lost(7.0, 1.0)
+
+
+def test_a_server_may_wait_for_the_next_weights():
+    fleet = ready(A, B)
+    fleet.refit_failed(A, "gone", 1.0)
+    fleet.answered(A)
+    assert fleet.waiting() == [A] and fleet.to_probe(99.0) == [] and fleet.choose(1) == B
+    fleet.new_version(2, 5.0)
+    assert fleet.waiting() == [A, B]
 
 
 def test_a_server_that_is_gone_is_dead_at_once_and_probes_do_not_make_it_healthy():
     fleet = ready(A, B)
     fleet.failed(A, 0, "connection refused", now=0.0, gone=True)
-    assert fleet.servers[A].state == State.DEAD and fleet.choose(1, now=99.0) == B
+    assert fleet.servers[A].state == State.DEAD and fleet.choose(1) == B
     fleet.answered(A)
-    assert fleet.servers[A].state == State.REFITTING and fleet.choose(1, now=99.0) == B
+    assert fleet.servers[A].state == State.REFITTING and fleet.choose(1) == B
     fleet.refitted(A, 0, now=99.0)  # the weights before the last ones
     assert fleet.servers[A].state == State.DEAD
 
@@ -97,17 +119,25 @@ def test_the_fewest_outstanding_tokens_and_not_where_it_failed_before():
     fleet = ready(A, B)
     fleet.started(A, 0, 100, 4)
     fleet.started(B, 1, 99, 4)
-    assert fleet.choose(1, now=0.0) == B
-    assert fleet.choose(1, now=0.0, avoid=[B]) == A
-    assert fleet.choose(1, now=0.0, avoid=[A, B]) == B  # better than nobody
+    assert fleet.choose(1) == B
+    assert fleet.choose(1, avoid=[B]) == A
+    assert fleet.choose(1, avoid=[A, B]) == B  # better than nobody
     fleet.started(B, 2, 1, SEQUENCES_PER_SERVER)
-    assert fleet.choose(1, now=0.0, avoid=[A]) is None  # it waits for B, which has no room
-    assert fleet.choose(1, now=0.0) == A
+    assert fleet.choose(1, avoid=[A]) is None  # it waits for B, which has no room
+    assert fleet.choose(1) == A
+
+
+def test_the_connections_of_a_process_are_limited():
+    fleet = ready(A, B)
+    for job in range(JOBS // 2):
+        assert fleet.choose(1, avoid=[B]) == A
+        fleet.started(A, job, 1, 1)
+    assert fleet.choose(1, avoid=[B]) is None and fleet.choose(1) == B
 
 
 def test_a_job_larger_than_the_limit_goes_to_an_idle_server():
     fleet = ready(A)
-    assert fleet.choose(SEQUENCES_PER_SERVER + 1, now=0.0) == A
+    assert fleet.choose(SEQUENCES_PER_SERVER + 1) == A
 
 
 def test_the_time_without_a_server_counts_from_the_loss_or_the_start_of_work():

@@ -6,6 +6,7 @@ The servers here are fakes, for faults only; `test_vllm.py` has the real ones.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import threading
 import time
@@ -16,10 +17,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers import Qwen2Config
 
 from dash_trl.sampling.server import Completion, ServerError
 from dash_trl.sampling.urls import check_urls
+from dash_trl.sampling.vllm_plugin import model_shape
 from dash_trl.sampling.vllm_pool import PoolError, ServerPool, VLLMPool
+from dash_trl.sampling.weight_sync import FileWeights, Snapshot, WeightMismatch
 
 SAMPLING = {"max_tokens": 8}
 
@@ -42,6 +46,9 @@ class Fake:
         self.fault, self.times, self.spared, self.poison, self.delay = fault, times, spared, poison, delay
         self.served: list[int] = []  # first tokens of the prompts that were answered well
         self.asked = Counter()
+        self.tag = "default"  # of the weights, as a server that was just started says
+        self.report = {"checksums": {}, "dtype": "float32", "shape": {}, "comparable": True}
+        self.config = {"model_config": {"logprobs_mode": "processed_logprobs"}, "weight_transfer_config": None}
         self.authorisation: str | None = None
         fake = self
 
@@ -53,10 +60,8 @@ class Fake:
 
             def do_GET(self):
                 fake.asked[self.path] += 1
-                if self.path == "/health":
-                    self._send(200, b"")
-                else:
-                    self._send(200, json.dumps({"data": [{"id": "model"}]}).encode())
+                answer = {"data": [{"id": "model"}], "weight_version": fake.tag, "vllm_config": fake.config}
+                self._send(200, b"" if self.path == "/health" else json.dumps(answer).encode())
 
             def do_POST(self):
                 fake.asked[self.path] += 1
@@ -65,8 +70,11 @@ class Fake:
                 if self.path == "/v1/completions":
                     time.sleep(fake.delay)
                     fake.answer(self._send, request, fake.next_fault(request["prompt"][0]))
+                elif self.path == fake.fault:
+                    self._send(500, b"{}")
                 else:
-                    self._send(500 if self.path == fake.fault else 200, b"{}")
+                    fake.tag = request.get("new_version", fake.tag)
+                    self._send(*fake.rpc_answer())
 
             def _send(self, status, body, length=None):
                 try:
@@ -79,10 +87,20 @@ class Fake:
                 except OSError:
                     pass  # the client gave up waiting
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        class Listener(ThreadingHTTPServer):
+            request_queue_size = 128  # else connections that come together wait a second
+
+        self.server = Listener(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def rpc_answer(self):
+        if self.fault == "no extension":  # vLLM's own answer
+            message = "Worker failed with error ''CPUWorker' object has no attribute 'dash_weight_report''"
+            return 500, json.dumps({"error": {"message": message}}).encode()
+        results = {"no worker": [], "no report": [{"checksums": {}}]}.get(self.fault, [self.report])
+        return 200, json.dumps({"results": results}).encode()
 
     def next_fault(self, first):
         if self.spared > 0 or self.times <= 0 or self.poison not in (None, first):
@@ -92,21 +110,26 @@ class Fake:
         return self.fault
 
     def answer(self, send, request, fault):
-        first = request["prompt"][0]
+        first, n = request["prompt"][0], request.get("n", 1)
+        entries = [{str(token): {"logprob": -0.25 * token}} for token in request["prompt"]]
         choices = [
             {
                 "index": i,
                 "token_ids": [first, 100 + i],
                 "logprobs": {"token_logprobs": [-0.5, -1.5]},
+                "prompt_logprobs": [None, *entries[1:]],
                 "finish_reason": "stop",
             }
-            for i in reversed(range(request["n"]))  # their order is not promised
+            for i in reversed(range(n))  # their order is not promised
         ]
         for choice in choices:
             del choice["token_ids"][request["max_tokens"] :]
             del choice["logprobs"]["token_logprobs"][request["max_tokens"] :]
         if fault in ("500", "429", "400", "401"):
             return send(int(fault), b'{"error": "told to"}')
+        if fault == "NaN":  # vLLM's own answer
+            message = "Out of range float values are not JSON compliant: nan"
+            return send(400, json.dumps({"error": {"message": message, "type": "BadRequestError"}}).encode())
         if fault == "hangs":
             time.sleep(30)
         if fault == "truncated JSON":
@@ -115,19 +138,27 @@ class Fake:
             return send(200, json.dumps({"choices": choices}).encode()[:-20], length=100_000)
         if fault == "not JSON":
             return send(200, b"<html>proxy</html>")
+        spoiled = choices[0]
         if fault == "too few choices":
             choices = choices[:-1]
-        if fault == "NaN":
-            choices[0]["logprobs"]["token_logprobs"][0] = float("nan")
+        if fault == "null choice":
+            choices[0] = None
+        if fault == "null index":
+            spoiled["index"] = None
+        if fault == "written NaN":
+            spoiled["logprobs"]["token_logprobs"][0] = float("nan")
+            entries[1][str(request["prompt"][1])]["logprob"] = float("nan")
         if fault == "null":
-            choices[0]["logprobs"]["token_logprobs"][0] = None
+            spoiled["logprobs"]["token_logprobs"][0] = None
+            entries[1][str(request["prompt"][1])]["logprob"] = None
         if fault == "wrong token counts":
-            choices[0]["token_ids"].append(7)
+            spoiled["token_ids"].append(7)
+            spoiled["prompt_logprobs"].append({"7": {"logprob": 0.0}})
         if fault == "too many tokens":
-            choices[0]["token_ids"] *= 5
-            choices[0]["logprobs"]["token_logprobs"] *= 5
+            spoiled["token_ids"] *= 5
+            spoiled["logprobs"]["token_logprobs"] *= 5
         if fault == "aborted":
-            choices[0]["finish_reason"] = "abort"
+            spoiled["finish_reason"] = "abort"
         if fault is None:
             self.served.append(first)
         send(200, json.dumps({"choices": choices}).encode())
@@ -145,12 +176,13 @@ FAULTS = [
     "breaks off",
     "not JSON",
     "too few choices",
+    "null choice",
     "NaN",
+    "written NaN",
     "null",
     "wrong token counts",
-    "too many tokens",
-    "aborted",
 ]
+FAULTS_OF_SAMPLES = ["null index", "too many tokens", "aborted"]
 
 
 @pytest.fixture
@@ -174,7 +206,7 @@ def prompts(count: int, n: int) -> list[tuple[list[int], int]]:
     return [([i, 1, 2], n) for i in range(count)]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS + FAULTS_OF_SAMPLES)
 def test_a_good_server_answers_what_a_bad_one_fails(fault, fakes):
     bad, good = fakes(fault, spared=1), fakes()  # a server is tried before it is trusted
     pool = ServerPool([bad.url, good.url], server_timeout=20.0, request_timeout=1.0)
@@ -185,6 +217,15 @@ def test_a_good_server_answers_what_a_bad_one_fails(fault, fakes):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+def test_a_good_server_scores_what_a_bad_one_fails(fault, fakes):
+    bad, good = fakes(fault, spared=1), fakes()
+    pool = ServerPool([bad.url, good.url], server_timeout=20.0, request_timeout=1.0)
+    pool.wait_until_ready()
+    assert pool.log_probs([[i, 1, 2] for i in range(12)]) == [[-0.25, -0.5]] * 12
+    assert sorted(good.served) == [0, *range(12)] and bad.served == [0]
+
+
+@pytest.mark.parametrize("fault", FAULTS + FAULTS_OF_SAMPLES)
 def test_a_bad_server_alone_is_an_error_that_names_it(fault, fakes):
     bad = fakes(fault, spared=1)
     pool = ServerPool([bad.url], server_timeout=1.0, request_timeout=0.5)
@@ -213,27 +254,190 @@ def test_a_server_that_fails_to_load_weights_goes_on_sampling(fault, fakes):
     assert fake.asked["/pause?mode=keep"] == fake.asked["/resume"] == 1
 
 
+def vllm_pool(urls: list[str], send) -> VLLMPool:
+    """Its weights alone: `send(parameters, version, on_each)` in place of files."""
+    pool = object.__new__(VLLMPool)
+    pool.accelerator, pool.model = Accelerator(cpu=True), torch.nn.Linear(2, 2)
+    pool.urls, pool.server_timeout, pool.request_timeout = urls, 20.0, 20.0
+    pool._iter_named_params = lambda: iter(())
+    pool._init_vllm()
+    pool._weights = SimpleNamespace(send=send)
+    return pool
+
+
 def test_newer_weights_wait_for_those_that_a_server_is_being_given(fakes):
     """Else the older ones, coming last, would be what it computes with."""
-    pool = ServerPool([fakes().url, fakes().url], server_timeout=20.0)
-    pool.wait_until_ready()
-    order, slow = [], pool.urls[1]
+    order, newer_asked = [], threading.Event()
+    vllm = vllm_pool([fakes().url, fakes().url], lambda *_: (order.append("newer"), (None, {}))[1])
+    pool = vllm.pool
+    slow = pool.urls[1]
 
     async def refit(server):
-        await asyncio.sleep(1.0)
-        order.append("older")
+        if server.url == slow:
+            while not newer_asked.is_set():
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            order.append("older")
         return pool.fleet.version
 
     pool.refit = refit
-    pool.fleet.failed(slow, 0, "", time.monotonic() - 5.0, gone=True)
-    pool.complete(prompts(4, 1), SAMPLING)
-    assert order == []
-    vllm = object.__new__(VLLMPool)  # its weights alone
-    vllm.pool, vllm.accelerator, vllm.model = pool, Accelerator(cpu=True), torch.nn.Linear(2, 2)
-    vllm._iter_named_params = lambda: iter(())
-    vllm._weights = SimpleNamespace(send=lambda *_: (order.append("newer"), (None, {}))[1])
+    for url in pool.urls:
+        pool.fleet.refit_failed(url, "it was away", now=0.0)
+    pool.complete(prompts(4, 1), SAMPLING)  # by the other one
+    assert order == [] and pool.fleet.waiting() == [slow]
+    newer_asked.set()
     vllm._send_weights()
     assert order == ["older", "newer"]
+
+
+def test_a_server_that_was_restarted_between_two_batches_gets_the_weights_first(fakes):
+    """Nobody saw it: its connections are closed, it answers, and says nothing of its weights unasked."""
+    fake, other = fakes(), fakes()
+    loads = []
+
+    class Files(FileWeights):
+        async def _load(self, server, snapshot):
+            loads.append((server.url, len(fake.served)))
+            assert (await server.load_weights("directory", snapshot.tag)).checksum == 0
+
+    weights = Files("nowhere", torch.float32)
+    snapshot = Snapshot(1, "run-1", 0, "nowhere")
+    vllm = vllm_pool([fake.url, other.url], None)
+    vllm._weights = SimpleNamespace(
+        refit=weights.refit,
+        send=lambda parameters, version, on_each: (
+            snapshot,
+            on_each(lambda server: weights._load(server, snapshot)),
+        ),
+    )
+    vllm._send_weights()
+    assert loads == [(fake.url, 0), (other.url, 0)]
+    assert vllm.pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
+    assert len(loads) == 2 and len(fake.served) == 4  # and no trial, since nothing was amiss
+    fake.tag = "default"
+    fake.delay = 0.05
+    assert vllm.pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
+    assert loads[2:] == [(fake.url, 4)] and fake.tag == "run-1"
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("no extension", ValueError, "python -m dash_trl.serve"),
+        ("no worker", PoolError, "reported the weights of no worker"),
+        ("no report", PoolError, "without a usable `dtype`"),
+        ("dtype", ValueError, "in different dtypes"),
+        ("shape", ValueError, "another model than the trainer's"),
+        ("nccl", ValueError, "vllm_weight_sync='nccl' needs the trainer on CUDA"),
+        ("key", ValueError, "vllm_weight_sync='nccl' goes through TRL's client, which sends no API key"),
+    ],
+)
+def test_servers_that_cannot_be_this_trainer_s(fault, error, message, fakes, monkeypatch):
+    fake, other = fakes(fault), fakes()
+    vllm = checked_pool([fake, other], fault, monkeypatch)
+    if fault == "dtype":
+        other.report["dtype"] = "bfloat16"
+    if fault == "shape":
+        fake.report["shape"]["vocab_size"] = 65
+    with pytest.raises(error, match=message):
+        vllm._check_servers()
+
+
+@pytest.mark.parametrize("fault", [None, "quantised", "logprobs_mode"])
+def test_servers_that_can_but_with_less(fault, fakes, monkeypatch, caplog):
+    fake = fakes()
+    vllm = checked_pool([fake, fakes()], fault, monkeypatch)
+    fake.report["comparable"] = fault != "quantised"
+    if fault == "logprobs_mode":
+        fake.config["model_config"]["logprobs_mode"] = "raw_logprobs"
+    assert vllm._check_servers() == torch.float32
+    said = {"quantised": "a lost update would go unnoticed", "logprobs_mode": "correction is biased"}
+    assert [record.message for record in caplog.records if said.get(fault, "") in record.message] or fault is None
+    assert fault is not None or not caplog.records
+
+
+def checked_pool(fakes: list[Fake], fault: str | None, monkeypatch) -> VLLMPool:
+    vllm = vllm_pool([fake.url for fake in fakes], None)
+    vllm.model.config = Qwen2Config(vocab_size=64)
+    for fake in fakes:
+        fake.report["shape"] = model_shape(vllm.model.config)
+        fake.config["weight_transfer_config"] = {"backend": "nccl"} if fault == "key" else None
+    vllm.weight_sync = "nccl" if fault in ("nccl", "key") else "file"
+    if fault == "key":
+        monkeypatch.setenv("VLLM_API_KEY", "secret")
+        vllm.accelerator = SimpleNamespace(device=torch.device("cuda"))
+    return vllm
+
+
+def test_a_server_that_came_back_at_the_end_of_a_batch_works_in_the_next(fakes):
+    both = fakes(delay=0.1), fakes(delay=0.3)
+    pool = ServerPool([fake.url for fake in both], server_timeout=20.0)
+    pool.wait_until_ready()
+    late = pool.urls[1]
+    pool.fleet.refit_failed(late, "it was away", now=0.0)
+    pool.complete(prompts(1, 1), SAMPLING)
+    while pool.fleet.servers[late].state != "healthy":
+        time.sleep(0.01)
+    before = len(both[1].served)
+    pool.complete(prompts(2, 1), SAMPLING)
+    assert len(both[1].served) == before + 1
+
+
+def test_a_failed_proof_is_made_again(fakes, monkeypatch):
+    """The servers hold weights that are wrong on purpose."""
+    sent = []
+    vllm = vllm_pool([fakes().url], lambda parameters, version, on_each: (sent.append(version), (None, {}))[1])
+    vllm.model.config = Qwen2Config(vocab_size=64)
+    vllm.processing_class = range(64)
+    monkeypatch.setattr("dash_trl.sampling.vllm_pool.model_log_probs", lambda *_: torch.zeros(31))
+    outcomes = iter([None, WeightMismatch("old ones"), None, None])
+
+    def check(*_):
+        outcome = next(outcomes)
+        if outcome is not None:
+            raise outcome
+
+    monkeypatch.setattr(vllm, "_check", check)
+    monkeypatch.setattr(vllm, "_refit", vllm.pool._without_weights)
+    with pytest.raises(WeightMismatch):
+        vllm.sync_weights()
+    vllm.sync_weights()
+    assert next(outcomes, "all") == "all" and sent == [1, 2, 3, 4]
+    vllm.sync_weights()
+    assert sent == [1, 2, 3, 4, 5]
+
+
+def test_a_prompt_that_kills_servers_ends_the_run(fakes, monkeypatch):
+    """They are restarted, time and again; what they had besides counts as failed, too, since it is not known which."""
+    monkeypatch.setattr("dash_trl.sampling.health.PROBE_EVERY", 0.01)
+    pool = ServerPool([fakes("breaks off", poison=3, delay=0.05).url], server_timeout=60.0)
+    with pytest.raises(PoolError, match="A request failed 6 times, at last with http.*ClientPayloadError"):
+        pool.complete(prompts(6, 2), SAMPLING)
+
+
+def test_ranks_begin_with_different_servers(fakes):
+    urls = [fakes().url for _ in range(3)]
+    for rank in range(4):
+        pool = object.__new__(VLLMPool)
+        pool.accelerator = SimpleNamespace(
+            process_index=rank, is_main_process=True, device=torch.device("cpu"), reduce=lambda value, _: value
+        )
+        pool.urls, pool.server_timeout, pool.request_timeout = urls, 5.0, 5.0
+        pool._init_vllm()
+        assert pool.pool.urls == [urls[(rank + i) % 3] for i in range(3)]
+
+
+def test_too_many_open_files_are_not_the_server_s_death(fakes, monkeypatch):
+    async def connect(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    pool = ServerPool([fakes().url])
+    pool.wait_until_ready()
+    monkeypatch.setattr("aiohttp.connector.aiohappyeyeballs.start_connection", connect)
+    monkeypatch.setattr("dash_trl.sampling.vllm_pool.KEEP_ALIVE", 0.0)
+    pool = ServerPool([fakes().url])
+    (error,) = pool.on_each(lambda server: server.probe()).values()
+    assert isinstance(error, ServerError) and "Too many open files" in str(error) and not error.gone
 
 
 @pytest.mark.parametrize("fault", ["500", "too few choices", "hangs"])
@@ -325,5 +529,6 @@ def test_addresses(urls, message, caplog):
         check_urls(urls)
     assert check_urls(["http://localhost:8000/", "http://[::1]:8001"]) == ["http://localhost:8000", "http://[::1]:8001"]
     assert not caplog.records
+    assert check_urls(["http://0.0.0.0:8000"]) and not caplog.records  # TRL's default: this machine
     check_urls(["http://10.0.0.3:8000"])
     assert "no authentication" in caplog.text

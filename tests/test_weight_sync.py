@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -74,8 +75,6 @@ class Servers:
         self.answer, self.loaded = answer, []
 
     def on_each(self, ask):
-        import asyncio
-
         return {"http://a": asyncio.run(self._ask(ask))}
 
     async def _ask(self, ask):
@@ -197,7 +196,10 @@ class Client:
     """In place of TRL's client, which needs CUDA: keeps what it is sent, or hangs."""
 
     def __init__(self, hangs: bool = False):
-        self.hangs, self.received = hangs, {}
+        self.hangs, self.received, self.closed = hangs, {}, False
+
+    def close_communicator(self):
+        self.closed = True
 
     def weight_update(self):
         from contextlib import nullcontext
@@ -215,14 +217,18 @@ class Client:
 
 
 class NCCLServer:
-    def __init__(self, url: str, client: Client):
-        self.url, self.client, self.calls = url, client, []
+    def __init__(self, url: str, client: Client, broken: str = ""):
+        self.url, self.client, self.calls, self.broken = url, client, [], broken
 
     async def pause(self):
         self.calls.append("pause")
+        if self.broken == "pause":
+            raise RuntimeError("no pause")
 
     async def resume(self):
         self.calls.append("resume")
+        if self.broken == "resume":
+            raise RuntimeError("no resume")
 
     async def end_weight_update(self, tag):
         self.calls.append(tag)
@@ -233,22 +239,64 @@ class NCCLServer:
 
 def test_buckets_reach_every_server_and_a_hung_one_costs_its_timeout_not_the_run(monkeypatch):
     """The queues and threads only: the broadcast itself is TRL's and needs a GPU."""
-    import asyncio
-
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 100)
-    servers = {url: NCCLServer(url, Client(hangs=url == "http://c")) for url in ("http://a", "http://b", "http://c")}
-    weights = NCCLWeights(5000, torch.device("cpu"), timeout=0.5, dtype=torch.float32)
+    urls = [f"http://{name}" for name in "abcde"]
+    broken = {urls[3]: "pause", urls[4]: "resume"}
+    servers = {url: NCCLServer(url, Client(hangs=url == urls[2]), broken.get(url, "")) for url in urls}
+    weights = NCCLWeights(urls, 5000, torch.device("cpu"), timeout=0.5, dtype=torch.float32)
+    assert [weights.ports[url] for url in urls] == [5000, 5001, 5002, 5003, 5004]
     weights._clients = {url: server.client for url, server in servers.items()}
-    snapshot, errors = weights.send(
-        parameters().items(), 1, lambda ask: {url: asyncio.run(ask(server)) for url, server in servers.items()}
-    )
-    assert errors["http://a"] is errors["http://b"] is None
-    assert "nothing was consumed for 0.5 s" in errors["http://c"] or "Timeout" in errors["http://c"]
+
+    def on_each(ask):
+        async def ask_all():
+            return await asyncio.gather(*map(ask, servers.values()), return_exceptions=True)
+
+        return dict(zip(urls, asyncio.run(ask_all()), strict=True))
+
+    snapshot, errors = weights.send(parameters().items(), 1, on_each)
+    assert errors[urls[0]] is errors[urls[1]] is None
+    assert "nothing was consumed for 0.5 s" in errors[urls[2]] or "Timeout" in errors[urls[2]]
+    assert errors[urls[3]] == "no pause" and errors[urls[4]] == "no resume"
     assert snapshot.checksum == weights_checksum(parameters().values())
-    for url in ("http://a", "http://b"):
+    for url in (urls[0], urls[1], urls[4]):
         assert servers[url].calls == ["pause", snapshot.tag, "resume"]
-    assert servers["http://c"].calls == ["pause", "resume"] and "http://c" not in weights._clients
+    for url in urls[2:4]:
+        assert servers[url].calls == ["pause", "resume"] and not servers[url].client.received
+    assert list(weights._clients) == urls[:2]  # the others begin anew
+    assert [server.client.closed for server in servers.values()] == [False, False, True, True, True]
+
+
+class Returning:
+    """A server that came back."""
+
+    url = "http://a"
+
+    def __init__(self, tag: str):
+        self.tag, self.calls = tag, []
+
+    async def weight_tag(self):
+        return self.tag
+
+    async def resume(self):
+        self.calls.append("resume")
+
+    async def load_weights(self, path, tag):
+        self.calls.append((path, tag))
+        return WeightReport(7, "float32")
+
+
+@pytest.mark.parametrize("tag", ["run-3", "run-2", "default"])
+def test_a_server_that_came_back_is_given_the_weights_unless_it_has_them(tag, tmp_path):
+    snapshot = Snapshot(3, "run-3", 7, "directory")
+    server = Returning(tag)
+    assert asyncio.run(FileWeights(tmp_path, torch.float32).refit(server, snapshot)) == 3
+    assert server.calls == ["resume" if tag == "run-3" else ("directory", "run-3")]
+    server = Returning(tag)
+    weights = NCCLWeights([server.url], 5000, torch.device("cpu"), timeout=0.5, dtype=torch.float32)
+    assert asyncio.run(weights.refit(server, snapshot)) == (3 if tag == "run-3" else None)
+    with pytest.raises(WeightMismatch):
+        asyncio.run(FileWeights(tmp_path, torch.float32).refit(Returning("other"), Snapshot(3, "run-3", 8, "")))
 
 
 def test_a_snapshot_says_what_differs():

@@ -1,13 +1,12 @@
 """Which server may be given a prompt: a pure state machine, without a clock and without I/O.
 
-    healthy ── a request failed ──► suspect ── failed again, or its process is gone ──► dead
-       ▲  ▲                            │                                                 │ answers a probe
-       │  └───────── served one ───────┘                                                 ▼
-       └──────────────────────── has the current weights ◄────────────────────────── refitting
+    healthy ── a request failed, or a new batch begins ──► suspect ── 3 failures in a row, or it is gone ──► dead
+       ▲                                                      │                                               │
+       └── holds the current weights ── refitting ◄───────────┴────────── answers a probe ◄───────────────────┘
 
-A dead server comes back only through `refitting`: one that was restarted answers with the weights of its start-up, and
-nothing in the answer says so. Failures of requests are counted apart from probes, since a wedged engine still answers
-probes. Times are arguments, in seconds on any clock.
+Nobody is trusted over a failure or over the time between two batches: whoever answers then may be another process, with
+the weights of its start-up, and nothing in its answers says so. Failures of requests are counted apart from probes,
+since a wedged engine still answers probes. Times are arguments, in seconds on any clock.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ FAILURES_UNTIL_DEAD = 3  # in a row: one may be the request's fault, two a coinc
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.5, 8.0  # seconds that a suspect rests, doubled with each failure
 PROBE_EVERY = 1.0  # seconds between looks at a dead server
 SEQUENCES_PER_SERVER = 1024  # in flight; vLLM's own largest batch, so that more would only wait in its queue
+JOBS = 512  # in flight over all servers, each a connection: half of the open files that Linux grants a process
 
 
 class State(StrEnum):
@@ -38,7 +38,7 @@ class Server:
         version: of the weights that it was seen to hold; None = unknown.
         failures: requests that failed in a row.
         outstanding: job → (tokens, sequences) that it is working on.
-        rest_until: a suspect is not tried, a dead server not probed, before this time.
+        rest_until: it is not probed before this time.
         last_error: for the message when all is lost.
     """
 
@@ -48,7 +48,7 @@ class Server:
     failures: int = 0
     outstanding: dict[int, tuple[int, int]] = field(default_factory=dict)
     rest_until: float = -math.inf
-    last_error: str = "was never reached"
+    last_error: str = "none"
 
     @property
     def tokens(self) -> int:
@@ -73,28 +73,32 @@ class Fleet:
 
     # -------------------------------------------------------------------------------------------------- questions
 
-    def choose(self, sequences: int, now: float, avoid: Iterable[str] = ()) -> str | None:
+    def choose(self, sequences: int, avoid: Iterable[str] = ()) -> str | None:
         """The server with the fewest outstanding tokens among those that may be given a prompt; None = wait.
 
         Args:
             sequences: that the job will add. avoid: servers on which it failed before; taken if there is no other.
         """
-        ready = [
-            server
-            for server in self.servers.values()
-            if self._current(server)
-            and (not server.outstanding or server.sequences + sequences <= SEQUENCES_PER_SERVER)
-            # a suspect gets one job at a time, to show what it can
-            and (server.state == State.HEALTHY or (now >= server.rest_until and not server.outstanding))
-        ]
+        current = [server for server in self.servers.values() if self._current(server)]
         avoid = set(avoid)
-        if any(server.url not in avoid for server in self.servers.values() if self._current(server)):
-            ready = [server for server in ready if server.url not in avoid]
+        current = [server for server in current if server.url not in avoid] or current
+        ready = [server for server in current if server.state == State.HEALTHY and self._has_room(server, sequences)]
         return min(ready, key=lambda server: server.tokens).url if ready else None
 
+    def _has_room(self, server: Server, sequences: int) -> bool:
+        jobs = max(1, JOBS // len(self.servers))
+        return not server.outstanding or (
+            len(server.outstanding) < jobs and server.sequences + sequences <= SEQUENCES_PER_SERVER
+        )
+
     def to_probe(self, now: float) -> list[str]:
-        """The dead servers at which to look now."""
-        return [s.url for s in self.servers.values() if s.state == State.DEAD and now >= s.rest_until]
+        """The servers at which to look now."""
+        asleep = [s for s in self.servers.values() if s.state in (State.DEAD, State.SUSPECT)]
+        return [server.url for server in asleep if now >= server.rest_until]
+
+    def waiting(self) -> list[str]:
+        """The servers that are to be given the current weights, or are being given them."""
+        return [server.url for server in self.servers.values() if server.state == State.REFITTING]
 
     def lost(self, now: float, timeout: float) -> bool:
         """Whether no server could be given a prompt for `timeout` seconds."""
@@ -104,12 +108,16 @@ class Fleet:
         return "\n".join(f"  {s.url} is {s.state}; last error: {s.last_error}" for s in self.servers.values())
 
     def _current(self, server: Server) -> bool:
-        return server.state in (State.HEALTHY, State.SUSPECT) and server.version == self.version
+        """It was seen to hold the current weights; whether it still does is seen before it becomes healthy."""
+        return server.version == self.version
 
     # ----------------------------------------------------------------------------------------------------- events
 
     def begin(self, now: float) -> None:
-        """Work arrives: the time without any usable server counts from here."""
+        """A batch of work arrives: the time without any usable server counts from here."""
+        for server in self.servers.values():
+            if server.state == State.HEALTHY:
+                server.state, server.rest_until = State.SUSPECT, now
         self.down_since = None
         self._note_loss(now)
 
@@ -120,32 +128,27 @@ class Fleet:
         server = self.servers[url]
         server.outstanding.pop(job, None)
         server.failures = 0
-        if server.state == State.SUSPECT:
-            server.state = State.HEALTHY
 
     def abandoned(self, url: str, job: int) -> None:
         """The job was taken back; that says nothing about the server."""
         self.servers[url].outstanding.pop(job, None)
 
     def failed(self, url: str, job: int, error: str, now: float, *, gone: bool = False) -> None:
-        """A request failed; `gone`: nobody listens there any more."""
+        """A request failed; `gone`: the connection was refused or dropped, so that its process may have ended."""
         server = self.servers[url]
         server.outstanding.pop(job, None)
         server.last_error = error
         server.failures += 1
-        if server.state in (State.HEALTHY, State.SUSPECT):
-            if gone or server.failures >= FAILURES_UNTIL_DEAD:
-                self._die(server, now)
-            else:
-                server.state = State.SUSPECT
-                server.rest_until = now + min(FIRST_BACK_OFF * 2 ** (server.failures - 1), LAST_BACK_OFF)
+        if gone or server.failures >= FAILURES_UNTIL_DEAD:
+            self._die(server, now)
+        elif server.state != State.DEAD:
+            server.state = State.SUSPECT
+            server.rest_until = now + min(FIRST_BACK_OFF * 2 ** (server.failures - 1), LAST_BACK_OFF)
         self._note_loss(now)
 
     def answered(self, url: str) -> None:
-        """A dead server answers probes: it is about to be given weights."""
-        server = self.servers[url]
-        if server.state == State.DEAD:
-            server.state = State.REFITTING
+        """It answers a probe: it is about to be given weights, unless it has them."""
+        self.servers[url].state = State.REFITTING
 
     def refitted(self, url: str, version: int, now: float) -> None:
         """It was seen to hold the weights of `version`; nothing comes of it if that is no longer the current one."""
@@ -154,16 +157,16 @@ class Fleet:
             return
         server.version = version
         if version == self.version:
-            server.state, server.failures = State.HEALTHY, 0
+            server.state = State.HEALTHY
             self.down_since = None
         else:
             self._die(server, now)
 
     def refit_failed(self, url: str, error: str, now: float) -> None:
+        """It did not answer a probe, or did not take the weights."""
         server = self.servers[url]
         server.last_error = error
-        if server.state == State.REFITTING:
-            self._die(server, now)
+        self._die(server, now)
         self._note_loss(now)
 
     def new_version(self, version: int, now: float) -> None:
@@ -176,6 +179,7 @@ class Fleet:
 
     def _die(self, server: Server, now: float) -> None:
         server.state, server.version, server.rest_until = State.DEAD, None, now + PROBE_EVERY
+        server.failures = 0
 
     def _note_loss(self, now: float) -> None:
         if any(self._current(server) for server in self.servers.values()):

@@ -6,6 +6,7 @@ safe. `ValueError`: the request itself is refused, and would be by any server.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Sequence
@@ -21,10 +22,12 @@ PROBE_SECONDS = 10.0
 CONTROL_SECONDS = 60.0  # for what takes a healthy server no time but waits for the end of an engine step
 BUSY = (408, 425, 429)  # of the 4xx, those that speak of the server and not of the request
 UNAUTHORISED = (401, 403)
+CONNECTION_LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
+NOT_FINITE = "not a finite number: do the weights hold NaN?"
 
 
 class ServerError(RuntimeError):
-    """A server failed a request. `gone`: nobody listens at its address."""
+    """A server failed a request. `gone`: the connection was refused or dropped, so that its process may have ended."""
 
     def __init__(self, message: str, *, gone: bool = False):
         super().__init__(message)
@@ -71,14 +74,19 @@ class VLLMServer:
 
     # --------------------------------------------------------------------------------------- sampling and scoring
 
-    async def complete(self, prompt_ids: Sequence[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
+    async def complete(
+        self, prompt_ids: Sequence[int], n: int, sampling: dict[str, Any], *, timeout: float | None = None
+    ) -> list[Completion]:
         """`n` continuations of one prompt."""
-        body = await self._completions(prompt_ids, {**sampling, "n": n, "logprobs": 0})
-        choices = self._field(body, "choices", list)
-        if len(choices) != n:
-            raise ServerError(f"answered {len(choices)} choices instead of {n}")
-        choices = sorted(choices, key=lambda choice: choice.get("index", 0))
+        body = await self._completions(prompt_ids, {**sampling, "n": n, "logprobs": 0}, timeout)
+        choices = sorted(self._choices(body, n), key=lambda choice: self._field(choice, "index", int))
         return [self._completion(choice, sampling.get("max_tokens")) for choice in choices]
+
+    def _choices(self, body: dict[str, Any], count: int) -> list[Any]:
+        choices = self._field(body, "choices", list)
+        if len(choices) != count:
+            raise ServerError(f"answered {len(choices)} choices instead of {count}")
+        return choices
 
     def _completion(self, choice: Any, max_tokens: int | None) -> Completion:
         ids = self._field(choice, "token_ids", list)
@@ -90,28 +98,36 @@ class VLLMServer:
         if max_tokens is not None and len(ids) > max_tokens:
             raise ServerError(f"answered {len(ids)} tokens where max_tokens={max_tokens}")
         if not all(isinstance(one, int | float) and math.isfinite(one) for one in log_probs):
-            raise ServerError("answered a log-prob that is not a finite number: do the weights hold NaN?")
+            raise ServerError(f"answered a log-prob that is {NOT_FINITE}")
         return Completion(ids, [float(one) for one in log_probs])
 
     async def log_probs(self, ids: Sequence[int]) -> list[float]:
-        """log P(ids[t] | ids[:t]) for t = 1 … len(ids) − 1, at temperature 1; NaN where the model computes NaN."""
+        """log P(ids[t] | ids[:t]) for t = 1 … len(ids) − 1, at temperature 1."""
         body = await self._completions(ids, {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0})
-        (choice,) = self._field(body, "choices", list)
+        (choice,) = self._choices(body, 1)
         entries = self._field(choice, "prompt_logprobs", list)
         if len(entries) != len(ids):
             raise ServerError(f"answered {len(entries)} prompt log-probs for {len(ids)} tokens")
         values = []
         for token, entry in zip(ids[1:], entries[1:], strict=True):
             value = self._field(entry, str(token), dict).get("logprob")
-            values.append(float(value) if value is not None else math.nan)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ServerError(f"answered a log-prob that is {NOT_FINITE}")
+            values.append(float(value))
         return values
 
-    async def _completions(self, prompt_ids: Sequence[int], options: dict[str, Any]) -> dict[str, Any]:
+    async def try_out(self) -> None:
+        """Samples one token: a wedged engine answers everything but that."""
+        await self.complete([0], 1, {"max_tokens": 1}, timeout=min(CONTROL_SECONDS, self.timeout))
+
+    async def _completions(
+        self, prompt_ids: Sequence[int], options: dict[str, Any], timeout: float | None = None
+    ) -> dict[str, Any]:
         if self._model is None:
             models = self._field(await self._request("GET", "/v1/models"), "data", list)
             self._model = self._field(models[0] if models else None, "id", str)
         request = {"model": self._model, "prompt": list(prompt_ids), "return_token_ids": True, **options}
-        return await self._request("POST", "/v1/completions", json=request)
+        return await self._request("POST", "/v1/completions", timeout=timeout, json=request)
 
     # ------------------------------------------------------------------------------------------ health and weights
 
@@ -126,15 +142,17 @@ class VLLMServer:
 
     async def weight_report(self) -> WeightReport:
         reports = await self._rpc("dash_weight_report")
-        if not all(isinstance(report, dict) and "checksums" in report for report in reports):
-            raise ServerError(f"reported its weights as {str(reports)[:100]}")
-        comparable = all(report["comparable"] for report in reports)
-        checksum = combine_workers([report["checksums"] for report in reports]) if comparable else None
-        return WeightReport(checksum, reports[0]["dtype"], reports[0]["shape"])
+        kinds = {"checksums": dict, "dtype": str, "shape": dict, "comparable": bool}
+        parts = [{name: self._field(report, name, kind) for name, kind in kinds.items()} for report in reports]
+        if not parts:
+            raise ServerError("reported the weights of no worker")
+        comparable = all(part["comparable"] for part in parts)
+        checksum = combine_workers([part["checksums"] for part in parts]) if comparable else None
+        return WeightReport(checksum, parts[0]["dtype"], parts[0]["shape"])
 
     async def weight_tag(self) -> str:
         """The version that it was last told."""
-        return str((await self._request("GET", "/weight_info")).get("weight_version"))
+        return self._field(await self._request("GET", "/weight_info", timeout=PROBE_SECONDS), "weight_version", str)
 
     async def load_weights(self, path: str, tag: str) -> WeightReport:
         """Load a checkpoint directory in place; requests in flight wait and go on with the new weights."""
@@ -178,7 +196,8 @@ class VLLMServer:
         except TimeoutError as error:
             raise ServerError(f"{method} {path} took longer than {timeout or self.timeout:g} s") from error
         except (aiohttp.ClientError, ConnectionError, UnicodeDecodeError) as error:
-            gone = isinstance(error, aiohttp.ClientConnectorError)
+            here = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)  # too many open files
+            gone = not here and isinstance(error, CONNECTION_LOST)
             raise ServerError(f"{method} {path}: {type(error).__name__}: {error}", gone=gone) from error
         if not parse:
             return None
@@ -199,8 +218,10 @@ class VLLMServer:
                 f"{said}. The server was started without its weight endpoints: use `python -m dash_trl.serve`, or set "
                 "VLLM_SERVER_DEV_MODE=1 in its environment."
             )
-        if status == 400 and "dash_weight_report" in text:
+        if "has no attribute 'dash_weight_report'" in text:  # a 500, as vLLM answers
             return ValueError(f"{said}. Start it with `python -m dash_trl.serve`.")
+        if "not JSON compliant" in text:  # 400, as vLLM answers when it cannot write the NaN that it computed
+            return ServerError(f"{said}. A log-prob is {NOT_FINITE}")
         if 400 <= status < 500 and status not in BUSY:
             return ValueError(said)
         return ServerError(said)

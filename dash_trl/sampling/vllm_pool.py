@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -26,9 +28,10 @@ import aiohttp
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
+from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
-from dash_trl.sampling.health import Fleet
+from dash_trl.sampling.health import Fleet, State
 from dash_trl.sampling.server import Completion, ServerError, VLLMServer
 from dash_trl.sampling.urls import check_urls
 from dash_trl.sampling.vllm_plugin import model_shape
@@ -48,7 +51,10 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 6  # of one job, before it is given up with the run
 TICK = 0.25  # seconds between looks at who may be tried again
+START_TOGETHER = 1.0  # seconds at most that a batch waits for all servers to be recognised
+KEEP_ALIVE = 4.0  # seconds; uvicorn closes an idle connection after 5, and a request sent into that would be lost
 API_KEY = "VLLM_API_KEY"  # vLLM's own variable
+WEIGHT_DIR = "_vllm_weights"  # in output_dir; push_to_hub leaves out what begins with an underscore
 PERTURBATION = 0.5  # exact in every dtype, and it moves log-probs towards uniform, where they are stable
 
 
@@ -68,7 +74,6 @@ class Job:
     tokens: int
     sequences: int = 1
     failed_on: list[str] = field(default_factory=list)
-    last_error: str = ""
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
@@ -94,7 +99,7 @@ class ServerPool:
         self.request_timeout = request_timeout
         self.fleet = Fleet(self.urls)
         self.refit: Callable[[VLLMServer], Awaitable[int | None]] = self._without_weights
-        self._reviving: dict[str, asyncio.Task[None]] = {}  # they outlive a batch: a large model is long in loading
+        self._recognising: dict[str, asyncio.Task[None]] = {}  # they outlive a batch: a large model is long in loading
         self._loop = EventLoop()
         session = self._loop.run(self._connect())
         self._servers = {url: VLLMServer(url, session, request_timeout) for url in self.urls}
@@ -103,7 +108,9 @@ class ServerPool:
     async def _connect(self) -> aiohttp.ClientSession:
         key = os.environ.get(API_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+        return aiohttp.ClientSession(
+            headers=headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
+        )
 
     async def _without_weights(self, server: VLLMServer) -> int | None:
         """A pool that never sent weights takes the servers as they are."""
@@ -121,7 +128,7 @@ class ServerPool:
             while True:
                 try:
                     await server.probe()
-                    await self._revive(server.url)
+                    await self._recognise(server.url)
                     return None
                 except ServerError as error:
                     if time.monotonic() > deadline:
@@ -168,13 +175,14 @@ class ServerPool:
 
         return self._collect([job(ids) for ids in sequences])
 
-    def on_each(self, ask: Callable[[VLLMServer], Awaitable[Any]]) -> dict[str, Any]:
-        """`ask` of all servers at once: url → its answer, or the exception that it raised."""
+    def on_each(self, ask: Callable[[VLLMServer], Awaitable[Any]], urls: Sequence[str] | None = None) -> dict[str, Any]:
+        """`ask` of these servers (`None`: all) at once: url → its answer, or the exception that it raised."""
+        urls = self.urls if urls is None else urls
 
         async def ask_all() -> list[Any]:
-            return await asyncio.gather(*map(ask, self._servers.values()), return_exceptions=True)
+            return await asyncio.gather(*[ask(self._servers[url]) for url in urls], return_exceptions=True)
 
-        return dict(zip(self.urls, self._loop.run(ask_all()), strict=True))
+        return dict(zip(urls, self._loop.run(ask_all()), strict=True))
 
     def _collect(self, jobs: list[Job]) -> list[Any]:
         async def collect() -> list[Any]:
@@ -190,91 +198,95 @@ class ServerPool:
         pending = deque(range(len(jobs)))
         running: dict[asyncio.Task[Any], tuple[int, str]] = {}
         fleet = self.fleet
-        fleet.begin(time.monotonic())
+        now = time.monotonic()
+        fleet.begin(now)
+        suspects = self._look_at([url for url in fleet.to_probe(now) if fleet.servers[url].state == State.SUSPECT])
+        if suspects:  # the first to answer would be given all the work
+            await asyncio.wait(suspects, timeout=START_TOGETHER)
         try:
             while pending or running:
                 now = time.monotonic()
                 for number in list(pending):
                     job = jobs[number]
-                    url = fleet.choose(job.sequences, now, avoid=job.failed_on)
+                    url = fleet.choose(job.sequences, avoid=job.failed_on)
                     if url is not None:
                         pending.remove(number)
                         fleet.started(url, number, job.tokens, job.sequences)
                         running[asyncio.ensure_future(job.ask(self._servers[url]))] = (number, url)
                     elif not job.failed_on:
                         break  # nobody has room
-                for url in fleet.to_probe(now):
-                    if url not in self._reviving:
-                        self._reviving[url] = asyncio.ensure_future(self._revive(url))
-                        self._reviving[url].add_done_callback(_retrieve)  # though this batch may end before it
+                self._look_at(fleet.to_probe(now))
                 if fleet.lost(now, self.server_timeout) and not running:
                     raise PoolError(self.message(f"No vLLM server could be used for {self.server_timeout:g} s"))
-                tasks = [*running, *self._reviving.values()] or [asyncio.ensure_future(asyncio.sleep(TICK))]
+                tasks = [*running, *self._recognising.values()] or [asyncio.ensure_future(asyncio.sleep(TICK))]
                 done, _ = await asyncio.wait(tasks, timeout=TICK, return_when=asyncio.FIRST_COMPLETED)
-                for url in [url for url, task in self._reviving.items() if task.done()]:
-                    self._reviving.pop(url).result()
                 for task in done & running.keys():
-                    if task not in running:
-                        continue  # of a server that another of these found dead: it is pending again
                     number, url = running.pop(task)
                     error = task.exception()
                     if error is None:
                         fleet.served(url, number)
                         yield number, task.result()
                     elif isinstance(error, ServerError):
-                        self._failed(jobs[number], number, url, error)
+                        fleet.failed(url, number, str(error), time.monotonic(), gone=error.gone)
+                        logger.warning(f"vLLM server {url} failed a request, which goes to another: {error}")
+                        self._count_failure(jobs[number], url, str(error))
                         pending.appendleft(number)
-                        pending.extendleft(self._take_back(url, running))
                     else:
                         raise error
+                lost = [task for task, (_, url) in running.items() if fleet.servers[url].state == State.DEAD]
+                if lost:
+                    logger.warning(f"{len(lost)} requests of vLLM servers that are taken for dead go to others.")
+                for task in lost:
+                    number, url = running.pop(task)
+                    task.cancel()
+                    fleet.abandoned(url, number)
+                    self._count_failure(jobs[number], url, fleet.servers[url].last_error)
+                    pending.appendleft(number)
         finally:
             for task, (number, url) in running.items():
                 fleet.abandoned(url, number)
                 task.cancel()
 
-    def _failed(self, job: Job, number: int, url: str, error: ServerError) -> None:
-        logger.warning(f"vLLM server {url} failed a request, which goes to another: {error}")
-        self.fleet.failed(url, number, str(error), time.monotonic(), gone=error.gone)
+    def _count_failure(self, job: Job, url: str, error: str) -> None:
+        """Of those that a server had when it died, too: one of them may be what kills servers."""
         job.failed_on.append(url)
-        job.last_error = f"{url}: {error}"
         if len(job.failed_on) >= ATTEMPTS:
-            raise PoolError(self.message(f"A request failed {ATTEMPTS} times, at last with {job.last_error}"))
-
-    def _take_back(self, url: str, running: dict[asyncio.Task[Any], tuple[int, str]]) -> list[int]:
-        """The jobs of a server that was found dead."""
-        if self.fleet.servers[url].state != "dead":
-            return []
-        lost = [(task, number) for task, (number, where) in running.items() if where == url]
-        for task, number in lost:
-            del running[task]
-            self.fleet.abandoned(url, number)
-            task.cancel()
-        if lost:
-            logger.warning(f"vLLM server {url} is dead: its {len(lost)} requests go to the others.")
-        return [number for _, number in lost]
+            raise PoolError(self.message(f"A request failed {ATTEMPTS} times, at last with {url}: {error}"))
 
     def settle(self) -> None:
         """Wait for servers that are being given weights: before newer ones are sent, lest the old ones come last."""
 
         async def wait() -> None:
-            if self._reviving:
-                await asyncio.wait(self._reviving.values())
+            if self._recognising:
+                await asyncio.wait(self._recognising.values())
 
         self._loop.run(wait())
 
-    async def _revive(self, url: str) -> None:
-        """Look at a dead server; one that answers is given the current weights before it is given a prompt."""
-        server = self._servers[url]
+    def _look_at(self, urls: Sequence[str]) -> list[asyncio.Task[None]]:
+        """Starts to recognise servers, and raises what earlier looks raised."""
+        for url in [url for url, task in self._recognising.items() if task.done()]:
+            self._recognising.pop(url).result()
+        for url in urls:
+            if url not in self._recognising:
+                self._recognising[url] = asyncio.ensure_future(self._recognise(url))
+                self._recognising[url].add_done_callback(_retrieve)  # though this batch may end before it
+        return [self._recognising[url] for url in urls]
+
+    async def _recognise(self, url: str) -> None:
+        """Look at a server that is not trusted; it gets the current weights, if it has others, before any prompt."""
+        server, known = self._servers[url], self.fleet.servers[url]
         try:
             await server.probe()
+            doubtful = known.version is None or known.failures > 0
             self.fleet.answered(url)
             version = await self.refit(server)
-            if version is None:  # it has to wait for the next sync
-                self.fleet.refit_failed(url, "it answers again, and waits for the next weights", time.monotonic())
-                return
-            await server.complete([0], 1, {"max_tokens": 1})
+            if version is None:
+                return  # it waits for the next weights
+            if doubtful:
+                await server.try_out()
             self.fleet.refitted(url, version, time.monotonic())
-            logger.info(f"vLLM server {url} has the weights of version {version}.")
+            if doubtful:
+                logger.info(f"vLLM server {url} has the weights of version {version}.")
         except ServerError as error:
             self.fleet.refit_failed(url, str(error), time.monotonic())
 
@@ -292,8 +304,7 @@ class VLLMPool(VLLMGeneration):
 
     Args:
         urls: of the servers. request_timeout, server_timeout: see `ServerPool`.
-        weight_sync: "file", "nccl", or "auto": NCCL where the trainer is on CUDA and the servers were started for it.
-        weight_dir: where "file" writes; seen by trainer and servers under the same path.
+        weight_sync: "file" or "nccl". weight_dir: where "file" writes; seen by trainer and servers under the same path.
         others: the arguments of TRL's `VLLMGeneration`.
     """
 
@@ -302,8 +313,8 @@ class VLLMPool(VLLMGeneration):
         urls: Sequence[str],
         *,
         request_timeout: float = 600.0,
-        weight_sync: str = "auto",
-        weight_dir: str = "vllm_weights",
+        weight_sync: str = "file",
+        weight_dir: str = WEIGHT_DIR,
         **others: Any,
     ):
         self.urls = urls
@@ -314,9 +325,12 @@ class VLLMPool(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         """In place of TRL's client, which needs CUDA."""
-        self.pool = ServerPool(self.urls, server_timeout=self.server_timeout, request_timeout=self.request_timeout)
+        first = self.accelerator.process_index % max(1, len(self.urls))  # ranks begin with different servers
+        urls = [*self.urls[first:], *self.urls[:first]]
+        self.pool = ServerPool(urls, server_timeout=self.server_timeout, request_timeout=self.request_timeout)
         self.pool.refit = self._refit
         self._weights: Weights | None = None
+        self._proven = False  # that servers which say that they have the weights compute with them
         self._snapshot: Snapshot | None = None
         self._agree(self.pool.wait_until_ready)
 
@@ -355,14 +369,18 @@ class VLLMPool(VLLMGeneration):
             WeightMismatch: a server holds other weights than it was given, or computes with others.
             PoolError: a server cannot be reached at the start of the run.
         """
-        if self._weights is not None:
+        if self._proven:
             self._send_weights()
             return
-        kind, dtype = self._agree(self._choose_weights, main_only=True)
-        if kind == "file":
-            self._weights = FileWeights(self.weight_dir, dtype)
-        else:
-            self._weights = NCCLWeights(self.group_port, self.accelerator.device, self.request_timeout, dtype)
+        if self._weights is None:
+            dtype = self._agree(self._check_servers, main_only=True)
+            if self.weight_sync == "file":
+                self._weights = FileWeights(self.weight_dir, dtype)
+            else:
+                self._weights = NCCLWeights(
+                    self.pool.urls, self.group_port, self.accelerator.device, self.request_timeout, dtype
+                )
+        self._agree(self.pool.wait_until_ready)
         ids = probe_tokens(min(self.model.config.get_text_config().vocab_size, len(self.processing_class)))
         plain = model_log_probs(self.model, ids, 1.0)
         perturbed = model_log_probs(self.model, ids, PERTURBATION)
@@ -371,8 +389,10 @@ class VLLMPool(VLLMGeneration):
             if errors:
                 raise PoolError(self.pool.message(f"At the start {len(errors)} servers did not take the weights"))
             self._agree(partial(self._check, ids, expected, plain), main_only=True)
+        self._proven = True
 
-    def _choose_weights(self) -> tuple[str, torch.dtype]:
+    def _check_servers(self) -> torch.dtype:
+        """Whether they can be this trainer's; returns the dtype of their weights."""
         reports = self._ask(lambda server: server.weight_report())
         own = model_shape(self.model.config.get_text_config())
         for url, report in reports.items():
@@ -399,16 +419,23 @@ class VLLMPool(VLLMGeneration):
                 "top_p, and the importance-sampling correction is biased. Start them with "
                 "--logprobs-mode processed_logprobs."
             )
-        cuda = self.accelerator.device.type == "cuda"
-        can_nccl = cuda and all(config.get("weight_transfer_config") for config in configs.values())
-        if self.weight_sync == "nccl" and not can_nccl:
+        if self.weight_sync == "nccl":
+            self._check_nccl(configs)
+        return getattr(torch, next(iter(dtypes.values())))
+
+    def _check_nccl(self, configs: dict[str, Any]) -> None:
+        device = self.accelerator.device
+        if device.type != "cuda" or not all(config.get("weight_transfer_config") for config in configs.values()):
             raise ValueError(
-                f"vllm_weight_sync='nccl' needs the trainer on CUDA (it is on {self.accelerator.device}) and servers "
-                'started with --weight-transfer-config \'{"backend": "nccl"}\', as `python -m dash_trl.serve` does '
-                "on a GPU. Use vllm_weight_sync='file'."
+                f"vllm_weight_sync='nccl' needs the trainer on CUDA (it is on {device}) and servers started with "
+                '--weight-transfer-config \'{"backend": "nccl"}\', as `python -m dash_trl.serve` does on a GPU. Use '
+                "vllm_weight_sync='file'."
             )
-        kind = "nccl" if can_nccl and self.weight_sync != "file" else "file"
-        return kind, getattr(torch, next(iter(dtypes.values())))
+        if API_KEY in os.environ:
+            raise ValueError(
+                f"vllm_weight_sync='nccl' goes through TRL's client, which sends no API key, and {API_KEY} is set. Use "
+                "vllm_weight_sync='file', or servers without a key."
+            )
 
     def _send_weights(self, scale: float = 1.0) -> dict[str, str]:
         """Gather on all ranks, send from the main process, and tell all ranks which servers have them.
@@ -419,6 +446,7 @@ class VLLMPool(VLLMGeneration):
         self._agree(self.pool.settle)
         fleet, version = self.pool.fleet, self.pool.fleet.version + 1
         fleet.new_version(version, time.monotonic())
+        waiting = fleet.waiting()  # the dead get them when they answer again
         weights = self._weights
         assert weights is not None
         parameters = scale_linear(self.model, self._iter_named_params(), scale, self._plain_name)
@@ -426,15 +454,15 @@ class VLLMPool(VLLMGeneration):
         def send() -> Any:
             try:
                 if self.accelerator.is_main_process:
-                    return weights.send(parameters, version, self.pool.on_each)
+                    return weights.send(parameters, version, partial(self.pool.on_each, urls=waiting))
             finally:  # gathering is a collective: every rank takes part to the end, whatever fails on the way
                 for _ in parameters:
                     pass
 
         self._snapshot, errors = self._agree(send, from_main=True)
-        for url, error in errors.items():
+        for url in waiting:
+            error = errors.get(url, "the main process takes it for dead")
             if error is None:
-                fleet.answered(url)
                 fleet.refitted(url, version, time.monotonic())
             else:
                 logger.warning(f"vLLM server {url} did not take the weights of version {version}: {error}")
@@ -492,15 +520,29 @@ class VLLMPool(VLLMGeneration):
         return value
 
 
+@contextmanager
+def without_client(args: Any) -> Iterator[None]:
+    """Within it a trainer is built as if without vLLM servers: TRL's client needs CUDA."""
+    servers = args.use_vllm and args.vllm_mode == "server"
+    args.use_vllm = args.use_vllm and not servers
+    try:
+        yield
+    finally:  # when that fails, too: the next attempt may use the same arguments
+        args.use_vllm = args.use_vllm or servers
+
+
 def install(trainer: Any) -> None:
-    """Make a `GRPOTrainer` that was built without vLLM sample from the servers that its `args` name."""
+    """Make a `GRPOTrainer` that was built `without_client` sample from the servers that its `args` name."""
     args = trainer.args
     host = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    own_dir = os.path.join(args.output_dir, WEIGHT_DIR)
+    if trainer.accelerator.is_main_process:
+        shutil.rmtree(own_dir, ignore_errors=True)  # a run that was killed left its weights
     trainer.vllm_generation = VLLMPool(
         args.vllm_server_urls or [host],
         request_timeout=args.vllm_request_timeout,
         weight_sync=args.vllm_weight_sync,
-        weight_dir=args.vllm_weight_dir or os.path.join(args.output_dir, "vllm_weights"),
+        weight_dir=args.vllm_weight_dir or own_dir,
         model=trainer.model,
         accelerator=trainer.accelerator,
         processing_class=trainer.processing_class,
@@ -515,5 +557,18 @@ def install(trainer: Any) -> None:
         max_completion_length=trainer.max_completion_length,
         generation_kwargs=args.generation_kwargs,
     )
-    trainer.use_vllm = args.use_vllm = True
+    trainer.use_vllm = True
     trainer._last_loaded_step = -1  # TRL's: the step whose weights the servers have
+    trainer.add_callback(_NewWeights(trainer))
+
+
+class _NewWeights(TrainerCallback):
+    """Where weights change without a step, the servers need them: at the start of a run, and with its best model."""
+
+    def __init__(self, trainer: Any):
+        self.trainer: Any = weakref.proxy(trainer)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer._last_loaded_step = -1
+
+    on_train_end = on_train_begin

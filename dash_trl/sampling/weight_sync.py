@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from dash_trl.workers import Feeder
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 4 << 30  # of a file: the host memory that a sync takes
-BUCKET_BYTES = 1 << 30  # of a broadcast: the device memory that it takes, twice
+BUCKET_BYTES = 1 << 30  # of a broadcast: a bucket is being filled, one waits, and one is on its way
 PROBE_TOKENS = 32
 # Mean absolute difference of log-probs between trainer and server that rounding explains. The perturbation moves them
 # by an order of magnitude more in any trained model.
@@ -80,7 +80,7 @@ class Weights(Protocol):
         """Send to the servers behind `on_each`. Returns what was sent, and per server an error or None."""
 
     async def refit(self, server: VLLMServer, snapshot: Snapshot) -> int | None:
-        """Give a server that came back the last version; None if it has to wait for the next `send`."""
+        """See that a server has `snapshot`, or give it. Returns the version; None if it waits for the next `send`."""
 
 
 OnEach = Callable[[Callable[[VLLMServer], Awaitable[Any]]], dict[str, Any]]
@@ -136,15 +136,21 @@ class FileWeights:
             save_file(shard, directory / f"model-{number:05}.safetensors")
 
     async def refit(self, server: VLLMServer, snapshot: Snapshot) -> int | None:
-        if await server.weight_tag() == snapshot.tag:  # another rank was faster
-            snapshot.verify(await server.weight_report(), server.url)
-        else:
+        if not await _holds(server, snapshot):
             await self._load(server, snapshot)
         return snapshot.version
 
     async def _load(self, server: VLLMServer, snapshot: Snapshot) -> None:
         assert snapshot.path is not None
         snapshot.verify(await server.load_weights(snapshot.path, snapshot.tag), server.url)
+
+
+async def _holds(server: VLLMServer, snapshot: Snapshot) -> bool:
+    """Whether it was given these weights: a tag is told after they are loaded, and a restarted server has another."""
+    if await server.weight_tag() != snapshot.tag:
+        return False
+    await server.resume()  # one whose last `resume` was lost would wait for ever
+    return True
 
 
 def _remove_versions(directory: Path, run: str, keep: str | None = None) -> None:
@@ -157,14 +163,15 @@ class NCCLWeights:
     """Weights over NCCL, from GPU to GPU: TRL's client, once per server.
 
     The main thread gathers, since under ZeRO-3 and FSDP that is a collective of its own, and hands cloned buckets to
-    one daemon thread per server. A server that hangs costs `timeout` and is then dead, not the run.
+    one daemon thread per server. A server that hangs costs `timeout` and is then dead. Experimental: the broadcast
+    itself was never run on GPUs here.
 
     Args:
-        group_port: of the first server's group; the others take the ports after it.
+        urls: of all servers. group_port: of the first one's group; the others take the ports after it.
     """
 
-    def __init__(self, group_port: int, device: torch.device, timeout: float, dtype: torch.dtype):
-        self.group_port = group_port
+    def __init__(self, urls: Sequence[str], group_port: int, device: torch.device, timeout: float, dtype: torch.dtype):
+        self.ports = {url: group_port + number for number, url in enumerate(urls)}
         self.device = device
         self.timeout = timeout
         self.dtype = dtype
@@ -172,22 +179,31 @@ class NCCLWeights:
         self._clients: dict[str, Any] = {}
 
     def send(self, parameters: NamedTensors, version: int, on_each: OnEach) -> tuple[Snapshot, dict[str, str | None]]:
-        paused = on_each(lambda server: server.pause())
-        failed: dict[str, Any] = {url: error for url, error in paused.items() if isinstance(error, BaseException)}
+        failed: dict[str, Any] = {}
+        urls = list(self._on_each(on_each, lambda server: server.pause(), failed))
         try:
-            checksum = self._broadcast_all(parameters, [url for url in paused if url not in failed], failed)
+            checksum = self._broadcast_all(parameters, [url for url in urls if url not in failed], failed)
             snapshot = Snapshot(version, f"{self.run}-{version}", checksum)
-            outcome = on_each(lambda server: self._verify(server, snapshot, failed))
+            self._on_each(on_each, lambda server: self._verify(server, snapshot, failed), failed)
         finally:
-            on_each(lambda server: server.resume())
-        return snapshot, _errors(outcome | failed)
+            self._on_each(on_each, lambda server: server.resume(), failed)
+        for url in failed:  # its group cannot be used again: the next version is sent over a new one
+            client = self._clients.pop(url, None)
+            if client is not None:
+                client.close_communicator()
+        return snapshot, _errors(dict.fromkeys(urls) | failed)
+
+    def _on_each(self, on_each: OnEach, ask: Callable[[VLLMServer], Awaitable[Any]], failed: dict[str, Any]) -> Any:
+        """Notes in `failed` the first error of each server."""
+        outcome = on_each(ask)
+        for url, result in outcome.items():
+            if isinstance(result, BaseException):
+                failed.setdefault(url, result)
+        return outcome
 
     def _broadcast_all(self, parameters: NamedTensors, urls: list[str], failed: dict[str, Any]) -> int:
         """Returns the checksum of what was sent; what went wrong with a server is noted in `failed`."""
-        feeders = {
-            url: Feeder(partial(self._broadcast, url, number), ahead=1, timeout=self.timeout)
-            for number, url in enumerate(urls)
-        }
+        feeders = {url: Feeder(partial(self._broadcast, url), ahead=1, timeout=self.timeout) for url in urls}
         checksum = 0
         for bucket in self._buckets(parameters):
             checksum = (checksum + sum(tensor_checksum(tensor) for _, tensor in bucket)) % MODULUS
@@ -207,21 +223,21 @@ class NCCLWeights:
         if bucket:
             yield bucket
 
-    def _broadcast(self, url: str, number: int, buckets: Iterator[list[tuple[str, Tensor]]]) -> None:
+    def _broadcast(self, url: str, buckets: Iterator[list[tuple[str, Tensor]]]) -> None:
         """On the thread of one server."""
         torch.cuda.set_device(self.device)  # a thread starts on device 0
-        client = self._clients.get(url) or self._connect(url, number)
+        client = self._clients.get(url) or self._connect(url)
         with client.weight_update():
             for bucket in buckets:
                 metadata = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in bucket]
                 client.update_named_params(metadata, iter(bucket))
 
-    def _connect(self, url: str, number: int) -> Any:
+    def _connect(self, url: str) -> Any:
         from trl.generation.vllm_client import VLLMClient
 
-        client = VLLMClient(base_url=url, group_port=self.group_port + number, connection_timeout=self.timeout)
-        client.init_communicator(device=self.device)
+        client = VLLMClient(base_url=url, group_port=self.ports[url], connection_timeout=self.timeout)
         self._clients[url] = client
+        client.init_communicator(device=self.device)
         return client
 
     def _try(self, url: str, work: Callable[[], Any], failed: dict[str, Any]) -> None:
@@ -229,7 +245,6 @@ class NCCLWeights:
             try:
                 work()
             except Exception as error:
-                self._clients.pop(url, None)  # its group cannot be used again
                 failed[url] = error
 
     async def _verify(self, server: VLLMServer, snapshot: Snapshot, failed: dict[str, Any]) -> None:
@@ -238,7 +253,7 @@ class NCCLWeights:
             snapshot.verify(await server.weight_report(), server.url)
 
     async def refit(self, server: VLLMServer, snapshot: Snapshot) -> int | None:
-        return None  # a broadcast takes the main thread of every rank
+        return snapshot.version if await _holds(server, snapshot) else None  # a broadcast takes all ranks
 
 
 def _errors(outcome: dict[str, Any]) -> dict[str, str | None]:
