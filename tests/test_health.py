@@ -94,6 +94,11 @@ def test_between_batches_a_server_may_have_become_another():
     fleet.answered(A)
     fleet.refit_failed(A, "it has other weights", 6.0)
     assert fleet.servers[A].state == State.DEAD and fleet.lost(7.0, 1.0)
+    fleet = ready(A, version=2)
+    fleet.begin(5.0)
+    fleet.answered(A)
+    fleet.refitted(A, 1, 6.0)
+    assert fleet.servers[A].state == State.DEAD and fleet.lost(7.0, 1.0)
 
 
 def test_a_server_may_wait_for_the_next_weights():

@@ -288,9 +288,10 @@ def test_newer_weights_wait_for_those_that_a_server_is_being_given(fakes):
     newer_asked.set()
     vllm._send_weights()
     assert order == ["older", "newer"]
+    assert {server.state for server in pool.fleet.servers.values()} == {"dead"}  # the main process sent to nobody
 
 
-def test_a_server_that_was_restarted_between_two_batches_gets_the_weights_first(fakes):
+def test_a_server_that_was_restarted_unseen_gets_the_weights_first(fakes):
     """Nobody saw it: its connections are closed, it answers, and says nothing of its weights unasked."""
     fake, other = fakes(), fakes()
     loads = []
@@ -301,15 +302,13 @@ def test_a_server_that_was_restarted_between_two_batches_gets_the_weights_first(
             assert (await server.load_weights("directory", snapshot.tag)).checksum == 0
 
     weights = Files("nowhere", torch.float32)
-    snapshot = Snapshot(1, "run-1", 0, "nowhere")
-    vllm = vllm_pool([fake.url, other.url], None)
-    vllm._weights = SimpleNamespace(
-        refit=weights.refit,
-        send=lambda parameters, version, on_each: (
-            snapshot,
-            on_each(lambda server: weights._load(server, snapshot)),
-        ),
-    )
+
+    def send(parameters, version, on_each):
+        snapshot = Snapshot(version, f"run-{version}", 0, "nowhere")
+        return snapshot, on_each(lambda server: weights._load(server, snapshot))
+
+    vllm = vllm_pool([fake.url, other.url], send)
+    vllm._weights.refit = weights.refit
     vllm._send_weights()
     assert loads == [(fake.url, 0), (other.url, 0)]
     assert vllm.pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
@@ -318,6 +317,12 @@ def test_a_server_that_was_restarted_between_two_batches_gets_the_weights_first(
     fake.delay = 0.05
     assert vllm.pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
     assert loads[2:] == [(fake.url, 4)] and fake.tag == "run-1"
+    vllm.pool.fleet.refit_failed(other.url, "gone", time.monotonic() - 9.0)
+    vllm._send_weights()
+    assert [url for url, _ in loads[3:]] == [fake.url]  # the dead hold nobody up
+    other.tag = "default"
+    assert vllm.pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
+    assert [url for url, _ in loads[4:]] == [other.url]
 
 
 @pytest.mark.parametrize(
@@ -407,12 +412,44 @@ def test_a_failed_proof_is_made_again(fakes, monkeypatch):
     assert sent == [1, 2, 3, 4, 5]
 
 
-def test_a_prompt_that_kills_servers_ends_the_run(fakes, monkeypatch):
-    """They are restarted, time and again; what they had besides counts as failed, too, since it is not known which."""
+class Dying(Fake):
+    """Breaks off one prompt in each of its lives, another one every time, while it is at the others."""
+
+    life = 0
+
+    def next_fault(self, first):
+        if first == 0:  # the trial of a new life
+            self.life += 1
+        elif first == 1 + self.life % 8:
+            return "breaks off"
+        else:
+            time.sleep(0.5)
+        return None
+
+
+def test_what_kills_servers_ends_the_run(monkeypatch):
+    """They are restarted, time and again, and it is not known which of the prompts that they had is the cause."""
     monkeypatch.setattr("dash_trl.sampling.health.PROBE_EVERY", 0.01)
-    pool = ServerPool([fakes("breaks off", poison=3, delay=0.05).url], server_timeout=60.0)
+    dying = Dying()
+    pool = ServerPool([dying.url], server_timeout=60.0)
     with pytest.raises(PoolError, match="A request failed 6 times, at last with http.*ClientPayloadError"):
-        pool.complete(prompts(6, 2), SAMPLING)
+        pool.complete([([i, 1, 2], 1) for i in range(1, 9)], SAMPLING)
+    assert dying.life <= 6
+    dying.stop()
+
+
+def test_the_first_server_to_answer_is_not_given_all_the_work(fakes):
+    both = fakes(), fakes()
+    pool = ServerPool([fake.url for fake in both], server_timeout=20.0)
+
+    async def refit(server):
+        await asyncio.sleep(0.2 * (server.url == both[0].url))
+        return pool.fleet.version
+
+    pool.refit = refit
+    pool.wait_until_ready()
+    assert pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
+    assert [len(fake.served) for fake in both] == [1 + 4, 1 + 4]
 
 
 def test_ranks_begin_with_different_servers(fakes):

@@ -93,6 +93,7 @@ def main(path: str, output: str, where: str, groups: str) -> None:
         "moved": moved,
         "differences": watch.differences,
         "versions": watch.versions,
+        "synced": trainer._last_loaded_step,
         "rows": len(watch.versions),
         "urls": where.split(","),
     }

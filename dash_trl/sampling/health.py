@@ -161,6 +161,7 @@ class Fleet:
             self.down_since = None
         else:
             self._die(server, now)
+            self._note_loss(now)
 
     def refit_failed(self, url: str, error: str, now: float) -> None:
         """It did not answer a probe, or did not take the weights."""
