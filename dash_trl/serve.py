@@ -19,7 +19,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -128,11 +127,11 @@ class Servers:
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP wait for what must be finished; only the main thread gets any."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPED_BY}
+    """SIGINT, SIGTERM and SIGHUP do nothing while something must be finished."""
+    try:
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPED_BY}
+    except ValueError:  # not in the main thread, which alone gets signals
+        before = {}
     try:
         yield
     finally:

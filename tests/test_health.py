@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dash_trl.sampling.health import FAILURES_UNTIL_DEAD, JOBS, SEQUENCES_PER_SERVER, Fleet, State
 
-A, B = "http://a", "http://b"
+A, B, C = "http://a", "http://b", "http://c"
 
 
 def ready(*urls: str, version: int = 1) -> Fleet:
@@ -101,8 +101,19 @@ def test_between_batches_a_server_may_have_become_another():
     assert fleet.servers[A].state == State.DEAD and fleet.lost(7.0, 1.0)
 
 
+def test_an_idle_server_may_have_become_another_when_it_inherits_work():
+    for die in (lambda fleet: fleet.failed(A, 0, "500", 1.0), lambda fleet: fleet.refit_failed(A, "no answer", 1.0)):
+        fleet = ready(A, B, C)
+        fleet.started(A, 0, 1, 1)
+        fleet.started(B, 1, 1, 1)
+        die(fleet)
+        assert fleet.choose(1) == B  # its connection holds
+        assert fleet.servers[C].state == State.SUSPECT and C in fleet.to_probe(1.0)
+
+
 def test_a_server_may_wait_for_the_next_weights():
     fleet = ready(A, B)
+    fleet.started(B, 0, 1, 1)
     fleet.refit_failed(A, "gone", 1.0)
     fleet.answered(A)
     assert fleet.waiting() == [A] and fleet.to_probe(99.0) == [] and fleet.choose(1) == B
@@ -112,6 +123,7 @@ def test_a_server_may_wait_for_the_next_weights():
 
 def test_a_server_that_is_gone_is_dead_at_once_and_probes_do_not_make_it_healthy():
     fleet = ready(A, B)
+    fleet.started(B, 0, 1, 1)
     fleet.failed(A, 0, "connection refused", now=0.0, gone=True)
     assert fleet.servers[A].state == State.DEAD and fleet.choose(1) == B
     fleet.answered(A)

@@ -1,12 +1,12 @@
 """Which server may be given a prompt: a pure state machine, without a clock and without I/O.
 
-    healthy ── a request failed, or a new batch begins ──► suspect ── 3 failures in a row, or it is gone ──► dead
-       ▲                                                      │                                               │
-       └── holds the current weights ── refitting ◄───────────┴────────── answers a probe ◄───────────────────┘
+    healthy ── a request failed, or it was idle ──► suspect ── 3 failures in a row, or it is gone ──► dead
+       ▲                                               │                                               │
+       └── holds the current weights ── refitting ◄────┴────────── answers a probe ◄───────────────────┘
 
-Nobody is trusted over a failure or over the time between two batches: whoever answers then may be another process, with
-the weights of its start-up, and nothing in its answers says so. Failures of requests are counted apart from probes,
-since a wedged engine still answers probes. Times are arguments, in seconds on any clock.
+Nobody is trusted over a failure or over idle time, such as that between two batches: whoever answers then may be
+another process, with the weights of its start-up, and nothing in its answers says so. Failures of requests are counted
+apart from probes, since a wedged engine still answers probes. Times are arguments, in seconds on any clock.
 """
 
 from __future__ import annotations
@@ -115,9 +115,7 @@ class Fleet:
 
     def begin(self, now: float) -> None:
         """A batch of work arrives: the time without any usable server counts from here."""
-        for server in self.servers.values():
-            if server.state == State.HEALTHY:
-                server.state, server.rest_until = State.SUSPECT, now
+        self._doubt_the_idle(now)
         self.down_since = None
         self._note_loss(now)
 
@@ -144,6 +142,7 @@ class Fleet:
         elif server.state != State.DEAD:
             server.state = State.SUSPECT
             server.rest_until = now + min(FIRST_BACK_OFF * 2 ** (server.failures - 1), LAST_BACK_OFF)
+        self._doubt_the_idle(now)
         self._note_loss(now)
 
     def answered(self, url: str) -> None:
@@ -168,6 +167,7 @@ class Fleet:
         server = self.servers[url]
         server.last_error = error
         self._die(server, now)
+        self._doubt_the_idle(now)
         self._note_loss(now)
 
     def new_version(self, version: int, now: float) -> None:
@@ -177,6 +177,12 @@ class Fleet:
             if server.state != State.DEAD:
                 server.state = State.REFITTING
         self._note_loss(now)
+
+    def _doubt_the_idle(self, now: float) -> None:
+        """Work arrives for those that had none: nobody saw whether they are still what they were."""
+        for server in self.servers.values():
+            if server.state == State.HEALTHY and not server.outstanding:
+                server.state, server.rest_until = State.SUSPECT, now
 
     def _die(self, server: Server, now: float) -> None:
         server.state, server.version, server.rest_until = State.DEAD, None, now + PROBE_EVERY
