@@ -82,9 +82,9 @@ class DASHTrainer(GRPOTrainer):
         self._sampling_only = False  # TRL's sampling method must not run the model
         self._scored: Any = None  # (rewards of all ranks, completions of this one)
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        with vllm_pool.without_client(args):
+        with vllm_pool.without_client(args) as servers:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
-        if args.use_vllm and args.vllm_mode == "server":
+        if servers:
             vllm_pool.install(self)
 
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)

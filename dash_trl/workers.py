@@ -305,8 +305,7 @@ class Command:
 
     def terminate(self) -> None:
         """SIGTERM, without waiting: several programs end side by side."""
-        if self.running:
-            self._signal(signal.SIGTERM)
+        self._signal(signal.SIGTERM)
 
     def _signal(self, number: int) -> None:
         try:

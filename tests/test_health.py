@@ -56,6 +56,8 @@ def test_only_a_server_that_was_just_seen_with_the_current_weights_is_given_a_pr
         else:
             version += 1
             fleet.new_version(version, now)
+        if before == State.DEAD:  # back only through refitting
+            assert fleet.servers[url].state in (State.DEAD, State.REFITTING)
         chosen = fleet.choose(1)
         assert chosen is None or seen[chosen] == version
         assert not (chosen and fleet.lost(now + 10.0, 10.0))

@@ -65,16 +65,14 @@ def test_where_the_servers_listen_and_where_they_are_reached():
 SCRIPT = """
 import sys
 from dash_trl import serve, workers
-slow = "trap 'sleep 1; exit' TERM; echo up; while :; do sleep 0.1; done"
-serve.Servers._start = lambda self, i: workers.Command(["sh", "-c", slow], log=self.logs / f"{i}.log")
-serve.answers = lambda url: "up" in (serve.Path(self.logs) / "1.log").read_text()
-begin = serve.Servers.__enter__
-def enter(servers):
-    global self
-    self = begin(servers)
-    print("PIDS", *[command.process.pid for command in servers.commands], flush=True)
-    return self
-serve.Servers.__enter__ = enter
+commands = []
+def start(servers, number):  # a program that takes a second to stop, in place of vLLM
+    slow = "trap 'sleep 1; exit' TERM; echo up; while :; do sleep 0.1; done"
+    commands.append(workers.Command(["sh", "-c", slow], log=servers.logs / f"{number}.log"))
+    print("PID", commands[-1].process.pid, flush=True)
+    return commands[-1]
+serve.Servers._start = start
+serve.answers = lambda url: all("up" in command.log.read_text() for command in commands)
 sys.argv[1:] = ["model", "--servers", "2", "--host=0.0.0.0"]
 serve.main()
 """
@@ -82,16 +80,15 @@ serve.main()
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
-def test_no_signal_leaves_servers_behind(first, tmp_path):
+def test_no_signal_leaves_servers_behind(first):
     """Nor does an impatient second one."""
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
-    lines = iter(process.stdout.readline, "")
-    pids: list[int] = []
-    for line in lines:
-        if line.startswith("PIDS"):
-            pids = [int(pid) for pid in line.split()[1:]]
+    pids = []
+    for line in iter(process.stdout.readline, ""):
+        if line.startswith("PID"):
+            pids.append(int(line.split()[1]))
         if line.startswith("Ctrl+C"):
             break
     assert len(pids) == 2

@@ -431,7 +431,7 @@ class VLLMPool(VLLMGeneration):
                 '--weight-transfer-config \'{"backend": "nccl"}\', as `python -m dash_trl.serve` does on a GPU. Use '
                 "vllm_weight_sync='file'."
             )
-        if API_KEY in os.environ:
+        if os.environ.get(API_KEY):
             raise ValueError(
                 f"vllm_weight_sync='nccl' goes through TRL's client, which sends no API key, and {API_KEY} is set. Use "
                 "vllm_weight_sync='file', or servers without a key."
@@ -521,12 +521,12 @@ class VLLMPool(VLLMGeneration):
 
 
 @contextmanager
-def without_client(args: Any) -> Iterator[None]:
-    """Within it a trainer is built as if without vLLM servers: TRL's client needs CUDA."""
+def without_client(args: Any) -> Iterator[bool]:
+    """Within it a trainer is built as if without vLLM servers (TRL's client needs CUDA); yields whether it has any."""
     servers = args.use_vllm and args.vllm_mode == "server"
     args.use_vllm = args.use_vllm and not servers
     try:
-        yield
+        yield servers
     finally:  # when that fails, too: the next attempt may use the same arguments
         args.use_vllm = args.use_vllm or servers
 
