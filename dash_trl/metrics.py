@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from dash_trl.filtering import Filtered
 from dash_trl.packing import MicroBatch
 from dash_trl.rollouts import RolloutBatch
+from dash_trl.schedule import Pass, Segment
 
 
 def filter_metrics(
@@ -86,3 +89,50 @@ def packing_metrics(micro_batches: Sequence[MicroBatch], lengths: Tensor, *, pad
             size = tokens if padding_free or not rows else len(rows) * (max(prompts) + max(completions))
             real, processed, largest = real + tokens, processed + size, max(largest, size)
     return {"packing/padding_share": 1 - real / max(processed, 1), "packing/max_tokens": largest}
+
+
+# Shares of clipped tokens: a token of a dropped row is not clipped, since TRL counts only those with A ≠ 0.
+CLIPPED = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
+# Means over tokens that would take a pass on the dropped rows: they are of survivors.
+OF_SURVIVORS = ("entropy", "kl", "vespo/phi_seq_mean")
+
+
+class PassMetrics:
+    """What TRL's loss logs of every pass, as one figure per optimizer step.
+
+    TRL logs the mean of a micro-batch and averages these means. Passes differ in size and hold survivors only, so here
+    a pass counts by its tokens, and a share of clipped tokens refers to all rows, the dropped ones included: TRL's
+    figure, but for its micro-batches of different length counting alike.
+
+    Args:
+        per_row: TRL's clipping is per sequence (`importance_sampling_level="sequence"`): rows count, not tokens.
+    """
+
+    def __init__(self, *, per_row: bool):
+        self.per_row = per_row
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._counts: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def observe(self, logged: dict[str, list[float]], one: Pass) -> Iterator[None]:
+        """Within it, TRL computes the loss of a pass and appends to `logged`; those figures are taken from there."""
+        before = {name: len(logged[name]) for name in (*CLIPPED, *OF_SURVIVORS) if name in logged}
+        yield
+        tokens, rows = sum(one.tokens), one.micro_batch.size * len(one.tokens)
+        for name in (*CLIPPED, *OF_SURVIVORS):
+            for value in logged.get(name, [])[before.get(name, 0) :]:
+                logged[name].pop()
+                count = rows if name == "vespo/phi_seq_mean" or (self.per_row and name in CLIPPED) else tokens
+                self._sums[name] += value * count
+                self._counts[name] += count
+
+    def of_step(self, segments: Sequence[Segment]) -> dict[str, float]:
+        """The figures of an optimizer step that consists of `segments`; begins anew."""
+        every = sum(one.all_rows if self.per_row else one.all_tokens for one in segments)
+        figures = {
+            name: total / max(every if name in CLIPPED else self._counts[name], 1.0)
+            for name, total in self._sums.items()
+            if name in CLIPPED or self._counts[name]
+        }
+        self._sums, self._counts = defaultdict(float, dict.fromkeys(self._sums, 0.0)), defaultdict(float)
+        return figures

@@ -9,7 +9,10 @@ Letters: B rows, P prompt tokens, T completion tokens, L tokens of the packed ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from dash_trl.isolation import isolation_flaw
 
 SEGMENT_ATTENTION = "sdpa_segments"
 
@@ -34,12 +39,14 @@ def segment_attention(
 
     Args:
         query: [1, heads, L, head size]; key and value may have fewer heads (GQA).
-        attention_mask: not used with segments.
+        attention_mask: `None` with segments; a model that makes one of its own would lose it (Doge).
         segment_lengths: tokens of each segment, adding up to L; `None` outside packed passes (generation,
             evaluation).
     """
     if segment_lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask is not None:
+        raise ValueError(f"{type(module).__name__} has an attention mask of its own, which segments would ignore.")
     segments = zip(*(states.split(segment_lengths, dim=2) for states in (query, key, value)), strict=True)
     outputs = [sdpa_attention_forward(module, q, k, v, None, **kwargs)[0] for q, k, v in segments]
     return torch.cat(outputs, dim=1), None
@@ -56,70 +63,117 @@ def plain_causal_attention(model: PreTrainedModel) -> bool:
     return bool(model._supports_attention_backend) and set(layers) == {"full_attention"} and not windowed
 
 
-def enable_padding_free(model: PreTrainedModel) -> bool:
-    """Prepare `model` for packed passes; returns whether it can run them.
+def enable_padding_free(model: PreTrainedModel) -> str | None:
+    """Prepare `model` for packed passes; returns why it cannot run them, `None` if `packing_flaw` may have a look.
 
-    It can with plain causal attention on SDPA (which is switched to `sdpa_segments`, equal to SDPA outside packed
+    It needs plain causal attention on SDPA (which is switched to `sdpa_segments`, equal to SDPA outside packed
     passes) or FlashAttention; eager and flex attention know no segments.
     """
     config = model.config.get_text_config()
     if not plain_causal_attention(model):
-        return False
+        return "its attention is not plain causal in every layer"
     attention = config._attn_implementation or ""
-    if "flash" in attention:
-        return True
     if attention == "sdpa":
         AttentionInterface.register(SEGMENT_ATTENTION, segment_attention)
         # Without a mask function of the same name, transformers would build no mask at all, in generation too.
         AttentionMaskInterface.register(SEGMENT_ATTENTION, sdpa_mask)
         model.set_attn_implementation(SEGMENT_ATTENTION)
-    return config._attn_implementation == SEGMENT_ATTENTION
+    if "flash" in attention or config._attn_implementation == SEGMENT_ATTENTION:
+        return None
+    return f"its attn_implementation {attention!r} keeps no segments apart: use 'sdpa' or 'flash_attention_2'"
 
 
-def pack_inputs(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *, flash: bool) -> dict[str, Any]:
+def disable_padding_free(model: PreTrainedModel) -> None:
+    """Undo `enable_padding_free`."""
+    if model.config.get_text_config()._attn_implementation == SEGMENT_ATTENTION:
+        model.set_attn_implementation("sdpa")
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where the tokens of a padded micro-batch go in the packed row; indices made on the CPU, which knows the masks.
+
+    Asked of a mask on a GPU, each of them would make the CPU wait for the device.
+
+    Attributes:
+        tokens: [L] int64, the packed tokens as positions in the flattened [B, P + T].
+        position_ids: [1, L] int64, restarting in each row.
+        ignored: [1, L] bool, True = the token's log-prob is not wanted.
+        sources: [K] int64, the wanted tokens as positions in what the fused LM head returns, [L − 1].
+        targets: [K] int64, the same as positions in the flattened [B, T].
+        lengths: tokens of each row; rows without any token are left out.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    ignored: Tensor
+    sources: Tensor
+    targets: Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, attention_mask: Tensor, logits_to_keep: int) -> PackedLayout:
+        """Of a micro-batch with `attention_mask` [B, P + T] on the CPU; the last T = `logits_to_keep` columns count."""
+        mask = attention_mask.bool()
+        wanted = mask.clone()
+        wanted[:, :-logits_to_keep] = False
+        in_row = wanted[mask]  # [L]
+        return cls(
+            tokens=mask.flatten().nonzero().squeeze(1),
+            position_ids=(mask.long().cumsum(dim=1) - 1)[mask].unsqueeze(0),
+            ignored=~in_row.unsqueeze(0),
+            sources=in_row[1:].nonzero().squeeze(1),
+            targets=wanted[:, -logits_to_keep:].flatten().nonzero().squeeze(1),
+            lengths=tuple(length for length in mask.sum(dim=1).tolist() if length),
+        )
+
+    def to(self, device: torch.device) -> PackedLayout:
+        """The same on `device`, without waiting for it."""
+        tensors = {name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return PackedLayout(**tensors, lengths=self.lengths)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy from the CPU; to a GPU by page-locked memory, so that the copy runs while the GPU computes."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict[str, Any]:
     """The model inputs of one packed row, for TRL's fused LM head.
 
     Args:
-        input_ids, attention_mask: [B, P + T]; rows without any token are left out.
-        logits_to_keep: T.
+        input_ids: [B, P + T]. layout: of its mask, on the same device.
         flash: the model runs FlashAttention's varlen kernels.
     Returns:
         `input_ids`, `position_ids`, `labels` [1, L] (−100 where the next-token log-prob is not wanted) and what the
         attention needs to keep the samples apart.
     """
-    mask = attention_mask.bool()
-    lengths = mask.sum(dim=1)
-    lengths = lengths[lengths > 0]
-    wanted = mask.clone()
-    wanted[:, :-logits_to_keep] = False
-    packed_ids = input_ids[mask]
+    packed_ids = input_ids.flatten()[layout.tokens].unsqueeze(0)
     inputs: dict[str, Any] = {
-        "input_ids": packed_ids.unsqueeze(0),
-        "position_ids": (mask.long().cumsum(dim=1) - 1)[mask].unsqueeze(0),
-        "labels": packed_ids.masked_fill(~wanted[mask], -100).unsqueeze(0),
+        "input_ids": packed_ids,
+        "position_ids": layout.position_ids,
+        "labels": packed_ids.masked_fill(layout.ignored, -100),
     }
     if flash:
-        ends = torch.nn.functional.pad(lengths.cumsum(dim=0), (1, 0)).int()
-        longest = int(lengths.max())
+        ends = to_device(torch.tensor([0, *accumulate(layout.lengths)], dtype=torch.int32), input_ids.device)
+        longest = max(layout.lengths)
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     else:
         # An all-ones mask: with none at all, transformers would find the restarting positions and build an L × L mask.
-        inputs |= {"attention_mask": torch.ones_like(inputs["input_ids"]), "segment_lengths": tuple(lengths.tolist())}
+        inputs |= {"attention_mask": torch.ones_like(packed_ids), "segment_lengths": layout.lengths}
     return inputs
 
 
-def unpack(values: Tensor, attention_mask: Tensor, logits_to_keep: int) -> Tensor:
+def unpack(values: Tensor, layout: PackedLayout, rows: int, logits_to_keep: int) -> Tensor:
     """Per-token values of a packed row → [B, T], 0 elsewhere.
 
     `values` is [1, L − 1]: position i belongs to packed token i + 1, as the fused LM head returns it. The result stays
     connected to the model even if no value is wanted, so that a dummy micro-batch has a gradient of zeros.
     """
-    mask = attention_mask.bool()
-    wanted = mask.clone()
-    wanted[:, :-logits_to_keep] = False
-    values = values[0][wanted[mask][1:]]
-    target = wanted[:, -logits_to_keep:]
-    return values.new_zeros(target.shape).masked_scatter(target, values)
+    target = values.new_zeros(rows * logits_to_keep)
+    return target.index_copy(0, layout.targets, values[0][layout.sources]).view(rows, logits_to_keep)
 
 
 def packed_log_probs(
@@ -129,20 +183,46 @@ def packed_log_probs(
     logits_to_keep: int,
     *,
     flash: bool,
+    layout: PackedLayout | None = None,
     compute_entropy: bool = False,
     compute_aux_loss: bool = False,
     **ignored: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-probs [B, T], entropies [B, T] and MoE auxiliary loss by one packed pass; arguments as in TRL's method.
 
-    `ignored` takes TRL's image arguments, which are None for a text model.
+    `layout` is that of `attention_mask`, `None`: made here. `ignored` takes TRL's image arguments, which are None for a
+    text model.
     """
-    inputs = pack_inputs(input_ids, attention_mask, logits_to_keep, flash=flash)
+    if layout is None:
+        layout = PackedLayout.of(attention_mask.cpu(), logits_to_keep).to(input_ids.device)
+    inputs = pack_inputs(input_ids, layout, flash=flash)
     if compute_aux_loss:
         inputs["output_router_logits"] = True
     outputs = model(**inputs, fused_lm_head=True)
-    entropies = unpack(outputs.entropy, attention_mask, logits_to_keep) if compute_entropy else None
-    return unpack(outputs.log_probs, attention_mask, logits_to_keep), entropies, outputs.aux_loss
+
+    def unpacked(values: Tensor) -> Tensor:
+        return unpack(values, layout, len(input_ids), logits_to_keep)
+
+    return unpacked(outputs.log_probs), unpacked(outputs.entropy) if compute_entropy else None, outputs.aux_loss
+
+
+def packing_flaw(packed: Any, padded: Any, *, vocabulary: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a model cannot run packed passes, as `isolation_flaw` finds by trying; None = it can.
+
+    Args:
+        packed, padded: (input_ids, attention_mask, logits_to_keep) → (log-probs, …), as in TRL's method.
+    """
+
+    def log_probs(function: Any, samples: Sequence[Sequence[int]]) -> list[Tensor]:
+        prompt = min(map(len, samples)) // 2  # the same for all, so that no row is padded on its left
+        kept = max(map(len, samples)) - prompt
+        ids, mask = torch.zeros(2, len(samples), prompt + kept, dtype=torch.long)
+        for row, sample in enumerate(samples):
+            ids[row, : len(sample)], mask[row, : len(sample)] = torch.tensor(sample), 1
+        values = function(ids.to(device), mask.to(device), kept)[0]
+        return [row[: len(sample) - prompt] for row, sample in zip(values, samples, strict=True)]
+
+    return isolation_flaw(partial(log_probs, packed), partial(log_probs, padded), vocabulary=vocabulary, dtype=dtype)
 
 
 def real_rows_only(
@@ -151,14 +231,20 @@ def real_rows_only(
     input_ids: Tensor,
     attention_mask: Tensor,
     logits_to_keep: int,
+    *,
+    real: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor | None, ...]:
-    """For models that need padding: TRL's `log_probs` on the rows that have a token; 0 for the masked dummy rows."""
-    real = attention_mask.bool().any(dim=1)
-    *per_token, aux_loss = log_probs(model, input_ids[real], attention_mask[real], logits_to_keep, **kwargs)
-    target = real.unsqueeze(1).expand(-1, logits_to_keep)
+    """For models that need padding: TRL's `log_probs` on the rows that have a token; 0 for the masked dummy rows.
+
+    `real` rows have one, and come first; `None`: counted here.
+    """
+    if real is None:
+        real = int(attention_mask.bool().any(dim=1).sum())
+    *per_token, aux_loss = log_probs(model, input_ids[:real], attention_mask[:real], logits_to_keep, **kwargs)
+    dummies = len(input_ids) - real
     logps, entropies = (
-        None if values is None else values.new_zeros(target.shape).masked_scatter(target, values)
+        None if values is None else torch.cat([values, values.new_zeros(dummies, values.shape[1])])
         for values in per_token
     )
     return logps, entropies, aux_loss

@@ -99,10 +99,6 @@ class RolloutBatch:
         """The tensors of the given rows (indices, in that order), without the texts that only rewards need."""
         return RolloutBatch(**{name: value[rows] for name, value in self.tensors().items()})
 
-    def pin(self) -> RolloutBatch:
-        """The same rows in page-locked memory, so that micro-batches copy to the GPU while it computes."""
-        return RolloutBatch(**{name: value.pin_memory() for name, value in self.tensors().items()})
-
     def micro_batch(self, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Tensor]:
         """The inputs of one model pass, trimmed to the longest prompt and completion among `rows`.
 

@@ -36,10 +36,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Pass:
-    """A micro-batch whose rows are positions in the generation window, and the segment that it belongs to."""
+    """A micro-batch whose rows are positions in the generation window, and the segment that it belongs to.
+
+    `tokens`: the loss tokens that each rank has in it.
+    """
 
     micro_batch: MicroBatch
     segment: Segment
+    tokens: tuple[int, ...]
 
 
 class Schedule:
@@ -64,6 +68,7 @@ class Schedule:
         self.pack = pack
         self.optimizer_step = range(0)
         self.ran_model = False  # on any rank, in this optimizer step
+        self.segments: list[Segment] = []  # of this optimizer step, with and without survivors
         self._sampled_at: int | None = None
         self._planned: dict[int, list[Pass]] = {}
 
@@ -71,6 +76,7 @@ class Schedule:
         """The next `micro_steps` micro-steps, from `step` on, accumulate into one optimizer step."""
         self.optimizer_step = range(step, step + micro_steps)
         self.ran_model = False
+        self.segments = []
         self._planned.clear()
 
     def is_last(self, step: int) -> bool:
@@ -111,8 +117,16 @@ class Schedule:
             kept_rows=int((lengths[..., 1] > 0).sum()),
             kept_tokens=int(lengths[..., 2].sum()),
         )
-        plan = [[micro_batch.shifted(offset) for micro_batch in micro_batches] for micro_batches in plan]
+        table = lengths[..., 2].tolist()
         for here, micro_batches in zip(range(step, stop), plan, strict=True):
-            self._planned[here] = [Pass(micro_batch, segment) for micro_batch in micro_batches]
+            self._planned[here] = [
+                Pass(
+                    micro_batch.shifted(offset),
+                    segment,
+                    tokens=tuple(sum(table[rank][row] for row in rows) for rank, rows in enumerate(micro_batch.rows)),
+                )
+                for micro_batch in micro_batches
+            ]
+        self.segments.append(segment)
         self.ran_model |= any(plan)
-        return [micro_batch for micro_batches in plan for micro_batch in micro_batches]
+        return [one.micro_batch for here in range(step, stop) for one in self._planned[here]]

@@ -31,14 +31,25 @@ from dash_trl.callbacks import DASHCallback
 from dash_trl.config import DASHConfig
 from dash_trl.filtering import Filtered, filter_rows, loss_scale
 from dash_trl.importance_sampling import importance_sampling_ratio
-from dash_trl.metrics import filter_metrics, packing_metrics, sampler_metrics
+from dash_trl.isolation import computing_dtype, evaluating
+from dash_trl.metrics import PassMetrics, filter_metrics, packing_metrics, sampler_metrics
 from dash_trl.packing import MicroBatch, plan_segment
-from dash_trl.padding_free import enable_padding_free, packed_log_probs, real_rows_only
+from dash_trl.padding_free import (
+    PackedLayout,
+    disable_padding_free,
+    enable_padding_free,
+    packed_log_probs,
+    packing_flaw,
+    real_rows_only,
+    to_device,
+)
+from dash_trl.regularizers import ScaledCoefficient, regularizer_weight
 from dash_trl.rewards.failures import unscore_failed, watch
 from dash_trl.rollouts import SAMPLED_FIELDS, GenerationWindow, RolloutBatch
 from dash_trl.sampling import vllm_pool
 from dash_trl.sampling_order import EpochOrder
 from dash_trl.schedule import Schedule
+from dash_trl.zero3 import forget_plain_passes
 
 logger = logging.getLogger(__name__)
 
@@ -90,19 +101,16 @@ class DASHTrainer(GRPOTrainer):
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
         self.reward_funcs = [watch(func, name) for func, name in functions]
         self._never_scored = set(range(len(self.reward_funcs)))
-        models = [self.model.get_base_model() if is_peft_model(self.model) else self.model]
-        if self.ref_model is not None:
-            models.append(self.accelerator.unwrap_model(self.ref_model))
+        self._layout: PackedLayout | int | None = None  # of the pass that is running; `None`: found from its mask
         # Continuous batching samples with paged variants of the attention that a model came with.
-        usual_attention = not args.use_transformers_continuous_batching
-        self._padding_free = usual_attention and all([enable_padding_free(model) for model in models])
-        self._flash = "flash" in (models[0].config.get_text_config()._attn_implementation or "")
-        self._pack = partial(
-            plan_segment,
-            max_rows=args.per_device_train_batch_size,
-            max_tokens=args.max_tokens_per_microbatch,
-            padding_free=self._padding_free,
-        )
+        if args.use_transformers_continuous_batching:
+            self._padded_because: str | None = "continuous batching brings its own attention"
+        else:
+            self._padded_because = next(filter(None, [enable_padding_free(one) for one in self._text_models()]), None)
+        self._padding_free = self._padded_because is None  # until `_prepare_for_training` finds a flaw
+        self._head_hook: Any = None
+        self._flash = "flash" in (self.model.config.get_text_config()._attn_implementation or "")
+        self._pass_metrics = PassMetrics(per_row=self.importance_sampling_level == "sequence")
         self._schedule = Schedule(
             steps_per_generation=args.steps_per_generation,
             num_iterations=args.num_iterations,
@@ -112,6 +120,58 @@ class DASHTrainer(GRPOTrainer):
         self._context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         lengths = checks.long_prompt_lengths(train_dataset, self._tokenize_prompts, self._context)
         checks.check_prompt_lengths(lengths, self._context, self.max_completion_length)
+
+    # ------------------------------------------------------------------ what is known of the models before a pass
+
+    def _text_models(self) -> list[Any]:
+        """The transformers models within the policy and the reference model, without wrappers and adapters."""
+        models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
+        models = [self.accelerator.unwrap_model(model) for model in models]
+        return [model.get_base_model() if is_peft_model(model) else model for model in models]
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self._head_hook is not None:
+            self._head_hook.remove()
+        self._head_hook = forget_plain_passes(self.model_wrapped)
+        if self._padding_free:
+            models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
+            flaws = [flaw for flaw in map(self._packing_flaw, models) if flaw]
+            found = torch.tensor(float(len(flaws)), device=self.args.device)
+            if self.accelerator.reduce(found, "sum").item():  # all ranks pad if one has to
+                self._padding_free, self._padded_because = False, next(iter(flaws), "of what another rank found")
+                for model in self._text_models():
+                    disable_padding_free(model)
+        name = type(self._text_models()[0]).__name__
+        if self._padding_free:
+            logger.info(f"{name}: model passes are padding-free.")
+        elif self.accelerator.is_main_process:
+            logger.warning(
+                f"{name}: model passes are padded, not padding-free, because {self._padded_because}. The update is the "
+                "same; it takes longer."
+            )
+        return prepared
+
+    def _packing_flaw(self, model: Any) -> str | None:
+        """Why packed passes of a prepared model would be wrong; a collective under ZeRO-3 and FSDP."""
+        with torch.no_grad(), evaluating(model), self.accelerator.autocast():
+            return packing_flaw(
+                partial(packed_log_probs, model, flash=self._flash),
+                partial(super()._get_per_token_logps_and_entropies, model),
+                vocabulary=min(self.model.config.get_text_config().vocab_size, len(self._tokenizer)),
+                dtype=computing_dtype(self._text_models()[0]),
+                device=self.accelerator.device,
+            )
+
+    def _pack(self, lengths: Tensor, micro_steps: int, last_must_run: bool = False) -> list[list[MicroBatch]]:
+        return plan_segment(
+            lengths,
+            micro_steps,
+            last_must_run,
+            max_rows=self.args.per_device_train_batch_size,
+            max_tokens=self.args.max_tokens_per_microbatch,
+            padding_free=self._padding_free,
+        )
 
     # ------------------------------------------------------------------ from prompts to a window of survivors
 
@@ -184,8 +244,6 @@ class DASHTrainer(GRPOTrainer):
         order = shuffle_sequence_dict({"row": torch.arange(rows)})["row"]  # TRL's, from the same random numbers
         lengths = rollouts.lengths()[order] * filtered.keep[order].unsqueeze(1)
         survivors = rollouts.select(order[lengths[:, 1] > 0])  # a fully masked row (TRL's truncated ones) has no length
-        if torch.cuda.is_available():
-            survivors = survivors.pin()
         lengths = self.accelerator.gather(lengths.to(device)).cpu().view(-1, rows, 3)
         window = GenerationWindow(survivors, lengths, sampled["num_items_in_batch"].cpu())
         with self._timed("logprobs"):
@@ -226,12 +284,13 @@ class DASHTrainer(GRPOTrainer):
             )
             self._log(sampler_metrics(rollouts, self.accelerator.gather, self.accelerator.device))
 
-    def _logps(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    def _logps(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        return self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])[0]
+        with self._laid_out(inputs):
+            return self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])[0]
 
-    def _reference_logps(self, inputs: dict[str, Tensor]) -> Tensor:
+    def _reference_logps(self, inputs: dict[str, Any]) -> Tensor:
         if self.ref_model is not None:
             return self._logps(self.ref_model, inputs)
         # PEFT: the base model, or the adapter that training began with
@@ -246,12 +305,16 @@ class DASHTrainer(GRPOTrainer):
         self._schedule.begin_optimizer_step(self._step, len(batches))
         return batches, num_items
 
-    def _rows(self, window: GenerationWindow, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Tensor]]:
-        """This rank's rows of `window.rollouts` in a micro-batch, and the model inputs made of them."""
+    def _rows(self, window: GenerationWindow, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
+        """This rank's rows of `window.rollouts` in a micro-batch, and the model inputs and layout made of them."""
         rank = self.accelerator.process_index
         rows = window.survivors(rank)[list(micro_batch.rows[rank])].tolist()
-        pad_token_id = self._tokenizer.pad_token_id
-        return rows, window.rollouts.micro_batch(rows, size=micro_batch.size, pad_token_id=pad_token_id)
+        inputs = window.rollouts.micro_batch(rows, size=micro_batch.size, pad_token_id=self._tokenizer.pad_token_id)
+        layout: PackedLayout | int = max(len(rows), 1)  # the rows that have a token
+        if self._padding_free:
+            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            layout = PackedLayout.of(mask, inputs["completion_mask"].shape[1])
+        return rows, {**inputs, "layout": layout}
 
     def _micro_batches(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The inputs of this micro-step's model passes, on the CPU; samples a new window where one is due."""
@@ -269,20 +332,24 @@ class DASHTrainer(GRPOTrainer):
                 self.loss_type,
                 self.args.filter_denominator,
                 rows=one.micro_batch.size,
-                tokens=int((inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum()),
+                tokens=one.tokens[self.accelerator.process_index],
                 segment=one.segment,
             )
-            batches.append({**inputs, "num_items_in_batch": window.num_items_in_batch, "loss_scale": scale})
+            batches.append(
+                {**inputs, "num_items_in_batch": window.num_items_in_batch, "loss_scale": scale, "pass": one}
+            )
         return batches
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """Move one micro-batch to the device; in evaluation, TRL's: sample, score, and return the batch."""
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        return {
-            name: value.to(self.accelerator.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in generation_batch.items()
+        device = self.accelerator.device
+        moved = {
+            name: to_device(value, device) for name, value in generation_batch.items() if isinstance(value, Tensor)
         }
+        layout = generation_batch["layout"]
+        return {**generation_batch, **moved, "layout": layout.to(device) if self._padding_free else layout}
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> Tensor:
         """One micro-step: any number of forward and backward passes, none if nothing survived."""
@@ -306,6 +373,7 @@ class DASHTrainer(GRPOTrainer):
         if is_last:
             names = ("generate", "reward", "logprobs", "train")
             self._log({f"time/{name}": self._seconds.pop(name, 0.0) for name in names})
+            self._log(self._pass_metrics.of_step(self._schedule.segments))
         return loss
 
     @contextmanager
@@ -331,15 +399,44 @@ class DASHTrainer(GRPOTrainer):
         if self._sampling_only:
             return None, None, None
         log_probs = super()._get_per_token_logps_and_entropies
+        batch = model, input_ids, attention_mask, logits_to_keep
         if not self.model.training:
-            return log_probs(model, input_ids, attention_mask, logits_to_keep, **kwargs)
+            return log_probs(*batch, **kwargs)
         if not self._padding_free:
-            return real_rows_only(log_probs, model, input_ids, attention_mask, logits_to_keep, **kwargs)
+            return real_rows_only(log_probs, *batch, real=self._layout, **kwargs)
         with self.accelerator.autocast():
-            return packed_log_probs(model, input_ids, attention_mask, logits_to_keep, flash=self._flash, **kwargs)
+            return packed_log_probs(*batch, flash=self._flash, layout=self._layout, **kwargs)
+
+    @contextmanager
+    def _laid_out(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """The layout of `inputs` for `_get_per_token_logps_and_entropies`, which TRL hands only their masks."""
+        self._layout = inputs["layout"]
+        try:
+            yield
+        finally:
+            self._layout = None
 
     def _compute_loss(self, model, inputs) -> Tensor:
-        return super()._compute_loss(model, inputs) * inputs.get("loss_scale", 1.0)
+        """TRL's, at the weight of this pass in the optimizer step."""
+        if not self.model.training:
+            return super()._compute_loss(model, inputs)
+        one, scale = inputs["pass"], inputs["loss_scale"]
+        weight = regularizer_weight(one.tokens[self.accelerator.process_index], one.segment)
+        with self._laid_out(inputs), self._regularized(weight / scale if scale else 0.0):
+            with self._pass_metrics.observe(self._metrics["train"], one):
+                return super()._compute_loss(model, inputs) * scale
+
+    @contextmanager
+    def _regularized(self, scale: float) -> Iterator[None]:
+        """The coefficients of entropy bonus and router loss times `scale`, where TRL uses them as factors."""
+        router = self.router_aux_loss_coef
+        self.router_aux_loss_coef = ScaledCoefficient(router, scale)
+        self.entropy_coef: float = ScaledCoefficient(self.entropy_coef, scale)
+        try:
+            yield
+        finally:
+            self.router_aux_loss_coef = router
+            self.entropy_coef = float(self.entropy_coef)  # TRL may have adapted it
 
     # ------------------------------------------------------------------ order, resume, events, metrics
 

@@ -1,6 +1,6 @@
 """One launch of `test_distributed.py`: every scenario with TRL and with DASH on 2 ranks; prints one JSON line.
 
-accelerate launch --config_file tests/accelerate/ddp.yaml tests/distributed_run.py MODEL OUTPUT [scenario …]
+accelerate launch --config_file tests/accelerate/ddp.yaml tests/distributed_run.py OUTPUT MODEL [LARGER MODEL …]
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOTrainer
 
-from dash_trl import DASHTrainer
+from dash_trl import DASHCallback, DASHTrainer
+from dash_trl.sampling.weight_sync import model_log_probs
 from tests.tiny import ScriptedReward, parameters, relative_difference, run
 
 RANK = int(os.environ.get("RANK", 0))
@@ -73,13 +74,21 @@ def equal_on_all_ranks(values: dict[str, torch.Tensor]) -> bool:
     return len({json.dumps(one) for one in gather_object([sums])}) == 1
 
 
-def compare(model: str, output: Path, start: dict[str, torch.Tensor], name: str) -> dict[str, Any]:
-    silent, settings = SCENARIOS[name]
+class PlainPasses(DASHCallback):
+    """Passes that call the LM head as a module, as V(prefix) and a user's own do."""
+
+    def on_advantages(self, args, state, control, rollouts, **kwargs):
+        for _ in range(2):
+            assert model_log_probs(kwargs["trainer"].model, [5, 6, 7, 8], 1.0).isfinite().all()
+
+
+def compare(model: str, output: Path, start: dict[str, torch.Tensor], scenario: tuple[Any, dict]) -> dict[str, Any]:
+    silent, settings = scenario
     ends = {}
     for trainer_class in (GRPOTrainer, DASHTrainer):
         own = dict(settings)
         if trainer_class is GRPOTrainer:
-            for key in ("gradient_filter_threshold", "max_tokens_per_microbatch"):
+            for key in ("gradient_filter_threshold", "max_tokens_per_microbatch", "callbacks", "prepare"):
                 own.pop(key, None)
         trainer = run(trainer_class, model, output, reward=RewardPerWindow(silent), **own)
         ends[trainer_class] = whole(trainer)
@@ -153,18 +162,23 @@ def silent_adamw_step(model: str, output: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    model, output, *names = sys.argv[1:]
-    start = parameters(AutoModelForCausalLM.from_pretrained(model))  # before ZeRO-3 makes it load partitions
+    output, model, *larger = sys.argv[1:]
+    # before ZeRO-3 makes it load partitions
+    start, *starts = [parameters(AutoModelForCausalLM.from_pretrained(path)) for path in (model, *larger)]
     results: dict[str, Any] = {}
-    for name in names or SCENARIOS:
+    for name, scenario in SCENARIOS.items():
         began = time.perf_counter()
-        results[name] = compare(model, Path(output), start, name)
+        results[name] = compare(model, Path(output), start, scenario)
         results[name]["seconds"] = round(time.perf_counter() - began, 1)
+    for path, weights in zip(larger, starts, strict=True):
+        for layout, prepare in (("packed", None), ("padded", lambda trainer: setattr(trainer, "_padding_free", False))):
+            settings = {"max_steps": 2, "callbacks": [PlainPasses()], "prepare": prepare}
+            scenario = (lambda call, rank: False, settings)
+            results[f"{Path(path).name}, {layout}"] = compare(path, Path(output), weights, scenario)
     results["ranks"] = int(os.environ.get("WORLD_SIZE", 1))
-    if not names:
-        results["beta with dropped rows"] = beta_with_dropped_rows(model, Path(output), start)
-        results["process rewards"] = process_rewards(model, Path(output), start)
-        results["silent AdamW step"] = silent_adamw_step(model, Path(output))
+    results["beta with dropped rows"] = beta_with_dropped_rows(model, Path(output), start)
+    results["process rewards"] = process_rewards(model, Path(output), start)
+    results["silent AdamW step"] = silent_adamw_step(model, Path(output))
     if RANK == 0:
         print("RESULTS " + json.dumps(results), flush=True)
     if torch.distributed.is_initialized():  # else gloo's threads may abort the process as it exits

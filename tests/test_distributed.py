@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import save_tiny_model
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ["ddp", "zero2", "zero3"]
 
 
-def launch(backend: str, model: str, output: Path) -> dict[str, Any]:
+def launch(backend: str, output: Path, *models: str) -> dict[str, Any]:
     """Run every scenario of `distributed_run.py` in one launch: importing torch and trl takes longer than training."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -31,7 +34,7 @@ def launch(backend: str, model: str, output: Path) -> dict[str, Any]:
         command = ["accelerate.commands.launch", "--config_file", config, "--main_process_port", port]
     script = str(ROOT / "tests" / "distributed_run.py")
     done = subprocess.run(
-        [sys.executable, "-m", *command, script, model, str(output)],
+        [sys.executable, "-m", *command, script, str(output), *models],
         env=environment,
         capture_output=True,
         text=True,
@@ -42,18 +45,29 @@ def launch(backend: str, model: str, output: Path) -> dict[str, Any]:
     return json.loads(lines[0].removeprefix("RESULTS "))
 
 
+def larger_models(directory: Path) -> list[str]:
+    """With an LM head, tied and not, that ZeRO-3 shards: what has fewer than 1e5 elements stays whole on every rank."""
+    paths = []
+    for name, tied in (("tied head", True), ("untied head", False)):
+        paths.append(save_tiny_model(directory / name, vocab_size=4000, tie_word_embeddings=tied))
+        head = AutoModelForCausalLM.from_pretrained(paths[-1]).lm_head.weight
+        assert head.numel() > 1e5
+    return paths
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks(backend, tiny_model, tmp_path):
     if backend != "ddp" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed (`pip install dash_trl[deepspeed]`)")
-    results = launch(backend, tiny_model, tmp_path)
+    larger = larger_models(tmp_path) if backend == "zero3" else []
+    results = launch(backend, tmp_path, tiny_model, *larger)
     assert results.pop("ranks") == 2
     silent = results.pop("silent AdamW step")
     assert silent["moved"][0] == 0.0 < silent["moved"][1]
     episodes = results["process rewards"].pop("episodes")
     assert episodes[0] > 16 and episodes[1] == 0
-    assert len(results) == 11
+    assert len(results) == 11 + 2 * len(larger)
     for name, result in results.items():
         assert result["update"] > 1e-3, name
         assert result["ranks_agree"], name

@@ -17,7 +17,7 @@ from transformers import (
 )
 from trl.trainer.utils import add_fused_lm_head
 
-from dash_trl.padding_free import SEGMENT_ATTENTION, enable_padding_free, pack_inputs, packed_log_probs
+from dash_trl.padding_free import SEGMENT_ATTENTION, PackedLayout, enable_padding_free, pack_inputs, packed_log_probs
 from tests.tiny import log_probs
 
 SIZES = dict(
@@ -57,7 +57,7 @@ def test_packed_equals_one_row_at_a_time(name):
         if completion:
             expected[row, : len(completion)] = torch.tensor(log_probs(model, prompt, completion))
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    assert enable_padding_free(model)
+    assert enable_padding_free(model) is None
     logps, entropies, _ = packed_log_probs(model, ids, mask, keep, flash=False, compute_entropy=True)
     torch.testing.assert_close(logps, expected, atol=1e-5, rtol=1e-5)
     assert entropies.shape == (5, keep) and (entropies[0] > 0).all() and (entropies[2] == 0).all()
@@ -98,13 +98,13 @@ def test_generation_is_as_before():
         "pad_token_id": 0,
     }
     before = model.generate(ids, **settings)
-    assert enable_padding_free(model) and model.config._attn_implementation == SEGMENT_ATTENTION
+    assert enable_padding_free(model) is None and model.config._attn_implementation == SEGMENT_ATTENTION
     assert torch.equal(model.generate(ids, **settings), before)
 
 
 def test_flash_attention_gets_its_arguments():
     ids, mask, keep = batch()
-    inputs = pack_inputs(ids, mask, keep, flash=True)
+    inputs = pack_inputs(ids, PackedLayout.of(mask, keep), flash=True)
     assert inputs["cu_seq_lens_q"].tolist() == [0, 14, 16, 23, 32] and inputs["cu_seq_lens_q"].dtype == torch.int32
     assert inputs["max_length_q"] == 14 and "attention_mask" not in inputs
     assert inputs["position_ids"][0].tolist() == [*range(14), *range(2), *range(7), *range(9)]
@@ -112,13 +112,13 @@ def test_flash_attention_gets_its_arguments():
 
 def test_models_that_mix_samples_are_padded():
     windowed = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))
-    assert not enable_padding_free(windowed) and windowed.config._attn_implementation == "sdpa"
+    assert "plain causal" in enable_padding_free(windowed) and windowed.config._attn_implementation == "sdpa"
     eager = ARCHITECTURES["llama"]()
     eager.set_attn_implementation("eager")
-    assert not enable_padding_free(eager)
+    assert "'eager'" in enable_padding_free(eager)
     part = Qwen2ForCausalLM(Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1))
-    assert not enable_padding_free(part)
-    assert enable_padding_free(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)))
+    assert "plain causal" in enable_padding_free(part)
+    assert enable_padding_free(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None))) is None
 
 
 def test_the_attention_name_is_not_saved(tmp_path):

@@ -35,7 +35,7 @@ def save_tiny_model(directory: Path, model_class: Any = Qwen2ForCausalLM, config
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
     config = config or Qwen2Config(
-        vocab_size=VOCABULARY,
+        vocab_size=settings.pop("vocab_size", VOCABULARY),
         hidden_size=settings.pop("hidden_size", 32),
         intermediate_size=64,
         num_hidden_layers=settings.pop("num_hidden_layers", 2),

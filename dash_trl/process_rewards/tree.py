@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from dash_trl.isolation import computing_dtype, isolation_flaw
 
 TREE_ATTENTION = "sdpa_trees"
 
@@ -64,6 +67,8 @@ def tree_attention(
     """SDPA within each tree of the row; query is [1, heads, L, head size], key and value may have fewer heads."""
     if trees is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask is not None:
+        raise ValueError(f"{type(module).__name__} has an attention mask of its own, which trees would ignore.")
     outputs, start = [], 0
     for tree in trees:
         end = start + tree.branch_mask.shape[-1]
@@ -127,6 +132,31 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
     flat = log_probs.gather(1, torch.tensor(targets, device=device).unsqueeze(1)).flatten().tolist()
     values = iter(flat)
     return [[[next(values) for _ in branch.tokens[branch.scored :]] for branch in tree.branches] for tree in trees]
+
+
+def tree_flaw(model: Any, base_model: Any) -> str | None:
+    """Why tree passes of a model would be wrong, as `isolation_flaw` finds by trying; None = they are right.
+
+    Arguments as in `tree_log_probs`, in evaluation mode; a collective under ZeRO-3 and FSDP.
+    """
+
+    def tree(sample: Sequence[int]) -> Tree:
+        """Half of the sample is the trunk; the rest are branches from its first token, its middle and its end."""
+        half, part = len(sample) // 2, len(sample) // 6
+        tokens = [tuple(sample[start : start + part]) for start in range(half, half + 3 * part, part)]
+        attached = zip((1, half // 2, half), tokens, strict=True)
+        return Tree(tuple(sample[:half]), tuple(Branch(attach, branch, scored=0) for attach, branch in attached))
+
+    def log_probs(function: Any, samples: Sequence[Sequence[int]]) -> list[Tensor]:
+        results = function([tree(sample) for sample in samples])
+        return [torch.tensor([value for branch in branches for value in branch]) for branches in results]
+
+    return isolation_flaw(
+        partial(log_probs, partial(tree_log_probs, model, base_model)),
+        partial(log_probs, partial(loop_log_probs, model)),
+        vocabulary=base_model.config.get_text_config().vocab_size,
+        dtype=computing_dtype(base_model),
+    )
 
 
 def branch_mask(tree: Tree) -> Tensor:

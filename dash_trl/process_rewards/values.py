@@ -13,14 +13,16 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import is_peft_model
 from trl import GRPOTrainer
 
+from dash_trl.isolation import evaluating
 from dash_trl.packing import fitted_bins
 from dash_trl.padding_free import plain_causal_attention
-from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_log_probs
+from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_flaw, tree_log_probs
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ class AnswerLogProbValue:
         self.space = space
         self.floor = floor
         self.max_tokens_per_pass = max_tokens_per_pass
-        self._warned = False
+        self._flaws: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()  # model → why it takes no trees
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         model = trainer.model
@@ -128,21 +130,15 @@ class AnswerLogProbValue:
         asked = [i for i, tree in enumerate(trees) if tree.branches]
         bins = fitted_bins(asked, {i: len(trees[i]) for i in asked}, self.max_tokens_per_pass)
         log_probs: dict[int, list[list[float]]] = {}
-        training = {module: module.training for module in call.modules()}
-        call.eval()
-        try:
-            if plain_causal_attention(model):
+        with evaluating(call):
+            if self._takes_trees(model, call, passes_on_all_ranks):
                 dummy = Tree((0,), (Branch(1, (0,), 0),))
                 for number in range(passes_on_all_ranks(len(bins))):
                     rows = bins[number] if number < len(bins) else []
                     results = tree_log_probs(call, model, [trees[i] for i in rows] or [dummy])
                     log_probs |= dict(zip(rows, results, strict=False))
             else:
-                self._warn_of_loop(model)
                 self._run_loop(call, trees, asked, log_probs, passes_on_all_ranks)
-        finally:
-            for module, mode in training.items():
-                module.training = mode
         return [self._values(log_probs.get(i, []), request) for i, request in enumerate(requests)]
 
     def _run_loop(self, call, trees, asked, log_probs, passes_on_all_ranks) -> None:
@@ -186,13 +182,21 @@ class AnswerLogProbValue:
         value = min(top + math.log(sum(math.exp(mean - top) for mean in means)), 0.0)
         return value if self.space == "log" else math.exp(value)
 
-    def _warn_of_loop(self, model: Any) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                f"{type(model).__name__} is not plain causal attention that can run on SDPA, so V(prefix) takes one "
-                "pass per boundary instead of one per batch of responses."
-            )
+    def _takes_trees(self, model: Any, call: Any, most_on_all_ranks: Any) -> bool:
+        """Whether tree passes of this model are right: tried the first time it is seen, on all ranks together."""
+        if model not in self._flaws:
+            flaw: str | None = "its attention is not plain causal in every layer"
+            if plain_causal_attention(model):
+                flaw = tree_flaw(call, model)
+                if most_on_all_ranks(int(flaw is not None)) and flaw is None:
+                    flaw = "of what another rank found"
+            if flaw is not None:
+                logger.warning(
+                    f"{type(model).__name__} takes no trees, because {flaw}. V(prefix) takes one pass per boundary "
+                    "instead of one per batch of responses."
+                )
+            self._flaws[model] = flaw
+        return self._flaws[model] is None
 
 
 def default_force_prompt(tokenizer: Any) -> str:

@@ -1,0 +1,88 @@
+"""Proof that samples which share a packed row do not see each other, taken of the model itself.
+
+Whether a model keeps them apart depends on whether each of its layers hands the keyword arguments of a pass on to its
+attention, and on masks of its own making; no configuration tells, and where it does not, the update is wrong without an
+error. So three samples are packed and looked at before the first pass that counts:
+
+    isolation   other tokens in the first sample may not move the log-probs of the second
+    layout      packed, a sample has the log-probs that it has alone, within rounding
+
+Isolation compares passes of the same shapes, which round alike, so that the slightest leak shows, in bfloat16 and for
+a model whose log-probs hardly depend on their context, too. Only in a mixture of experts do other tokens change the
+rounding, since they regroup the experts. How much is seen by changing the third sample, which comes after the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# (samples of token ids) → the log-probs of each sample's scored tokens
+LogProbs = Callable[[Sequence[Sequence[int]]], Sequence[Tensor]]
+
+SAMPLE_TOKENS = (24, 12, 18)  # even, so that a sample splits into a prompt and a completion, or a trunk and branches
+DRAWS = 2  # of other tokens: a leak shows in each of them, a router that changes its mind in few
+NOISE = 8.0  # by how much regrouped experts may differ from one draw to the next; a leak exceeds it by far
+SAME = 1e-6  # nats; equal shapes round alike
+# Mean difference of log-probs that other shapes may make by rounding, as a share of their spread: logits round in
+# proportion to their size. float32 leaves room for TF32.
+ROUNDING = {torch.float32: 0.01, torch.float16: 0.03, torch.bfloat16: 0.15}
+
+
+def isolation_flaw(packed: LogProbs, alone: LogProbs, *, vocabulary: int, dtype: torch.dtype) -> str | None:
+    """What is wrong with packed passes, in words; None = nothing.
+
+    Args:
+        packed: all samples in one row. An exception is a flaw, too: a `forward` may not take what packing needs.
+        alone: each sample in a row of its own.
+        vocabulary: token ids lie below it.
+        dtype: in which the model computes.
+    """
+    first, second, third = (_tokens(length, start, vocabulary) for start, length in enumerate(SAMPLE_TOKENS))
+    others = [[_tokens(len(one), 3 + 2 * draw + i, vocabulary) for i, one in enumerate((first, third))]
+              for draw in range(DRAWS)]  # fmt: skip
+    expected = alone([first, second, third])
+    try:
+        found = packed([first, second, third])
+        leak = min(_distance(packed([other, second, third])[1], found[1]) for other, _ in others)
+        noise = max(_distance(packed([first, second, other])[1], found[1]) for _, other in others)
+    except Exception as error:  # whatever a model's code may raise
+        return f"a packed pass raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if not leak <= max(SAME, NOISE * noise):  # NaN, too
+        return f"other tokens in one sample move the log-probs of the next by {leak:.2g}"
+    shift = max(_distance(one, other) for one, other in zip(found, expected, strict=True))
+    spread = torch.cat([one.float() for one in expected]).std().item()
+    if not shift <= ROUNDING.get(dtype, max(ROUNDING.values())) * spread:
+        return f"the log-probs of a sample differ by {shift:.2g} from those that it has alone"
+    return None
+
+
+def _tokens(length: int, start: int, vocabulary: int) -> list[int]:
+    """Ids spread over the vocabulary, other ones for each `start`."""
+    return [(7919 * (i + 1) + 104729 * start) % vocabulary for i in range(length)]
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return (one.float() - other.float()).abs().mean().item()
+
+
+def computing_dtype(model: Any) -> torch.dtype:
+    """In which a transformers model computes: autocast's, or that of its weights."""
+    device = next(model.parameters()).device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model without dropout; each module gets its own mode back."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode

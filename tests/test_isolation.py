@@ -1,0 +1,242 @@
+"""Models that let packed samples see each other are found out, and trained and valued without packing."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DogeConfig,
+    DogeForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from trl import GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from dash_trl import DASHTrainer
+from dash_trl.isolation import isolation_flaw
+from dash_trl.padding_free import (
+    PackedLayout,
+    enable_padding_free,
+    pack_inputs,
+    packed_log_probs,
+    packing_flaw,
+    segment_attention,
+    unpack,
+)
+from dash_trl.process_rewards import AnswerLogProbValue
+from dash_trl.process_rewards.tree import tree_attention, tree_flaw
+from tests.test_values import by_prefix, random_requests
+from tests.tiny import VOCABULARY, parameters, relative_difference, run, save_tiny_model
+
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+class DeafAttention(Qwen2Attention):
+    """As a user's own layer may be: what it does not know it does not hand on."""
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **ignored):
+        return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values)
+
+
+class DeafQwen2(Qwen2ForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[1].self_attn.__class__ = DeafAttention  # one of the layers
+
+
+def doge(scale: float) -> torch.nn.Module:
+    """Its mask depends on the values of the keys; A is 0 at first, so that no log-prob shows it yet."""
+    return DogeForCausalLM(DogeConfig(**SIZES, initializer_range=scale))
+
+
+SIGHTED = {
+    "nemotron": lambda scale: NemotronForCausalLM(NemotronConfig(**SIZES, initializer_range=scale)),
+    "a user's subclass": lambda scale: DeafQwen2(Qwen2Config(**SIZES, initializer_range=scale)),
+    "doge": doge,
+    "roberta": lambda scale: RobertaForCausalLM(RobertaConfig(**SIZES, is_decoder=True, initializer_range=scale)),
+}
+BLIND = {
+    "qwen2": lambda scale: Qwen2ForCausalLM(Qwen2Config(**SIZES, initializer_range=scale)),
+    "qwen2 moe": lambda scale: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            **SIZES,
+            initializer_range=scale,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+        )
+    ),
+}
+
+
+def flaw_of(model: torch.nn.Module) -> str | None:
+    add_fused_lm_head(model)
+    assert enable_padding_free(model) is None
+
+    def padded(ids, mask, keep):
+        outputs = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), fused_lm_head=True)
+        return (outputs.log_probs[:, -keep:],)
+
+    with torch.no_grad():
+        packed = partial(packed_log_probs, model, flash=False)
+        return packing_flaw(packed, padded, vocabulary=VOCABULARY, dtype=model.dtype, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("scale", [0.02, 0.2], ids=["untrained", "sharp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*SIGHTED, *BLIND])
+def test_the_verdict(name, dtype, scale):
+    torch.manual_seed(0)
+    model = {**SIGHTED, **BLIND}[name](scale).to(dtype).eval()
+    flaw = flaw_of(model)
+    assert (flaw is None) == (name in BLIND), flaw
+    with torch.no_grad():
+        assert (tree_flaw(model, model) is None) == (name in BLIND)
+
+
+@pytest.mark.parametrize("name", ["nemotron", "qwen2 moe"])
+def test_the_update_is_trls(name, tmp_path, caplog):
+    """The proof is taken where the trainer begins, and its verdict is followed."""
+    config = {**SIGHTED, **BLIND}[name](0.2).config
+    model = save_tiny_model(tmp_path / "model", {**SIGHTED, **BLIND}[name](0.02).__class__, config)
+    start = parameters(AutoModelForCausalLM.from_pretrained(model))
+    settings = {"router_aux_loss_coef": 0.0} if "moe" in name else {}
+    ends = {}
+    for trainer_class in (GRPOTrainer, DASHTrainer):
+        trainer = run(
+            trainer_class,
+            model,
+            tmp_path / "out",
+            max_steps=2,
+            learning_rate=0.3,
+            beta=0.04,
+            **KEPT[trainer_class],
+            **settings,
+        )
+        ends[trainer_class] = parameters(trainer.model)
+    difference, update = relative_difference(start, ends[GRPOTrainer], ends[DASHTrainer])
+    assert update > 1e-3 and difference <= 1e-5
+    assert trainer._padding_free == (name in BLIND)
+    assert (f"{type(trainer.model).__name__}: model passes are padded" in caplog.text) == (name in SIGHTED)
+    attention = [one.config._attn_implementation for one in (trainer.model, trainer.ref_model)]
+    assert attention == ["sdpa_segments" if name in BLIND else "sdpa"] * 2
+
+
+KEPT: dict = {GRPOTrainer: {}, DASHTrainer: {"gradient_filter_threshold": None}}
+
+
+def test_a_reference_model_that_sees_more_is_padded_with_the_policy(tiny_model, tmp_path):
+    class Trainer(DASHTrainer):
+        def _packing_flaw(self, model):
+            return "it does" if model is self.ref_model else super()._packing_flaw(model)
+
+    assert not run(Trainer, tiny_model, tmp_path, beta=0.04)._padding_free
+
+
+def test_values_of_a_model_without_trees(tiny_model, tmp_path, caplog):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    torch.manual_seed(0)
+    model = SIGHTED["nemotron"](0.2).eval()
+    requests = random_requests(2)
+    estimator = AnswerLogProbValue(" = ")
+    for _ in range(2):
+        values = estimator.score(requests, model, tokenizer)
+    assert caplog.text.count("takes no trees") == 1
+    for request, row in zip(requests, values, strict=True):
+        assert row == pytest.approx(by_prefix(model, tokenizer, request, " = ", -10.0), abs=1e-5)
+
+
+def test_a_rank_whose_model_takes_trees_follows_the_others(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+    asked = []
+
+    def most(number: int) -> int:
+        asked.append(number)
+        return max(number, 1)  # another rank found a flaw
+
+    estimator = AnswerLogProbValue(" = ")
+    requests = random_requests(2)
+    estimator.score(requests, model, tokenizer, passes_on_all_ranks=most)
+    assert asked == [0, sum(len(request.boundaries) * len(request.answers) for request in requests)]
+
+
+def test_packing_asks_nothing_of_the_device():
+    """On the meta device nothing has a value, so that an index made of a mask there is an error."""
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
+    layout = PackedLayout.of(mask, 3).to(torch.device("meta"))
+    inputs = pack_inputs(torch.ones(3, 5, dtype=torch.long, device="meta"), layout, flash=True)
+    assert inputs["input_ids"].shape == inputs["labels"].shape == (1, 8)
+    assert unpack(torch.zeros(1, 7, device="meta"), layout, 3, 3).shape == (3, 3)
+
+
+class FakeModel:
+    """Log-probs that depend on a sample's own tokens, and as little as `leak` says on those of the sample before.
+
+    `regrouped`: what any other token of the row changes, as in a mixture of experts, at random.
+    """
+
+    def __init__(self, *, leak: float = 0.0, regrouped: float = 0.0, shift: float = 0.0):
+        self.leak, self.regrouped, self.shift = leak, regrouped, shift
+
+    def alone(self, samples):
+        return [torch.tensor(sample).double() / 100 for sample in samples]
+
+    def packed(self, samples):
+        generator = torch.Generator().manual_seed(hash(tuple(map(tuple, samples))) % 2**31)
+        found = [one + self.shift for one in self.alone(samples)]
+        for before, one in zip(samples, found[1:], strict=False):
+            one += self.leak * (sum(before) % 1000) / 1000
+        return [one + self.regrouped * torch.randn(one.shape, generator=generator) for one in found]
+
+    def flaw(self, dtype: torch.dtype) -> str | None:
+        return isolation_flaw(self.packed, self.alone, vocabulary=VOCABULARY, dtype=dtype)
+
+
+def test_a_leak_below_the_rounding_of_the_dtype_is_a_leak():
+    assert FakeModel().flaw(torch.bfloat16) is None
+    assert "move the log-probs of the next" in FakeModel(leak=1e-4).flaw(torch.bfloat16)
+
+
+def test_what_other_tokens_change_everywhere_is_no_leak():
+    assert FakeModel(regrouped=0.01).flaw(torch.bfloat16) is None
+    assert "move the log-probs of the next" in FakeModel(regrouped=0.01, leak=0.5).flaw(torch.bfloat16)
+
+
+def test_the_layout_may_change_log_probs_by_rounding_only():
+    """Their spread here is that of the token ids, about 0.9."""
+    assert FakeModel(shift=0.005).flaw(torch.float32) is None and FakeModel(shift=0.1).flaw(torch.bfloat16) is None
+    assert "that it has alone" in FakeModel(shift=0.02).flaw(torch.float32)
+    assert "that it has alone" in FakeModel(shift=0.3).flaw(torch.bfloat16)
+    assert "nan" in FakeModel(shift=float("nan")).flaw(torch.float32)
+
+
+def test_a_pass_that_raises_is_a_flaw():
+    def packed(samples):
+        raise TypeError("forward() got an unexpected keyword argument 'segment_lengths'")
+
+    flaw = isolation_flaw(packed, FakeModel().alone, vocabulary=VOCABULARY, dtype=torch.float32)
+    assert flaw == "a packed pass raises TypeError: forward() got an unexpected keyword argument 'segment_lengths'"
+
+
+@pytest.mark.parametrize(
+    "attention, kwargs", [(segment_attention, {"segment_lengths": (2,)}), (tree_attention, {"trees": ()})]
+)
+def test_a_mask_of_the_models_own_is_not_dropped(attention, kwargs):
+    states = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ValueError, match="Module has an attention mask of its own"):
+        attention(torch.nn.Module(), states, states, states, torch.zeros(1, 1, 2, 2), **kwargs)
