@@ -95,6 +95,8 @@ def packing_metrics(micro_batches: Sequence[MicroBatch], lengths: Tensor, *, pad
 CLIPPED = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 # Means over tokens that would take a pass on the dropped rows: they are of survivors.
 OF_SURVIVORS = ("entropy", "kl", "vespo/phi_seq_mean")
+# A mean over micro-steps, to which a pass contributes at the weight that its loss has.
+PER_MICRO_STEP = ("policy_loss",)
 
 
 class PassMetrics:
@@ -114,25 +116,27 @@ class PassMetrics:
         self._counts: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
-    def observe(self, logged: dict[str, list[float]], one: Pass) -> Iterator[None]:
+    def observe(self, logged: dict[str, list[float]], one: Pass, loss_scale: float) -> Iterator[None]:
         """Within it, TRL computes the loss of a pass and appends to `logged`; those figures are taken from there."""
-        before = {name: len(logged[name]) for name in (*CLIPPED, *OF_SURVIVORS) if name in logged}
+        names = (*CLIPPED, *OF_SURVIVORS, *PER_MICRO_STEP)
+        before = {name: len(logged[name]) for name in names if name in logged}
         yield
-        tokens, rows = sum(one.tokens), one.micro_batch.size * len(one.tokens)
-        for name in (*CLIPPED, *OF_SURVIVORS):
+        tokens, rows = float(sum(one.tokens)), float(one.micro_batch.size * len(one.tokens))
+        for name in names:
             for value in logged.get(name, [])[before.get(name, 0) :]:
                 logged[name].pop()
-                count = rows if name == "vespo/phi_seq_mean" or (self.per_row and name in CLIPPED) else tokens
+                per_row = name == "vespo/phi_seq_mean" or (self.per_row and name in CLIPPED)
+                count = loss_scale if name in PER_MICRO_STEP else rows if per_row else tokens
                 self._sums[name] += value * count
                 self._counts[name] += count
 
     def of_step(self, segments: Sequence[Segment]) -> dict[str, float]:
         """The figures of an optimizer step that consists of `segments`; begins anew."""
-        every = sum(one.all_rows if self.per_row else one.all_tokens for one in segments)
-        figures = {
-            name: total / max(every if name in CLIPPED else self._counts[name], 1.0)
-            for name, total in self._sums.items()
-            if name in CLIPPED or self._counts[name]
-        }
-        self._sums, self._counts = defaultdict(float, dict.fromkeys(self._sums, 0.0)), defaultdict(float)
+        clipped = sum(one.all_rows if self.per_row else one.all_tokens for one in segments)
+        micro_steps = sum(one.micro_steps for one in segments)
+        whole = dict.fromkeys(CLIPPED, clipped) | dict.fromkeys(PER_MICRO_STEP, micro_steps)
+        divisors = {name: whole.get(name, self._counts[name]) for name in self._sums}
+        figures = {name: self._sums[name] / divisor for name, divisor in divisors.items() if divisor}
+        self._sums = defaultdict(float, dict.fromkeys(self._sums, 0.0))  # a step without a pass clips nothing
+        self._counts = defaultdict(float)
         return figures

@@ -27,6 +27,7 @@ class Segment:
     `passes` counts micro-steps × ranks; `all_*` includes dropped rows, `kept_*` does not; tokens are loss tokens.
     """
 
+    micro_steps: int
     passes: int
     all_rows: int
     all_tokens: float
@@ -111,6 +112,7 @@ class Schedule:
         lengths = lengths[:, offset : offset + steps * self.rows_per_step]
         plan = self.pack(lengths, steps, self.ran_model and stop == self.optimizer_step.stop)
         segment = Segment(
+            micro_steps=steps,
             passes=steps * lengths.shape[0],
             all_rows=lengths.shape[0] * lengths.shape[1],
             all_tokens=num_items_in_batch * steps / self.steps_per_generation,

@@ -423,7 +423,7 @@ class DASHTrainer(GRPOTrainer):
         one, scale = inputs["pass"], inputs["loss_scale"]
         weight = regularizer_weight(one.tokens[self.accelerator.process_index], one.segment)
         with self._laid_out(inputs), self._regularized(weight / scale if scale else 0.0):
-            with self._pass_metrics.observe(self._metrics["train"], one):
+            with self._pass_metrics.observe(self._metrics["train"], one, scale):
                 return super()._compute_loss(model, inputs) * scale
 
     @contextmanager

@@ -55,7 +55,7 @@ def test_every_row_has_exactly_one_verdict():
     assert (one.keep.int() + one.constant.int() + one.threshold.int() + one.unscored.int() == 1).all()
 
 
-SEGMENT = Segment(passes=8, all_rows=32, all_tokens=1000.0, kept_rows=10, kept_tokens=250)
+SEGMENT = Segment(micro_steps=4, passes=8, all_rows=32, all_tokens=1000.0, kept_rows=10, kept_tokens=250)
 
 
 @pytest.mark.parametrize(
