@@ -55,8 +55,7 @@ def group_advantages(
     unscored = rewards.isnan().all(dim=1)
     grouped = rewards.view(-1, group_size, rewards.shape[1])  # [M, G, F]
     if multi_objective_aggregation == "sum_then_normalize":
-        total = (grouped * weights).nansum(dim=2, keepdim=True)
-        total[unscored.view(-1, group_size)] = torch.nan
+        total = weighted_rewards(rewards, weights).view(-1, group_size, 1)
         centred = _centred(total, scale=(grouped * weights).abs().nansum(dim=2, keepdim=True)).flatten()
         if scale_rewards == "group":
             centred = centred / (_std(total, dim=1) + STD_FLOOR).expand_as(total).flatten()
@@ -77,6 +76,46 @@ def group_advantages(
             "'normalize_then_sum'."
         )
     return advantages.nan_to_num(nan=0.0).float()
+
+
+def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
+    """[N, F] rewards → [N] their weighted sum, r_i = Σ_k w_k r_ik; NaN = the row is unscored.
+
+    For estimators of your own: a failed reward must not count as 0, so use `nansum`, `nanmean` over groups.
+
+    Args:
+        rewards: NaN = not applicable, a row of NaN is unscored. weights: [F], on any device.
+    """
+    total = (rewards * weights.to(rewards.device)).nansum(dim=1)
+    return total.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+
+
+def checked_advantages(advantages: Tensor, rewards: Tensor, culprit: str) -> Tensor:
+    """What an estimator returned, as [N] float32 with 0 for unscored rows, if it is usable.
+
+    Args:
+        rewards: [N, F] that it was given. culprit: the estimator to name.
+    Raises:
+        ValueError: no float tensor [N], or not finite for a scored row, which would make every parameter NaN.
+    """
+    reason = None
+    if not isinstance(advantages, Tensor):
+        reason = f"it returned {type(advantages).__name__}, not a tensor"
+    elif advantages.shape != rewards.shape[:1]:
+        reason = f"it returned the shape {tuple(advantages.shape)} for {len(rewards)} rows: one advantage per row"
+    elif not advantages.is_floating_point():
+        reason = f"it returned {advantages.dtype}; advantages are floats"
+    else:
+        unscored = rewards.isnan().all(dim=1)
+        advantages = advantages.detach().float().masked_fill(unscored.to(advantages.device), 0.0)
+        bad = (~advantages.isfinite()).nonzero().flatten().tolist()
+        if not bad:
+            return advantages
+        reason = (
+            f"it returned {advantages[bad[0]].item()} for row {bad[0]}, whose rewards are {rewards[bad[0]].tolist()} "
+            f"({len(bad)} such rows). Is 0 divided by the spread of a constant group? Add a small number to it"
+        )
+    raise ValueError(f"{culprit} gave advantages that cannot be used: {reason}.")
 
 
 def _centred(values: Tensor, *, scale: Tensor) -> Tensor:

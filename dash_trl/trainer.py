@@ -26,7 +26,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import shuffle_sequence_dict, use_adapter
 
 from dash_trl import checks
-from dash_trl.advantages import group_advantages
+from dash_trl.advantages import checked_advantages, group_advantages
 from dash_trl.callbacks import DASHCallback
 from dash_trl.config import DASHConfig
 from dash_trl.filtering import Filtered, filter_rows, loss_scale
@@ -206,7 +206,7 @@ class DASHTrainer(GRPOTrainer):
         Args:
             rewards: [N, F], the rows of all ranks, groups adjacent; NaN = not applicable, a row of NaN is unscored.
         Returns:
-            [N], 0 for unscored rows.
+            [N] floats, finite for scored rows. `dash_trl.advantages.weighted_rewards` gives one reward per row.
         """
         return group_advantages(
             rewards,
@@ -234,7 +234,8 @@ class DASHTrainer(GRPOTrainer):
         self._dispatch("on_rewards", rollouts)
         unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have failed a row, too
         rewards = self.accelerator.gather(rollouts.rewards.masked_fill(unscored, torch.nan).to(device))
-        outcome = self.compute_advantages(rewards).cpu()
+        culprit = f"{type(self).__name__}.compute_advantages"
+        outcome = checked_advantages(self.compute_advantages(rewards), rewards, culprit).cpu()
         rollouts.advantages = outcome[local].clone()
         self._dispatch("on_advantages", rollouts)
 

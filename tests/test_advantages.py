@@ -1,12 +1,21 @@
 """Advantages against the definition in floats, against TRL, and the properties that must hold for any input."""
 
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dash_trl.advantages import group_advantages
+from dash_trl import DASHTrainer
+from dash_trl.advantages import checked_advantages, group_advantages, weighted_rewards
 from tests import reference
+from tests.tiny import run
+
+ROOT = Path(__file__).parents[1]
 
 SCALES = ["group", "batch", "none"]
 AGGREGATIONS = ["sum_then_normalize", "normalize_then_sum"]
@@ -140,3 +149,74 @@ def test_equals_trl(tiny_model, tmp_path, scale, aggregation):
         multi_objective_aggregation=aggregation,
     )
     torch.testing.assert_close(ours, seen["advantages"], atol=1e-5, rtol=1e-5)
+
+
+def python_blocks(path: Path) -> list[str]:
+    """The code of a Markdown file or a notebook."""
+    if path.suffix == ".md":
+        return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+    return ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("document", ["README.md", "notebooks/quickstart.ipynb"])
+def test_the_documented_estimator_is_leave_one_out(document):
+    """Against loops, with weights, functions that do not apply, unscored rows, and a group with one scored row."""
+    (code,) = [block for block in python_blocks(ROOT / document) if "class LeaveOneOutTrainer" in block]
+    names = {"torch": torch, "DASHTrainer": object}
+    exec(code, names)
+    rewards = random_rewards(0, 6, 4, 2) + [[None, None]] * 3 + [[1.0, 0.5]] + [[None, None]] * 4
+    weights = [2.0, 0.5]
+    trainer = SimpleNamespace(reward_weights=torch.tensor(weights), num_generations=4)
+    found = names["LeaveOneOutTrainer"].compute_advantages(trainer, to_tensor(rewards))
+    found = checked_advantages(found, to_tensor(rewards), "it").tolist()
+    for start in range(0, len(rewards), 4):
+        group = {
+            row: sum(w * value for w, value in zip(weights, rewards[row], strict=True) if value is not None)
+            for row in range(start, start + 4)
+            if any(value is not None for value in rewards[row])
+        }
+        for row in range(start, start + 4):
+            others = [value for other, value in group.items() if other != row]
+            expected = group[row] - sum(others) / len(others) if row in group and others else 0.0
+            assert found[row] == pytest.approx(expected, abs=1e-5), row
+
+
+def test_a_weighted_reward_is_missing_only_for_unscored_rows():
+    rewards = to_tensor([[1.0, 2.0], [None, 2.0], [None, None]])
+    assert weighted_rewards(rewards, torch.tensor([10.0, 1.0])).tolist()[:2] == [12.0, 2.0]
+    assert weighted_rewards(rewards, torch.tensor([10.0, 1.0]))[2].isnan()
+
+
+REWARDS = to_tensor([[1.0], [0.0], [None], [1.0]])
+
+
+@pytest.mark.parametrize(
+    "returned, said",
+    [
+        ([0.0] * 4, "returned list, not a tensor"),
+        (torch.zeros(4, 1), r"shape \(4, 1\) for 4 rows"),
+        (torch.zeros(3), r"shape \(3,\) for 4 rows"),
+        (torch.zeros(4, dtype=torch.long), "torch.int64; advantages are floats"),
+        (torch.tensor([0.0, float("nan"), 0.0, 0.0]), r"nan for row 1, whose rewards are \[0.0\] \(1 such rows\)"),
+        (torch.tensor([0.0, 0.0, 0.0, -float("inf")]), "-inf for row 3"),
+    ],
+    ids=str,
+)
+def test_advantages_that_cannot_be_used_name_the_estimator(returned, said):
+    with pytest.raises(ValueError, match=f"^Mine.compute_advantages gave advantages .*{said}"):
+        checked_advantages(returned, REWARDS, "Mine.compute_advantages")
+
+
+def test_usable_advantages_are_float32_and_0_where_there_is_no_reward():
+    one = checked_advantages(torch.tensor([1.0, -1.0, float("nan"), 0.5], dtype=torch.float64), REWARDS, "it")
+    assert one.dtype == torch.float32 and one.tolist() == [1.0, -1.0, 0.0, 0.5]
+
+
+def test_an_estimator_that_divides_by_0_is_stopped_before_the_update(tiny_model, tmp_path):
+    class Standardised(DASHTrainer):
+        def compute_advantages(self, rewards):
+            group = rewards.view(-1, self.num_generations)
+            return ((group - group.mean(dim=1, keepdim=True)) / group.std(dim=1, keepdim=True)).flatten()
+
+    with pytest.raises(ValueError, match="Standardised.compute_advantages gave .* spread of a constant group"):
+        run(Standardised, tiny_model, tmp_path, constant=1.0)

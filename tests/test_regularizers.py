@@ -49,7 +49,7 @@ def test_a_scaled_coefficient_is_scaled_as_a_factor_only():
     "loss_type, budget", [("dapo", None), ("dapo", 30), ("dapo", 4000), ("grpo", 30), ("bnpo", 4000)]
 )
 def test_the_entropy_bonus(tiny_model, tmp_path, loss_type, budget):
-    """It adds c · ∇H to the update (learning rate 1) and −c · H to the loss, H the survivors' mean entropy per token."""
+    """It adds c · ∇H to the update (learning rate 1), −c · H to the loss; H is the survivors' mean entropy."""
     start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
     runs, recorder = {}, Recorder()
     for coefficient in (0.0, 0.5):
@@ -79,7 +79,7 @@ def test_the_entropy_bonus(tiny_model, tmp_path, loss_type, budget):
     logged = [runs[coefficient].state.log_history[0] for coefficient in (0.0, 0.5)]
     assert logged[1]["loss"] - logged[0]["loss"] == pytest.approx(-0.5 * entropy.item(), abs=1e-4)
     assert logged[1]["entropy"] == pytest.approx(entropy.item(), abs=1e-4)
-    assert logged[1]["entropy_coef"] == 0.5
+    assert logged[1]["entropy_coef"] == 0.5 and type(runs[0.5].entropy_coef) is float
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

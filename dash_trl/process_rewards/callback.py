@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from dash_trl import diagnostics
+from dash_trl.advantages import weighted_rewards
 from dash_trl.callbacks import DASHCallback
 from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings, Rewards, place_rewards, spread_over_episodes
 from dash_trl.process_rewards.episodes import (
@@ -113,8 +114,8 @@ class ProcessRewardCallback(DASHCallback):
             self._segmenter = Segmenter(trainer._tokenizer, **self.segmentation)
         started = time.perf_counter()
         gather = _Gather(trainer.accelerator)
-        assert rollouts.advantages is not None
-        outcome = _outcomes(rollouts, trainer.reward_weights)
+        assert rollouts.advantages is not None and rollouts.rewards is not None
+        outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
         outcomes, outcome_advantages = gather(outcome), gather(rollouts.advantages)
         skipped = self._skipped(outcomes, trainer.num_generations)[gather.local(len(rollouts))]
         episodes, values = self._values(rollouts, skipped, trainer)
@@ -211,12 +212,6 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
     answers = answers if isinstance(answers, list | tuple) else [answers]
     texts = [str(answer).rsplit("####", 1)[-1].strip() for answer in answers if answer is not None]
     return tuple(text for text in texts if text)
-
-
-def _outcomes(rollouts: RolloutBatch, weights: Tensor) -> Tensor:
-    """[B] the weighted sum of a row's rewards; NaN = unscored."""
-    assert rollouts.rewards is not None
-    return (rollouts.rewards * weights.cpu()).nansum(dim=1).masked_fill(~rollouts.scored, torch.nan)
 
 
 def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
