@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dash_trl import DASHConfig, DASHTrainer
 from dash_trl.checks import check_prompt_lengths
+from dash_trl.sampling.weight_sync import FileWeights
 from tests.tiny import ScriptedReward, prompts, run
 
 
@@ -158,12 +161,12 @@ def test_named_servers_are_used(tmp_path):
 def test_a_server_that_is_not_there(tmp_path, tiny_model):
     """vLLM need not be installed here; the server has to answer."""
     args = config(tmp_path, vllm_server_urls=["http://127.0.0.1:9"], vllm_server_timeout=0.5)
-    left = tmp_path / "_vllm_weights" / "of-a-killed-run"
-    left.mkdir(parents=True)
+    other_run = FileWeights(tmp_path / "_vllm_weights", torch.float32)
+    weights = other_run.write([], 1)
     for _ in range(2):  # a notebook's cell, run once more
         with pytest.raises(RuntimeError, match=r"1 of 1 vLLM servers did not answer within vllm_server_timeout=0.5 s"):
             DASHTrainer(tiny_model, ScriptedReward(), args, prompts(16))
-    assert not left.exists()
+    assert Path(weights.path).is_dir()
 
 
 def test_prompt_longer_than_the_context(tmp_path, tiny_model):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -100,19 +104,23 @@ def parameters(scale: float = 1.0):
     return {f"layer.{i}.weight": scale * torch.randn(4, 4) for i in range(5)}
 
 
+def versions(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if path.is_dir()]
+
+
 def test_a_version_is_complete_when_it_appears_and_the_old_one_goes(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_sync, "SHARD_BYTES", 100)  # two tensors of 64 bytes
     weights, servers = FileWeights(tmp_path, torch.float32), Servers()
     snapshot, errors = weights.send(parameters().items(), 1, servers.on_each)
     assert errors == {"http://a": None}
-    (version,) = tmp_path.iterdir()
+    (version,) = versions(tmp_path)
     assert version.name == snapshot.tag == servers.loaded[0][1]
     assert len(list(version.glob("*.safetensors"))) == 3
     assert json.loads((version / "version.json").read_text())["checksum"] == snapshot.checksum
     for name, tensor in parameters().items():
         assert torch.equal(servers.loaded[0][2][name], tensor)
     second, _ = weights.send(parameters(2.0).items(), 2, servers.on_each)
-    assert [path.name for path in tmp_path.iterdir()] == [second.tag] and second.checksum != snapshot.checksum
+    assert [path.name for path in versions(tmp_path)] == [second.tag] and second.checksum != snapshot.checksum
 
 
 def test_weights_are_sent_in_the_dtype_of_the_servers(tmp_path):
@@ -127,6 +135,66 @@ def test_a_server_with_other_weights_ends_the_run_and_a_failing_one_does_not(tmp
         weights.send(parameters().items(), 1, Servers(answer=12345).on_each)
     _, errors = weights.send(parameters().items(), 2, Servers(answer=RuntimeError("no room")).on_each)
     assert errors == {"http://a": "no room"}
+
+
+def killed_run(directory: Path) -> None:
+    """Another process writes a version, and is killed in the middle of the next one."""
+    complete = parameters()
+
+    def unfinished():
+        yield from list(complete.items())[:3]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            weights = FileWeights(directory, torch.float32)
+            weights.write(complete.items(), 1)
+            weights.write(unfinished(), 2)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_run_removes_its_own_weights_and_those_of_killed_runs_only(tmp_path):
+    other = tmp_path / "model-v2"  # of a program with a lock of its own
+    other.mkdir()
+    (tmp_path / "model.lock").touch()
+    directory = tmp_path / "made"
+    first, second = FileWeights(directory, torch.float32), FileWeights(directory, torch.float32)
+    assert not directory.exists()  # ranks that only receive leave no trace
+    alive = first.write(parameters().items(), 1)
+    killed_run(directory)
+    assert len(versions(directory)) == 3 and len(list(directory.glob("*.partial"))) == 1
+    also = second.write(parameters().items(), 1)
+    assert {path.name for path in versions(directory)} == {alive.tag, also.tag}
+    assert len(list(directory.iterdir())) == 4  # and the lock of each
+    del first
+    gc.collect()
+    assert [path.name for path in versions(directory)] == [also.tag]
+    del second
+    gc.collect()
+    assert list(directory.iterdir()) == []
+    FileWeights(tmp_path, torch.float32).write(parameters().items(), 1)
+    assert other.is_dir()
+
+
+def test_without_locks_nobody_s_weights_are_removed(tmp_path, monkeypatch, caplog):
+    """As on a network filesystem that has none: whether another run lives cannot be known."""
+    killed_run(tmp_path)
+    left = set(tmp_path.iterdir())
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(weight_sync.fcntl, "flock", no_locks)
+    unlocked = FileWeights(tmp_path, torch.float32)
+    snapshot = unlocked.write(parameters().items(), 1)
+    assert "cannot be locked" in caplog.text and f"remove {unlocked.run}-* there" in caplog.text
+    assert set(tmp_path.iterdir()) == left | {tmp_path / snapshot.tag}
+    monkeypatch.undo()
+    FileWeights(tmp_path, torch.float32).write(parameters().items(), 1)  # of those with a lock it can be known
+    assert versions(tmp_path) == [tmp_path / snapshot.tag]
 
 
 # --------------------------------------------------------------------------------------------------------- the probe

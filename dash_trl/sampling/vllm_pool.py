@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import time
 import weakref
 from collections import deque
@@ -535,14 +534,11 @@ def install(trainer: Any) -> None:
     """Make a `GRPOTrainer` that was built `without_client` sample from the servers that its `args` name."""
     args = trainer.args
     host = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    own_dir = os.path.join(args.output_dir, WEIGHT_DIR)
-    if trainer.accelerator.is_main_process:
-        shutil.rmtree(own_dir, ignore_errors=True)  # a run that was killed left its weights
     trainer.vllm_generation = VLLMPool(
         args.vllm_server_urls or [host],
         request_timeout=args.vllm_request_timeout,
         weight_sync=args.vllm_weight_sync,
-        weight_dir=args.vllm_weight_dir or own_dir,
+        weight_dir=args.vllm_weight_dir or os.path.join(args.output_dir, WEIGHT_DIR),
         model=trainer.model,
         accelerator=trainer.accelerator,
         processing_class=trainer.processing_class,

@@ -10,6 +10,7 @@ server's log-probs must follow: workers may hold one copy and compute with anoth
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 4 << 30  # of a file: the host memory that a sync takes
 BUCKET_BYTES = 1 << 30  # of a broadcast: a bucket is being filled, one waits, and one is on its way
+LOCK = ".dash_trl.lock"  # ends the name of a run's lock file: the directory may hold other programs' locks, too
 PROBE_TOKENS = 32
 # Mean absolute difference of log-probs between trainer and server that rounding explains. The perturbation moves them
 # by an order of magnitude more in any trained model.
@@ -90,17 +92,19 @@ class FileWeights:
     """Weights by files that every server loads in place: works on any device, and over a shared filesystem.
 
     A version is a directory that appears under its name when it is complete. Older ones are removed after a sync, the
-    last one at the end of the process.
+    last one at the end of the process. What a killed run left is removed by the next one in the same directory: a run
+    holds a lock on a file, and the kernel takes it away with the process, whatever ended it. Where there are no locks
+    there is no such file, and nobody removes another run's weights.
 
     Args:
-        directory: must be seen by trainer and servers under the same path.
+        directory: must be seen by trainer and servers under the same path; several runs may share it.
     """
 
     def __init__(self, directory: str | Path, dtype: torch.dtype):
         self.directory = Path(directory).absolute()
         self.dtype = dtype
         self.run = secrets.token_hex(4)
-        weakref.finalize(self, _remove_versions, self.directory, self.run)
+        self._lock: IO[str] | None = None
 
     def send(self, parameters: NamedTensors, version: int, on_each: OnEach) -> tuple[Snapshot, dict[str, str | None]]:
         snapshot = self.write(parameters, version)
@@ -110,6 +114,8 @@ class FileWeights:
 
     def write(self, parameters: NamedTensors, version: int) -> Snapshot:
         """A new version's directory: shards, and `version.json` with its number and checksum."""
+        if self._lock is None:  # not in the constructor, which all ranks run
+            self._begin()
         tag = f"{self.run}-{version}"
         final, partial = self.directory / tag, self.directory / f"{self.run}-{version}.partial"
         shutil.rmtree(partial, ignore_errors=True)
@@ -129,6 +135,23 @@ class FileWeights:
         (partial / "version.json").write_text(json.dumps(asdict(snapshot)))
         os.replace(partial, final)
         return snapshot
+
+    def _begin(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for lock_file in self.directory.glob("*" + LOCK):
+            _remove_if_dead(lock_file)
+        lock_file, unlocked = self.directory / (self.run + LOCK), self.directory / (self.run + ".unlocked")
+        self._lock = unlocked.open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.replace(unlocked, lock_file)  # it appears under its name when it is held
+        except OSError as error:
+            unlocked.unlink()
+            logger.warning(
+                f"Files in {self.directory} cannot be locked ({error}), so that no later run can know whether this one "
+                f"is alive: if it is killed, remove {self.run}-* there."
+            )
+        weakref.finalize(self, _remove_run, self.directory, self.run, self._lock)
 
     def _save(self, shard: dict[str, Tensor], directory: Path) -> None:
         if shard:
@@ -157,6 +180,22 @@ def _remove_versions(directory: Path, run: str, keep: str | None = None) -> None
     for version in directory.glob(f"{run}-*"):
         if version.name != keep:
             shutil.rmtree(version, ignore_errors=True)
+
+
+def _remove_run(directory: Path, run: str, lock: IO[str]) -> None:
+    _remove_versions(directory, run)
+    (directory / (run + LOCK)).unlink(missing_ok=True)  # last: a removal that is interrupted is made again
+    lock.close()
+
+
+def _remove_if_dead(lock_file: Path) -> None:
+    """What is left of a run whose lock is free. (A pid says nothing on another host, and may be another's by now.)"""
+    try:
+        with lock_file.open("r+") as lock:  # NFS gives no exclusive lock on what was opened for reading
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_run(lock_file.parent, lock_file.name.removesuffix(LOCK), lock)
+    except OSError:
+        pass  # the run lives, or nobody can tell
 
 
 class NCCLWeights:
