@@ -166,6 +166,8 @@ def devices(count: int) -> list[str] | None:
 
 def cores(number: int, count: int) -> str:
     """The CPU cores of one of `count` servers, e.g. "0,1": on the same ones their threads would wait for each other."""
+    if not hasattr(os, "sched_getaffinity"):
+        return "nobind"  # vLLM's word; macOS binds no thread to a core
     available = sorted(os.sched_getaffinity(0))
     share = max(1, len(available) // count)
     return ",".join(str(available[(number * share + i) % len(available)]) for i in range(share))

@@ -12,6 +12,8 @@ Pebble's pool, because it kills a worker whose task exceeds its time, which conc
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import os
 import queue
 import signal
@@ -25,6 +27,8 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import context, popen_spawn_posix, spawn
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 MEMORY = 4 << 30  # bytes of address space of a worker: 10^{10^{10}} must not take the trainer's before its timeout
 DEFAULT_MAX_WORKERS = 8  # per process; more do not pay for a batch of a few hundred rows
@@ -98,6 +102,7 @@ class Workers:
                 self._pool = ProcessPool(
                     self.count, initializer=_start, initargs=(self.prepare,), context=_LightSpawnContext()
                 )
+                self._pool.schedule(_limit_memory).add_done_callback(_look_at_limit)
             return Task(self._pool, self._pool.schedule(function, args=args, timeout=timeout))
 
     def leave(self, user: object) -> None:
@@ -112,6 +117,20 @@ class Workers:
             self._pool.stop()
             self._pool.join()
             self._pool = None
+
+
+def _look_at_limit(limited: Future) -> None:
+    """Asked of one worker, since the parent cannot try it: a limit below what a process has is refused or deadly."""
+    if not limited.cancelled() and limited.exception() is None and not limited.result():
+        _say_unlimited()
+
+
+@functools.cache  # once, for all pools
+def _say_unlimited() -> None:
+    logger.warning(
+        f"This system sets no limit to the memory of a worker process ({MEMORY >> 30} GiB elsewhere): a row that needs "
+        "more may slow down or end the whole run before its timeout."
+    )
 
 
 _shared: dict[tuple[int, Callable[[], None]], Workers] = {}
@@ -135,12 +154,17 @@ def _start(prepare: Callable[[], None]) -> None:
     prepare()
 
 
-def _limit_memory() -> None:
+def _limit_memory() -> bool:
+    """Whether it could be done: macOS refuses every limit that would matter, and other systems lack the constant."""
     import resource  # POSIX only
 
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    except (AttributeError, ValueError, OSError):
+        return False
+    return True
 
 
 def _die_with_parent() -> None:

@@ -43,6 +43,11 @@ def test_the_cores_are_shared_out(monkeypatch):
     assert [serve.cores(i, 7) for i in range(7)] == ["0", "1", "4", "5", "6", "0", "1"]
 
 
+def test_where_threads_cannot_be_bound(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert serve.cores(1, 2) == "nobind"
+
+
 def test_the_gpus_are_shared_out(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)

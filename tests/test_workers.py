@@ -1,15 +1,47 @@
-"""Threads for waiting in, and programs with their children; the worker processes are tested with the math reward."""
+"""What limits worker processes, threads for waiting in, and programs; workers are also tested with the math reward."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
 
 import pytest
 
-from dash_trl.workers import Command, EventLoop, Feeder
+from dash_trl import workers
+from dash_trl.workers import MEMORY, Command, EventLoop, Feeder, Workers
+
+
+def check_limit() -> None:
+    """Prepares a worker."""
+    import resource
+
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == MEMORY
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is known to limit a process's address space")
+def test_a_worker_s_memory_is_limited(caplog):
+    pool = Workers(1, check_limit)
+    pool.submit(caplog, os.getpid, timeout=60.0).result()
+    pool.leave(caplog)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "lacking", ["del resource.RLIMIT_AS", "resource.setrlimit = lambda *_: exec('raise ValueError')"]
+)
+def test_where_memory_cannot_be_limited_workers_work_and_it_is_said_once(lacking, tmp_path, monkeypatch, caplog):
+    """As on macOS, in a real worker: Python runs this file as it starts."""
+    (tmp_path / "sitecustomize.py").write_text(f"import resource\n{lacking}\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    workers._say_unlimited.cache_clear()
+    pool = Workers(1, os.getpid)
+    for _ in range(2):
+        assert pool.submit(caplog, os.getpid, timeout=60.0).result() != os.getpid()
+        pool.leave(caplog)
+    assert caplog.text.count("sets no limit to the memory of a worker process (4 GiB elsewhere)") == 1
 
 
 def test_a_feeder_consumes_in_order_and_returns_the_value():
