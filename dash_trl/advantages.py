@@ -42,7 +42,7 @@ def group_advantages(
         scale_rewards: "group", "batch" or "none"; ignored by `normalize_then_sum`.
         multi_objective_aggregation: "sum_then_normalize" or "normalize_then_sum".
     Returns:
-        [N] float32, same order.
+        [N] float32 on the CPU, same order.
     Raises:
         ValueError: if the rows do not split into whole groups, or an option is unknown.
     """
@@ -51,7 +51,7 @@ def group_advantages(
             f"{rewards.shape[0]} rewards do not split into groups of {group_size}: was a completion dropped before "
             "its group was complete?"
         )
-    rewards, weights = rewards.double(), weights.double().to(rewards.device)
+    rewards, weights = rewards.cpu().double(), weights.cpu().double()  # MPS has no float64
     unscored = rewards.isnan().all(dim=1)
     grouped = rewards.view(-1, group_size, rewards.shape[1])  # [M, G, F]
     if multi_objective_aggregation == "sum_then_normalize":

@@ -24,21 +24,22 @@ def filter_metrics(
     `filter/kept_rows` + `filter/dropped_constant` + `filter/dropped_threshold` + `filter/dropped_unscored` = 1.
 
     Args:
-        reduce_sum: adds a vector up over the ranks.
+        reduce_sum: adds a tensor up over the ranks; gets int64 and float32 (MPS has no float64), called twice.
     """
     tokens = rollouts.lengths()[:, 2]
     assert rollouts.advantages is not None
     advantages = replace(rollouts, advantages=rollouts.advantages.abs()).mean_advantages()
     keep = filtered.keep
     counts = [keep, filtered.constant, filtered.threshold, filtered.unscored]
-    local = [*(count.sum() for count in counts), tokens[keep].sum(), tokens.sum(), advantages[keep].sum()]
-    *rows, kept_tokens, all_tokens, kept_advantage = reduce_sum(torch.stack([x.double() for x in local])).tolist()
+    local = torch.stack([*(count.sum() for count in counts), tokens[keep].sum(), tokens.sum()])
+    *rows, kept_tokens, all_tokens = reduce_sum(local).tolist()
+    kept_advantage = reduce_sum(advantages[keep].sum()).item()
     return {
         "filter/kept_rows": rows[0] / sum(rows),
         "filter/dropped_constant": rows[1] / sum(rows),
         "filter/dropped_threshold": rows[2] / sum(rows),
         "filter/dropped_unscored": rows[3] / sum(rows),
-        "filter/kept_tokens": kept_tokens / max(all_tokens, 1.0),
+        "filter/kept_tokens": kept_tokens / max(all_tokens, 1),
         "advantage/abs_mean": kept_advantage / rows[0] if rows[0] else float("nan"),
     }
 

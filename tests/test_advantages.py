@@ -53,6 +53,22 @@ def test_equals_the_definition(scale, aggregation, groups, size, functions):
         assert ours.tolist() == pytest.approx(expected, abs=2e-6)
 
 
+class OnMPS(torch.Tensor):
+    """A tensor on a device without float64, which refuses it in PyTorch's words."""
+
+    def double(self):
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+def test_a_device_without_float64():
+    rewards, weights = torch.randn(8, 2), torch.tensor([1.0, 0.5])
+    ours = group_advantages(rewards.as_subclass(OnMPS), weights.as_subclass(OnMPS), 4)
+    assert ours.equal(group_advantages(rewards, weights, 4))
+
+
 @given(st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0]), min_size=2, max_size=9), st.sampled_from(SCALES))
 def test_a_constant_group_is_exactly_zero(values, scale):
     """Equal totals, made of different float32 parts: TRL's rounding is divided by 1e-4 there."""

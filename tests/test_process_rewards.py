@@ -56,6 +56,25 @@ def test_a_problem_that_no_completion_solves_still_teaches(tiny_model, tmp_path)
     assert log["process/structured_rows"] > 0.5 and log["process/episodes"] > 1 and log["time/values"] > 0
 
 
+def test_no_float64_is_sent_to_the_device(tiny_model, tmp_path, monkeypatch):
+    """MPS refuses it. What ranks exchange goes through the device."""
+    from accelerate import Accelerator
+
+    sent = []
+
+    def watched(exchange):
+        def call(self, tensor, *args, **kwargs):
+            sent.append(tensor.dtype)
+            return exchange(self, tensor, *args, **kwargs)
+
+        return call
+
+    for name in ("gather", "reduce", "pad_across_processes"):
+        monkeypatch.setattr(Accelerator, name, watched(getattr(Accelerator, name)))
+    train(tiny_model, tmp_path, callback())
+    assert {torch.float32, torch.int64} <= set(sent) and torch.float64 not in sent
+
+
 def test_progress_is_followed(tiny_model, tmp_path):
     """A row's first token is credited with its progress, against that of the others in its group."""
     process = callback()

@@ -122,8 +122,8 @@ class ProcessRewardCallback(DASHCallback):
         self.last = list(zip(episodes, values, strict=True))
 
         lengths = rollouts.completion_mask.sum(dim=1)
-        boundaries = gather(_table([one.boundaries for one in episodes], -1).long(), pad=-1)
-        all_values = gather(_table(values, math.nan), pad=math.nan)
+        boundaries = gather(_table([one.boundaries for one in episodes], -1), pad=-1)
+        all_values = gather(_table(values, math.nan), pad=math.nan).double()
         lengths = gather(lengths)
         width = max(int(gather(torch.tensor([rollouts.completion_ids.shape[1]])).max()), 1)
         process, ends, per_token, valued = place_rewards(boundaries, all_values, lengths, width)
@@ -215,10 +215,10 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
-    """Rows of different lengths → [B, K] float64."""
-    table = torch.full((len(rows), max(map(len, rows), default=1)), padding, dtype=torch.double)
+    """Rows of different lengths → [B, K], int64 or float32 as the padding is: MPS, too, can gather these."""
+    table = torch.full((len(rows), max(map(len, rows), default=1)), padding)
     for row, values in zip(table, rows, strict=True):
-        row[: len(values)] = torch.tensor(list(values), dtype=torch.double)
+        row[: len(values)] = torch.tensor(values)
     return table
 
 
