@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,6 +15,10 @@ from dash_trl.filtering import Filtered
 from dash_trl.packing import MicroBatch
 from dash_trl.rollouts import RolloutBatch
 from dash_trl.schedule import Pass, Segment
+
+logger = logging.getLogger(__name__)
+
+EMPTY_WINDOWS = 10  # in a row, before it is said: a few may be chance
 
 
 def filter_metrics(
@@ -42,6 +47,44 @@ def filter_metrics(
         "filter/kept_tokens": kept_tokens / max(all_tokens, 1),
         "advantage/abs_mean": kept_advantage / rows[0] if rows[0] else float("nan"),
     }
+
+
+class EmptyWindows:
+    """Says once in a training that no row was kept for `EMPTY_WINDOWS` in a row: it goes on, and learns nothing.
+
+    Args:
+        threshold: `gradient_filter_threshold`.
+    """
+
+    def __init__(self, threshold: float | None):
+        self._remedies = {
+            "filter/dropped_constant": "have no signal, mostly since all rewards of their group are equal: are the "
+            "problems too easy or too hard, is num_generations too small, the reward constant, or every completion cut "
+            "off at max_completion_length?",
+            "filter/dropped_threshold": f"are under gradient_filter_threshold={threshold}: lower it.",
+            "filter/dropped_unscored": "are unscored: see the warnings about the reward functions.",
+        }
+        self.reset()
+
+    def reset(self) -> None:
+        """A training begins."""
+        self._windows: list[Mapping[str, float]] = []
+        self._said = False
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """
+        Args:
+            metrics: those of the next window, from `filter_metrics`.
+        """
+        self._windows = [] if self._said or metrics["filter/kept_rows"] else [*self._windows, metrics]
+        if len(self._windows) == EMPTY_WINDOWS:
+            shares = {name: sum(window[name] for window in self._windows) / EMPTY_WINDOWS for name in self._remedies}
+            reasons = [f"{share:.0%} {self._remedies[name]}" for name, share in shares.items() if share]
+            logger.warning(
+                f"No row was kept in {EMPTY_WINDOWS} generation windows in a row, so that nothing was learned. Of "
+                f"their rows {' '.join(reasons)}"
+            )
+            self._said = True
 
 
 def sampler_metrics(

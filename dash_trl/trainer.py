@@ -32,7 +32,7 @@ from dash_trl.config import DASHConfig
 from dash_trl.filtering import Filtered, filter_rows, loss_scale
 from dash_trl.importance_sampling import importance_sampling_ratio
 from dash_trl.isolation import computing_dtype, evaluating
-from dash_trl.metrics import PassMetrics, filter_metrics, packing_metrics, sampler_metrics
+from dash_trl.metrics import EmptyWindows, PassMetrics, filter_metrics, packing_metrics, sampler_metrics
 from dash_trl.packing import MicroBatch, plan_segment
 from dash_trl.padding_free import (
     PackedLayout,
@@ -44,7 +44,7 @@ from dash_trl.padding_free import (
     to_device,
 )
 from dash_trl.regularizers import ScaledCoefficient, regularizer_weight
-from dash_trl.rewards.failures import unscore_failed, watch
+from dash_trl.rewards.failures import FailureWatch, watch
 from dash_trl.rollouts import SAMPLED_FIELDS, GenerationWindow, RolloutBatch
 from dash_trl.sampling import vllm_pool
 from dash_trl.sampling_order import EpochOrder
@@ -100,7 +100,8 @@ class DASHTrainer(GRPOTrainer):
 
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
         self.reward_funcs = [watch(func, name) for func, name in functions]
-        self._never_scored = set(range(len(self.reward_funcs)))
+        self._failures = FailureWatch(self.reward_funcs, self.reward_func_names)
+        self._empty_windows = EmptyWindows(args.gradient_filter_threshold)
         self._layout: PackedLayout | int | None = None  # of the pass that is running; `None`: found from its mask
         # Continuous batching samples with paged variants of the attention that a model came with.
         if args.use_transformers_continuous_batching:
@@ -120,6 +121,11 @@ class DASHTrainer(GRPOTrainer):
         self._context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         lengths = checks.long_prompt_lengths(train_dataset, self._tokenize_prompts, self._context)
         checks.check_prompt_lengths(lengths, self._context, self.max_completion_length)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._failures.reset()
+        self._empty_windows.reset()
+        return super().train(*args, **kwargs)
 
     # ------------------------------------------------------------------ what is known of the models before a pass
 
@@ -185,7 +191,7 @@ class DASHTrainer(GRPOTrainer):
         """TRL's, [rows of all ranks, F], with every row NaN in which a function failed."""
         with self._timed("reward"):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        rewards = unscore_failed(rewards, self.reward_funcs, self._never_scored, self.accelerator.gather)
+        rewards = self._failures.unscore(rewards, self.accelerator.gather)
         self._scored = rewards, completions
         return rewards
 
@@ -494,4 +500,7 @@ class DASHTrainer(GRPOTrainer):
             self._logs["advantages"][-i] = value
         no_spread = (outcome.view(-1, self.num_generations) == 0).all(dim=1)
         self._metrics["train"]["frac_reward_zero_std"][-1] = no_spread.float().mean().item()
-        self._log(filter_metrics(rollouts, filtered, lambda x: self.accelerator.reduce(x.to(self.args.device), "sum")))
+        metrics = filter_metrics(rollouts, filtered, lambda x: self.accelerator.reduce(x.to(self.args.device), "sum"))
+        self._log(metrics)
+        if self.accelerator.is_main_process:
+            self._empty_windows.note(metrics)

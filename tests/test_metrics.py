@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dash_trl.filtering import filter_rows
-from dash_trl.metrics import filter_metrics
+from dash_trl.metrics import EmptyWindows, filter_metrics
 from tests.test_rollouts import rollouts
 
 
@@ -27,3 +27,33 @@ def test_counts_beyond_float32_are_exact():
     assert asked == [torch.int64, torch.float32]  # MPS lacks float64
     own = filter_metrics(batch, filtered, lambda local: local)
     assert own["advantage/abs_mean"] == 0.5 and own["filter/dropped_constant"] == pytest.approx(1 / 3)
+
+
+def window(kept: float, constant: float, threshold: float, unscored: float) -> dict[str, float]:
+    names = ("kept_rows", "dropped_constant", "dropped_threshold", "dropped_unscored")
+    return {f"filter/{name}": share for name, share in zip(names, (kept, constant, threshold, unscored), strict=True)}
+
+
+def test_windows_in_which_no_row_is_kept_are_said_once_with_what_dropped_them(caplog):
+    empty = EmptyWindows(threshold=0.25)
+    for _ in range(9):
+        empty.note(window(0.0, 1.0, 0.0, 0.0))
+    empty.note(window(0.125, 0.0, 0.0, 0.875))
+    for _ in range(5):
+        empty.note(window(0.0, 1.0, 0.0, 0.0))
+    for _ in range(4):
+        empty.note(window(0.0, 0.5, 0.5, 0.0))
+    assert not caplog.records
+    empty.note(window(0.0, 0.5, 0.0, 0.5))
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "Of their rows 75% have no signal" in said and "20% are under gradient_filter_threshold=0.25: lower" in said
+    assert "5% are unscored: see the warnings" in said
+    empty.note(window(1.0, 0.0, 0.0, 0.0))
+    for _ in range(10):
+        empty.note(window(0.0, 1.0, 0.0, 0.0))
+    assert len(caplog.records) == 1
+    empty.reset()
+    for _ in range(10):
+        empty.note(window(0.0, 0.0, 0.0, 1.0))
+    assert "Of their rows 100% are unscored" in caplog.records[1].getMessage()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dash_trl import DASHTrainer
-from dash_trl.rewards.failures import unscore_failed, watch
+from dash_trl.rewards.failures import FailureWatch, watch
 from tests.tiny import run
 
 NAN = float("nan")
@@ -51,7 +51,7 @@ def test_a_failure_outweighs_another_functions_number():
     call(first)
     model = torch.nn.Linear(1, 1)
     rewards = torch.tensor([[1.0, 0.5], [NAN, 0.5], [NAN, 0.5], [1.0, NAN]])
-    ours = unscore_failed(rewards, [first, model], set(), lambda rows: rows)
+    ours = FailureWatch([first, model], ["first", "model"]).unscore(rewards, lambda rows: rows)
     assert ours.isnan().all(dim=1).tolist() == [False, False, True, True]
     assert ours[1].isnan().tolist() == [True, False]
 
@@ -92,7 +92,7 @@ def test_a_function_that_raises_from_the_start_stops_the_run(tiny_model, tmp_pat
     def broken(completion_ids, **kwargs):
         raise KeyError("answer")
 
-    with pytest.raises(RuntimeError, match="'broken' raised on every completion of the first batch") as caught:
+    with pytest.raises(RuntimeError, match="'broken' failed on every completion of the first batch") as caught:
         run(DASHTrainer, tiny_model, tmp_path, reward=broken)
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -109,3 +109,104 @@ def test_a_function_that_raises_later_does_not(tiny_model, tmp_path):
     trainer = run(DASHTrainer, tiny_model, tmp_path, reward=flaky, max_steps=3)
     dropped = [log["filter/dropped_unscored"] for log in trainer.state.log_history[:3]]
     assert dropped == [0.0, 1.0, 0.0]
+
+
+DEAD, NOT_APPLICABLE = [NAN, NAN], [None, None]
+
+
+def batches(outcomes, elsewhere=None):
+    """Batches of two rows by one function: per batch its two rewards, or the exception that it raises.
+
+    Args:
+        elsewhere: the reward of another rank's only row.
+    Returns:
+        How many batches passed, and the error that ended the run.
+    """
+    others = [] if elsewhere is None else [elsewhere]
+    state = torch.tensor([[math.isnan(value), False] for value in others], dtype=torch.bool).view(-1, 2)
+
+    script = iter(outcomes)
+
+    def scripted(completions, **kwargs):
+        outcome = next(script)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    function = watch(scripted, "scripted")
+    failures = FailureWatch([function], ["scripted"])
+    for number in range(len(outcomes)):
+        rewards = [NAN if value is None else value for value in call(function, rows=2)]
+        try:
+            failures.unscore(torch.tensor([*rewards, *others]).unsqueeze(1), lambda local: torch.cat([local, state]))
+        except RuntimeError as error:
+            return number, error
+    return len(outcomes), None
+
+
+@pytest.mark.parametrize(
+    "outcomes, passed, said",
+    [
+        ([DEAD] * 9, 9, None),
+        ([DEAD] * 10, 9, "in 10 batches in a row; at last it returned nan for 2 of 2"),
+        ([[0.0, 1.0], *[KeyError("answer")] * 10], 10, "at last it raised KeyError: 'answer'"),
+        ([[None, -math.inf]] * 10, 9, "at last it returned -inf for 1 of 2"),
+        ([*[DEAD] * 9, [NAN, 1.0], *[DEAD] * 9], 19, None),
+        ([*[DEAD] * 9, NOT_APPLICABLE, DEAD], 10, "at last it returned nan"),
+        ([NOT_APPLICABLE] * 20, 20, None),
+        ([*[DEAD] * 9, KeyError("answer")], 9, "at last it raised"),
+        ([DEAD, *[KeyError("answer")] * 8, DEAD], 9, "at last it returned nan"),
+    ],
+)
+def test_a_function_without_a_score_in_ten_batches_stops_the_run(outcomes, passed, said):
+    number, error = batches(outcomes)
+    assert number == passed and (said or "None") in str(error)
+    if error is not None:
+        last = outcomes[passed]
+        assert error.__cause__ is (last if isinstance(last, Exception) else None)
+
+
+def test_all_ranks_decide_alike():
+    """A score on another rank keeps the run alive; a failure there ends it here, too."""
+    assert batches([DEAD] * 20, elsewhere=0.5) == (20, None)
+    assert batches([KeyError()] * 20, elsewhere=0.5) == (20, None)  # from the first batch on
+    number, error = batches([DEAD, *[NOT_APPLICABLE] * 20], elsewhere=NAN)
+    assert number == 9 and "at last it failed on another rank" in str(error)
+
+
+def test_a_dead_reward_model_stops_the_run():
+    failures = FailureWatch([torch.nn.Linear(1, 1)], ["judge"])
+    for _ in range(9):
+        failures.unscore(torch.tensor([[NAN], [math.inf]]), None)
+    with pytest.raises(RuntimeError, match="'judge' failed on every completion.*at last it returned inf, nan"):
+        failures.unscore(torch.tensor([[NAN], [math.inf]]), None)
+
+
+def test_every_training_begins_anew(tiny_model, tmp_path, monkeypatch, caplog):
+    """Three windows of failures would be one too many, and two without a row would be said."""
+    monkeypatch.setattr("dash_trl.rewards.failures.BROKEN_AFTER", 3)
+    monkeypatch.setattr("dash_trl.metrics.EMPTY_WINDOWS", 3)
+
+    def dead(completion_ids, **kwargs):
+        return [NAN] * len(completion_ids)
+
+    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=dead, max_steps=2, gradient_accumulation_steps=1)
+    trainer.train()
+    assert "No row was kept" not in caplog.text
+    trainer.args.max_steps = 4
+    with pytest.raises(RuntimeError, match="'dead' failed on every completion that it applied to in 3 batches"):
+        trainer.train()
+
+
+def test_windows_without_a_row_are_said_with_the_remedy(tiny_model, tmp_path, caplog):
+    trainer = run(
+        DASHTrainer,
+        tiny_model,
+        tmp_path,
+        reward=lambda completion_ids, **kwargs: [1.0] * len(completion_ids),
+        max_steps=11,
+        gradient_accumulation_steps=1,
+    )
+    assert trainer.state.global_step == 11
+    assert caplog.text.count("No row was kept in 10 generation windows in a row") == 1
+    assert "Of their rows 100% have no signal" in caplog.text

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+BROKEN_AFTER = 10  # batches in a row without one score: the first few may be an outage
 
 
 class WatchedReward:
@@ -23,13 +25,15 @@ class WatchedReward:
 
     Attributes:
         failed: one bool per row of the last call.
-        error: the exception of the last call, if it raised.
+        failure: what went wrong in it, in words; empty if nothing did.
+        error: its exception, if it raised.
     """
 
     def __init__(self, func: Callable[..., Any], name: str):
         self.func = func
         self.name = self.__name__ = name
         self.failed: list[bool] = []
+        self.failure = ""
         self.error: Exception | None = None
         self._warned = False
 
@@ -42,7 +46,7 @@ class WatchedReward:
         return self._observe(output, rows)
 
     def _observe(self, output: Any, rows: int) -> list[float | None]:
-        self.error = None
+        self.error, self.failure = None, ""
         try:
             rewards = [None if value is None else float(value) for value in output]
         except (TypeError, ValueError) as error:
@@ -57,8 +61,7 @@ class WatchedReward:
             )
         self.failed = [value is not None and not math.isfinite(value) for value in rewards]
         if any(self.failed):
-            values = sorted({str(value) for value, failed in zip(rewards, self.failed, strict=True) if failed})
-            self._warn(f"returned {', '.join(values)} for {sum(self.failed)} of {rows} completions")
+            self._warn(f"returned {_named(rewards)} for {sum(self.failed)} of {rows} completions")
         return [None if failed else value for value, failed in zip(rewards, self.failed, strict=True)]
 
     def _unscore(self, error: Exception, rows: int) -> list[float | None]:
@@ -66,11 +69,12 @@ class WatchedReward:
         self._warn(f"raised {type(error).__name__}: {error} on a call with {rows} completions")
         return [None] * rows
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, failure: str) -> None:
+        self.failure = failure
         if not self._warned:
             logger.warning(
-                f"The reward function '{self.name}' {what}. These rows are unscored: they leave the batch instead of "
-                "counting as 0. The metric filter/dropped_unscored counts them; this is said once.",
+                f"The reward function '{self.name}' {failure}. These rows are unscored: they leave the batch instead "
+                "of counting as 0. The metric filter/dropped_unscored counts them; this is said once.",
                 exc_info=self.error,
             )
             self._warned = True
@@ -97,36 +101,76 @@ def watch(func: Any, name: str) -> Any:
     return (WatchedAsyncReward if is_async_callable(func) else WatchedReward)(func, name)
 
 
-def unscore_failed(
-    rewards: Tensor, funcs: list[Any], never_scored: set[int], gather: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Set every row to NaN in which a function failed, even if another function returned a number.
+class FailureWatch:
+    """The failures of all reward functions on all ranks, batch after batch: which rows they unscore, and when to stop.
+
+    A function is broken, not unlucky, that raised on every row of the first batch, or that failed on every row that it
+    applied to in `BROKEN_AFTER` batches in a row. A batch in which it applied to no row says nothing.
 
     Args:
-        rewards: [N, F], the rows of all ranks; NaN = not applicable or failed.
-        funcs: F functions, watched, or reward models (for which NaN is a failure).
-        never_scored: the functions that have not scored a single row since the start; updated.
-        gather: concatenates this rank's rows with those of the others.
-    Raises:
-        RuntimeError: on all ranks, if a function raised on every row since the start: it is broken, not unlucky.
+        funcs: watched functions, or reward models (for which NaN and ±inf are failures). names: TRL's, of each.
     """
-    watched = {i: func for i, func in enumerate(funcs) if isinstance(func, WatchedReward)}
-    rows = next((len(func.failed) for func in watched.values()), 0)
-    if watched:
-        local = torch.zeros(rows, 2 * len(funcs), dtype=torch.bool)
-        for i, func in watched.items():
-            local[:, i] = torch.tensor(func.failed)
-            local[:, len(funcs) + i] = func.error is not None
-        failed, raised = gather(local.to(rewards.device)).chunk(2, dim=1)
-    else:
-        failed = raised = torch.zeros_like(rewards, dtype=torch.bool)
-    failed |= torch.stack([~rewards[:, i].isfinite() & (i not in watched) for i in range(len(funcs))], dim=1)
-    for i in sorted(never_scored):
-        if raised[:, i].all():
-            raise RuntimeError(
-                f"The reward function '{funcs[i].name}' raised on every completion of the first batch, so there is "
-                "nothing to train on. Its exception is above; on the other ranks, see rank by rank."
-            ) from funcs[i].error
-    never_scored.clear()
-    rewards[failed.any(dim=1)] = torch.nan
-    return rewards
+
+    def __init__(self, funcs: Sequence[Any], names: Sequence[str]):
+        self._funcs, self._names = list(funcs), list(names)
+        self.reset()
+
+    def reset(self) -> None:
+        """A training begins."""
+        self._first = True
+        self._in_a_row = [0] * len(self._funcs)  # batches in which a function failed wherever it applied
+
+    def unscore(self, rewards: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """Set every row to NaN in which a function failed, even if another function returned a number.
+
+        Args:
+            rewards: [N, F], the rows of all ranks; NaN = not applicable or failed.
+            gather: concatenates this rank's rows with those of the others.
+        Raises:
+            RuntimeError: on all ranks, if a function is broken; its cause is what the function raised last, if it did.
+        """
+        failed, raised = self._outcomes(rewards, gather)
+        if self._first and raised.all(dim=0).any():
+            self._stop(int(raised.all(dim=0).int().argmax()), rewards, "of the first batch")
+        self._first = False
+        fails, scores = failed.any(dim=0).tolist(), rewards.isfinite().any(dim=0).tolist()
+        for i in range(len(self._funcs)):
+            if scores[i]:
+                self._in_a_row[i] = 0
+            elif fails[i]:
+                self._in_a_row[i] += 1
+            if self._in_a_row[i] == BROKEN_AFTER:
+                self._stop(i, rewards, f"that it applied to in {BROKEN_AFTER} batches in a row")
+        rewards[failed.any(dim=1)] = torch.nan
+        return rewards
+
+    def _outcomes(self, rewards: Tensor, gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """[N, F] bool each, the rows of all ranks: the function failed; it raised."""
+        watched = {i: func for i, func in enumerate(self._funcs) if isinstance(func, WatchedReward)}
+        if watched:
+            rows, count = len(next(iter(watched.values())).failed), len(self._funcs)
+            local = torch.zeros(rows, 2 * count, dtype=torch.bool)
+            for i, func in watched.items():
+                local[:, i] = torch.tensor(func.failed)
+                local[:, count + i] = func.error is not None
+            failed, raised = gather(local.to(rewards.device)).chunk(2, dim=1)
+        else:
+            failed = raised = torch.zeros_like(rewards, dtype=torch.bool)
+        models = torch.tensor([i not in watched for i in range(len(self._funcs))], device=rewards.device)
+        return failed | ~rewards.isfinite() & models, raised
+
+    def _stop(self, i: int, rewards: Tensor, where: str) -> NoReturn:
+        func, error = self._funcs[i], None
+        if isinstance(func, WatchedReward):
+            failure, error = func.failure or "failed on another rank", func.error
+        else:
+            failure = f"returned {_named(rewards[:, i].tolist())}"
+        raise RuntimeError(
+            f"The reward function '{self._names[i]}' failed on every completion {where}; at last it {failure}. Nothing "
+            "can be learned from it: correct it, or leave it out of reward_funcs."
+        ) from error
+
+
+def _named(rewards: Sequence[float | None]) -> str:
+    """The values among them that are no numbers, each once."""
+    return ", ".join(sorted({str(value) for value in rewards if value is not None and not math.isfinite(value)}))
