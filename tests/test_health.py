@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dash_trl.sampling.health import FAILURES_UNTIL_DEAD, JOBS, SEQUENCES_PER_SERVER, Fleet, State
@@ -26,18 +26,27 @@ EVENTS = st.sampled_from(
 
 
 @given(st.lists(st.tuples(EVENTS, st.sampled_from([A, B])), max_size=60))
+@example([("answered", A), ("refitted", A), ("started", A), ("begin", A)])  # a second batch while the first is in work
+@example([("answered", A), ("refitted", A), ("begin", A)])
 def test_only_a_server_that_was_just_seen_with_the_current_weights_is_given_a_prompt(events):
-    """The reference: the version that each was last seen with, forgotten at a failure, between batches, in death."""
+    """The reference: the version that each was last seen with, forgotten at its failure, in death, and where work
+    arrives (a batch, or what another one had) while it has none.
+    """
     fleet, now, version = Fleet([A, B]), 0.0, 0
     seen: dict[str, int | None] = {A: None, B: None}
+    work: dict[str, set[int]] = {A: set(), B: set()}
     for number, (event, url) in enumerate(events):
         now += 1.0
         before = fleet.servers[url].state
+        if event in ("served", "abandoned", "failed", "gone"):
+            work[url].discard(number - 1)
+        if event in ("begin", "failed", "gone", "refit_failed"):
+            seen = {one: seen[one] if work[one] else None for one in seen}
         if event == "begin":
             fleet.begin(now)
-            seen = {A: None, B: None}
         elif event == "started":
             fleet.started(url, number, 10, 1)
+            work[url].add(number)
         elif event in ("served", "abandoned"):
             getattr(fleet, event)(url, number - 1)
         elif event in ("failed", "gone"):
@@ -60,7 +69,7 @@ def test_only_a_server_that_was_just_seen_with_the_current_weights_is_given_a_pr
             assert fleet.servers[url].state in (State.DEAD, State.REFITTING)
         chosen = fleet.choose(1)
         assert chosen is None or seen[chosen] == version
-        assert not (chosen and fleet.lost(now + 10.0, 10.0))
+        assert not (chosen and fleet.lost(0.0, now + 10.0, 10.0))
 
 
 def test_a_failure_makes_a_server_suspect_and_three_in_a_row_dead():
@@ -92,15 +101,15 @@ def test_a_suspect_rests_and_is_looked_at_before_it_gets_a_prompt():
 def test_between_batches_a_server_may_have_become_another():
     fleet = ready(A)
     fleet.begin(5.0)
-    assert fleet.choose(1) is None and fleet.to_probe(5.0) == [A] and not fleet.lost(99.0, 1.0)
+    assert fleet.choose(1) is None and fleet.to_probe(5.0) == [A] and not fleet.lost(5.0, 99.0, 1.0)
     fleet.answered(A)
     fleet.refit_failed(A, "it has other weights", 6.0)
-    assert fleet.servers[A].state == State.DEAD and fleet.lost(7.0, 1.0)
+    assert fleet.servers[A].state == State.DEAD and fleet.lost(5.0, 7.0, 1.0)
     fleet = ready(A, version=2)
     fleet.begin(5.0)
     fleet.answered(A)
     fleet.refitted(A, 1, 6.0)
-    assert fleet.servers[A].state == State.DEAD and fleet.lost(7.0, 1.0)
+    assert fleet.servers[A].state == State.DEAD and fleet.lost(5.0, 7.0, 1.0)
 
 
 def test_an_idle_server_may_have_become_another_when_it_inherits_work():
@@ -159,14 +168,28 @@ def test_a_job_larger_than_the_limit_goes_to_an_idle_server():
     assert fleet.choose(SEQUENCES_PER_SERVER + 1) == A
 
 
-def test_the_time_without_a_server_counts_from_the_loss_or_the_start_of_work():
+def test_the_time_without_a_server_counts_from_the_loss_or_the_start_of_a_batch():
     fleet = Fleet([A])
     fleet.begin(5.0)
-    assert not fleet.lost(9.0, timeout=5.0) and fleet.lost(10.0, timeout=5.0)
+    assert not fleet.lost(5.0, 9.0, timeout=5.0) and fleet.lost(5.0, 10.0, timeout=5.0)
+    fleet.begin(8.0)  # a second batch, which puts nothing off for the first
+    assert fleet.lost(5.0, 10.0, timeout=5.0)
+    assert not fleet.lost(8.0, 12.0, timeout=5.0) and fleet.lost(8.0, 13.0, timeout=5.0)
     fleet.answered(A)
-    fleet.refitted(A, 0, 10.0)
-    assert not fleet.lost(99.0, timeout=5.0)
+    fleet.refitted(A, 0, 13.0)
+    assert not fleet.lost(5.0, 99.0, timeout=5.0)
     fleet.failed(A, 0, "gone", 100.0, gone=True)
     fleet.failed(A, 1, "gone", 103.0, gone=True)
-    assert fleet.lost(105.0, timeout=5.0)
+    assert not fleet.lost(5.0, 104.0, timeout=5.0) and fleet.lost(5.0, 105.0, timeout=5.0)
+    fleet.begin(200.0)  # nobody waited in between
+    assert not fleet.lost(200.0, 204.0, timeout=5.0) and fleet.lost(200.0, 205.0, timeout=5.0)
     assert "http://a is dead; last error: gone" in fleet.describe()
+
+
+def test_one_server_is_enough_not_to_be_lost():
+    fleet = ready(A, B)
+    fleet.started(A, 0, 1, 1)
+    fleet.failed(B, 1, "gone", 1.0, gone=True)
+    assert fleet.choose(1) == A and not fleet.lost(0.0, 99.0, timeout=5.0)
+    fleet.failed(A, 0, "gone", 2.0, gone=True)
+    assert fleet.lost(0.0, 7.0, timeout=5.0)

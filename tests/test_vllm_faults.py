@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -467,6 +468,33 @@ def test_ranks_begin_with_different_servers(fakes):
         pool.urls, pool.server_timeout, pool.request_timeout = urls, 5.0, 5.0
         pool._init_vllm()
         assert pool.pool.urls == [urls[(rank + i) % 3] for i in range(3)]
+
+
+def test_batches_in_work_at_once_do_not_hide_each_other_s_jobs():
+    """They count from 0 each; the second finds the server at work, so that it need not be looked at."""
+    go_on = threading.Event()
+
+    class Waiting(Fake):
+        def next_fault(self, first):
+            assert first == 0 or go_on.wait(20.0)
+
+    fake = Waiting()
+    pool = ServerPool([fake.url], server_timeout=5.0)
+    pool.wait_until_ready()
+    looks, outstanding = [fake.asked["/health"]], pool.fleet.servers[fake.url].outstanding
+    with ThreadPoolExecutor(2) as threads:
+        batches = []
+        for first in (1, 2):
+            batches.append(threads.submit(pool.complete, [([first, 1, 2], 1)], SAMPLING))
+            while fake.asked["/v1/completions"] <= first:
+                time.sleep(0.005)
+            looks.append(fake.asked["/health"])
+        jobs = len(outstanding)
+        go_on.set()
+        assert [batch.result()[0][0].token_ids for batch in batches] == [[1, 100], [2, 100]]
+    assert jobs == 2 and not outstanding
+    assert looks[1] == looks[2] == looks[0] + 1
+    fake.stop()
 
 
 def test_too_many_open_files_are_not_the_server_s_death(fakes, monkeypatch):

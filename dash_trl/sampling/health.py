@@ -7,12 +7,16 @@
 Nobody is trusted over a failure or over idle time, such as that between two batches: whoever answers then may be
 another process, with the weights of its start-up, and nothing in its answers says so. Failures of requests are counted
 apart from probes, since a wedged engine still answers probes. Times are arguments, in seconds on any clock.
+
+Several batches may be in work at once. A server that is at work when another begins stays trusted: its connections
+hold, so it is the process that was seen. The time without any usable server counts for each batch from its own
+beginning: before that nobody may have looked, and what begins later puts nothing off.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -46,7 +50,7 @@ class Server:
     state: State = State.DEAD
     version: int | None = None
     failures: int = 0
-    outstanding: dict[int, tuple[int, int]] = field(default_factory=dict)
+    outstanding: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
     rest_until: float = -math.inf
     last_error: str = "none"
 
@@ -100,9 +104,9 @@ class Fleet:
         """The servers that are to be given the current weights, or are being given them."""
         return [server.url for server in self.servers.values() if server.state == State.REFITTING]
 
-    def lost(self, now: float, timeout: float) -> bool:
-        """Whether no server could be given a prompt for `timeout` seconds."""
-        return self.down_since is not None and now - self.down_since >= timeout
+    def lost(self, since: float, now: float, timeout: float) -> bool:
+        """Whether a batch that began at `since` could give no server a prompt for `timeout` seconds."""
+        return self.down_since is not None and now - max(self.down_since, since) >= timeout
 
     def describe(self) -> str:
         return "\n".join(f"  {s.url} is {s.state}; last error: {s.last_error}" for s in self.servers.values())
@@ -114,24 +118,24 @@ class Fleet:
     # ----------------------------------------------------------------------------------------------------- events
 
     def begin(self, now: float) -> None:
-        """A batch of work arrives: the time without any usable server counts from here."""
+        """A batch of work arrives."""
         self._doubt_the_idle(now)
-        self.down_since = None
         self._note_loss(now)
 
-    def started(self, url: str, job: int, tokens: int, sequences: int) -> None:
+    def started(self, url: str, job: Hashable, tokens: int, sequences: int) -> None:
+        """A job, unique among those of all batches in work, was given to the server."""
         self.servers[url].outstanding[job] = (tokens, sequences)
 
-    def served(self, url: str, job: int) -> None:
+    def served(self, url: str, job: Hashable) -> None:
         server = self.servers[url]
         server.outstanding.pop(job, None)
         server.failures = 0
 
-    def abandoned(self, url: str, job: int) -> None:
+    def abandoned(self, url: str, job: Hashable) -> None:
         """The job was taken back; that says nothing about the server."""
         self.servers[url].outstanding.pop(job, None)
 
-    def failed(self, url: str, job: int, error: str, now: float, *, gone: bool = False) -> None:
+    def failed(self, url: str, job: Hashable, error: str, now: float, *, gone: bool = False) -> None:
         """A request failed; `gone`: the connection was refused or dropped, so that its process may have ended."""
         server = self.servers[url]
         server.outstanding.pop(job, None)

@@ -61,9 +61,9 @@ class PoolError(RuntimeError):
     """The servers could not do the work; the message names each of them and its last error."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
-    """Something any server can do.
+    """Something any server can do; equal to no other.
 
     Attributes:
         ask: what to await of a server. tokens, sequences: the load that it is.
@@ -197,9 +197,9 @@ class ServerPool:
         pending = deque(range(len(jobs)))
         running: dict[asyncio.Task[Any], tuple[int, str]] = {}
         fleet = self.fleet
-        now = time.monotonic()
-        fleet.begin(now)
-        suspects = self._look_at([url for url in fleet.to_probe(now) if fleet.servers[url].state == State.SUSPECT])
+        began = time.monotonic()
+        fleet.begin(began)
+        suspects = self._look_at([url for url in fleet.to_probe(began) if fleet.servers[url].state == State.SUSPECT])
         if suspects:  # the first to answer would be given all the work
             await asyncio.wait(suspects, timeout=START_TOGETHER)
         try:
@@ -210,12 +210,12 @@ class ServerPool:
                     url = fleet.choose(job.sequences, avoid=job.failed_on)
                     if url is not None:
                         pending.remove(number)
-                        fleet.started(url, number, job.tokens, job.sequences)
+                        fleet.started(url, job, job.tokens, job.sequences)
                         running[asyncio.ensure_future(job.ask(self._servers[url]))] = (number, url)
                     elif not job.failed_on:
                         break  # nobody has room
                 self._look_at(fleet.to_probe(now))
-                if fleet.lost(now, self.server_timeout) and not running:
+                if fleet.lost(began, now, self.server_timeout) and not running:
                     raise PoolError(self.message(f"No vLLM server could be used for {self.server_timeout:g} s"))
                 tasks = [*running, *self._recognising.values()] or [asyncio.ensure_future(asyncio.sleep(TICK))]
                 done, _ = await asyncio.wait(tasks, timeout=TICK, return_when=asyncio.FIRST_COMPLETED)
@@ -223,10 +223,10 @@ class ServerPool:
                     number, url = running.pop(task)
                     error = task.exception()
                     if error is None:
-                        fleet.served(url, number)
+                        fleet.served(url, jobs[number])
                         yield number, task.result()
                     elif isinstance(error, ServerError):
-                        fleet.failed(url, number, str(error), time.monotonic(), gone=error.gone)
+                        fleet.failed(url, jobs[number], str(error), time.monotonic(), gone=error.gone)
                         logger.warning(f"vLLM server {url} failed a request, which goes to another: {error}")
                         self._count_failure(jobs[number], url, str(error))
                         pending.appendleft(number)
@@ -238,12 +238,12 @@ class ServerPool:
                 for task in lost:
                     number, url = running.pop(task)
                     task.cancel()
-                    fleet.abandoned(url, number)
+                    fleet.abandoned(url, jobs[number])
                     self._count_failure(jobs[number], url, fleet.servers[url].last_error)
                     pending.appendleft(number)
         finally:
             for task, (number, url) in running.items():
-                fleet.abandoned(url, number)
+                fleet.abandoned(url, jobs[number])
                 task.cancel()
 
     def _count_failure(self, job: Job, url: str, error: str) -> None:
