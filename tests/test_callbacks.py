@@ -13,12 +13,13 @@ from tests.tiny import run
 
 class Recorder(DASHCallback):
     def __init__(self):
-        self.events = []
+        self.events, self.versions = [], []
 
     def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs):
         self.events.append(("sampled", rollouts.rewards, rollouts.advantages, kwargs["trainer"]))
         assert rollouts.examples[0]["prompt"] and len(rollouts.completions) == len(rollouts) == 16
         assert rollouts.group.tolist() == [i // 4 for i in range(16)]
+        self.versions.append(rollouts.policy_version.tolist())
 
     def on_rewards(self, args, state, control, rollouts, **kwargs):
         self.events.append(("rewards", rollouts.rewards.clone(), rollouts.advantages, kwargs["model"]))
@@ -35,6 +36,7 @@ def test_events_come_in_order_and_only_to_dash_callbacks(tiny_model, tmp_path):
     run(DASHTrainer, tiny_model, tmp_path, callbacks=[Plain(), recorder], max_steps=2)
     names = [event[0] for event in recorder.events]
     assert names == ["sampled", "rewards", "advantages"] * 2
+    assert recorder.versions == [[0] * 16, [1] * 16]
     assert recorder.events[0][1] is None and recorder.events[1][2] is None
     assert recorder.events[1][1].shape == (16, 1) and recorder.events[2][2].shape == (16,)
     assert all(event[3] is not None for event in recorder.events)
@@ -49,6 +51,24 @@ def test_a_changed_reward_changes_the_advantages(tiny_model, tmp_path):
     trainer = run(DASHTrainer, tiny_model, tmp_path, callbacks=[callback])
     assert (callback.events[-1][2] == 0).all()
     assert trainer.state.log_history[0]["filter/dropped_constant"] == 1.0
+
+
+def test_an_infinite_reward_is_a_failed_one(tiny_model, tmp_path):
+    """Whatever the other function says; the rest of the group keeps its baseline."""
+
+    class Infinite(Recorder):
+        def on_rewards(self, args, state, control, rollouts, **kwargs):
+            rollouts.rewards[:4, 0] = torch.tensor([torch.inf, -torch.inf, 1.0, 0.0])
+
+    def zero(completion_ids, **kwargs):
+        return [0.0] * len(completion_ids)
+
+    callback = Infinite()
+    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=[zero, zero], callbacks=[callback], scale_rewards="none")
+    assert callback.events[-1][2].tolist() == [0.0, 0.0, 0.5, -0.5, *[0.0] * 12]
+    log = trainer.state.log_history[0]
+    assert (log["filter/dropped_unscored"], log["filter/kept_rows"]) == (2 / 16, 2 / 16)
+    assert 0.0 < log["grad_norm"] < torch.inf
 
 
 def test_changed_advantages_reach_filter_log_and_loss(tiny_model, tmp_path):

@@ -94,6 +94,40 @@ def test_the_seams_of_trl():
         assert ", ".join(inspect.signature(getattr(Trainer, name)).parameters) == parameters, name
 
 
+def attributes(tree: ast.AST, *owners: str) -> set[tuple[str, bool]]:
+    """(name, whether it is set) of what is used of variables and attributes with these names, as in `self.trainer`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = getattr(node.value, "id", getattr(node.value, "attr", None))
+            if owner in owners:
+                found.add((node.attr, isinstance(node.ctx, ast.Store)))
+    return found
+
+
+def test_the_attributes_of_trl():
+    """What DASH sets, or uses of what is private, is TRL's: under a new name it would be an attribute of our own."""
+    from transformers import Trainer
+    from trl import GRPOTrainer
+
+    trls = set(dir(GRPOTrainer))
+    for owner in (Trainer, GRPOTrainer):
+        trls |= {name for name, is_set in attributes(ast.parse(inspect.getsource(owner)), "self") if is_set}
+    (dash,) = [node for node in ast.parse((PACKAGE / "trainer.py").read_text()).body if isinstance(node, ast.ClassDef)]
+    (init,) = [node for node in dash.body if getattr(node, "name", None) == "__init__"]
+    ours = {name for name, is_set in attributes(init, "self") if is_set and name.startswith("_")}
+    assert not ours & trls
+    methods = {node.name for node in dash.body if isinstance(node, ast.FunctionDef)}
+    settings = {(target.id, True) for node in dash.body if isinstance(node, ast.Assign) for target in node.targets}
+    used = attributes(dash, "self") | settings
+    for path in PACKAGE.rglob("*.py"):
+        used |= attributes(ast.parse(path.read_text()), "trainer")
+    names = {name for name, is_set in used if is_set or name.startswith("_")} - ours - methods
+    assert names - trls == set()
+    known = {"_step", "_logs", "_metrics", "_current_train_step_time", "_last_loaded_step", "_tokenizer", "_name"}
+    assert known | {"beta", "use_vllm", "vllm_generation", "vllm_importance_sampling_correction"} <= names
+
+
 def test_the_output_of_trls_sampling(tiny_model, tmp_path):
     """The keys and shapes that `_sample_window` reads."""
     from trl import GRPOTrainer

@@ -142,6 +142,8 @@ class Fake:
         spoiled = choices[0]
         if fault == "too few choices":
             choices = choices[:-1]
+        if fault == "too many choices":
+            choices.append({**spoiled, "index": n})
         if fault == "null choice":
             choices[0] = None
         if fault == "null index":
@@ -183,7 +185,7 @@ FAULTS = [
     "null",
     "wrong token counts",
 ]
-FAULTS_OF_SAMPLES = ["null index", "too many tokens", "aborted"]
+FAULTS_OF_SAMPLES = ["too many choices", "null index", "too many tokens", "aborted"]
 
 
 @pytest.fixture
