@@ -1,6 +1,6 @@
 """One launch of `test_distributed.py`: every scenario with TRL and with DASH on 2 ranks; prints one JSON line.
 
-accelerate launch --config_file tests/accelerate/ddp.yaml tests/distributed_run.py OUTPUT MODEL [LARGER MODEL …]
+accelerate launch --config_file tests/accelerate/ddp.yaml tests/distributed_run.py OUTPUT MODEL SLIDING [LARGER …]
 """
 
 from __future__ import annotations
@@ -106,7 +106,10 @@ def beta_with_dropped_rows(model: str, output: Path, start: dict[str, torch.Tens
 
 
 def process_rewards(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Values and credit with other episodes, and other numbers of passes, on each rank; rank 1 values nothing."""
+    """Values and credit with other episodes, and other numbers of passes, on each rank; rank 1 values nothing.
+
+    A model that attends to a sliding window is valued in a loop, which takes far more passes.
+    """
     from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
 
     every = 3 + 2 * RANK
@@ -162,7 +165,7 @@ def silent_adamw_step(model: str, output: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    output, model, *larger = sys.argv[1:]
+    output, model, sliding, *larger = sys.argv[1:]
     # before ZeRO-3 makes it load partitions
     start, *starts = [parameters(AutoModelForCausalLM.from_pretrained(path)) for path in (model, *larger)]
     results: dict[str, Any] = {}
@@ -178,6 +181,7 @@ def main() -> None:
     results["ranks"] = int(os.environ.get("WORLD_SIZE", 1))
     results["beta with dropped rows"] = beta_with_dropped_rows(model, Path(output), start)
     results["process rewards"] = process_rewards(model, Path(output), start)
+    results["process rewards, sliding window"] = process_rewards(sliding, Path(output), start)
     results["silent AdamW step"] = silent_adamw_step(model, Path(output))
     if RANK == 0:
         print("RESULTS " + json.dumps(results), flush=True)

@@ -60,14 +60,17 @@ def larger_models(directory: Path) -> list[str]:
 def test_two_ranks(backend, tiny_model, tmp_path):
     if backend != "ddp" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed (`pip install dash_trl[deepspeed]`)")
+    windowed = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    sliding_model = save_tiny_model(tmp_path / "sliding", **windowed)  # the same weights
     larger = larger_models(tmp_path) if backend == "zero3" else []
-    results = launch(backend, tmp_path, tiny_model, *larger)
+    results = launch(backend, tmp_path, tiny_model, sliding_model, *larger)
     assert results.pop("ranks") == 2
     silent = results.pop("silent AdamW step")
     assert silent["moved"][0] == 0.0 < silent["moved"][1]
-    episodes = results["process rewards"].pop("episodes")
-    assert episodes[0] > 16 and episodes[1] == 0
-    assert len(results) == 11 + 2 * len(larger)
+    for name in ("process rewards", "process rewards, sliding window"):
+        episodes = results[name].pop("episodes")
+        assert episodes[0] > 16 and episodes[1] == 0
+    assert len(results) == 12 + 2 * len(larger)
     for name, result in results.items():
         assert result["update"] > 1e-3, name
         assert result["ranks_agree"], name

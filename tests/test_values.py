@@ -98,17 +98,40 @@ def test_lora(tiny_model, tokenizer):
         assert row == pytest.approx(by_prefix(wrapped, tokenizer, request, " = ", -10.0), abs=1e-5)
 
 
-def test_models_that_mix_a_row_are_valued_in_a_loop(tiny_model, tokenizer, caplog):
+@pytest.fixture
+def no_tree(tiny_model):
+    """A model that is valued in a loop, a pass per boundary and answer."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     model._supports_attention_backend = False
+    return model
+
+
+def test_models_that_mix_a_row_are_valued_in_a_loop(no_tree, tokenizer, caplog):
     requests = random_requests()
-    passes = []
-    estimator = AnswerLogProbValue(" = ")
-    values = estimator.score(requests, model, tokenizer, passes_on_all_ranks=lambda n: passes.append(n) or n + 2)
-    assert passes == [sum(len(r.boundaries) * len(r.answers) for r in requests)]
+    values = AnswerLogProbValue(" = ").score(requests, no_tree, tokenizer)
     assert "one pass per boundary" in caplog.text
     for request, row in zip(requests, values, strict=True):
-        assert row == pytest.approx(by_prefix(model, tokenizer, request, " = ", -10.0), abs=1e-5)
+        assert row == pytest.approx(by_prefix(no_tree, tokenizer, request, " = ", -10.0), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen", "no_tree"])
+@pytest.mark.parametrize("requests", [[], random_requests()])
+def test_ranks_agree_on_the_passes_before_the_first_and_run_as_many(kind, requests, request, tokenizer):
+    """Under ZeRO-3 a pass is a collective: one more or less, or an agreement between two passes, is a hang."""
+    model, order, here = request.getfixturevalue(kind), [], []
+
+    def agree(passes: int) -> int:
+        order.append("agreement")
+        here.append(passes)
+        return passes + 2
+
+    hook = model.register_forward_pre_hook(lambda *_: order.append("pass"))
+    estimator = AnswerLogProbValue(" = ", max_tokens_per_pass=40)
+    values = estimator.score(requests, model, tokenizer, passes_on_all_ranks=agree)
+    hook.remove()
+    assert order == ["agreement", *["pass"] * (sum(here) + 2)]
+    assert (sum(here) > 1) == bool(requests)
+    assert values == estimator.score(requests, model, tokenizer)
 
 
 def test_branch_tokens_see_their_prefix_and_their_own_branch():

@@ -26,6 +26,8 @@ from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_fla
 
 logger = logging.getLogger(__name__)
 
+DUMMY = Tree((0,), (Branch(1, (0,), 0),))  # for a rank that runs a pass only because others do
+
 
 @dataclass(frozen=True)
 class ValueRequest:
@@ -132,21 +134,23 @@ class AnswerLogProbValue:
         log_probs: dict[int, list[list[float]]] = {}
         with evaluating(call):
             if self._takes_trees(model, call, passes_on_all_ranks):
-                dummy = Tree((0,), (Branch(1, (0,), 0),))
                 for number in range(passes_on_all_ranks(len(bins))):
                     rows = bins[number] if number < len(bins) else []
-                    results = tree_log_probs(call, model, [trees[i] for i in rows] or [dummy])
+                    results = tree_log_probs(call, model, [trees[i] for i in rows] or [DUMMY])
                     log_probs |= dict(zip(rows, results, strict=False))
             else:
                 self._run_loop(call, trees, asked, log_probs, passes_on_all_ranks)
         return [self._values(log_probs.get(i, []), request) for i, request in enumerate(requests)]
 
     def _run_loop(self, call, trees, asked, log_probs, passes_on_all_ranks) -> None:
-        mine = sum(len(trees[i].branches) for i in asked)
-        for i in asked:
-            log_probs[i] = loop_log_probs(call, [trees[i]])[0]
-        for _ in range(passes_on_all_ranks(mine) - mine):
-            loop_log_probs(call, [Tree((0,), (Branch(1, (0,), 0),))])
+        """A pass per branch, and as many on every rank."""
+        mine = [(i, branch) for i in asked for branch in trees[i].branches]
+        for number in range(passes_on_all_ranks(len(mine))):
+            if number < len(mine):
+                i, branch = mine[number]
+                log_probs.setdefault(i, []).extend(loop_log_probs(call, [Tree(trees[i].trunk, (branch,))])[0])
+            else:
+                loop_log_probs(call, [DUMMY])
 
     def _tree(self, request: ValueRequest, tokenizer: Any, force_prompt: str) -> Tree:
         """Branches of boundary 0 with every answer, of boundary 1 with every answer, …"""
