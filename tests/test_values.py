@@ -1,24 +1,27 @@
-"""V(prefix): tree-packed against one pass per prefix, for Qwen2, Qwen3, Llama, LoRA; floor, spaces, answers."""
+"""V(prefix): tree-packed against one pass per prefix for Qwen2, Qwen3, Llama, LoRA; floor, spaces, thoughts."""
 
 from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
-from dash_trl.process_rewards import AnswerLogProbValue, ValueRequest
+from dash_trl.process_rewards import AnswerLogProbValue, ServerValue, ValueRequest
 from dash_trl.process_rewards.tree import Branch, Tree, branch_mask, loop_log_probs, tree_log_probs
-from dash_trl.process_rewards.values import default_force_prompt
 from tests.tiny import VOCABULARY, save_tiny_model
 
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -204,11 +207,94 @@ def test_the_model_is_left_as_it_was(qwen, tokenizer):
     assert all(parameter.grad is None for parameter in qwen.parameters())
 
 
-def test_the_force_prompt_fits_the_template(tokenizer):
-    assert default_force_prompt(tokenizer) == "\nThe answer is "
-    thinking = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
-    thinking.chat_template = "<think>{{ messages }}</think>"
-    assert default_force_prompt(thinking) == "</think>\n\nThe answer is "
+# ----------------------------------------------------------------------------------------- what is forced, and where
+
+CLOSED, OPEN = "\nThe answer is 9", "</think>\n\nThe answer is 9"
+CHAT = "<|im_start|>assistant\n"
+THOUGHTS = {  # prompt, completion; as these models write them
+    "no thought": ("4 + 5 = ", "the sum is 9<|im_end|>"),
+    "Qwen3: the model opens it": (CHAT, "<think>\nthe 4 + 5\n</think>\n\n9<|im_end|>"),
+    "R1 distills: the prompt opens it": (CHAT + "<think>\n", "the 4 + 5\n</think>\n\n9<|im_end|>"),
+    "Qwen3 without thinking: the prompt closes it": (CHAT + "<think>\n\n</think>\n\n", "the 4 + 5 = 9<|im_end|>"),
+    "truncated": (CHAT, "<think>\nthe 4 < 5 > 3"),
+    "a second thought": (CHAT + "<think>", "4.</think>9? <think>4 + 5.</think>9<think>"),
+}
+
+
+def asked(requests: list[ValueRequest], tokenizer, value: ServerValue) -> list[str]:
+    """The texts that a server is asked to score."""
+    sequences = []
+
+    class Servers:
+        def score(self, ids):
+            sequences.extend(ids)
+            return [[-1.0] * (len(row) - 1) for row in ids]
+
+    values = value(requests, SimpleNamespace(vllm_generation=Servers(), _tokenizer=tokenizer))
+    assert [len(row) for row in values] == [len(request.boundaries) for request in requests]
+    return [tokenizer.decode(row) for row in sequences]
+
+
+def expected_text(text: str, end: int) -> str:
+    """Character by character: before half a tag, if the prefix ends within one; then what is forced there."""
+    is_open = False
+    for i in range(end):
+        for tag in ("<think>", "</think>"):
+            if text.startswith(tag, i):
+                if i + len(tag) > end:
+                    return text[:i] + (OPEN if is_open else CLOSED)
+                is_open = tag == "<think>"
+    return text[:end] + (OPEN if is_open else CLOSED)
+
+
+@pytest.fixture(scope="module", params=["tags are several tokens", "tags are tokens"])
+def thinking_tokenizer(request, tokenizer):
+    if request.param == "tags are several tokens":
+        return tokenizer
+    special = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    special.add_tokens(["<think>", "</think>"])
+    return special
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_a_thought_is_closed_where_it_is_open_and_nowhere_else(name, thinking_tokenizer):
+    prompt, completion = (tuple(thinking_tokenizer(text)["input_ids"]) for text in THOUGHTS[name])
+    boundaries = tuple(range(len(completion) + 1))
+    requests = [ValueRequest((5,), (6,), (), ("3",)), ValueRequest(prompt, completion, boundaries, ("9",))]
+    text = "".join(THOUGHTS[name])
+    ends = [len(thinking_tokenizer.decode(prompt + completion[:boundary])) for boundary in boundaries]
+    assert asked(requests, thinking_tokenizer, ServerValue()) == [expected_text(text, end) for end in ends]
+
+
+def test_a_prefix_ends_before_the_token_that_begins_half_a_tag(tokenizer):
+    """In Qwen's and Llama's vocabularies a tag may begin within a token."""
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(["b.</think>" * 4], vocab_size=VOCABULARY, special_tokens=["<|im_end|>"])
+    merging = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer)
+    completion = tuple(merging("<think>b.</think>9")["input_ids"])
+    assert [merging.decode(token) for token in completion] == ["<", "think", ">", "b", ".</", "think", ">", "9"]
+    texts = asked([ValueRequest((5,), completion, (0, 1, 3, 4, 5, 6, 7), ("9",))], merging, ServerValue())
+    before = ["", "", "<think>", "<think>b", "<think>b", "<think>b", "<think>b.</think>"]
+    forced = [CLOSED, CLOSED, OPEN, OPEN, OPEN, OPEN, CLOSED]
+    assert texts == [merging.decode(5) + a + b for a, b in zip(before, forced, strict=True)]
+
+
+def test_a_force_prompt_of_the_user_is_taken_as_it_is(tokenizer):
+    completion = tuple(tokenizer("<think>4</think>")["input_ids"])
+    request = ValueRequest((5,), completion, tuple(range(len(completion) + 1)), ("9",))
+    texts = asked([request], tokenizer, ServerValue("</think>="))
+    assert texts == [tokenizer.decode((5, *completion[:boundary])) + "</think>=9" for boundary in request.boundaries]
+
+
+def test_the_model_s_values_are_of_what_is_forced(qwen, tokenizer):
+    nameless = 299  # an embedding without a token, as Qwen2.5 has 271
+    completion = (*tokenizer("<think>4 + 5")["input_ids"], nameless, *tokenizer("</think>9")["input_ids"])
+    before, within, after = 0, completion.index(tokenizer("4")["input_ids"][0]), len(completion)
+    request = ValueRequest((5, 6), completion, (before, within, after), ("9", "the 9"))
+    for boundary, value in zip(request.boundaries, score(AnswerLogProbValue(), qwen, tokenizer, request), strict=True):
+        force_prompt = "</think>\n\nThe answer is " if boundary == within else "\nThe answer is "
+        alone = replace(request, boundaries=(boundary,))
+        assert [value] == pytest.approx(by_prefix(qwen, tokenizer, alone, force_prompt, -10.0), abs=1e-5)
 
 
 @pytest.mark.parametrize("arguments", [{"force_prompt": ""}, {"space": "logit"}, {"floor": 0.0}])

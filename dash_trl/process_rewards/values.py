@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -25,6 +28,10 @@ from dash_trl.padding_free import plain_causal_attention
 from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_flaw, tree_log_probs
 
 logger = logging.getLogger(__name__)
+
+ASK = "\nThe answer is "
+END_THOUGHT = "</think>\n"
+_THOUGHT_TAG = re.compile("</?think>")
 
 DUMMY = Tree((0,), (Branch(1, (0,), 0),))  # for a rank that runs a pass only because others do
 
@@ -67,8 +74,10 @@ class AnswerLogProbValue:
     count together (logsumexp).
 
     Args:
-        force_prompt: text after the prefix, at whose end the answer is expected. By default `</think>\\n\\nThe answer
-            is ` where the chat template knows `</think>`, else `\\nThe answer is `.
+        force_prompt: text after the prefix, at whose end the answer is expected. By default `\\nThe answer is `, and
+            before it `</think>\\n` at the boundaries at which a thought is open: where the last tag of prompt and
+            completion is `<think>`. Prefixes end before half a tag. Other tags of thoughts need a force prompt of
+            their own, which is used as it is at every boundary.
         closing: text after the answer that is scored, too, e.g. "}" or "<|im_end|>": "4" is then no good for "42".
         space: "log", or "probability" (exp of the mean).
         floor: lowest log-prob of a token.
@@ -127,8 +136,7 @@ class AnswerLogProbValue:
                 collective, so that ranks with fewer run dummies.
         """
         call = model if call is None else call
-        force_prompt = default_force_prompt(tokenizer) if self.force_prompt is None else self.force_prompt
-        trees = [self._tree(request, tokenizer, force_prompt) for request in requests]
+        trees = [self._tree(request, tokenizer) for request in requests]
         asked = [i for i, tree in enumerate(trees) if tree.branches]
         bins = fitted_bins(asked, {i: len(trees[i]) for i in asked}, self.max_tokens_per_pass)
         log_probs: dict[int, list[list[float]]] = {}
@@ -152,24 +160,32 @@ class AnswerLogProbValue:
             else:
                 loop_log_probs(call, [DUMMY])
 
-    def _tree(self, request: ValueRequest, tokenizer: Any, force_prompt: str) -> Tree:
+    def _tree(self, request: ValueRequest, tokenizer: Any) -> Tree:
         """Branches of boundary 0 with every answer, of boundary 1 with every answer, …"""
-        texts = [force_prompt + answer + self.closing for answer in request.answers if answer]
-        if not texts or not request.boundaries:
+        if not request.boundaries or not any(request.answers):
             return Tree((), ())
+        ids = request.prompt_ids + request.completion_ids
+        prefixes = [len(request.prompt_ids) + boundary for boundary in request.boundaries]
+        if self.force_prompt is None:
+            thoughts = _open_thoughts(ids, prefixes, tokenizer)
+            forced = [(prefix, END_THOUGHT + ASK if thinks else ASK) for prefix, thinks in thoughts]
+        else:
+            forced = [(prefix, self.force_prompt) for prefix in prefixes]
+        answers = {text: self._answers(request.answers, text, tokenizer) for text in {text for _, text in forced}}
+        branches = [Branch(prefix, tokens, scored) for prefix, text in forced for tokens, scored in answers[text]]
+        return Tree(ids[: max(prefixes)], tuple(branches))
+
+    def _answers(self, answers: Iterable[str], force_prompt: str, tokenizer: Any) -> list[tuple[tuple[int, ...], int]]:
+        """The tokens of the force prompt with each answer, and the first of them that belongs to the answer."""
+        texts = [force_prompt + answer + self.closing for answer in answers if answer]
         encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-        answers = []
+        found = []
         for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
             # A token that straddles the end of the force prompt belongs to the answer.
             scored = next((i for i, (_, end) in enumerate(offsets) if end > len(force_prompt)), None)
             if scored is not None:
-                answers.append((tuple(ids), scored))
-        prompt = len(request.prompt_ids)
-        branches = [
-            Branch(prompt + boundary, ids, scored) for boundary in request.boundaries for ids, scored in answers
-        ]
-        trunk = request.prompt_ids + request.completion_ids[: max(request.boundaries)]
-        return Tree(trunk, tuple(branches))
+                found.append((tuple(ids), scored))
+        return found
 
     def _values(self, branches: list[list[float]], request: ValueRequest) -> list[float]:
         count = len(request.boundaries)
@@ -203,10 +219,22 @@ class AnswerLogProbValue:
         return self._flaws[model] is None
 
 
-def default_force_prompt(tokenizer: Any) -> str:
-    """What fits the chat template: a thinking model's thought is closed first."""
-    thinks = "</think>" in (getattr(tokenizer, "chat_template", None) or "")
-    return "</think>\n\nThe answer is " if thinks else "\nThe answer is "
+def _open_thoughts(ids: Sequence[int], prefixes: Iterable[int], tokenizer: Any) -> list[tuple[int, bool]]:
+    """For each prefix, given by its number of tokens: that number without half a tag, and whether a thought is open.
+
+    A thought is open where the last tag is `<think>`, be it of the prompt, of the completion, one token or several.
+    """
+    # The tokens of fast tokenizers are written in alphabets in which a tag's characters stand for themselves.
+    pieces = [token or "" for token in tokenizer.convert_ids_to_tokens(ids)]
+    starts = [0, *accumulate(map(len, pieces))]  # of each token, in characters; the last one is the end
+    tags = list(_THOUGHT_TAG.finditer("".join(pieces)))
+    found = []
+    for prefix in prefixes:
+        begun = [tag for tag in tags if tag.start() < starts[prefix]]
+        if begun and begun[-1].end() > starts[prefix]:
+            prefix = bisect_right(starts, begun.pop().start()) - 1
+        found.append((prefix, bool(begun) and begun[-1][0] == "<think>"))
+    return found
 
 
 class ServerValue(AnswerLogProbValue):
@@ -224,9 +252,7 @@ class ServerValue(AnswerLogProbValue):
                 "ServerValue asks the vLLM servers that a run samples from, but this run has none: name them with "
                 "vllm_server_urls, or use AnswerLogProbValue, which asks the trainer's model."
             )
-        tokenizer = trainer._tokenizer
-        force_prompt = default_force_prompt(tokenizer) if self.force_prompt is None else self.force_prompt
-        trees = [self._tree(request, tokenizer, force_prompt) for request in requests]
+        trees = [self._tree(request, trainer._tokenizer) for request in requests]
         branches = [(tree.trunk, branch) for tree in trees for branch in tree.branches]
         scored = sampler.score([[*trunk[: branch.attach], *branch.tokens] for trunk, branch in branches])
         log_probs = iter(
