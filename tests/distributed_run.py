@@ -105,7 +105,7 @@ def beta_with_dropped_rows(model: str, output: Path, start: dict[str, torch.Tens
     return {"update": update, "ranks_agree": equal_on_all_ranks(end)}
 
 
-def process_rewards(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
+def process_rewards(model: str, output: Path, start: dict[str, torch.Tensor]) -> tuple[dict[str, Any], Any]:
     """Values and credit with other episodes, and other numbers of passes, on each rank; rank 1 values nothing.
 
     A model that attends to a sliding window is valued in a loop, which takes far more passes.
@@ -133,7 +133,30 @@ def process_rewards(model: str, output: Path, start: dict[str, torch.Tensor]) ->
         "update": relative_difference(start, end, end)[1],
         "ranks_agree": equal_on_all_ranks(end),
         "episodes": gather_object([sum(episodes)]),
-    }
+    }, trainer
+
+
+def monte_carlo(trainer: Any) -> dict[str, Any]:
+    """Of 7 prefixes rank 1 asks for one, but finishes half of them; each row gets the values of its own prefixes."""
+    from dash_trl.process_rewards import MonteCarloValue, ValueRequest
+    from dash_trl.rewards.failures import watch
+
+    sample, rows = trainer._generate_single_turn, []
+
+    def counting(prompt_ids: list, *others: Any) -> Any:
+        rows.append(len(prompt_ids))
+        return sample(prompt_ids, *others)
+
+    trainer._generate_single_turn = counting
+    trainer.reward_funcs = [watch(lambda number, **kwargs: number, "number")]
+    asked = ([(1, 2, 3), (1,), (2, 3)], [(), (3,), ()])[RANK]
+    requests = [
+        ValueRequest((5, 6), (7, 8, 9), boundaries, example={"prompt": "= ", "number": 10.0 * RANK + row})
+        for row, boundaries in enumerate(asked)
+    ]
+    values = MonteCarloValue(num_rollouts=8)(requests, trainer)
+    expected = [[10.0 * RANK + row] * len(boundaries) for row, boundaries in enumerate(asked)]
+    return {"rows": rows, "right": values == expected}
 
 
 def silent_adamw_step(model: str, output: Path) -> dict[str, Any]:
@@ -180,8 +203,9 @@ def main() -> None:
             results[f"{Path(path).name}, {layout}"] = compare(path, Path(output), weights, scenario)
     results["ranks"] = int(os.environ.get("WORLD_SIZE", 1))
     results["beta with dropped rows"] = beta_with_dropped_rows(model, Path(output), start)
-    results["process rewards"] = process_rewards(model, Path(output), start)
-    results["process rewards, sliding window"] = process_rewards(sliding, Path(output), start)
+    results["process rewards"], _ = process_rewards(model, Path(output), start)
+    results["process rewards, sliding window"], trainer = process_rewards(sliding, Path(output), start)
+    results["Monte Carlo values"] = gather_object([monte_carlo(trainer)])
     results["silent AdamW step"] = silent_adamw_step(model, Path(output))
     if RANK == 0:
         print("RESULTS " + json.dumps(results), flush=True)

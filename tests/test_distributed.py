@@ -70,6 +70,7 @@ def test_two_ranks(backend, tiny_model, tmp_path):
     for name in ("process rewards", "process rewards, sliding window"):
         episodes = results[name].pop("episodes")
         assert episodes[0] > 16 and episodes[1] == 0
+    assert results.pop("Monte Carlo values") == [{"rows": [16, 16], "right": True}] * 2
     assert len(results) == 12 + 2 * len(larger)
     for name, result in results.items():
         assert result["update"] > 1e-3, name

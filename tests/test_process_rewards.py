@@ -166,27 +166,6 @@ def test_idle_episodes_can_be_charged(tiny_model, tmp_path):
         assert torch.allclose(difference[row, :end], torch.tensor(0.25)) and not difference[row, end:].any()
 
 
-def test_monte_carlo_values_are_the_mean_reward_of_continuations(tiny_model, tmp_path):
-    scored = []
-
-    def reward(completions, completion_ids, **kwargs):
-        scored.append(completion_ids)
-        return [float(len(ids) % 2) for ids in completion_ids]
-
-    process = callback(value=MonteCarloValue(num_rollouts=2), estimator="gae")
-    trainer, rollouts, _ = train(tiny_model, tmp_path, process, reward=reward)
-    boundaries = sum(len(episodes.boundaries) for episodes, _ in process.last)
-    assert len(scored[1]) == 2 * boundaries
-    at = 0
-    for row, (episodes, values) in enumerate(process.last):
-        prefix = rollouts.completion_ids[row].tolist()
-        for boundary, value in zip(episodes.boundaries, values, strict=True):
-            rollout = scored[1][at : at + 2]
-            assert all(ids[:boundary] == prefix[:boundary] for ids in rollout)
-            assert value == pytest.approx(sum(len(ids) % 2 for ids in rollout) / 2)
-            at += 2
-
-
 def test_the_values_are_those_of_the_sampling_policy(tiny_model, tmp_path):
     process = callback()
     trainer, rollouts, _ = train(tiny_model, tmp_path, process, max_steps=1)

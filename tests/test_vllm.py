@@ -126,6 +126,9 @@ def test_both_servers_work_and_every_group_comes_once_and_in_order(servers, mode
     assert sum(after) - sum(before) == tokens
     assert all(0.3 < (b - a) / tokens < 0.7 for a, b in zip(before, after, strict=True))
     assert largest_difference(model, rows, completions, log_probs) <= 1e-4  # so each row is its prompt's
+    pool.generation_kwargs = {"ignore_eos": True}
+    _, completions, _, _ = pool.generate(rows[:16], None, 8, max_tokens=[5] * 8 + [3] * 8)
+    assert [len(row) for row in completions] == [5] * 8 + [3] * 8
 
 
 def test_values_of_a_server_are_the_policys(servers, model, tmp_path):

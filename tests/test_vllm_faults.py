@@ -219,6 +219,13 @@ def test_a_good_server_answers_what_a_bad_one_fails(fault, fakes):
     assert bad.asked["/v1/completions"] > 3 and bad.served == [0]
 
 
+def test_a_prompt_may_have_a_limit_of_its_own(fakes):
+    """A server answers with an error where prompt and limit exceed its context."""
+    pool = ServerPool([fakes().url], server_timeout=20.0)
+    limited, free = pool.complete([([1, 2], 2, 1), ([3, 2], 1)], SAMPLING)
+    assert [one.token_ids for one in limited] == [[1], [1]] and [one.token_ids for one in free] == [[3, 100]]
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_good_server_scores_what_a_bad_one_fails(fault, fakes):
     bad, good = fakes(fault, spared=1), fakes()

@@ -3,13 +3,8 @@
 from dash_trl.process_rewards.callback import ProcessRewardCallback
 from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings
 from dash_trl.process_rewards.episodes import EPISODE_MARKERS, Episodes, Segmenter, line_starts
-from dash_trl.process_rewards.values import (
-    AnswerLogProbValue,
-    MonteCarloValue,
-    ServerValue,
-    ValueEstimator,
-    ValueRequest,
-)
+from dash_trl.process_rewards.monte_carlo import MonteCarloValue
+from dash_trl.process_rewards.values import AnswerLogProbValue, ServerValue, ValueEstimator, ValueRequest
 
 __all__ = [
     "EPISODE_MARKERS",

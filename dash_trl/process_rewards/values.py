@@ -2,8 +2,8 @@
 
     request: prompt, completion, boundaries, answers ──► estimator ──► one value per boundary, NaN = missing
 
-`AnswerLogProbValue` asks the policy itself for the known answer, forced now; `MonteCarloValue` (VinePPO) lets it finish
-K times. A value that could not be computed is missing (NaN), never 0: log P = 0 would mean certainty.
+`AnswerLogProbValue` asks the policy itself for the known answer, forced now; `monte_carlo.py` lets it finish K times. A
+value that could not be computed is missing (NaN), never 0: log P = 0 would mean certainty.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import is_peft_model
-from trl import GRPOTrainer
 
 from dash_trl.isolation import evaluating
 from dash_trl.packing import fitted_bins
@@ -237,6 +236,12 @@ def _open_thoughts(ids: Sequence[int], prefixes: Iterable[int], tokenizer: Any) 
     return found
 
 
+def server_pool(trainer: Any) -> Any:
+    """The trainer's vLLM servers, a `VLLMPool`; None if it samples in another way."""
+    sampler = getattr(trainer, "vllm_generation", None)
+    return sampler if hasattr(sampler, "score") else None
+
+
 class ServerValue(AnswerLogProbValue):
     """`AnswerLogProbValue` from the trainer's vLLM servers: a request per boundary and answer.
 
@@ -246,15 +251,15 @@ class ServerValue(AnswerLogProbValue):
     """
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        sampler = getattr(trainer, "vllm_generation", None)
-        if sampler is None or not hasattr(sampler, "score"):
+        pool = server_pool(trainer)
+        if pool is None:
             raise ValueError(
                 "ServerValue asks the vLLM servers that a run samples from, but this run has none: name them with "
                 "vllm_server_urls, or use AnswerLogProbValue, which asks the trainer's model."
             )
         trees = [self._tree(request, trainer._tokenizer) for request in requests]
         branches = [(tree.trunk, branch) for tree in trees for branch in tree.branches]
-        scored = sampler.score([[*trunk[: branch.attach], *branch.tokens] for trunk, branch in branches])
+        scored = pool.score([[*trunk[: branch.attach], *branch.tokens] for trunk, branch in branches])
         log_probs = iter(
             [row[branch.scored - len(branch.tokens) :] for row, (_, branch) in zip(scored, branches, strict=True)]
         )
@@ -262,56 +267,3 @@ class ServerValue(AnswerLogProbValue):
             self._values([next(log_probs) for _ in tree.branches], request)
             for tree, request in zip(trees, requests, strict=True)
         ]
-
-
-class MonteCarloValue:
-    """V(prefix) = mean reward of K completions of the prefix (VinePPO, arXiv 2410.01679, eq. 4).
-
-    Unbiased, in the unit of the reward, and dear: K rollouts per boundary. Sampled by the trainer's own sampler, scored
-    by its reward functions, weighted by its reward weights; a rollout whose reward failed is left out, and without any
-    scored one the value is missing.
-
-    Args:
-        num_rollouts: K.
-    """
-
-    space = "probability"
-
-    def __init__(self, num_rollouts: int = 9):
-        if num_rollouts < 1:
-            raise ValueError(f"num_rollouts={num_rollouts} gives no rollout to average: use at least 1.")
-        self.num_rollouts = num_rollouts
-
-    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        prefixes = [(i, boundary) for i, request in enumerate(requests) for boundary in request.boundaries]
-        device = trainer.accelerator.device
-        most = int(trainer.accelerator.gather(torch.tensor([len(prefixes)], device=device)).max())
-        if most == 0:
-            return [[] for _ in requests]
-        # Sampling and rewards gather over the ranks, so every rank runs as many; the surplus is thrown away.
-        padded = prefixes + [(0, 0)] * (most - len(prefixes))
-        rows = [prefix for prefix in padded for _ in range(self.num_rollouts)]
-        prefix_ids = [[*requests[i].prompt_ids, *requests[i].completion_ids[:boundary]] for i, boundary in rows]
-        sampled, _ = trainer._generate_single_turn(prefix_ids, None, {}, self.num_rollouts)
-        whole = [
-            [*requests[i].completion_ids[:boundary], *ids] for (i, boundary), ids in zip(rows, sampled, strict=True)
-        ]
-        rewards = _rewards(trainer, [requests[i].example or {} for i, _ in rows], whole)
-        total = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
-        total[rewards.isnan().all(dim=1) | rewards.isinf().any(dim=1)] = torch.nan
-        means = total.view(-1, self.num_rollouts).nanmean(dim=1).tolist()
-        values: list[list[float]] = [[] for _ in requests]
-        for (i, _), mean in zip(prefixes, means, strict=False):
-            values[i].append(mean)
-        return values
-
-
-def _rewards(trainer: Any, examples: list[dict[str, Any]], completion_ids: list[list[int]]) -> torch.Tensor:
-    """[rows, F] on this rank, by TRL's own method; NaN = not applicable or failed."""
-    prompts = [example["prompt"] for example in examples]
-    texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    conversational = not isinstance(prompts[0], str)
-    completions = [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
-    rewards = GRPOTrainer._calculate_rewards(trainer, examples, prompts, completions, completion_ids)
-    start = trainer.accelerator.process_index * len(prompts)
-    return rewards[start : start + len(prompts)]

@@ -146,12 +146,14 @@ class ServerPool:
             )
 
     def complete(
-        self, prompts: Sequence[tuple[Sequence[int], int]], sampling: dict[str, Any]
+        self,
+        prompts: Sequence[tuple[Sequence[int], int] | tuple[Sequence[int], int, int | None]],
+        sampling: dict[str, Any],
     ) -> list[list[Completion]]:
         """Sample continuations.
 
         Args:
-            prompts: (token ids, how many continuations) each.
+            prompts: (token ids, how many continuations) each, and, if it differs from that of `sampling`, `max_tokens`.
             sampling: vLLM's sampling parameters, as in the body of `/v1/completions`.
         Returns:
             Per prompt, in order, its continuations.
@@ -160,11 +162,12 @@ class ServerPool:
             ValueError: a server refused a request as invalid.
         """
 
-        def job(ids: Sequence[int], n: int) -> Job:
-            tokens = n * (len(ids) + int(sampling.get("max_tokens") or 16))
-            return Job(lambda server: server.complete(ids, n, sampling), tokens, n)
+        def job(ids: Sequence[int], n: int, max_tokens: int | None = None) -> Job:
+            own = sampling if max_tokens is None else {**sampling, "max_tokens": max_tokens}
+            tokens = n * (len(ids) + int(own.get("max_tokens") or 16))
+            return Job(lambda server: server.complete(ids, n, own), tokens, n)
 
-        return self._collect([job(ids, n) for ids, n in prompts])
+        return self._collect([job(*prompt) for prompt in prompts])
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Of every token but the first, at temperature 1; raises as `complete`."""
@@ -335,9 +338,21 @@ class VLLMPool(VLLMGeneration):
 
     # ------------------------------------------------------------------------------------------------ sampling
 
-    def generate(self, prompts: list, images: list | None, num_generations: int, profiler: Any = None) -> tuple:
-        """TRL's: (prompt ids, completion ids, log-probs [[…], …], their token ids), a row per prompt given."""
-        runs = [(ids, len(list(rows))) for ids, rows in groupby(prompts)]
+    def generate(
+        self,
+        prompts: list,
+        images: list | None,
+        num_generations: int,
+        profiler: Any = None,
+        max_tokens: Sequence[int] | None = None,
+    ) -> tuple:
+        """TRL's: (prompt ids, completion ids, log-probs [[…], …], their token ids), a row per prompt given.
+
+        Args:
+            max_tokens: for each prompt, in place of `max_completion_length`.
+        """
+        limits = [None] * len(prompts) if max_tokens is None else max_tokens
+        runs = [(ids, len(list(rows)), most) for (ids, most), rows in groupby(zip(prompts, limits, strict=True))]
         sampling = {
             "repetition_penalty": self.repetition_penalty,
             "temperature": self.temperature,

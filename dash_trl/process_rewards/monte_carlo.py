@@ -1,0 +1,168 @@
+"""`MonteCarloValue`: V(prefix) as the mean reward of completions that begin with it.
+
+    prefixes of all ranks ──► sorted, cut into calls ──► each rank finishes its share, K times ──► rewards ──► means
+
+A call is as large as the trainer's own generation batch. The ranks divide the prefixes of all of them: every rank makes
+the same calls, and none waits for one that has more to ask.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from trl import GRPOTrainer
+
+from dash_trl.process_rewards.values import ValueRequest, server_pool
+from dash_trl.rewards.failures import WatchedReward, unscore_failed
+
+
+@dataclass(frozen=True)
+class _Prefix:
+    """What row `row` of rank `rank` asks for at `boundary`; at most `room` tokens may follow."""
+
+    rank: int
+    row: int
+    boundary: int
+    room: int
+    request: ValueRequest
+
+    @property
+    def completion(self) -> list[int]:
+        return list(self.request.completion_ids[: self.boundary])
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.request.prompt_ids, *self.completion]
+
+
+class MonteCarloValue:
+    """V(prefix) = mean reward of K completions of the prefix (VinePPO, arXiv 2410.01679, eq. 4).
+
+    Unbiased, in the unit of the reward, and dear: K rollouts per boundary. Sampled by the trainer's own sampler, in
+    batches of the size of its own (vLLM servers get all at once), to no more than its own length; scored by its reward
+    functions, weighted by its reward weights. A rollout whose reward failed is left out, and without any scored one the
+    value is missing. What reward functions log of these rollouts is dropped.
+
+    Args:
+        num_rollouts: K.
+    """
+
+    space = "probability"
+
+    def __init__(self, num_rollouts: int = 9):
+        if num_rollouts < 1:
+            raise ValueError(f"num_rollouts={num_rollouts} gives no rollout to average: use at least 1.")
+        self.num_rollouts = num_rollouts
+
+    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
+        rank = trainer.accelerator.process_index
+        own = [
+            _Prefix(rank, row, boundary, _room(request, boundary, trainer), request)
+            for row, request in enumerate(requests)
+            for boundary in request.boundaries
+        ]
+        calls = self._calls(gather_object(own), trainer)
+        means = {}
+        for (call, mine), sampled in zip(calls, self._continuations(calls, trainer), strict=True):
+            rows = self._repeat(mine)
+            completions = [[*row.completion, *ids[: row.room]] for row, ids in zip(rows, sampled, strict=True)]
+            rewards = _rewards(trainer, [row.request.example or {} for row in rows], completions)
+            total = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
+            total[rewards.isnan().all(dim=1)] = torch.nan
+            for prefix, mean in zip(call, total.view(-1, self.num_rollouts).nanmean(dim=1).tolist(), strict=True):
+                means[prefix.rank, prefix.row, prefix.boundary] = mean
+        return [[means[rank, row, boundary] for boundary in request.boundaries] for row, request in enumerate(requests)]
+
+    def _calls(self, prefixes: list[_Prefix], trainer: Any) -> list[tuple[list[_Prefix], list[_Prefix]]]:
+        """The prefixes of all ranks, cut into calls of a size that the ranks can divide; and this rank's of each call.
+
+        In a call either all have room or none has, and the rooms are alike, since it takes as long as its longest row.
+        """
+        ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+        size = ranks * max(1, trainer.args.generation_batch_size // (ranks * self.num_rollouts))
+        prefixes = sorted(prefixes, key=lambda prefix: prefix.room, reverse=True)
+        calls = []
+        for part in ([one for one in prefixes if one.room], [one for one in prefixes if not one.room]):
+            for start in range(0, len(part), size):
+                call = part[start : start + size]
+                call += call[-1:] * (-len(call) % ranks)
+                each = len(call) // ranks
+                calls.append((call, call[rank * each : (rank + 1) * each]))
+        return calls
+
+    def _continuations(self, calls: list[tuple[list[_Prefix], list[_Prefix]]], trainer: Any) -> Iterator[list]:
+        """For each call, what is sampled after this rank's prefixes, K times each; it may be longer than their room."""
+        pool = server_pool(trainer)
+        asked = [prefix for _, mine in calls for prefix in mine if prefix.room]
+        if pool is not None and asked:
+            ids, rooms = self._repeat([prefix.ids for prefix in asked]), self._repeat([one.room for one in asked])
+            _, sampled, _, _ = pool.generate(ids, None, self.num_rollouts, max_tokens=rooms)
+            rest = iter(sampled)
+        for call, mine in calls:
+            ids, longest = self._repeat([prefix.ids for prefix in mine]), call[0].room
+            if not longest:
+                yield [[] for _ in ids]
+            elif pool is not None:
+                yield list(islice(rest, len(ids)))
+            else:
+                with _at_most(longest, trainer):
+                    yield trainer._generate_single_turn(ids, None, {}, self.num_rollouts)[0]
+
+    def _repeat(self, values: Sequence[Any]) -> list[Any]:
+        return [value for value in values for _ in range(self.num_rollouts)]
+
+
+def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:
+    """Where the trainer's own completions would end, at `max_completion_length` or with the context."""
+    contexts = [length for length in (trainer._context, trainer.args.vllm_max_model_length) if length]
+    left = [trainer.max_completion_length, *(length - len(request.prompt_ids) for length in contexts)]
+    return max(0, min(left) - boundary)
+
+
+@contextmanager
+def _at_most(tokens: int, trainer: Any) -> Iterator[None]:
+    """Completions of the trainer's sampler are at most so long."""
+    if trainer.use_vllm:
+        owner, name = trainer.vllm_generation, "max_completion_length"
+    else:
+        owner, name = trainer.generation_config, "max_new_tokens"
+    before = getattr(owner, name)
+    setattr(owner, name, min(before, tokens))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _rewards(trainer: Any, examples: list[dict[str, Any]], completion_ids: list[list[int]]) -> torch.Tensor:
+    """[N, F], the rows of all ranks, by TRL's own method; NaN = not applicable, a row of NaN is unscored."""
+    prompts = [example["prompt"] for example in examples]
+    texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    conversational = not isinstance(prompts[0], str)
+    completions = [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
+    with _apart(trainer):
+        rewards = GRPOTrainer._calculate_rewards(trainer, examples, prompts, completions, completion_ids)
+        return unscore_failed(rewards, trainer.reward_funcs, set(), trainer.accelerator.gather)
+
+
+@contextmanager
+def _apart(trainer: Any) -> Iterator[None]:
+    """What reward functions log, and which of them failed, is not taken for news of the trainer's own rollouts."""
+    names = ("reward_funcs", "_pending_extra_logs", "_pending_metrics")
+    before = {name: getattr(trainer, name) for name in names}
+    trainer.reward_funcs = [
+        copy.copy(func) if isinstance(func, WatchedReward) else func for func in trainer.reward_funcs
+    ]
+    trainer._pending_extra_logs, trainer._pending_metrics = defaultdict(list), defaultdict(list)
+    try:
+        yield
+    finally:
+        vars(trainer).update(before)

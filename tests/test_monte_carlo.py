@@ -1,0 +1,268 @@
+"""`MonteCarloValue`: what it samples, in which batches, by whom; which rewards count; what it leaves behind."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from dash_trl import DASHTrainer, ProcessRewardCallback
+from dash_trl.process_rewards import MonteCarloValue, ValueRequest
+from dash_trl.rewards.failures import watch
+from dash_trl.sampling.server import Completion
+from dash_trl.sampling.vllm_pool import VLLMPool
+from tests.tiny import run
+
+LONGEST = 24  # of the trainer's completions
+ROWS = 16  # of its generation batch
+EXAMPLE = {"prompt": "1 + 2 = ", "answer": "3"}
+
+
+def random_requests(*, longest: int = LONGEST, count: int = 7) -> list[ValueRequest]:
+    """Distinct completions, each asked for at every second token and at its end; one is not asked for."""
+    generator = random.Random(0)
+    requests = []
+    for row in range(count):
+        completion = (4 + row, *(generator.randrange(4, 260) for _ in range(generator.randint(0, longest - 1))))
+        boundaries = () if row == 3 else (*range(1, len(completion), 2), len(completion))
+        requests.append(ValueRequest((7, 8, 9)[: 1 + row % 3], completion, boundaries, example=EXAMPLE))
+    return requests
+
+
+def rest(prefix: list[int], number: int) -> list[int]:
+    """What rollout `number` of a prefix goes on with if nothing ends it."""
+    generator = random.Random(f"{prefix}{number}")
+    return [generator.randrange(4, 260) for _ in range(generator.randint(1, LONGEST))]
+
+
+def even(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [float(sum(ids) % 2 == 0) for ids in completion_ids]
+
+
+def third(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [float(len(ids) % 3) for ids in completion_ids]
+
+
+def expected(requests: list[ValueRequest], k: int, reward: Any, room: Any = None) -> list[list[float]]:
+    """Prefix by prefix, rollout by rollout."""
+    values = []
+    for request in requests:
+        row = []
+        for boundary in request.boundaries:
+            prefix = list(request.completion_ids[:boundary])
+            left = LONGEST - boundary if room is None else room(request, boundary)
+            rewards = [
+                reward(prefix + rest([*request.prompt_ids, *prefix], number)[: max(left, 0)]) for number in range(k)
+            ]
+            rewards = [one for one in rewards if one is not None]
+            row.append(sum(rewards) / len(rewards) if rewards else math.nan)
+        values.append(row)
+    return values
+
+
+def check(values: list[list[float]], reference: list[list[float]]) -> None:
+    assert [len(row) for row in values] == [len(row) for row in reference]
+    for row, other in zip(values, reference, strict=True):
+        assert row == pytest.approx(other, abs=1e-6, nan_ok=True)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model, tmp_path_factory):
+    reward_funcs = {"reward": [even, third], "reward_weights": [1.0, 0.5]}
+    return run(DASHTrainer, tiny_model, tmp_path_factory.mktemp("run"), max_completion_length=LONGEST, **reward_funcs)
+
+
+@pytest.fixture
+def trainer(trained, monkeypatch):
+    """Its sampler is `rest`; `trainer.sampled` holds the (rows, longest rest) of each batch."""
+    trained.sampled = []
+
+    def sample(prompt_ids, images, fields, num_generations):
+        most = trained.generation_config.max_new_tokens
+        trained.sampled.append((prompt_ids, most))
+        return [rest(ids, i % num_generations)[:most] for i, ids in enumerate(prompt_ids)], None
+
+    monkeypatch.setattr(trained, "_generate_single_turn", sample)
+    return trained
+
+
+def weighted(ids: list[int]) -> float:
+    return (sum(ids) % 2 == 0) + 0.5 * (len(ids) % 3)
+
+
+@pytest.mark.parametrize("k", [1, 3, 20])
+def test_a_value_is_the_mean_reward_of_k_rollouts_and_batches_are_no_larger_than_the_trainer_s(trainer, k):
+    requests = random_requests()
+    check(MonteCarloValue(k)(requests, trainer), expected(requests, k, weighted))
+    assert sum(len(ids) for ids, _ in trainer.sampled) % k == 0
+    assert max(len(ids) for ids, _ in trainer.sampled) == max(ROWS // k * k, k)  # a prefix's rollouts stay together
+
+
+def test_rewards_are_asked_for_in_batches_of_that_size_too(trainer, monkeypatch):
+    """A reward model runs on the trainer's device."""
+    seen = []
+
+    def counting(completion_ids, **kwargs):
+        seen.append(len(completion_ids))
+        return even(completion_ids)
+
+    monkeypatch.setattr(trainer, "reward_funcs", [watch(counting, "even"), trainer.reward_funcs[1]])
+    MonteCarloValue(4)(random_requests(), trainer)
+    assert max(seen) == ROWS
+
+
+def test_no_rollout_is_longer_than_the_trainer_s_completions(trainer):
+    """A batch ends with the longest rest that one of its rows may have; a completion at its end is not sampled."""
+    requests = random_requests()
+    full = ValueRequest((5,), tuple(range(4, 4 + LONGEST)), (1, 11, LONGEST), example=EXAMPLE)
+    longer = ValueRequest((6,), tuple(range(40, 45 + LONGEST)), (2, LONGEST, LONGEST + 5), example=EXAMPLE)
+    check(MonteCarloValue(2)([*requests, full, longer], trainer), expected([*requests, full, longer], 2, weighted))
+    rooms = {
+        (*request.prompt_ids, *request.completion_ids[:boundary]): LONGEST - boundary
+        for request in [*requests, full, longer]
+        for boundary in request.boundaries
+    }
+    batches = [([rooms[tuple(row)] for row in ids], most) for ids, most in trainer.sampled]
+    assert all(min(room) > 0 and max(room) == most for room, most in batches)
+    assert [most for _, most in batches] == sorted((most for _, most in batches), reverse=True)
+    assert trainer.generation_config.max_new_tokens == LONGEST
+
+
+@pytest.mark.parametrize("where", ["model", "colocated vLLM"])
+def test_rollouts_end_with_the_context(where, trainer, monkeypatch):
+    context = 14
+    if where == "model":
+        monkeypatch.setattr(trainer, "_context", context)
+    else:
+        monkeypatch.setattr(trainer.args, "vllm_max_model_length", context)
+    requests = random_requests(longest=18)
+
+    def room(request, boundary):
+        return context - len(request.prompt_ids) - boundary
+
+    check(MonteCarloValue(2)(requests, trainer), expected(requests, 2, weighted, room))
+    assert all(len(ids) < context for batch, _ in trainer.sampled for ids in batch)
+
+
+def test_colocated_vllm_is_told_how_long_the_rest_may_be(trainer, monkeypatch):
+    class Colocated:
+        max_completion_length = LONGEST
+
+    told = []
+
+    def sample(prompt_ids, *others):
+        told.append(trainer.vllm_generation.max_completion_length)
+        return [[9]] * len(prompt_ids), None
+
+    monkeypatch.setattr(trainer, "vllm_generation", Colocated(), raising=False)
+    monkeypatch.setattr(trainer, "use_vllm", True)
+    monkeypatch.setattr(trainer, "_generate_single_turn", sample)
+    MonteCarloValue(2)([ValueRequest((5,), (6, 7, 8), (2, 3), example=EXAMPLE)], trainer)
+    assert told == [LONGEST - 2] and trainer.vllm_generation.max_completion_length == LONGEST
+
+
+def test_servers_get_all_rollouts_at_once_and_no_weights(trainer, monkeypatch):
+    """Each with the rest that it may have: a server refuses what its context has no room for."""
+    asked = []
+
+    class Servers:
+        def complete(self, prompts, sampling):
+            asked.append((prompts, sampling["max_tokens"]))
+            assert all(0 < most <= sampling["max_tokens"] for _, _, most in prompts)
+            return [
+                [Completion(rest(ids, number)[:most], [-1.0] * most) for number in range(n)] for ids, n, most in prompts
+            ]
+
+    pool = object.__new__(VLLMPool)  # TRL's settings, without its constructor
+    names = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
+    vars(pool).update({name: getattr(trainer, name) for name in names}, generation_kwargs={}, pool=Servers())
+    vars(pool).update(structured_outputs_regex=None, _agree=lambda work: work())
+    monkeypatch.setattr(pool, "sync_weights", None)
+    monkeypatch.setattr(trainer, "_generate_single_turn", None)
+    monkeypatch.setattr(trainer, "vllm_generation", pool, raising=False)
+    monkeypatch.setattr(trainer, "use_vllm", True)
+    requests = random_requests()
+    check(MonteCarloValue(5)(requests, trainer), expected(requests, 5, weighted))
+    ((prompts, most),) = asked
+    assert most == LONGEST and sum(n for _, n, _ in prompts) == 5 * sum(len(one.boundaries) for one in requests)
+    nothing_to_sample = [ValueRequest((5,), (6,) * LONGEST, (LONGEST,), example=EXAMPLE)]
+    check(MonteCarloValue(5)(nothing_to_sample, trainer), expected(nothing_to_sample, 5, weighted))
+    assert MonteCarloValue(5)([ValueRequest((5,), (6,), (), example=EXAMPLE)], trainer) == [[]]
+    assert len(asked) == 1
+
+
+def test_a_failed_reward_leaves_its_rollout_out_though_another_function_scored_it(trainer, monkeypatch):
+    def failing(completion_ids, **kwargs):
+        return [math.nan if ids[0] == 4 or sum(ids) % 3 == 0 else 1.0 for ids in completion_ids]
+
+    def inapplicable(completion_ids, **kwargs):
+        return [None if len(ids) % 2 else 2.0 for ids in completion_ids]
+
+    watched = [watch(failing, "failing"), watch(inapplicable, "inapplicable")]
+    monkeypatch.setattr(trainer, "reward_funcs", watched)
+    before = [dict(vars(func)) for func in watched]
+
+    def reward(ids):
+        return None if ids[0] == 4 or sum(ids) % 3 == 0 else 1.0 + (0.0 if len(ids) % 2 else 0.5 * 2.0)
+
+    requests = random_requests()
+    values = MonteCarloValue(3)(requests, trainer)
+    check(values, expected(requests, 3, reward))
+    assert all(map(math.isnan, values[0])) and not all(map(math.isnan, values[1]))
+    assert [vars(func) for func in watched] == before and trainer.reward_funcs == watched
+
+
+def test_a_reward_that_always_raises_is_no_value_and_not_the_end(trainer, monkeypatch):
+    def broken(**kwargs):
+        raise OSError("no connection")
+
+    monkeypatch.setattr(trainer, "reward_funcs", [watch(broken, "broken"), trainer.reward_funcs[1]])
+    values = MonteCarloValue(2)(random_requests(), trainer)
+    assert all(math.isnan(value) for row in values for value in row)
+
+
+def test_metrics_and_the_table_of_completions_are_those_without_it(tiny_model, tmp_path):
+    """Two windows: what a reward function logs of the rollouts of the first would appear in the second."""
+    rollouts = []
+
+    class Talking:
+        __name__ = "talking"
+
+        def __call__(self, completion_ids, log_extra, log_metric, **kwargs):
+            rollouts.append(completion_ids)
+            log_extra("length", [len(ids) for ids in completion_ids])
+            log_metric("shortest", min(map(len, completion_ids)))
+            return [math.nan if len(ids) == 7 else float(len(ids) % 2) for ids in completion_ids]
+
+    class Half:
+        space = "probability"
+
+        def __call__(self, requests, trainer):
+            return [[0.5] * len(request.boundaries) for request in requests]
+
+    seen = []
+    for value in (Half(), MonteCarloValue(2)):
+        process = ProcessRewardCallback(
+            value,
+            estimator="grpo",
+            markers=lambda text: range(0, len(text), 3),
+            min_episode_tokens=2,
+            skip_solved=False,
+        )
+        dataset = Dataset.from_dict({"prompt": [f"{i} + {i} = " for i in range(16)], "answer": ["1"] * 16})
+        own = {"reward": Talking(), "callbacks": [process], "dataset": dataset, "max_completion_length": LONGEST}
+        trainer = run(DASHTrainer, tiny_model, tmp_path, max_steps=2, **own)
+        other = ("process/", "time/", "step_time", "loss", "grad_norm", "entropy", "train_", "packing/", "clip_ratio/")
+        history = [
+            {name: one for name, one in log.items() if not name.startswith(other)} for log in trainer.state.log_history
+        ]
+        table = {name: list(column) for name, column in trainer._logs.items() if name not in ("rewards", "extra")}
+        columns = {name: list(column) for kind in ("rewards", "extra") for name, column in trainer._logs[kind].items()}
+        seen.append(repr((history, table, columns)))  # NaN is not equal to itself
+        assert len(columns["length"]) == ROWS and {"reward", "shortest", "num_tokens"} <= history[0].keys()
+    assert len(rollouts) > 6 and max(map(len, rollouts)) <= ROWS
+    assert max(len(ids) for batch in rollouts for ids in batch) <= LONGEST
+    assert seen[0] == seen[1]
