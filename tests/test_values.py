@@ -128,8 +128,9 @@ def test_ranks_agree_on_the_passes_before_the_first_and_run_as_many(kind, reques
         here.append(passes)
         return passes + 2
 
-    hook = model.register_forward_pre_hook(lambda *_: order.append("pass"))
     estimator = AnswerLogProbValue(" = ", max_tokens_per_pass=40)
+    estimator.score([], model, tokenizer)  # whether the model takes trees is tried once
+    hook = model.register_forward_pre_hook(lambda *_: order.append("pass"))
     values = estimator.score(requests, model, tokenizer, passes_on_all_ranks=agree)
     hook.remove()
     assert order == ["agreement", *["pass"] * (sum(here) + 2)]

@@ -20,8 +20,9 @@ import torch
 from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
+from dash_trl.advantages import weighted_rewards
 from dash_trl.process_rewards.values import ValueRequest, server_pool
-from dash_trl.rewards.failures import WatchedReward, unscore_failed
+from dash_trl.rewards.failures import WatchedReward, failures
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,7 @@ class MonteCarloValue:
             rows = self._repeat(mine)
             completions = [[*row.completion, *ids[: row.room]] for row, ids in zip(rows, sampled, strict=True)]
             rewards = _rewards(trainer, [row.request.example or {} for row in rows], completions)
-            total = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
-            total[rewards.isnan().all(dim=1)] = torch.nan
+            total = weighted_rewards(rewards, trainer.reward_weights)
             for prefix, mean in zip(call, total.view(-1, self.num_rollouts).nanmean(dim=1).tolist(), strict=True):
                 means[prefix.rank, prefix.row, prefix.boundary] = mean
         return [[means[rank, row, boundary] for boundary in request.boundaries] for row, request in enumerate(requests)]
@@ -150,7 +150,8 @@ def _rewards(trainer: Any, examples: list[dict[str, Any]], completion_ids: list[
     completions = [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
     with _apart(trainer):
         rewards = GRPOTrainer._calculate_rewards(trainer, examples, prompts, completions, completion_ids)
-        return unscore_failed(rewards, trainer.reward_funcs, set(), trainer.accelerator.gather)
+        failed, _ = failures(trainer.reward_funcs, rewards, trainer.accelerator.gather)
+    return rewards.masked_fill(failed.any(dim=1, keepdim=True), torch.nan)
 
 
 @contextmanager

@@ -101,6 +101,28 @@ def watch(func: Any, name: str) -> Any:
     return (WatchedAsyncReward if is_async_callable(func) else WatchedReward)(func, name)
 
 
+def failures(funcs: Sequence[Any], rewards: Tensor, gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """[N, F] bool each, the rows of all ranks in the last call: the function failed; it raised.
+
+    Args:
+        funcs: watched functions, or reward models (for which NaN and ±inf are failures).
+        rewards: [N, F], the rows of all ranks; NaN = not applicable or failed.
+        gather: concatenates this rank's rows with those of the others.
+    """
+    watched = {i: func for i, func in enumerate(funcs) if isinstance(func, WatchedReward)}
+    if watched:
+        rows, count = len(next(iter(watched.values())).failed), len(funcs)
+        local = torch.zeros(rows, 2 * count, dtype=torch.bool)
+        for i, func in watched.items():
+            local[:, i] = torch.tensor(func.failed)
+            local[:, count + i] = func.error is not None
+        failed, raised = gather(local.to(rewards.device)).chunk(2, dim=1)
+    else:
+        failed = raised = torch.zeros_like(rewards, dtype=torch.bool)
+    models = torch.tensor([i not in watched for i in range(len(funcs))], device=rewards.device)
+    return failed | ~rewards.isfinite() & models, raised
+
+
 class FailureWatch:
     """The failures of all reward functions on all ranks, batch after batch: which rows they unscore, and when to stop.
 
@@ -108,7 +130,7 @@ class FailureWatch:
     applied to in `BROKEN_AFTER` batches in a row. A batch in which it applied to no row says nothing.
 
     Args:
-        funcs: watched functions, or reward models (for which NaN and ±inf are failures). names: TRL's, of each.
+        funcs: as in `failures`. names: TRL's, of each.
     """
 
     def __init__(self, funcs: Sequence[Any], names: Sequence[str]):
@@ -124,12 +146,11 @@ class FailureWatch:
         """Set every row to NaN in which a function failed, even if another function returned a number.
 
         Args:
-            rewards: [N, F], the rows of all ranks; NaN = not applicable or failed.
-            gather: concatenates this rank's rows with those of the others.
+            rewards, gather: as in `failures`.
         Raises:
             RuntimeError: on all ranks, if a function is broken; its cause is what the function raised last, if it did.
         """
-        failed, raised = self._outcomes(rewards, gather)
+        failed, raised = failures(self._funcs, rewards, gather)
         if self._first and raised.all(dim=0).any():
             self._stop(int(raised.all(dim=0).int().argmax()), rewards, "of the first batch")
         self._first = False
@@ -143,21 +164,6 @@ class FailureWatch:
                 self._stop(i, rewards, f"that it applied to in {BROKEN_AFTER} batches in a row")
         rewards[failed.any(dim=1)] = torch.nan
         return rewards
-
-    def _outcomes(self, rewards: Tensor, gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """[N, F] bool each, the rows of all ranks: the function failed; it raised."""
-        watched = {i: func for i, func in enumerate(self._funcs) if isinstance(func, WatchedReward)}
-        if watched:
-            rows, count = len(next(iter(watched.values())).failed), len(self._funcs)
-            local = torch.zeros(rows, 2 * count, dtype=torch.bool)
-            for i, func in watched.items():
-                local[:, i] = torch.tensor(func.failed)
-                local[:, count + i] = func.error is not None
-            failed, raised = gather(local.to(rewards.device)).chunk(2, dim=1)
-        else:
-            failed = raised = torch.zeros_like(rewards, dtype=torch.bool)
-        models = torch.tensor([i not in watched for i in range(len(self._funcs))], device=rewards.device)
-        return failed | ~rewards.isfinite() & models, raised
 
     def _stop(self, i: int, rewards: Tensor, where: str) -> NoReturn:
         func, error = self._funcs[i], None
