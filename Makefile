@@ -15,6 +15,9 @@ CONFIG ?= accelerate_configs/single_process.yaml
 ARGS ?=
 
 export HF_HUB_DISABLE_TELEMETRY = 1
+# OpenMP's threads spin while they wait for each other, and beside other work each waits for one that has no core.
+export OMP_WAIT_POLICY ?= PASSIVE
+export GOMP_SPINCOUNT ?= 0
 
 .PHONY: help demo test lint clean
 
@@ -26,7 +29,7 @@ demo: $(VENV)/.demo ## train a tiny model on arithmetic, on a CPU or a GPU, in a
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/accelerate launch --config_file $(CONFIG) examples/train_math.py $(ARGS)
 
 test: $(VENV)/.test ## all tests that this machine can run; ARGS="-k filter -x" goes to pytest
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.lint ## ruff (lint and format) and mypy
 	@$(BIN)/ruff check .

@@ -148,15 +148,19 @@ class DASHTrainer(GRPOTrainer):
                 self._padding_free, self._padded_because = False, next(iter(flaws), "of what another rank found")
                 for model in self._text_models():
                     disable_padding_free(model)
+        if self.accelerator.is_main_process:
+            self._say_layout()
+        return prepared
+
+    def _say_layout(self) -> None:
         name = type(self._text_models()[0]).__name__
         if self._padding_free:
             logger.info(f"{name}: model passes are padding-free.")
-        elif self.accelerator.is_main_process:
+        else:
             logger.warning(
                 f"{name}: model passes are padded, not padding-free, because {self._padded_because}. The update is the "
                 "same; it takes longer."
             )
-        return prepared
 
     def _packing_flaw(self, model: Any) -> str | None:
         """Why packed passes of a prepared model would be wrong; a collective under ZeRO-3 and FSDP."""

@@ -15,6 +15,7 @@ key; a flag wins over the file. The dataset is a hub name or a local path: GSM8K
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,8 @@ class MathArguments(ScriptArguments):
 
 def main(argv: list[str], own_arguments: tuple[Any, ...] = (), make_callbacks: Any = None) -> None:
     """Train; another script may add dataclasses of flags, and callbacks made of them (`train_math_process.py`)."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("dash_trl").setLevel(logging.INFO)
     parser = TrlParser((MathArguments, DASHConfig, ModelConfig, *own_arguments))
     embedded = not names_a_model(argv)
     # Every step on the bar, in the metrics file and in the plot; TRL's default is every tenth.

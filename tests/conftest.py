@@ -7,11 +7,24 @@ import os
 import platform
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no look-ups, no telemetry
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # before torch is: as in the Makefile, for the processes that tests start
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)  # the tests' models are so small that a second thread only waits
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For pytest-xdist: real vLLM servers are shared, so one worker has all of their tests, and begins with them."""
+    vllm = [item for item in items if item.get_closest_marker("vllm")]
+    for item in vllm:
+        item.add_marker(pytest.mark.xdist_group("vllm"))
+    items[:] = [*vllm, *(item for item in items if item not in set(vllm))]
 
 
 @pytest.fixture(autouse=True)
