@@ -64,10 +64,6 @@ class EmptyWindows:
             "filter/dropped_threshold": f"are under gradient_filter_threshold={threshold}: lower it.",
             "filter/dropped_unscored": "are unscored: see the warnings about the reward functions.",
         }
-        self.reset()
-
-    def reset(self) -> None:
-        """A training begins."""
         self._windows: list[Mapping[str, float]] = []
         self._said = False
 

@@ -89,10 +89,7 @@ class DASHTrainer(GRPOTrainer):
     ):
         args = DASHConfig("dash-output") if args is None else args
         checks.check_arguments(model, args, train_dataset, eval_dataset, processing_class, kwargs)
-        self._window: GenerationWindow | None = None
         self._sampling_only = False  # TRL's sampling method must not run the model
-        self._scored: Any = None  # (rewards of all ranks, completions of this one)
-        self._seconds: defaultdict[str, float] = defaultdict(float)
         with vllm_pool.without_client(args) as servers:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if servers:
@@ -100,8 +97,6 @@ class DASHTrainer(GRPOTrainer):
 
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
         self.reward_funcs = [watch(func, name) for func, name in functions]
-        self._failures = FailureWatch(self.reward_funcs, self.reward_func_names)
-        self._empty_windows = EmptyWindows(args.gradient_filter_threshold)
         self._layout: PackedLayout | int | None = None  # of the pass that is running; `None`: found from its mask
         # Continuous batching samples with paged variants of the attention that a model came with.
         if args.use_transformers_continuous_batching:
@@ -111,6 +106,30 @@ class DASHTrainer(GRPOTrainer):
         self._padding_free = self._padded_because is None  # until `_prepare_for_training` finds a flaw
         self._head_hook: Any = None
         self._flash = "flash" in (self.model.config.get_text_config()._attn_implementation or "")
+        self._begin_run()
+        self._context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        lengths = checks.long_prompt_lengths(train_dataset, self._tokenize_prompts, self._context)
+        checks.check_prompt_lengths(lengths, self._context, self.max_completion_length)
+
+    # ------------------------------------------------------------------ the beginning of a run
+
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ) -> tuple[int, int]:
+        start = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        self._begin_run()
+        return start
+
+    def _begin_run(self) -> None:
+        """Forget the run before: an interrupt leaves half a step behind, and `max_steps` the rest of a window."""
+        args = self.args
+        self._window: GenerationWindow | None = None
+        self._scored: Any = None  # (rewards of all ranks, completions of this one)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._failures = FailureWatch(self.reward_funcs, self.reward_func_names)
+        self._empty_windows = EmptyWindows(args.gradient_filter_threshold)
         self._pass_metrics = PassMetrics(per_row=self.importance_sampling_level == "sequence")
         self._schedule = Schedule(
             steps_per_generation=args.steps_per_generation,
@@ -118,14 +137,11 @@ class DASHTrainer(GRPOTrainer):
             rows_per_step=args.per_device_train_batch_size,
             pack=self._pack,
         )
-        self._context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        lengths = checks.long_prompt_lengths(train_dataset, self._tokenize_prompts, self._context)
-        checks.check_prompt_lengths(lengths, self._context, self.max_completion_length)
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        self._failures.reset()
-        self._empty_windows.reset()
-        return super().train(*args, **kwargs)
+        # TRL's: it counts micro-steps, collects numbers for the next log, and knows the weights that vLLM has by step.
+        self._step, self._current_train_step_time, self._last_loaded_step = 0, 0.0, -1
+        self._entropy_window_stats = None
+        for pending in (*self._metrics.values(), self._pending_metrics, self._pending_extra_logs):
+            pending.clear()
 
     # ------------------------------------------------------------------ what is known of the models before a pass
 
@@ -204,8 +220,8 @@ class DASHTrainer(GRPOTrainer):
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
         beta, correction = self.beta, self.vllm_importance_sampling_correction
-        self.beta, self.vllm_importance_sampling_correction, self._sampling_only = 0.0, False, True
         try:
+            self.beta, self.vllm_importance_sampling_correction, self._sampling_only = 0.0, False, True
             return super()._generate_and_score_completions(inputs)
         finally:
             self.beta, self.vllm_importance_sampling_correction, self._sampling_only = beta, correction, False

@@ -64,6 +64,9 @@ def test_the_seams_of_trl():
         "_get_train_sampler": "self, dataset",
         "training_step": "self, model, inputs, num_items_in_batch",
         "_load_optimizer_and_scheduler": "self, checkpoint",
+        "_init_training_state": (
+            "self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial"
+        ),
     }
     for name, parameters in expected.items():
         assert ", ".join(inspect.signature(getattr(GRPOTrainer, name)).parameters) == parameters, name

@@ -135,10 +135,6 @@ class FailureWatch:
 
     def __init__(self, funcs: Sequence[Any], names: Sequence[str]):
         self._funcs, self._names = list(funcs), list(names)
-        self.reset()
-
-    def reset(self) -> None:
-        """A training begins."""
         self._first = True
         self._in_a_row = [0] * len(self._funcs)  # batches in which a function failed wherever it applied
 

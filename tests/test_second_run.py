@@ -1,0 +1,87 @@
+"""`train()` again on the same trainer: nothing of an interrupted step, or of the run before, is left."""
+
+from contextlib import suppress
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from dash_trl import DASHTrainer
+from tests.tiny import ScriptedReward, ScriptedRollouts, parameters, run
+
+
+class Reward(ScriptedReward):
+    """Logs the number of its call, and is interrupted in call `interrupted_in`."""
+
+    def __init__(self, interrupted_in=None):
+        super().__init__(constant=0.3)
+        self.calls, self.interrupted_in = 0, interrupted_in
+
+    def __call__(self, log_metric, log_extra, **kwargs):
+        self.calls += 1
+        log_metric("calls", self.calls)
+        log_extra("call", [self.calls] * len(kwargs["prompts"]))
+        if self.calls == self.interrupted_in:
+            raise KeyboardInterrupt
+        return super().__call__(**kwargs)
+
+
+class InterruptedBetweenMicroSteps(TrainerCallback):
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            raise KeyboardInterrupt
+
+
+def set_out(trainer, weights):
+    """From the given weights, with the same completions, rewards and random numbers each time."""
+    trainer.model.load_state_dict(weights)
+    trainer.rollout_func = ScriptedRollouts(7)
+    trainer.reward_funcs[0].func = Reward()
+    trainer.remove_callback(InterruptedBetweenMicroSteps)
+    torch.manual_seed(3)
+
+
+def logged(trainer):
+    """The log without what a clock says."""
+    return [
+        {name: value for name, value in log.items() if "time" not in name and "per_second" not in name}
+        for log in trainer.state.log_history
+    ]
+
+
+@pytest.mark.parametrize(
+    "interrupted_in, settings, micro_steps",
+    [
+        (None, {"callbacks": [InterruptedBetweenMicroSteps()]}, 5),
+        (4, {"steps_per_generation": 2}, 6),  # while it scores
+        (None, {"steps_per_generation": 16}, 8),  # not interrupted, but ended in the middle of a window
+    ],
+)
+def test_a_second_run_is_that_of_a_new_trainer(tiny_model, tmp_path, interrupted_in, settings, micro_steps):
+    trainers = []
+    settings = {"reward": Reward(interrupted_in), "max_steps": 2, "prepare": trainers.append, **settings}
+    with suppress(KeyboardInterrupt):
+        run(DASHTrainer, tiny_model, tmp_path, **settings)
+    (trainer,) = trainers
+    assert trainer._step == micro_steps
+    weights = parameters(trainer.model)
+    # What an interrupt elsewhere, or sampling with vLLM, may leave
+    trainer._seconds["train"] = trainer._current_train_step_time = 1e6
+    trainer._entropy_window_stats, trainer._last_loaded_step = torch.ones(2), 0
+    set_out(trainer, weights)
+
+    class AtFirst(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 0:
+                assert trainer._last_loaded_step == -1 and trainer._entropy_window_stats is None
+                assert not trainer._pending_extra_logs
+
+    trainer.add_callback(AtFirst())
+    trainer.train()
+    settings |= {"prepare": lambda new: set_out(new, weights)}
+    new = run(DASHTrainer, tiny_model, tmp_path, **settings)
+    assert logged(trainer) == logged(new) and len(logged(new)) == 3
+    assert max(log.get("step_time", 0) + log.get("time/train", 0) for log in trainer.state.log_history) < 1e6
+    after = parameters(new.model)
+    for name, value in parameters(trainer.model).items():
+        assert torch.equal(value, after[name]) and not torch.equal(value, weights[name]), name
