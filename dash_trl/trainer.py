@@ -8,6 +8,7 @@ shuffle → packing (`_plan_segment`) → TRL's loss on one micro-batch at a tim
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import defaultdict
@@ -49,6 +50,7 @@ from dash_trl.rollouts import SAMPLED_FIELDS, GenerationWindow, RolloutBatch
 from dash_trl.sampling import vllm_pool
 from dash_trl.sampling_order import EpochOrder
 from dash_trl.schedule import Schedule
+from dash_trl.skipped_steps import SkippedSteps
 from dash_trl.zero3 import forget_plain_passes
 
 logger = logging.getLogger(__name__)
@@ -137,6 +139,7 @@ class DASHTrainer(GRPOTrainer):
             rows_per_step=args.per_device_train_batch_size,
             pack=self._pack,
         )
+        self._skipped = SkippedSteps(loss_scaling=args.fp16)
         # TRL's: it counts micro-steps, collects numbers for the next log, and knows the weights that vLLM has by step.
         self._step, self._current_train_step_time, self._last_loaded_step = 0, 0.0, -1
         self._entropy_window_stats = None
@@ -419,7 +422,17 @@ class DASHTrainer(GRPOTrainer):
         return super()._clip_grad_norm(model) if self._schedule.ran_model else None
 
     def _get_grad_norm(self, model, grad_norm=None):
-        return super()._get_grad_norm(model, grad_norm) if self._schedule.ran_model else 0.0
+        if not self._schedule.ran_model:
+            return 0.0
+        norm = super()._get_grad_norm(model, grad_norm)  # over all ranks, so that they come to the same verdict
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # has stepped, or skipped, in its backward
+            skipped = self.accelerator.optimizer_step_was_skipped
+            self._skipped.check_applied(norm, skipped, self.state.global_step + 1)
+        elif skipped := not math.isfinite(norm):
+            model.zero_grad()  # without gradients an optimizer changes neither parameters nor its state
+        self._skipped.count(skipped, self.state.global_step + 1)
+        self._metrics["train"]["skipped_steps"] = [self._skipped.total]  # a running total, as TRL's `num_tokens`
+        return norm
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
         """TRL's, on real rows and tokens only; (None, None, None) while TRL only samples."""

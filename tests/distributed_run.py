@@ -159,32 +159,39 @@ def monte_carlo(trainer: Any) -> dict[str, Any]:
     return {"rows": rows, "right": values == expected}
 
 
-def silent_adamw_step(model: str, output: Path) -> dict[str, Any]:
-    """AdamW with momentum and weight decay: a step without signal anywhere leaves every parameter as it is."""
-    snapshots = []
+def moved(model: str, output: Path, trainer_class: Any, **settings: Any) -> tuple[list[float], Any]:
+    """How far the second and the third AdamW step move the parameters, and the trainer."""
+    snapshots, holder = [], []
 
     class Snapshot(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             snapshots.append(whole(holder[0]))
 
-    holder: list[Any] = []
-    run(
-        DASHTrainer,
-        model,
-        output,
-        reward=RewardPerWindow(lambda call, rank: call == 1),
-        optimizer="adamw_torch",
-        weight_decay=0.1,
-        max_steps=3,
-        max_grad_norm=1.0,
-        callbacks=[Snapshot()],
-        prepare=holder.append,
-    )
-    moved = [
-        max((after[name] - before[name]).abs().max().item() for name in before)
+    settings |= {"optimizer": "adamw_torch", "weight_decay": 0.1, "max_steps": 3, "max_grad_norm": 1.0}
+    trainer = run(trainer_class, model, output, callbacks=[Snapshot()], prepare=holder.append, **settings)
+    far = [
+        torch.stack([(after[name] - before[name]).abs().max() for name in before]).max().item()
         for before, after in zip(snapshots, snapshots[1:], strict=False)
     ]
-    return {"moved": moved}
+    return far, trainer
+
+
+def silent_adamw_step(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """AdamW with momentum and weight decay: a step without signal anywhere leaves every parameter as it is."""
+    return {"moved": moved(model, output, DASHTrainer, reward=RewardPerWindow(lambda call, rank: call == 1))[0]}
+
+
+def spoiled_step(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A loss of NaN on one rank: the step changes nothing on any, and is counted."""
+
+    class SpoiledOnOneRank(DASHTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+            loss = super()._compute_loss(model, inputs)
+            return loss * float("nan") if RANK == 1 and self.state.global_step == 1 else loss
+
+    far, trainer = moved(model, output, SpoiledOnOneRank, reward=ScriptedReward(constant=0.0))
+    counts = [log["skipped_steps"] for log in trainer.state.log_history if "skipped_steps" in log]
+    return {"moved": far, "skipped": gather_object([counts])}
 
 
 def main() -> None:
@@ -206,7 +213,8 @@ def main() -> None:
     results["process rewards"], _ = process_rewards(model, Path(output), start)
     results["process rewards, sliding window"], trainer = process_rewards(sliding, Path(output), start)
     results["Monte Carlo values"] = gather_object([monte_carlo(trainer)])
-    results["silent AdamW step"] = silent_adamw_step(model, Path(output))
+    results["silent AdamW step"] = silent_adamw_step(model, Path(output), start)
+    results["spoiled step"] = spoiled_step(model, Path(output), start)
     if RANK == 0:
         print("RESULTS " + json.dumps(results), flush=True)
     if torch.distributed.is_initialized():  # else gloo's threads may abort the process as it exits

@@ -65,8 +65,10 @@ def test_two_ranks(backend, tiny_model, tmp_path):
     larger = larger_models(tmp_path) if backend == "zero3" else []
     results = launch(backend, tmp_path, tiny_model, sliding_model, *larger)
     assert results.pop("ranks") == 2
-    silent = results.pop("silent AdamW step")
+    silent, spoiled = results.pop("silent AdamW step"), results.pop("spoiled step")
     assert silent["moved"][0] == 0.0 < silent["moved"][1]
+    assert spoiled["moved"][0] == 0.0 < spoiled["moved"][1] < 1.0
+    assert spoiled["skipped"][0] == [0, 1, 1]
     for name in ("process rewards", "process rewards, sliding window"):
         episodes = results[name].pop("episodes")
         assert episodes[0] > 16 and episodes[1] == 0

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "dash_trl"
 STARTERS = {"threading", "multiprocessing", "subprocess", "pebble"}
 PURE = ["advantages", "filtering", "packing", "schedule", "rollouts", "importance_sampling", "metrics"]
-PURE += ["isolation", "regularizers"]
+PURE += ["isolation", "regularizers", "skipped_steps"]
 PURE += ["sampling.health", "sampling.checksum", "sampling.urls", "sampling.server"]
 
 

@@ -1,0 +1,108 @@
+"""A gradient that is not finite changes nothing, is counted, and does not go on for ever."""
+
+import math
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from dash_trl import DASHTrainer
+from dash_trl.skipped_steps import SkippedSteps
+from tests.tiny import parameters, run
+
+
+def spoiled(value, steps):
+    """A trainer whose loss is multiplied by `value` in the given optimizer steps (from 1)."""
+
+    class Spoiled(DASHTrainer):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            return loss * value if self.state.global_step + 1 in steps else loss
+
+    return Spoiled
+
+
+class Snapshots(TrainerCallback):
+    """Parameters and optimizer state after every step."""
+
+    def __init__(self):
+        self.parameters, self.momenta, self.learning_rates = [], [], []
+
+    def on_step_end(self, args, state, control, model, optimizer, lr_scheduler, **kwargs):
+        self.parameters.append(parameters(model))
+        states = optimizer.state_dict()["state"]
+        self.momenta.append({(i, name): value.clone() for i, one in states.items() for name, value in one.items()})
+        self.learning_rates.append(lr_scheduler.get_last_lr()[0])
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def grad_scaler(trainer):
+    """Loss scaling as with fp16, which accelerate offers on GPUs only."""
+    accelerator = trainer.accelerator
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    accelerator.unscale_gradients = lambda: accelerator.scaler.unscale_(trainer.optimizer.optimizer)
+
+
+@pytest.mark.parametrize(
+    "value, max_grad_norm, prepare",
+    [
+        (math.nan, 1.0, None),
+        (math.inf, 0.0, None),
+        (1e30, 1.0, None),  # only the norm overflows
+        (math.nan, 1.0, grad_scaler),
+        (1e30, 0.0, grad_scaler),  # which the scaler does not see
+    ],
+)
+def test_a_gradient_that_is_not_finite_changes_nothing(tiny_model, tmp_path, value, max_grad_norm, prepare):
+    seen = Snapshots()
+    settings = {"lr_scheduler_type": "linear", "max_grad_norm": max_grad_norm, "weight_decay": 0.1, "max_steps": 4}
+    settings |= {"optimizer": "adamw_torch", "callbacks": [seen], "prepare": prepare}
+    trainer = run(spoiled(value, steps={2}), tiny_model, tmp_path, **settings)
+    assert same(seen.parameters[0], seen.parameters[1]) and same(seen.momenta[0], seen.momenta[1])
+    assert not same(seen.parameters[1], seen.parameters[2]) and not same(seen.parameters[2], seen.parameters[3])
+    assert all(value.isfinite().all() for value in seen.parameters[3].values())
+    assert trainer.state.global_step == 4
+    held = prepare is not None and math.isnan(value * 0)  # Transformers' rule where a scaler has skipped
+    assert seen.learning_rates == pytest.approx([75e-5, 75e-5, 5e-4, 25e-5] if held else [75e-5, 5e-4, 25e-5, 0.0])
+    assert [log["skipped_steps"] for log in trainer.state.log_history[:4]] == [0, 1, 1, 1]
+    if held:
+        assert trainer.accelerator.scaler.get_scale() == 512.0
+
+
+def test_a_row_of_them_ends_the_run(tiny_model, tmp_path):
+    with pytest.raises(RuntimeError, match="optimizer step 7 is not finite, as in the 4 steps before it"):
+        run(spoiled(math.nan, steps=range(3, 100)), tiny_model, tmp_path, max_steps=20)
+
+
+def test_what_counts_as_a_row():
+    steps = SkippedSteps(loss_scaling=False)
+    for step, skipped in enumerate([True] * 4 + [False] + [True] * 4, 1):
+        steps.count(skipped, step)
+    assert steps.total == 8
+    with pytest.raises(RuntimeError, match="step 10 "):
+        steps.count(True, 10)
+
+
+def test_a_loss_scaler_may_search():
+    """From 2^16 down to 1 by halves, and then no further than a run without a scaler."""
+    steps = SkippedSteps(loss_scaling=True)
+    scale, step = 2.0**16, 0
+    while scale > 1:
+        steps.count(True, step := step + 1)
+        scale /= 2
+    for _ in range(4):
+        steps.count(True, step := step + 1)
+    with pytest.raises(RuntimeError, match="fp16"):
+        steps.count(True, step + 1)
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, -1.0])
+def test_deepspeed_must_not_apply_it(norm):
+    with pytest.raises(RuntimeError, match=r"step 3: the parameters are lost.*check_grad_overflow"):
+        SkippedSteps.check_applied(norm, False, 3)
+    SkippedSteps.check_applied(norm, True, 3)
+    for usable in (0.0, 1.5, None):
+        SkippedSteps.check_applied(usable, False, 3)
