@@ -70,11 +70,17 @@ class Schedule:
         self.optimizer_step = range(0)
         self.ran_model = False  # on any rank, in this optimizer step
         self.segments: list[Segment] = []  # of this optimizer step, with and without survivors
+        self._global_step = 0
         self._sampled_at: int | None = None
         self._planned: dict[int, list[Pass]] = {}
 
-    def begin_optimizer_step(self, step: int, micro_steps: int) -> None:
-        """The next `micro_steps` micro-steps, from `step` on, accumulate into one optimizer step."""
+    def begin_optimizer_step(self, step: int, micro_steps: int, global_step: int) -> None:
+        """The next `micro_steps` micro-steps, from `step` on, accumulate into one optimizer step.
+
+        Args:
+            global_step: optimizer steps before it.
+        """
+        self._global_step = global_step
         self.optimizer_step = range(step, step + micro_steps)
         self.ran_model = False
         self.segments = []
@@ -83,6 +89,10 @@ class Schedule:
     def is_last(self, step: int) -> bool:
         """Gradients are synchronised and the optimizer steps after this micro-step."""
         return step == self.optimizer_step.stop - 1
+
+    def completed(self, step: int, global_step: int) -> int:
+        """The micro-steps whose optimizer step was taken, of the `step` that have run: not all just before it is."""
+        return self.optimizer_step.start if global_step == self._global_step else step
 
     def window_due(self, step: int) -> bool:
         """A new generation window starts at this micro-step; False when asked again after `window_sampled`."""

@@ -12,13 +12,13 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType, is_peft_model
+from accelerate.utils import DistributedType, gather_object, is_peft_model
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import Trainer
@@ -45,6 +45,7 @@ from dash_trl.padding_free import (
     to_device,
 )
 from dash_trl.regularizers import ScaledCoefficient, regularizer_weight
+from dash_trl.resume import SavedRun, Shapes, agree, why_a_new_window
 from dash_trl.rewards.failures import FailureWatch, watch
 from dash_trl.rollouts import SAMPLED_FIELDS, GenerationWindow, RolloutBatch
 from dash_trl.sampling import vllm_pool
@@ -122,7 +123,7 @@ class DASHTrainer(GRPOTrainer):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         self._begin_run()
-        return start
+        return start if resume_from_checkpoint is None else self._resume(resume_from_checkpoint, start)
 
     def _begin_run(self) -> None:
         """Forget the run before: an interrupt leaves half a step behind, and `max_steps` the rest of a window."""
@@ -332,7 +333,7 @@ class DASHTrainer(GRPOTrainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._schedule.begin_optimizer_step(self._step, len(batches))
+        self._schedule.begin_optimizer_step(self._step, len(batches), self.state.global_step)
         return batches, num_items
 
     def _rows(self, window: GenerationWindow, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
@@ -486,22 +487,39 @@ class DASHTrainer(GRPOTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Beside the random state of each rank, its window: a resumed run goes on where the checkpoint was taken."""
         super()._save_rng_state(output_dir)
-        window = None if self._window is None else self._window.state_dict()
-        state = {"step": self._step, "processes": self.accelerator.num_processes, "window": window}
-        torch.save(state, self._window_file(output_dir))
+        shapes = self._shapes()
+        SavedRun(
+            shapes=shapes,
+            position=shapes.position(self.state.epoch or 0, self.state.max_steps),
+            step=self._schedule.completed(self._step, self.state.global_step),
+            skipped_steps=self._skipped.total,
+            window=self._window,
+        ).save(self._window_file(output_dir))
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        path = self._window_file(checkpoint)
-        state = torch.load(path, weights_only=True) if os.path.isfile(path) else None
-        if state is None or state["processes"] != self.accelerator.num_processes:
-            logger.warning(f"{checkpoint} has no generation window for this process; training goes on with a new one.")
-            return
-        self._step = state["step"]
-        if state["window"] is not None:
-            self._window = GenerationWindow.from_state_dict(state["window"])
+    def _resume(self, checkpoint: str, start: tuple[int, int]) -> tuple[int, int]:
+        """Go on in the checkpoint's window, or say why with a new one.
+
+        Args:
+            start: (epochs, micro-batches of a rank since) that Transformers takes for used; returned corrected.
+        """
+        own = SavedRun.load(self._window_file(checkpoint))
+        found = gather_object([own.without_window() if isinstance(own, SavedRun) else own])
+        saved = agree(found, self.accelerator.num_processes, checkpoint)
+        skip = self.args.ignore_data_skip
+        reason = why_a_new_window(saved, self._shapes(), start, checkpoint=checkpoint, ignore_data_skip=skip)
+        if saved is not None:
+            self._skipped.total = saved.skipped_steps
+        if reason is not None:
+            if self.accelerator.is_main_process:
+                logger.warning(f"{reason}; training goes on with a new generation window.")
+            return start
+        assert isinstance(own, SavedRun), "a window is gone on with where every rank has its part"
+        self._step, self._window = own.step, own.window
+        return start if skip else own.position  # Transformers' is wrong in a stream that was read more than once
+
+    def _shapes(self) -> Shapes:
+        prompts = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
+        return Shapes.of(self.args, processes=self.accelerator.num_processes, prompts=prompts)
 
     def _window_file(self, directory: str) -> str:
         return os.path.join(directory, f"generation_window_{self.accelerator.process_index}.pt")

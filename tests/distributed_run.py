@@ -194,6 +194,24 @@ def spoiled_step(model: str, output: Path, start: dict[str, torch.Tensor]) -> di
     return {"moved": far, "skipped": gather_object([counts])}
 
 
+def resumed(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """From the middle of a window it is as if uninterrupted; where one rank lost its window, all refuse."""
+    settings = {"steps_per_generation": 8, "max_steps": 2, "reward": ScriptedReward(constant=0.3), "learning_rate": 0.2}
+    end = whole(run(DASHTrainer, model, output, save_strategy="steps", save_steps=1, **settings))
+    checkpoint = str(output / "checkpoint-1")
+    again = whole(run(DASHTrainer, model, output, resume=checkpoint, **settings))
+    difference, update = relative_difference(start, end, again)
+    if RANK == 1:
+        (output / "checkpoint-1" / "generation_window_1.pt").unlink()
+    try:
+        run(DASHTrainer, model, output, resume=checkpoint, **settings)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    agree = equal_on_all_ranks(again)
+    return {"difference": difference, "update": update, "ranks_agree": agree, "refused": gather_object([refused])}
+
+
 def main() -> None:
     output, model, sliding, *larger = sys.argv[1:]
     # before ZeRO-3 makes it load partitions
@@ -215,6 +233,8 @@ def main() -> None:
     results["Monte Carlo values"] = gather_object([monte_carlo(trainer)])
     results["silent AdamW step"] = silent_adamw_step(model, Path(output), start)
     results["spoiled step"] = spoiled_step(model, Path(output), start)
+    if not os.environ.get("ACCELERATE_USE_DEEPSPEED"):  # the windows are the same, the checkpoints take seconds
+        results["resumed"] = resumed(model, Path(output), start)
     if RANK == 0:
         print("RESULTS " + json.dumps(results), flush=True)
     if torch.distributed.is_initialized():  # else gloo's threads may abort the process as it exits

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "dash_trl"
 STARTERS = {"threading", "multiprocessing", "subprocess", "pebble"}
-PURE = ["advantages", "filtering", "packing", "schedule", "rollouts", "importance_sampling", "metrics"]
+PURE = ["advantages", "filtering", "packing", "schedule", "rollouts", "importance_sampling", "metrics", "resume"]
 PURE += ["isolation", "regularizers", "skipped_steps"]
 PURE += ["sampling.health", "sampling.checksum", "sampling.urls", "sampling.server"]
 
@@ -63,7 +63,6 @@ def test_the_seams_of_trl():
         "_tokenize_prompts": "self, prompts",
         "_get_train_sampler": "self, dataset",
         "training_step": "self, model, inputs, num_items_in_batch",
-        "_load_optimizer_and_scheduler": "self, checkpoint",
         "_init_training_state": (
             "self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial"
         ),

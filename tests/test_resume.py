@@ -1,10 +1,19 @@
-"""A resumed run equals an uninterrupted one: parameters, window, order of the prompts."""
+"""A resumed run equals an uninterrupted one: parameters, window, order of the prompts; or it says that it cannot."""
+
+import math
+import random
+import shutil
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
+from dash_trl.resume import SavedRun, Shapes, agree, why_a_new_window
 from tests.tiny import ScriptedReward, parameters, prompts, run
 
 
@@ -71,16 +80,223 @@ def test_the_order_of_the_prompts_is_trls(tiny_model, tmp_path):
     assert orders[DASHTrainer] == orders[GRPOTrainer]
 
 
-@pytest.mark.parametrize("why", ["missing", "of another number of processes"])
-def test_a_checkpoint_without_a_window_is_said(tiny_model, tmp_path, caplog, why):
-    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    run(DASHTrainer, tiny_model, tmp_path, **settings)
-    checkpoint = tmp_path / "checkpoint-1"
-    path = checkpoint / "generation_window_0.pt"
-    state = torch.load(path, weights_only=True)
-    path.unlink()
-    if why != "missing":
-        torch.save({**state, "processes": 2}, path)
+# ---------------------------------------------------------------------- with other shapes than the checkpoint's
+
+
+def recorded(model, output, resume=None, **settings):
+    """The prompts of each generation of a run with 32 rows per window and 16 per optimizer step, and the trainer."""
+    seen = []
+
+    class Reward(ScriptedReward):
+        def __call__(self, prompts, **kwargs):
+            seen.append(prompts[::4])
+            return super().__call__(prompts, **kwargs)
+
+    defaults = {"steps_per_generation": 8, "dataset": prompts(64), "prepare": seeded, "reward": Reward(constant=0.2)}
+    return seen, run(DASHTrainer, model, output, resume=resume, **{**defaults, **settings})
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_model, tmp_path_factory):
+    """What the windows of a run of 6 steps sampled, and a folder with its checkpoints 1 (mid-window), 2 and 3."""
+    output = tmp_path_factory.mktemp("saved")
+    windows, _ = recorded(tiny_model, output, max_steps=6, save_strategy="steps", save_steps=1)
+    assert len(windows) == 3 and len(windows[0]) == 8
+    return windows, output
+
+
+WIDER = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+
+
+def test_other_shapes_go_on_at_the_first_unused_prompt(tiny_model, tmp_path, caplog, saved):
+    windows, output = saved
     with caplog.at_level("WARNING", logger="dash_trl.trainer"):
-        run(DASHTrainer, tiny_model, tmp_path, resume=str(checkpoint), **settings)
-    assert "has no generation window" in caplog.text
+        checkpoint = str(output / "checkpoint-2")
+        seen, trainer = recorded(tiny_model, tmp_path, checkpoint, **WIDER, max_steps=6)
+    assert seen == windows[1:]
+    norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log][2:]
+    assert len(norms) == 4 and min(norms) > 0.1
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "dash_trl.trainer"]
+    assert "per_device_train_batch_size=4 (now 8), gradient_accumulation_steps=4 (now 2)" in said
+    assert "after prompt 8 of epoch 0; training goes on with a new generation window" in said
+
+
+@pytest.mark.parametrize(
+    "settings, difference", [(WIDER, r"batch_size=4 \(now 8\)"), ({"beta": 0.04}, r"beta_above_0=False \(now True\)")]
+)
+def test_others_in_the_middle_of_a_window_are_refused(tiny_model, tmp_path, saved, settings, difference):
+    with pytest.raises(ValueError, match=f"{difference}.* last 4 of 8 micro-batches.*ignore_data_skip=True"):
+        recorded(tiny_model, tmp_path, str(saved[1] / "checkpoint-1"), **settings, max_steps=6)
+
+
+@pytest.mark.parametrize("shapes", [{}, WIDER], ids=["same shapes", "other shapes"])
+def test_the_prompts_of_the_epoch_begin_again(tiny_model, tmp_path, saved, shapes):
+    """With `ignore_data_skip` they do; of the checkpoint's window, the rest is used where it can be."""
+    windows, output = saved
+    checkpoint = str(output / "checkpoint-3")  # half of the second window is used
+    settings = {"max_steps": 6, "ignore_data_skip": True, **shapes}
+    seen, trainer = recorded(tiny_model, tmp_path, checkpoint, **settings)
+    assert seen == (windows[:1] if not shapes else windows[:2])
+    assert trainer.state.global_step == 6
+
+
+def test_a_stream_goes_on_where_it_was(tiny_model, tmp_path):
+    """In its second reading, where Transformers would skip more than the stream has."""
+    settings = {"dataset": prompts(16).to_iterable_dataset(), "max_steps": 7, "optimizer": "adamw_torch"}
+    settings |= {"save_strategy": "steps", "save_steps": 5}
+    windows, whole = recorded(tiny_model, tmp_path / "whole", **settings)
+    seen, resumed = recorded(tiny_model, tmp_path / "resumed", str(tmp_path / "whole" / "checkpoint-5"), **settings)
+    assert seen == windows[3:] and whole.state.epoch == resumed.state.epoch > 1
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+def test_a_checkpoint_from_within_a_step(tiny_model, tmp_path):
+    """As `enable_jit_checkpoint` saves one, before the optimizer steps: the whole step is repeated."""
+
+    class SaveEarly(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                trainers[-1]._save_checkpoint(trainers[-1].model, trial=None)
+
+    trainers = []
+
+    def prepare(trainer):
+        seeded(trainer)
+        trainers.append(trainer)
+
+    settings = {"max_steps": 4, "optimizer": "adamw_torch", "prepare": prepare}
+    windows, whole = recorded(tiny_model, tmp_path, callbacks=[SaveEarly()], **settings)
+    seen, resumed = recorded(tiny_model, tmp_path, str(tmp_path / "checkpoint-1"), **settings)
+    assert seen == windows[1:] and resumed.state.global_step == 4
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+def test_a_checkpoint_without_a_window_is_said(tiny_model, tmp_path, caplog, saved):
+    windows, output = saved
+    for name, works in ("checkpoint-2", True), ("checkpoint-1", False):
+        checkpoint = tmp_path / name
+        shutil.copytree(output / name, checkpoint)
+        (checkpoint / "generation_window_0.pt").unlink()
+        with (
+            nullcontext() if works else pytest.raises(ValueError, match="has no generation window. Transformers would")
+        ):
+            seen, _ = recorded(tiny_model, tmp_path, str(checkpoint), max_steps=4)
+            assert seen == windows[1:2]
+    assert "has no generation window; training goes on with a new" in caplog.text
+
+
+def truncated(path):
+    path.write_bytes(path.read_bytes()[:2000])
+
+
+def no_torch_file(path):
+    path.write_text("a note")
+
+
+def without_a_key(path):
+    state = torch.load(path, weights_only=True)
+    del state["window"]["lengths"]
+    torch.save(state, path)
+
+
+@pytest.mark.parametrize("damage", [truncated, no_torch_file, without_a_key])
+def test_a_damaged_window_is_refused(tmp_path, saved, damage):
+    shutil.copy(saved[1] / "checkpoint-1" / "generation_window_0.pt", path := tmp_path / "generation_window_0.pt")
+    assert isinstance(SavedRun.load(str(path)), SavedRun)
+    damage(path)
+    with pytest.raises(
+        ValueError, match="generation_window_0.pt is damaged.*Resume from another checkpoint, or delete"
+    ):
+        agree([SavedRun.load(str(path))], 1, "checkpoint-1")
+
+
+# ---------------------------------------------------------------------- the rule, without a model
+
+SHAPES = Shapes(
+    processes=2,
+    prompts=64,
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=4,
+    steps_per_generation=4,
+    num_iterations=1,
+    num_generations=4,
+    shuffle_seed=0,
+    beta_above_0=False,
+    vllm_importance_sampling=False,
+)
+SAVED = SavedRun(SHAPES, position=(0, 4), step=4, skipped_steps=0, window=None)
+
+
+@pytest.mark.parametrize(
+    "found, message",
+    [
+        ([SAVED, None], "generation_window_1.pt is missing"),
+        ([None, SAVED], "generation_window_0.pt is missing"),
+        ([SAVED, replace(SAVED, step=8)], "generation_window_1.pt is .*of another step"),
+        ([SAVED, "generation_window_1.pt is damaged"], "restored: generation_window_1.pt is damaged. Resume"),
+    ],
+)
+def test_ranks_refuse_together(found, message):
+    with pytest.raises(ValueError, match=message):
+        agree(found, 2, "checkpoint-1")
+
+
+def test_ranks_agree():
+    assert agree([SAVED, SAVED], 2, "checkpoint-1") == SAVED
+    assert agree([SAVED, SAVED, None], 3, "checkpoint-1") == SAVED  # there were two
+    assert agree([SAVED], 1, "checkpoint-1") == SAVED
+    assert agree([None, None], 2, "checkpoint-1") is None
+
+
+def batches_of_an_epoch(shapes):
+    """The prompts behind each micro-batch of an epoch: TRL's order, written out."""
+    order = list(range(shapes.prompts))
+    random.Random(shapes.shuffle_seed).shuffle(order)
+    rows = shapes.processes * shapes.per_device_train_batch_size * shapes.steps_per_generation
+    size = rows // shapes.num_generations
+    windows = [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
+    return order, [window for window in windows for _ in range(shapes.steps_per_generation * shapes.num_iterations)]
+
+
+def test_the_rule_against_lists_of_prompts():
+    """Over random changes of shapes and steps: a run goes on if and only if no prompt is lost or used twice."""
+    choose, counts = random.Random(0), Counter()
+    for _ in range(3000):
+        pair = []
+        for _ in range(2):
+            sizes = {"per_device_train_batch_size": choose.choice([4, 8]), "processes": choose.choice([1, 2])}
+            sizes |= {"gradient_accumulation_steps": choose.choice([1, 2, 4])}
+            sizes |= {"steps_per_generation": choose.choice([1, 2, 4, 8]), "num_iterations": choose.choice([1, 1, 2])}
+            sizes |= {"prompts": choose.choice([64, 64, 64, 72]), "shuffle_seed": choose.choice([0, 0, 0, 1])}
+            pair.append(replace(SHAPES, **sizes))
+        (old, new), global_step = pair, choose.randint(1, 20)
+        (old_order, old_batches), (new_order, new_batches) = map(batches_of_an_epoch, pair)
+        per_epoch = [
+            math.ceil(len(batches) / shapes.gradient_accumulation_steps)
+            for batches, shapes in ((old_batches, old), (new_batches, new))
+        ]
+        # As `_inner_training_loop` counts: optimizer steps of an epoch, the last of which may be shorter.
+        (old_epoch, old_steps), (new_epoch, new_steps) = (divmod(global_step, steps) for steps in per_epoch)
+        taken, skipped = old_steps * old.gradient_accumulation_steps, new_steps * new.gradient_accumulation_steps
+        position = old.position(old_epoch + taken / len(old_batches), max_steps=20)
+        assert position == (old_epoch, taken)
+
+        used = {prompt for batch in old_batches[:taken] for prompt in batch}
+        rest = {prompt for batch in new_batches[skipped:] for prompt in batch}
+        exact = old_epoch == new_epoch and not used & rest and used == {p for b in new_batches[:skipped] for p in b}
+        exact &= old_order == new_order or not used
+        verdicts = []
+        for ignore in (False, True):
+            start = (new_epoch, 0 if ignore else skipped)
+            saved = SavedRun(old, position=position, step=4, skipped_steps=0, window=None)
+            try:
+                reason = why_a_new_window(saved, new, start, checkpoint="c", ignore_data_skip=ignore)
+                verdicts.append("old" if reason is None else "new")
+            except ValueError:
+                verdicts.append("refused")
+        if old == new:
+            assert verdicts == ["old", "old"]
+        else:
+            assert verdicts == ["new" if exact else "refused", "new"], (old, new, global_step)
+        counts[verdicts[0]] += 1
+    assert min(counts[verdict] for verdict in ("old", "new", "refused")) > 10, counts

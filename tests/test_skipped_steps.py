@@ -106,3 +106,10 @@ def test_deepspeed_must_not_apply_it(norm):
     SkippedSteps.check_applied(norm, True, 3)
     for usable in (0.0, 1.5, None):
         SkippedSteps.check_applied(usable, False, 3)
+
+
+def test_a_resumed_run_goes_on_counting(tiny_model, tmp_path):
+    trainer_class, settings = spoiled(math.nan, steps={1}), {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    run(trainer_class, tiny_model, tmp_path, **settings)
+    resumed = run(trainer_class, tiny_model, tmp_path, resume=str(tmp_path / "checkpoint-1"), **settings)
+    assert resumed.state.log_history[1]["skipped_steps"] == 1
