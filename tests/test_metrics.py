@@ -52,8 +52,4 @@ def test_windows_in_which_no_row_is_kept_are_said_once_with_what_dropped_them(ca
     empty.note(window(1.0, 0.0, 0.0, 0.0))
     for _ in range(10):
         empty.note(window(0.0, 1.0, 0.0, 0.0))
-    assert len(caplog.records) == 1
-    empty.reset()
-    for _ in range(10):
-        empty.note(window(0.0, 0.0, 0.0, 1.0))
-    assert "Of their rows 100% are unscored" in caplog.records[1].getMessage()
+    assert len(caplog.records) == 1  # once in a training
