@@ -29,7 +29,7 @@ demo: $(VENV)/.demo ## train a tiny model on arithmetic, on a CPU or a GPU, in a
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/accelerate launch --config_file $(CONFIG) examples/train_math.py $(ARGS)
 
 test: $(VENV)/.test ## all tests that this machine can run; ARGS="-k filter -x" goes to pytest
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.lint ## ruff (lint and format) and mypy
 	@$(BIN)/ruff check .

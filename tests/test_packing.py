@@ -109,7 +109,7 @@ def test_every_row_is_used_once_per_iteration_in_its_own_optimizer_step(per_gene
     lengths, used, windows = None, {}, 0
     for step in range(48):
         if step % accumulation == 0:
-            walk.begin_optimizer_step(step, accumulation)
+            walk.begin_optimizer_step(step, accumulation, step // accumulation)
             used = {}
         if walk.window_due(step):
             assert step % (per_generation * iterations) == 0
@@ -141,7 +141,7 @@ def test_every_row_is_used_once_per_iteration_in_its_own_optimizer_step(per_gene
 
 def test_the_last_micro_step_runs_if_an_earlier_segment_did():
     walk = schedule(steps_per_generation=2)
-    walk.begin_optimizer_step(0, 4)
+    walk.begin_optimizer_step(0, 4, 0)
     walk.window_sampled(0)
     signal = torch.tensor([[[5, 9, 9]] + [[0, 0, 0]] * 3])
     assert [len(walk.passes(step, signal, 9.0)[0]) for step in (0, 1)] == [0, 1]
@@ -154,7 +154,7 @@ def test_the_last_micro_step_runs_if_an_earlier_segment_did():
 
 def test_an_epochs_short_last_step():
     walk = schedule(steps_per_generation=4)
-    walk.begin_optimizer_step(4, 2)  # two micro-steps are left of the epoch
+    walk.begin_optimizer_step(4, 2, 1)  # two micro-steps are left of the epoch
     lengths = table(1, 8, 1.0, seed=0)
     counts = [len(walk.passes(step, lengths, 1.0)[0]) for step in (4, 5)]
     assert counts == [1, 1] and walk.is_last(5)
