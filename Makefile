@@ -15,9 +15,9 @@ CONFIG ?= accelerate_configs/single_process.yaml
 ARGS ?=
 
 export HF_HUB_DISABLE_TELEMETRY = 1
-# OpenMP's threads spin while they wait for each other, and beside other work each waits for one that has no core.
-export OMP_WAIT_POLICY ?= PASSIVE
-export GOMP_SPINCOUNT ?= 0
+# OpenMP's threads spin while they wait for each other: beside other work, for one that has no core. So many turns cost a
+# tenth on an idle machine (none at all double its time); then a thread sleeps.
+export GOMP_SPINCOUNT ?= 1000
 
 .PHONY: help demo test lint clean
 

@@ -7,10 +7,8 @@ import os
 import platform
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no look-ups, no telemetry
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # before torch is: as in the Makefile, for the processes that tests start
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# As in the Makefile, for the processes that tests start; before torch is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
