@@ -33,32 +33,46 @@ SAME = 1e-6  # nats; equal shapes round alike
 ROUNDING = {torch.float32: 0.01, torch.float16: 0.03, torch.bfloat16: 0.15}
 
 
-def isolation_flaw(packed: LogProbs, alone: LogProbs, *, vocabulary: int, dtype: torch.dtype) -> str | None:
+def isolation_flaw(
+    packed: LogProbs, alone: LogProbs, *, vocabulary: int, dtype: torch.dtype, training: LogProbs | None = None
+) -> str | None:
     """What is wrong with packed passes, in words; None = nothing.
 
     Args:
         packed: all samples in one row. An exception is a flaw, too: a `forward` may not take what packing needs.
         alone: each sample in a row of its own.
+        training: as `packed`, in the mode in which the model trains, and with the same random numbers each time.
         vocabulary: token ids lie below it.
         dtype: in which the model computes.
     """
-    first, second, third = (_tokens(length, start, vocabulary) for start, length in enumerate(SAMPLE_TOKENS))
-    others = [[_tokens(len(one), 3 + 2 * draw + i, vocabulary) for i, one in enumerate((first, third))]
-              for draw in range(DRAWS)]  # fmt: skip
-    expected = alone([first, second, third])
+    samples = [_tokens(length, start, vocabulary) for start, length in enumerate(SAMPLE_TOKENS)]
+    expected = alone(samples)
     try:
-        found = packed([first, second, third])
-        leak = min(_distance(packed([other, second, third])[1], found[1]) for other, _ in others)
-        noise = max(_distance(packed([first, second, other])[1], found[1]) for _, other in others)
+        found = packed(samples)
+        leaks = [_leak(function, samples, vocabulary) for function in (packed, training) if function is not None]
     except Exception as error:  # whatever a model's code may raise
-        return f"a packed pass raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if not leak <= max(SAME, NOISE * noise):  # NaN, too
-        return f"other tokens in one sample move the log-probs of the next by {leak:.2g}"
+        said = (str(error).splitlines() or [""])[0].rstrip(".")
+        return f"a packed pass raises {type(error).__name__}: {said}"
+    for leak, noise in leaks:
+        if not leak <= max(SAME, NOISE * noise):  # NaN, too
+            return f"other tokens in one sample move the log-probs of the next by {leak:.2g}"
     shift = max(_distance(one, other) for one, other in zip(found, expected, strict=True))
     spread = torch.cat([one.float() for one in expected]).std().item()
     if not shift <= ROUNDING.get(dtype, max(ROUNDING.values())) * spread:
         return f"the log-probs of a sample differ by {shift:.2g} from those that it has alone"
     return None
+
+
+def _leak(packed: LogProbs, samples: Sequence[Sequence[int]], vocabulary: int) -> tuple[float, float]:
+    """How far other tokens in the first sample move the second, and other tokens in the third."""
+    first, second, third = samples
+    found = packed(samples)[1]
+    moved, regrouped = [], []
+    for draw in range(DRAWS):
+        others = [_tokens(len(one), 3 + 2 * draw + i, vocabulary) for i, one in enumerate((first, third))]
+        moved.append(_distance(packed([others[0], second, third])[1], found))
+        regrouped.append(_distance(packed([first, second, others[1]])[1], found))
+    return min(moved), max(regrouped)
 
 
 def _tokens(length: int, start: int, vocabulary: int) -> list[int]:
@@ -77,10 +91,16 @@ def computing_dtype(model: Any) -> torch.dtype:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout; each module gets its own mode back."""
+def evaluating(model: nn.Module, *, checkpointing: bool = False) -> Iterator[None]:
+    """The model without dropout; each module gets its own mode back.
+
+    Args:
+        checkpointing: what is checkpointed in training is so here: it may hand other arguments to its layers then.
+    """
     training = {module: module.training for module in model.modules()}
     model.eval()
+    for module in training if checkpointing else ():
+        module.training = bool(getattr(module, "gradient_checkpointing", False))
     try:
         yield
     finally:

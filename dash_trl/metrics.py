@@ -144,10 +144,12 @@ class PassMetrics:
 
     TRL logs the mean of a micro-batch and averages these means. Passes differ in size and hold survivors only, so here
     a pass counts by its tokens, and a share of clipped tokens refers to all rows, the dropped ones included: TRL's
-    figure, but for its micro-batches of different length counting alike.
+    figure, but for its micro-batches of different length counting alike. Where a window spans several optimizer steps,
+    each step refers to its share of the window's tokens, dropped ones included.
 
     Args:
-        per_row: TRL's clipping is per sequence (`importance_sampling_level="sequence"`): rows count, not tokens.
+        per_row: TRL's clipping is per sequence (`importance_sampling_level="sequence"`): rows count, not tokens, unless
+            advantages are per token.
     """
 
     def __init__(self, *, per_row: bool):
@@ -156,8 +158,11 @@ class PassMetrics:
         self._counts: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
-    def observe(self, logged: dict[str, list[float]], one: Pass, loss_scale: float) -> Iterator[None]:
+    def observe(
+        self, logged: dict[str, list[float]], one: Pass, loss_scale: float, *, per_token: bool
+    ) -> Iterator[None]:
         """Within it, TRL computes the loss of a pass and appends to `logged`; those figures are taken from there."""
+        self.per_row &= not per_token
         names = (*CLIPPED, *OF_SURVIVORS, *PER_MICRO_STEP)
         before = {name: len(logged[name]) for name in names if name in logged}
         yield

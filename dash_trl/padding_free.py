@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dash_trl.isolation import isolation_flaw
+from dash_trl.isolation import computing_dtype, evaluating, isolation_flaw
 
 SEGMENT_ATTENTION = "sdpa_segments"
 
@@ -206,11 +206,12 @@ def packed_log_probs(
     return unpacked(outputs.log_probs), unpacked(outputs.entropy) if compute_entropy else None, outputs.aux_loss
 
 
-def packing_flaw(packed: Any, padded: Any, *, vocabulary: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def packing_flaw(packed: Any, padded: Any, model: Any, *, vocabulary: int, device: torch.device) -> str | None:
     """Why a model cannot run packed passes, as `isolation_flaw` finds by trying; None = it can.
 
     Args:
         packed, padded: (input_ids, attention_mask, logits_to_keep) → (log-probs, …), as in TRL's method.
+        model: which they call.
     """
 
     def log_probs(function: Any, samples: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -222,7 +223,19 @@ def packing_flaw(packed: Any, padded: Any, *, vocabulary: int, dtype: torch.dtyp
         values = function(ids.to(device), mask.to(device), kept)[0]
         return [row[: len(sample) - prompt] for row, sample in zip(values, samples, strict=True)]
 
-    return isolation_flaw(partial(log_probs, packed), partial(log_probs, padded), vocabulary=vocabulary, dtype=dtype)
+    def training(samples: Sequence[Sequence[int]]) -> list[Tensor]:
+        with evaluating(model, checkpointing=True), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(0)  # for what has dropout in a checkpointed module itself
+            return log_probs(packed, samples)
+
+    with torch.no_grad(), evaluating(model):
+        return isolation_flaw(
+            partial(log_probs, packed),
+            partial(log_probs, padded),
+            training=training,
+            vocabulary=vocabulary,
+            dtype=computing_dtype(model),
+        )
 
 
 def real_rows_only(

@@ -94,6 +94,10 @@ class Schedule:
         """The micro-steps whose optimizer step was taken, of the `step` that have run: not all just before it is."""
         return self.optimizer_step.start if global_step == self._global_step else step
 
+    def sampled_after(self, step: int) -> bool:
+        """The window in use begins after micro-step `step`, so that a run that goes on at `step` cannot use it."""
+        return self._sampled_at is not None and self._sampled_at > step
+
     def window_due(self, step: int) -> bool:
         """A new generation window starts at this micro-step; False when asked again after `window_sampled`."""
         return step % self.generate_every == 0 and self._sampled_at != step

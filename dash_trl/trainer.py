@@ -32,7 +32,6 @@ from dash_trl.callbacks import DASHCallback
 from dash_trl.config import DASHConfig
 from dash_trl.filtering import Filtered, filter_rows, loss_scale
 from dash_trl.importance_sampling import importance_sampling_ratio
-from dash_trl.isolation import computing_dtype, evaluating
 from dash_trl.metrics import EmptyWindows, PassMetrics, filter_metrics, packing_metrics, sampler_metrics
 from dash_trl.packing import MicroBatch, plan_segment
 from dash_trl.padding_free import (
@@ -107,6 +106,7 @@ class DASHTrainer(GRPOTrainer):
         else:
             self._padded_because = next(filter(None, [enable_padding_free(one) for one in self._text_models()]), None)
         self._padding_free = self._padded_because is None  # until `_prepare_for_training` finds a flaw
+        self._prepared = False  # for training, once
         self._head_hook: Any = None
         self._flash = "flash" in (self.model.config.get_text_config()._attn_implementation or "")
         self._begin_run()
@@ -119,6 +119,11 @@ class DASHTrainer(GRPOTrainer):
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ) -> tuple[int, int]:
+        if self._prepared and self.is_deepspeed_enabled:
+            raise ValueError(
+                "train() was called a second time, but DeepSpeed's engine of the first is gone, and Transformers makes "
+                "no other for the same trainer. Make a new DASHTrainer; resume from a checkpoint if it should go on."
+            )
         start = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
@@ -157,6 +162,7 @@ class DASHTrainer(GRPOTrainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple:
         prepared = super()._prepare_for_training(*args, **kwargs)
+        self._prepared = True
         if self._head_hook is not None:
             self._head_hook.remove()
         self._head_hook = forget_plain_passes(self.model_wrapped)
@@ -184,12 +190,12 @@ class DASHTrainer(GRPOTrainer):
 
     def _packing_flaw(self, model: Any) -> str | None:
         """Why packed passes of a prepared model would be wrong; a collective under ZeRO-3 and FSDP."""
-        with torch.no_grad(), evaluating(model), self.accelerator.autocast():
+        with self.accelerator.autocast():
             return packing_flaw(
                 partial(packed_log_probs, model, flash=self._flash),
                 partial(super()._get_per_token_logps_and_entropies, model),
+                model,
                 vocabulary=min(self.model.config.get_text_config().vocab_size, len(self._tokenizer)),
-                dtype=computing_dtype(self._text_models()[0]),
                 device=self.accelerator.device,
             )
 
@@ -215,7 +221,7 @@ class DASHTrainer(GRPOTrainer):
         """TRL's, [rows of all ranks, F], with every row NaN in which a function failed."""
         with self._timed("reward"):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        rewards = self._failures.unscore(rewards, self.accelerator.gather)
+        rewards = self._failures.unscore(rewards, self.accelerator.gather, counts=self.model.training)
         self._scored = rewards, completions
         return rewards
 
@@ -464,7 +470,8 @@ class DASHTrainer(GRPOTrainer):
         one, scale = inputs["pass"], inputs["loss_scale"]
         weight = regularizer_weight(one.tokens[self.accelerator.process_index], one.segment)
         with self._laid_out(inputs), self._regularized(weight / scale if scale else 0.0):
-            with self._pass_metrics.observe(self._metrics["train"], one, scale):
+            per_token = inputs["advantages"].dim() == 2
+            with self._pass_metrics.observe(self._metrics["train"], one, scale, per_token=per_token):
                 return super()._compute_loss(model, inputs) * scale
 
     @contextmanager
@@ -487,13 +494,13 @@ class DASHTrainer(GRPOTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Beside the random state of each rank, its window: a resumed run goes on where the checkpoint was taken."""
         super()._save_rng_state(output_dir)
-        shapes = self._shapes()
+        shapes, step = self._shapes(), self._schedule.completed(self._step, self.state.global_step)
         SavedRun(
             shapes=shapes,
             position=shapes.position(self.state.epoch or 0, self.state.max_steps),
-            step=self._schedule.completed(self._step, self.state.global_step),
+            step=step,
             skipped_steps=self._skipped.total,
-            window=self._window,
+            window=None if self._schedule.sampled_after(step) else self._window,
         ).save(self._window_file(output_dir))
 
     def _resume(self, checkpoint: str, start: tuple[int, int]) -> tuple[int, int]:

@@ -194,6 +194,16 @@ def spoiled_step(model: str, output: Path, start: dict[str, torch.Tensor]) -> di
     return {"moved": far, "skipped": gather_object([counts])}
 
 
+def entropy_bonus(model: str, output: Path) -> dict[str, Any]:
+    """What it adds to the logged loss, and the entropy: rank 1 has no row, and runs dummies."""
+    logs = {}
+    for coefficient in (0.0, 0.5):
+        reward = RewardPerWindow(lambda call, rank: rank == 1)
+        settings = {"entropy_coef": coefficient, "max_tokens_per_microbatch": 30}
+        logs[coefficient] = run(DASHTrainer, model, output, reward=reward, **settings).state.log_history[0]
+    return {"added": (logs[0.0]["loss"] - logs[0.5]["loss"]) / 0.5, "entropy": logs[0.5]["entropy"]}
+
+
 def resumed(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
     """From the middle of a window it is as if uninterrupted; where one rank lost its window, all refuse."""
     settings = {"steps_per_generation": 8, "max_steps": 2, "reward": ScriptedReward(constant=0.3), "learning_rate": 0.2}
@@ -231,6 +241,7 @@ def main() -> None:
     results["process rewards"], _ = process_rewards(model, Path(output), start)
     results["process rewards, sliding window"], trainer = process_rewards(sliding, Path(output), start)
     results["Monte Carlo values"] = gather_object([monte_carlo(trainer)])
+    results["entropy bonus"] = entropy_bonus(model, Path(output))
     results["silent AdamW step"] = silent_adamw_step(model, Path(output), start)
     results["spoiled step"] = spoiled_step(model, Path(output), start)
     if not os.environ.get("ACCELERATE_USE_DEEPSPEED"):  # the windows are the same, the checkpoints take seconds

@@ -66,6 +66,8 @@ def test_two_ranks(backend, tiny_model, tmp_path):
     results = launch(backend, tmp_path, tiny_model, sliding_model, *larger)
     assert results.pop("ranks") == 2
     silent, spoiled = results.pop("silent AdamW step"), results.pop("spoiled step")
+    bonus = results.pop("entropy bonus")
+    assert bonus["added"] == pytest.approx(bonus["entropy"], rel=1e-3) and bonus["entropy"] > 1.0
     assert silent["moved"][0] == 0.0 < silent["moved"][1]
     assert spoiled["moved"][0] == 0.0 < spoiled["moved"][1] < 1.0
     assert spoiled["skipped"][0] == [0, 1, 1]

@@ -57,6 +57,22 @@ class DeafQwen2(Qwen2ForCausalLM):
         self.model.layers[1].self_attn.__class__ = DeafAttention  # one of the layers
 
 
+class Qwen2WithOldCheckpointing(Qwen2ForCausalLM):
+    """As much remote code is: what is checkpointed gets its arguments by position, and loses the others."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        first = self.model.layers[0]
+        forward = first.forward
+
+        def old_style(hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
+            if first.gradient_checkpointing and first.training:
+                kwargs = {}
+            return forward(hidden_states, attention_mask, position_embeddings=position_embeddings, **kwargs)
+
+        first.forward = old_style
+
+
 def doge(scale: float) -> torch.nn.Module:
     """Its mask depends on the values of the keys; A is 0 at first, so that no log-prob shows it yet."""
     return DogeForCausalLM(DogeConfig(**SIZES, initializer_range=scale))
@@ -68,6 +84,7 @@ SIGHTED = {
     "doge": doge,
     "roberta": lambda scale: RobertaForCausalLM(RobertaConfig(**SIZES, is_decoder=True, initializer_range=scale)),
 }
+CHECKPOINTED = Qwen2Config(**SIZES, initializer_range=0.02, attention_dropout=0.1)
 BLIND = {
     "qwen2": lambda scale: Qwen2ForCausalLM(Qwen2Config(**SIZES, initializer_range=scale)),
     "qwen2 moe": lambda scale: Qwen2MoeForCausalLM(
@@ -93,7 +110,7 @@ def flaw_of(model: torch.nn.Module) -> str | None:
 
     with torch.no_grad():
         packed = partial(packed_log_probs, model, flash=False)
-        return packing_flaw(packed, padded, vocabulary=VOCABULARY, dtype=model.dtype, device=torch.device("cpu"))
+        return packing_flaw(packed, padded, model, vocabulary=VOCABULARY, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("scale", [0.02, 0.2], ids=["untrained", "sharp"])
@@ -106,6 +123,19 @@ def test_the_verdict(name, dtype, scale):
     assert (flaw is None) == (name in BLIND), flaw
     with torch.no_grad():
         assert (tree_flaw(model, model) is None) == (name in BLIND)
+
+
+@pytest.mark.parametrize("model_class", [Qwen2ForCausalLM, Qwen2WithOldCheckpointing])
+def test_a_flaw_of_checkpointed_layers(model_class):
+    """They train in another way than they evaluate; dropout there is no flaw."""
+    torch.manual_seed(0)
+    model = model_class(CHECKPOINTED).train()
+    assert flaw_of(model) is None
+    model = model_class(CHECKPOINTED).train()
+    model.gradient_checkpointing_enable()
+    flaw = flaw_of(model)
+    assert (flaw is None) == (model_class is Qwen2ForCausalLM), flaw
+    assert all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("name", ["nemotron", "qwen2 moe"])

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from dash_trl.filtering import filter_rows
-from dash_trl.metrics import EmptyWindows, filter_metrics
+from dash_trl.metrics import EmptyWindows, PassMetrics, filter_metrics
+from dash_trl.packing import MicroBatch
+from dash_trl.schedule import Pass, Segment
 from tests.test_rollouts import rollouts
 
 
@@ -53,3 +55,14 @@ def test_windows_in_which_no_row_is_kept_are_said_once_with_what_dropped_them(ca
     for _ in range(10):
         empty.note(window(0.0, 1.0, 0.0, 0.0))
     assert len(caplog.records) == 1  # once in a training
+
+
+def test_clipping_per_sequence_counts_tokens_where_advantages_are_per_token():
+    segment = Segment(micro_steps=1, passes=1, all_rows=4, all_tokens=100.0, kept_rows=2, kept_tokens=30)
+    one = Pass(MicroBatch(((0, 1),)), segment, tokens=(30,))
+    for per_token, expected in ((False, 0.5 * 2 / 4), (True, 0.5 * 30 / 100)):
+        metrics, logged = PassMetrics(per_row=True), {"clip_ratio/low_mean": [], "reward": [1.0]}
+        with metrics.observe(logged, one, 1.0, per_token=per_token):
+            logged["clip_ratio/low_mean"].append(0.5)
+        assert metrics.of_step([segment]) == {"clip_ratio/low_mean": expected}
+        assert logged == {"clip_ratio/low_mean": [], "reward": [1.0]}

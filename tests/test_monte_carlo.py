@@ -203,7 +203,7 @@ def test_a_failed_reward_leaves_its_rollout_out_though_another_function_scored_i
 
     watched = [watch(failing, "failing"), watch(inapplicable, "inapplicable")]
     monkeypatch.setattr(trainer, "reward_funcs", watched)
-    before = [dict(vars(func)) for func in watched]
+    before = [{**vars(func), "_warned": func.name == "failing"} for func in watched]  # said once, in all
 
     def reward(ids):
         return None if ids[0] == 4 or sum(ids) % 3 == 0 else 1.0 + (0.0 if len(ids) % 2 else 0.5 * 2.0)
@@ -266,3 +266,21 @@ def test_metrics_and_the_table_of_completions_are_those_without_it(tiny_model, t
     assert len(rollouts) > 6 and max(map(len, rollouts)) <= ROWS
     assert max(len(ids) for batch in rollouts for ids in batch) <= LONGEST
     assert seen[0] == seen[1]
+
+
+def test_a_failure_of_rollouts_is_said_once(tiny_model, tmp_path, caplog):
+    def moody(completions, **kwargs):
+        return [float("nan")] * len(completions) if own[0] else [float(i % 2) for i in range(len(completions))]
+
+    class Rollouts(MonteCarloValue):
+        def __call__(self, requests, trainer):
+            own[0] = True
+            try:
+                return super().__call__(requests, trainer)
+            finally:
+                own[0] = False
+
+    own = [False]
+    callback = ProcessRewardCallback(Rollouts(2), estimator="centered_return", min_episode_tokens=2)
+    run(DASHTrainer, tiny_model, tmp_path, reward=moody, callbacks=[callback], max_steps=2)
+    assert caplog.text.count("The reward function 'moody' returned nan") == 1

@@ -160,3 +160,11 @@ def test_an_epochs_short_last_step():
     assert counts == [1, 1] and walk.is_last(5)
     segment = walk.passes(5, lengths, 1.0)[0][0].segment
     assert segment.all_rows == 4 and segment.all_tokens == 0.5  # 2 of the 4 micro-steps that share one token
+
+
+def test_a_window_sampled_within_an_optimizer_step_cannot_serve_its_beginning():
+    walk = schedule(steps_per_generation=6)
+    walk.begin_optimizer_step(4, 4, 1)
+    assert not walk.sampled_after(4)
+    walk.window_sampled(6)
+    assert walk.completed(7, 1) == 4 and walk.sampled_after(4) and not walk.sampled_after(6)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from datasets import Dataset
 
 from dash_trl import DASHTrainer
 from dash_trl.rewards.failures import FailureWatch, watch
@@ -210,3 +211,33 @@ def test_windows_without_a_row_are_said_with_the_remedy(tiny_model, tmp_path, ca
     assert trainer.state.global_step == 11
     assert caplog.text.count("No row was kept in 10 generation windows in a row") == 1
     assert "Of their rows 100% have no signal" in caplog.text
+
+
+def test_an_evaluation_neither_stops_a_run_nor_excuses_a_function():
+    failures = FailureWatch([torch.nn.Linear(1, 1)], ["judge"])
+    for _ in range(20):
+        unscored = failures.unscore(torch.tensor([[NAN], [math.inf]]), None, counts=False)
+        assert unscored.isnan().all()
+    for _ in range(9):
+        failures.unscore(torch.tensor([[NAN]]), None)
+        failures.unscore(torch.tensor([[1.0]]), None, counts=False)
+    with pytest.raises(RuntimeError, match="in 10 batches in a row"):
+        failures.unscore(torch.tensor([[NAN]]), None)
+
+
+def test_evaluation_is_told_from_training(tiny_model, tmp_path):
+    """A reward that scores the evaluation set only still ends the run."""
+
+    def reward(prompts, answer, **kwargs):
+        return [1.0 if value < 0 else NAN for value in answer]
+
+    reward.__name__ = "reward"
+    evaluation = Dataset.from_dict({"prompt": ["1 + 2 = "] * 4, "answer": [-1] * 4})
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "max_steps": 12}
+
+    class WithEvaluation(DASHTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, eval_dataset=evaluation, **kwargs)
+
+    with pytest.raises(RuntimeError, match="'reward' failed on every completion that it applied to in 10 batches"):
+        run(WithEvaluation, tiny_model, tmp_path, reward=reward, **settings)

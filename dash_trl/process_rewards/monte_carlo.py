@@ -48,9 +48,9 @@ class MonteCarloValue:
     """V(prefix) = mean reward of K completions of the prefix (VinePPO, arXiv 2410.01679, eq. 4).
 
     Unbiased, in the unit of the reward, and dear: K rollouts per boundary. Sampled by the trainer's own sampler, in
-    batches of the size of its own (vLLM servers get all at once), to no more than its own length; scored by its reward
-    functions, weighted by its reward weights. A rollout whose reward failed is left out, and without any scored one the
-    value is missing. What reward functions log of these rollouts is dropped.
+    batches of the size of its own, or of one prefix's K (vLLM servers get all at once), to no more than its own length;
+    scored by its reward functions, weighted by its reward weights. A rollout whose reward failed is left out, and
+    without any scored one the value is missing. What reward functions log of these rollouts is dropped.
 
     Args:
         num_rollouts: K.
@@ -166,4 +166,7 @@ def _apart(trainer: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        for func, apart in zip(before["reward_funcs"], trainer.reward_funcs, strict=True):
+            if isinstance(func, WatchedReward):
+                func._warned = apart._warned  # what is said once is not said again
         vars(trainer).update(before)

@@ -138,15 +138,22 @@ class FailureWatch:
         self._first = True
         self._in_a_row = [0] * len(self._funcs)  # batches in which a function failed wherever it applied
 
-    def unscore(self, rewards: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    def unscore(self, rewards: Tensor, gather: Callable[[Tensor], Tensor], *, counts: bool = True) -> Tensor:
         """Set every row to NaN in which a function failed, even if another function returned a number.
 
         Args:
             rewards, gather: as in `failures`.
+            counts: towards a stop; a batch of an evaluation does not, nor does it excuse a function.
         Raises:
             RuntimeError: on all ranks, if a function is broken; its cause is what the function raised last, if it did.
         """
         failed, raised = failures(self._funcs, rewards, gather)
+        if counts:
+            self._judge(rewards, failed, raised)
+        rewards[failed.any(dim=1)] = torch.nan
+        return rewards
+
+    def _judge(self, rewards: Tensor, failed: Tensor, raised: Tensor) -> None:
         if self._first and raised.all(dim=0).any():
             self._stop(int(raised.all(dim=0).int().argmax()), rewards, "of the first batch")
         self._first = False
@@ -158,8 +165,6 @@ class FailureWatch:
                 self._in_a_row[i] += 1
             if self._in_a_row[i] == BROKEN_AFTER:
                 self._stop(i, rewards, f"that it applied to in {BROKEN_AFTER} batches in a row")
-        rewards[failed.any(dim=1)] = torch.nan
-        return rewards
 
     def _stop(self, i: int, rewards: Tensor, where: str) -> NoReturn:
         func, error = self._funcs[i], None

@@ -569,17 +569,14 @@ def install(trainer: Any) -> None:
         generation_kwargs=args.generation_kwargs,
     )
     trainer.use_vllm = True
-    trainer._last_loaded_step = -1  # TRL's: the step whose weights the servers have
     trainer.add_callback(_NewWeights(trainer))
 
 
 class _NewWeights(TrainerCallback):
-    """Where weights change without a step, the servers need them: at the start of a run, and with its best model."""
+    """Where weights change without a step, the servers need them: the best model's, at the end of a run."""
 
     def __init__(self, trainer: Any):
         self.trainer: Any = weakref.proxy(trainer)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer._last_loaded_step = -1
-
-    on_train_end = on_train_begin
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer._last_loaded_step = -1  # TRL's: the step whose weights the servers have
