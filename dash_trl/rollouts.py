@@ -16,6 +16,10 @@ from torch import Tensor
 # the LM head one position to predict from has two tokens.
 DUMMY_PROMPT_TOKENS = 2
 
+# TRL takes a figure with one column for one per sequence and averages it over rows, dummies included: completions have
+# at least this many columns.
+COMPLETION_COLUMNS = 2
+
 # What TRL's sampling method returns per row and DASH keeps.
 SAMPLED_FIELDS = (
     "prompt_ids",
@@ -113,17 +117,18 @@ class RolloutBatch:
         """
         width = self.completion_ids.shape[1]
         prompt = int(self.prompt_mask[rows].sum(dim=1).max()) if rows else DUMMY_PROMPT_TOKENS
-        completion = max(int(self.completion_mask[rows].sum(dim=1).max()), 1) if rows else 1
+        longest = int(self.completion_mask[rows].sum(dim=1).max()) if rows else 0
+        completion = max(longest, COMPLETION_COLUMNS)
         inputs = {}
         for name, value in self.tensors().items():
             if name in ("group", "policy_version", "rewards"):
                 continue
-            value = value[rows]
+            value, filler = value[rows], pad_token_id if name.endswith("_ids") else 0
             if name in ("prompt_ids", "prompt_mask"):
                 value = value[:, max(value.shape[1] - prompt, 0) :] if rows else value.new_zeros(0, prompt)
             elif value.dim() == 2 and value.shape[1] == width:
-                value = value[:, :completion]
-            dummies = value.new_full((size - len(rows), *value.shape[1:]), pad_token_id if name.endswith("_ids") else 0)
+                value = torch.nn.functional.pad(value[:, :completion], (0, max(completion - width, 0)), value=filler)
+            dummies = value.new_full((size - len(rows), *value.shape[1:]), filler)
             inputs[name] = torch.cat([value, dummies])
         if not rows:
             inputs["prompt_mask"][0] = 1

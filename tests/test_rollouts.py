@@ -33,15 +33,15 @@ def test_micro_batch_is_trimmed_to_its_own_rows():
 def test_dummies_have_no_token_and_no_weight():
     inputs = rollouts().micro_batch([1], size=3, pad_token_id=99)
     assert inputs["prompt_mask"].tolist() == [[1, 1, 1], [0, 0, 0], [0, 0, 0]]
-    assert inputs["completion_ids"].tolist() == [[5], [99], [99]]
-    assert inputs["completion_mask"].tolist() == [[1], [0], [0]]
+    assert inputs["completion_ids"].tolist() == [[5, 0], [99, 99], [99, 99]]
+    assert inputs["completion_mask"].tolist() == [[1, 0], [0, 0], [0, 0]]
     assert inputs["advantages"].tolist() == [-0.5, 0.0, 0.0]
 
 
 def test_a_micro_batch_without_rows_can_be_run():
     inputs = rollouts().micro_batch([], size=2, pad_token_id=99)
     assert inputs["prompt_mask"].tolist() == [[1, 1], [0, 0]]
-    assert inputs["completion_mask"].tolist() == [[0], [0]]
+    assert inputs["completion_mask"].tolist() == [[0, 0], [0, 0]]
 
 
 def test_scored():
@@ -65,3 +65,14 @@ def test_window_survives_a_save(tmp_path):
 def test_survivors_are_counted_over_dropped_positions():
     lengths = torch.tensor([[[1, 2, 2], [0, 0, 0], [3, 4, 4]]])
     assert GenerationWindow(rollouts(), lengths, torch.tensor(6)).survivors(0)[[0, 2]].tolist() == [0, 1]
+
+
+def test_completions_have_two_columns_at_least():
+    """TRL takes one column for a figure per sequence, and would average it over dummies, too."""
+    batch = rollouts()
+    for field in ("completion_ids", "completion_mask"):
+        setattr(batch, field, getattr(batch, field)[:, :1])
+    for rows in ([0], []):
+        inputs = batch.select(torch.arange(len(batch))).micro_batch(rows, size=2, pad_token_id=99)
+        assert inputs["completion_ids"].shape == inputs["completion_mask"].shape == (2, 2)
+        assert inputs["completion_mask"].sum() == len(rows) and inputs["completion_ids"][:, 1].tolist() == [99, 99]
