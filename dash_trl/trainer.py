@@ -308,7 +308,8 @@ class DASHTrainer(GRPOTrainer):
                 for name in names:
                     reference = name.startswith("ref")
                     logps = self._reference_logps(inputs) if reference else self._logps(self.model, inputs)
-                    getattr(rollouts, name)[rows, : logps.shape[1]] = logps[: len(rows)].float().cpu()
+                    known = getattr(rollouts, name)
+                    known[rows, : logps.shape[1]] = logps[: len(rows), : known.shape[1]].float().cpu()
         if correct:
             assert rollouts.old_per_token_logps is not None and rollouts.sampling_per_token_logps is not None
             rollouts.importance_sampling_ratio = importance_sampling_ratio(

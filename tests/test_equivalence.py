@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from tests.tiny import ScriptedReward, parameters, relative_difference, run
+from tests.tiny import ScriptedReward, ScriptedRollouts, parameters, relative_difference, run
 
 TOLERANCE = 1e-5
 LOSSES = ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
@@ -93,6 +93,19 @@ def test_kl_without_dropped_rows_is_exact(tiny_model, tmp_path, beta):
     difference, update, *_ = compare(
         tiny_model, tmp_path, beta=beta, max_steps=2, gradient_filter_threshold=None, learning_rate=0.3
     )
+    assert update > 1e-3 and difference <= TOLERANCE
+
+
+def test_completions_of_one_token(tiny_model, tmp_path):
+    def one_token(trainer):
+        trainer.rollout_func = ScriptedRollouts(0, longest=1)
+
+    ends = []
+    for trainer_class, own in ((GRPOTrainer, {}), (DASHTrainer, {"gradient_filter_threshold": None})):
+        settings = {"beta": 0.1, "max_steps": 2, "num_iterations": 2, "learning_rate": 0.3, "constant": 0.0, **own}
+        ends.append(run(trainer_class, tiny_model, tmp_path, prepare=one_token, **settings))
+    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
+    difference, update = relative_difference(start, *(parameters(one.model) for one in ends))
     assert update > 1e-3 and difference <= TOLERANCE
 
 
