@@ -41,32 +41,33 @@ def isolation_flaw(
     Args:
         packed: all samples in one row. An exception is a flaw, too: a `forward` may not take what packing needs.
         alone: each sample in a row of its own.
-        training: as `packed`, in the mode in which the model trains, and with the same random numbers each time.
+        training: as `packed`, in the mode in which the model trains, and with the same random numbers each time;
+            `None`: that is no other.
         vocabulary: token ids lie below it.
         dtype: in which the model computes.
     """
     samples = [_tokens(length, start, vocabulary) for start, length in enumerate(SAMPLE_TOKENS)]
+    functions = [packed] if training is None else [packed, training]
     expected = alone(samples)
     try:
-        found = packed(samples)
-        leaks = [_leak(function, samples, vocabulary) for function in (packed, training) if function is not None]
+        found = [function(samples) for function in functions]
+        leaks = [_leak(function, samples, one[1], vocabulary) for function, one in zip(functions, found, strict=True)]
     except Exception as error:  # whatever a model's code may raise
         said = (str(error).splitlines() or [""])[0].rstrip(".")
         return f"a packed pass raises {type(error).__name__}: {said}"
     for leak, noise in leaks:
         if not leak <= max(SAME, NOISE * noise):  # NaN, too
             return f"other tokens in one sample move the log-probs of the next by {leak:.2g}"
-    shift = max(_distance(one, other) for one, other in zip(found, expected, strict=True))
+    shift = max(_distance(one, other) for one, other in zip(found[0], expected, strict=True))
     spread = torch.cat([one.float() for one in expected]).std().item()
     if not shift <= ROUNDING.get(dtype, max(ROUNDING.values())) * spread:
         return f"the log-probs of a sample differ by {shift:.2g} from those that it has alone"
     return None
 
 
-def _leak(packed: LogProbs, samples: Sequence[Sequence[int]], vocabulary: int) -> tuple[float, float]:
-    """How far other tokens in the first sample move the second, and other tokens in the third."""
+def _leak(packed: LogProbs, samples: Sequence[Sequence[int]], found: Tensor, vocabulary: int) -> tuple[float, float]:
+    """How far other tokens in the first sample move the second from what was `found`, and other tokens in the third."""
     first, second, third = samples
-    found = packed(samples)[1]
     moved, regrouped = [], []
     for draw in range(DRAWS):
         others = [_tokens(len(one), 3 + 2 * draw + i, vocabulary) for i, one in enumerate((first, third))]

@@ -228,11 +228,12 @@ def packing_flaw(packed: Any, padded: Any, model: Any, *, vocabulary: int, devic
             torch.manual_seed(0)  # for what has dropout in a checkpointed module itself
             return log_probs(packed, samples)
 
+    checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     with torch.no_grad(), evaluating(model):
         return isolation_flaw(
             partial(log_probs, packed),
             partial(log_probs, padded),
-            training=training,
+            training=training if checkpointed else None,
             vocabulary=vocabulary,
             dtype=computing_dtype(model),
         )

@@ -1,8 +1,8 @@
 """`DASHTrainer`: TRL's `GRPOTrainer` with the rooms of this package wired into it.
 
-The way of the data in one generation window: TRL samples and scores (`_sample_and_score`) → the rows move to CPU memory
-(`RolloutBatch`) → advantages → filter → old and reference log-probs of the survivors (`_score_survivors`) → TRL's
-shuffle → packing (`_plan_segment`) → TRL's loss on one micro-batch at a time (`training_step`).
+The way of the data in one generation window: TRL samples and scores (`_sample_window`) → the rows move to CPU memory
+(`RolloutBatch`) → advantages → filter → TRL's shuffle → old and reference log-probs of the survivors
+(`_score_survivors`) → packing (`_pack`) → TRL's loss on one micro-batch at a time (`training_step`).
 """
 
 from __future__ import annotations
@@ -154,10 +154,13 @@ class DASHTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------ what is known of the models before a pass
 
+    def _models(self) -> list[Any]:
+        """The policy and, where there is one, the reference model, as they are called."""
+        return [self.model] if self.ref_model is None else [self.model, self.ref_model]
+
     def _text_models(self) -> list[Any]:
-        """The transformers models within the policy and the reference model, without wrappers and adapters."""
-        models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
-        models = [self.accelerator.unwrap_model(model) for model in models]
+        """The transformers models within them, without wrappers and adapters."""
+        models = [self.accelerator.unwrap_model(model) for model in self._models()]
         return [model.get_base_model() if is_peft_model(model) else model for model in models]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple:
@@ -167,8 +170,7 @@ class DASHTrainer(GRPOTrainer):
             self._head_hook.remove()
         self._head_hook = forget_plain_passes(self.model_wrapped)
         if self._padding_free:
-            models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
-            flaws = [flaw for flaw in map(self._packing_flaw, models) if flaw]
+            flaws = [flaw for flaw in map(self._packing_flaw, self._models()) if flaw]
             found = torch.tensor(float(len(flaws)), device=self.args.device)
             if self.accelerator.reduce(found, "sum").item():  # all ranks pad if one has to
                 self._padding_free, self._padded_because = False, next(iter(flaws), "of what another rank found")

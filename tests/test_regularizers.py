@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2MoeForCausalLM
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.regularizers import ScaledCoefficient, regularizer_weight
 from dash_trl.schedule import Segment
-from tests.tiny import VOCABULARY, parameters, run, save_tiny_model
+from tests.test_isolation import BLIND
+from tests.tiny import parameters, run, save_tiny_model
 
 BUDGETS = [None, 30, 4000]  # as TRL's micro-batches, a pass per row or two, everything in one
 
@@ -22,6 +24,10 @@ class Recorder(DASHCallback):
 
     def on_advantages(self, args, state, control, rollouts, **kwargs):
         self.rollouts = rollouts
+
+
+def kept_all(budget: int | None) -> dict[str, Any]:
+    return {"gradient_filter_threshold": None, "max_tokens_per_microbatch": budget}
 
 
 def update_of(trainer, start) -> torch.Tensor:
@@ -87,14 +93,7 @@ def test_the_entropy_controller_is_trls(tiny_model, tmp_path, budget):
     settings = {"use_adaptive_entropy": True, "entropy_target": 5.0, "entropy_coef_delta": 0.1, "max_steps": 4}
     settings |= {"entropy_coef": 0.2, "entropy_coef_max": 0.5, "learning_rate": 0.2, "constant": 0.0}
     trl = run(GRPOTrainer, tiny_model, tmp_path, **settings)
-    dash = run(
-        DASHTrainer,
-        tiny_model,
-        tmp_path,
-        gradient_filter_threshold=None,
-        max_tokens_per_microbatch=budget,
-        **settings,
-    )
+    dash = run(DASHTrainer, tiny_model, tmp_path, **kept_all(budget), **settings)
     logged = [[log["entropy_coef"] for log in one.state.log_history[:-1]] for one in (trl, dash)]
     assert logged[1] == pytest.approx(logged[0]) and len(set(logged[0])) > 1
     assert type(dash.entropy_coef) is float and dash.entropy_coef == trl.entropy_coef
@@ -102,20 +101,7 @@ def test_the_entropy_controller_is_trls(tiny_model, tmp_path, budget):
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory):
-    config = Qwen2MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-    )
-    return save_tiny_model(tmp_path_factory.mktemp("moe"), Qwen2MoeForCausalLM, config)
+    return save_tiny_model(tmp_path_factory.mktemp("moe"), Qwen2MoeForCausalLM, BLIND["qwen2 moe"](0.2).config)
 
 
 def test_the_router_loss(moe, tmp_path):
@@ -174,14 +160,7 @@ def test_means_over_survivors_weigh_passes_by_tokens(tiny_model, tmp_path):
     settings = {"beta": 0.1, "max_steps": 2, "learning_rate": 0.3}
     trl = run(PerMicroStep, tiny_model, tmp_path, **settings)
     for budget in BUDGETS:
-        dash = run(
-            DASHTrainer,
-            tiny_model,
-            tmp_path,
-            gradient_filter_threshold=None,
-            max_tokens_per_microbatch=budget,
-            **settings,
-        )
+        dash = run(DASHTrainer, tiny_model, tmp_path, **kept_all(budget), **settings)
         for name in ("kl", "entropy"):
             expected = sum(one[0] * one[2][name] for one in trl.seen) / sum(one[0] for one in trl.seen)
             assert dash.state.log_history[1][name] == pytest.approx(expected, rel=1e-4)

@@ -28,6 +28,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dash_trl.isolation import evaluating
 from dash_trl.sampling.checksum import MODULUS, tensor_checksum
 from dash_trl.sampling.server import VLLMServer, WeightReport
 from dash_trl.workers import Feeder
@@ -355,15 +356,10 @@ def scaled_outputs(model: nn.Module, scale: float) -> Iterator[None]:
 @torch.no_grad()
 def model_log_probs(model: nn.Module, ids: list[int], scale: float) -> Tensor:
     """[len(ids) − 1], log P(ids[t] | ids[:t]) of the trainer's model; a collective under ZeRO-3 and FSDP."""
-    training = model.training
-    model.eval()
     device = next(model.parameters()).device
     row = torch.tensor([ids], device=device)
-    try:
-        with scaled_outputs(model, scale):
-            logits = model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False).logits
-    finally:
-        model.train(training)
+    with evaluating(model), scaled_outputs(model, scale):
+        logits = model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False).logits
     return logits[0, :-1].float().log_softmax(dim=-1).gather(1, row[0, 1:, None]).squeeze(1).cpu()
 
 
