@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dash_trl.rewards.math import last_boxed, last_hashes
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, ReadInstruction
 
 PROMPT_TEMPLATES = {
     "plain": "{problem}",
@@ -35,6 +35,7 @@ DEFAULT_TEMPLATE = "boxed"
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "solution")
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+ONLY_SPLIT = "train"  # of a single file, or a saved `Dataset`, as `datasets` calls it
 EXCERPT_CHARS = 200  # of a row that an error shows
 
 
@@ -56,7 +57,7 @@ def load_math_dataset(
         name_or_path: a data set on the hub; or a .json, .jsonl, .csv or .parquet file; a directory of these, named
             after their splits (train.jsonl, test.jsonl); or a directory that `save_to_disk` wrote.
         config: the hub's name for a part of the data set.
-        split: such as "test" or "train[:1000]". A single file, or a saved `Dataset`, has no splits: it is loaded whole.
+        split: such as "test" or "train[:1000]". A single file, or a saved `Dataset`, has the one split "train".
         prompt_template: a name in `PROMPT_TEMPLATES`, or a text with `{problem}` in it. None: "boxed", but a column
             `prompt` stays as it is.
         chat: make each prompt a conversation of one user message, for a tokenizer with a chat template.
@@ -65,7 +66,7 @@ def load_math_dataset(
     Returns:
         Columns `prompt` (string or conversation) and `answer` (string), in the order of the source.
     Raises:
-        ValueError: if the path, split, template or columns do not exist, or rows lack a problem or a gold answer.
+        ValueError: if the path, config, split, template or columns do not exist, or rows lack a problem or an answer.
     """
     template = None if prompt_template is None else resolve_template(prompt_template)
     source = str(name_or_path)
@@ -154,24 +155,27 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def _load(source: str, config: str | None, split: str) -> Dataset:
-    from datasets import DatasetDict, load_dataset, load_from_disk
+    from datasets import ReadInstruction, load_dataset
 
+    try:
+        parts = ReadInstruction.from_spec(split)
+    except ValueError as error:
+        raise ValueError(f"split={split!r} is no split ({error}): write it as 'test' or 'train[:1000]'.") from error
     path = Path(source).expanduser()
-    if path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists()):
-        saved = load_from_disk(str(path))
-        if not isinstance(saved, DatasetDict):
-            return saved
-        if split not in saved:
-            raise ValueError(_no_split(source, split, sorted(saved)))
-        return saved[split]
+    saved = path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists())
+    if config is not None and (saved or path.is_file()):
+        raise ValueError(
+            f"config={config!r} names a part of a data set on the hub, but {source!r} is one on disk: leave it out."
+        )
+    if saved:
+        return _load_saved(path, parts, source, split)
     name_and_config: tuple[str, str | None]
     if path.is_file():
         if path.suffix not in FILE_FORMATS:
             raise ValueError(f"{source!r} is not a data file that can be read: use one of {', '.join(FILE_FORMATS)}.")
         if path.stat().st_size == 0:
             raise ValueError(f"{source!r} is empty: there is nothing to train on.")
-        name = re.split(r"\W", split)[0] or "train"  # a file is one split, under whatever name is asked for
-        name_and_config, files = (FILE_FORMATS[path.suffix], None), {"data_files": {name: str(path)}}
+        name_and_config, files = (FILE_FORMATS[path.suffix], None), {"data_files": {ONLY_SPLIT: str(path)}}
     else:
         name_and_config, files = (str(path) if path.is_dir() else source, config), {}
     if path.is_dir() and not any(file.suffix in FILE_FORMATS for file in path.rglob("*")):
@@ -181,12 +185,8 @@ def _load(source: str, config: str | None, split: str) -> Dataset:
     try:
         return load_dataset(*name_and_config, **files, split=split)
     except ValueError as error:
-        if "corresponds to no data" in str(error):
-            raise ValueError(_no_rows(source, split)) from error
-        known = _UNKNOWN_SPLIT.search(str(error))
-        if known is None:
-            raise
-        raise ValueError(_no_split(source, split, re.findall(r"'([^']+)'", known[1]))) from error
+        _explain_split(error, source, split)
+        raise
     except (FileNotFoundError, ConnectionError) as error:  # DatasetNotFoundError is a FileNotFoundError
         raise ValueError(
             f"{source!r} is neither a path (looked for {path.absolute()}) nor a data set that the hub gives "
@@ -194,8 +194,30 @@ def _load(source: str, config: str | None, split: str) -> Dataset:
         ) from error
 
 
-def _no_split(source: str, split: str, splits: Sequence[str]) -> str:
-    return f"{source!r} has no split {split!r}: choose one of {list(splits)}."
+def _load_saved(path: Path, parts: ReadInstruction, source: str, split: str) -> Dataset:
+    from datasets import DatasetDict, concatenate_datasets, load_from_disk
+
+    saved = load_from_disk(str(path))
+    splits = saved if isinstance(saved, DatasetDict) else {ONLY_SPLIT: saved}
+    try:
+        ranges = parts.to_absolute({name: len(rows) for name, rows in splits.items()})
+    except ValueError as error:
+        _explain_split(error, source, split)
+        raise
+    return concatenate_datasets(
+        [splits[one.splitname].select(range(one.from_, one.to) if one.from_ < one.to else []) for one in ranges]
+    )
+
+
+def _explain_split(error: ValueError, source: str, split: str) -> None:
+    """Raises what `datasets` says of a split with the remedy; does nothing if the error is about something else."""
+    if "corresponds to no data" in str(error):
+        raise ValueError(_no_rows(source, split)) from error
+    known = _UNKNOWN_SPLIT.search(str(error))
+    if known is not None:
+        splits = re.findall(r"'([^']+)'", known[1])
+        remedy = f"choose one of {splits}, or a part of one, such as '{splits[0]}[:100]' or '{splits[0]}[100:]'"
+        raise ValueError(f"{source!r} has no split {split!r}: {remedy}.") from error
 
 
 def _no_rows(source: str, split: str) -> str:

@@ -11,13 +11,17 @@
 
 Every field of `MathArguments`, `DASHConfig` (hence of TRL's `GRPOConfig`) and TRL's `ModelConfig` is a flag and a YAML
 key; a flag wins over the file. The dataset is a hub name or a local path: GSM8K, MATH, or `prompt`/`answer` columns.
+Without a model and a dataset the embedded model learns arithmetic; a flag that would have no effect is refused.
 """
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import logging
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_qu
 
 from dash_trl import DASHConfig, DASHTrainer, MathAccuracyReward, load_math_dataset
 from dash_trl.callbacks import MetricsFileCallback, RewardProgressCallback
+from dash_trl.checks import check_model
 from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
 from dash_trl.evaluation import accuracy
 from dash_trl.visualization import plot_run
@@ -46,23 +51,18 @@ def main(argv: list[str], own_arguments: tuple[Any, ...] = (), make_callbacks: A
     """Train; another script may add dataclasses of flags, and callbacks made of them (`train_math_process.py`)."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("dash_trl").setLevel(logging.INFO)
-    parser = TrlParser((MathArguments, DASHConfig, ModelConfig, *own_arguments))
-    embedded = not names_a_model(argv)
-    # Every step on the bar, in the metrics file and in the plot; TRL's default is every tenth.
-    parser.set_defaults_with_config(**({"logging_steps": 1} | (embedded_defaults() if embedded else {})))
-    script, args, model_args, *own = parser.parse_args_and_config(argv)
-
-    if embedded:
+    script, args, model_args, *own = parse(argv, (MathArguments, DASHConfig, ModelConfig, *own_arguments))
+    check_effects(script, args, model_args)
+    if model_args.model_name_or_path is None:
         with args.main_process_first(local=False, desc="warm-up of the embedded model"):
             model_args.model_name_or_path = embedded_model(progress=args.should_save)
-    elif script.dataset_name is None:
-        raise ValueError(
-            f"model_name_or_path={model_args.model_name_or_path!r} is given, but no dataset. Add --dataset_name, a hub "
-            "name such as openai/gsm8k (with --dataset_config main) or a local path; without both, the embedded "
-            "model learns arithmetic."
-        )
+    with_model_arguments(args, model_args)
+    check_model(model_args.model_name_or_path, args)  # before the tokenizer, whose own error says less
     tokenizer = AutoTokenizer.from_pretrained(
-        model_args.model_name_or_path, revision=model_args.model_revision, padding_side="left"
+        model_args.model_name_or_path,
+        revision=args.model_init_kwargs["revision"],
+        trust_remote_code=args.trust_remote_code,
+        padding_side="left",
     )
     train_dataset, eval_dataset, reward = load_task(script, args, tokenizer)
 
@@ -70,7 +70,7 @@ def main(argv: list[str], own_arguments: tuple[Any, ...] = (), make_callbacks: A
     trainer = DASHTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=reward,
-        args=with_model_arguments(args, model_args),
+        args=args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
@@ -98,18 +98,97 @@ def main(argv: list[str], own_arguments: tuple[Any, ...] = (), make_callbacks: A
     trainer.accelerator.end_training()  # ends the process group: without it gloo may abort at exit
 
 
-def names_a_model(argv: list[str]) -> bool:
-    """Whether the flags or the YAML file choose a model; if not, the embedded one's settings become the defaults."""
-    if any(argument.split("=")[0] == "--model_name_or_path" for argument in argv):
-        return True
-    files = [value for flag, value in zip(argv, argv[1:], strict=False) if flag == "--config"]
-    return any("model_name_or_path" in (yaml.safe_load(Path(file).read_text()) or {}) for file in files)
+def parse(argv: Sequence[str], types: Sequence[Any]) -> tuple[Any, ...]:
+    """One instance of each dataclass. Without a model, the settings of the embedded one are the defaults."""
+    # TRL knows `--config FILE` only: it would take the next flag for the file, and does not see `--config=FILE`.
+    config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config.add_argument("--config", action="append", nargs="?", const="")
+    named, flags = config.parse_known_args(argv)
+    if len(named.config or ()) > 1:
+        raise ValueError(f"--config is given more than once: {named.config}. Put the settings into one file.")
+    file = named.config[0] if named.config else None
+    settings = {} if file is None else read_settings(file, {one.name for kind in types for one in fields(kind)})
+
+    parser = TrlParser(types)
+    given, _ = parser.parse_known_args(flags)  # by argparse, which takes --model-name-or-path and abbreviations, too
+    embedded = given.model_name_or_path is None and settings.get("model_name_or_path") is None
+    # Every step on the bar, in the metrics file and in the plot; TRL's default is every tenth.
+    parser.set_defaults_with_config(**({"logging_steps": 1} | (embedded_defaults() if embedded else {})))
+    return parser.parse_args_and_config(flags if file is None else ["--config", file, *flags])
+
+
+def read_settings(file: str, options: set[str]) -> dict[str, Any]:
+    """The YAML file of `--config`; raises a `ValueError` for what is none, and for a key that is no option."""
+    if not file:
+        raise ValueError("--config names no file. Write --config FILE, e.g. one of examples/configs/.")
+    try:
+        settings = yaml.safe_load(Path(file).read_text())
+    except OSError as error:
+        raise ValueError(f"--config {file} cannot be read ({error.strerror}): correct the path.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {file} is not YAML: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"--config {file} is no mapping. Write one `option: value` per line, as in examples/configs/.")
+    for key in settings.keys() - options - {"env"}:  # env: environment variables, TRL's
+        close = difflib.get_close_matches(str(key), options, 1)
+        raise ValueError(
+            f"--config {file} has the key {key!r}, which is no option. "
+            + (f"Did you mean {close[0]!r}?" if close else "Remove it; --help lists all options.")
+        )
+    return settings
+
+
+# Of TRL's script arguments, those that nothing here reads.
+WITHOUT_EFFECT = {
+    "dataset_streaming": "all problems are read, and checked, before training",
+    "ignore_bias_buffers": "TRL's GRPO does not know it either",
+}
+
+
+def check_effects(script: MathArguments, args: DASHConfig, model_args: ModelConfig) -> None:
+    """Refuse what would be ignored: half a task, and options of what is not used."""
+    values = [(one.name, getattr(script, one.name), one.default) for one in fields(script)]
+    changed = {name: value for name, value, default in values if value != default}
+    for name, reason in WITHOUT_EFFECT.items():
+        if name in changed:
+            raise ValueError(f"{name}={changed[name]} has no effect: {reason}. Remove it.")
+    model, dataset = model_args.model_name_or_path, script.dataset_name
+    if model is not None and dataset is None:
+        raise ValueError(
+            f"model_name_or_path={model!r} is given, but no dataset. Add --dataset_name, a hub name such as "
+            "openai/gsm8k (with --dataset_config main) or a local path; without both, the embedded model learns "
+            "arithmetic."
+        )
+    if model is None and dataset is not None:
+        raise ValueError(
+            f"dataset_name={dataset!r} is given, but no model. Add --model_name_or_path, a hub name such as "
+            "Qwen/Qwen2.5-0.5B-Instruct or a local path; without both, the embedded model learns arithmetic."
+        )
+    if model is None and model_args.model_revision != ModelConfig.model_revision:
+        changed["model_revision"] = model_args.model_revision
+    if model is None and changed:
+        name, value = next(iter(changed.items()))
+        raise ValueError(
+            f"{name}={value!r} has no effect without --model_name_or_path and --dataset_name: the embedded model "
+            "learns arithmetic of its own. Add these two, or remove it."
+        )
+    wanted = {"do_eval": args.do_eval, "dataset_test_split": changed.get("dataset_test_split")}
+    for name, value in wanted.items():
+        if value and not evaluates(args):
+            raise ValueError(
+                f"{name}={value!r} has no effect, since nothing is evaluated: add --eval_strategy steps (or epoch), or "
+                "remove it."
+            )
+
+
+def evaluates(args: DASHConfig) -> bool:
+    return args.eval_strategy != "no" or args.eval_on_start
 
 
 def load_task(script: MathArguments, args: DASHConfig, tokenizer: Any) -> tuple[Any, Any, Any]:
     """(training problems, evaluation problems or None, reward function)."""
     if script.dataset_name is None:
-        evaluation = arithmetic_dataset("test") if args.eval_strategy != "no" else None
+        evaluation = arithmetic_dataset("test") if evaluates(args) else None
         return arithmetic_dataset("train", seed=args.seed), evaluation, arithmetic_reward
 
     def load(split: str) -> Any:
@@ -122,19 +201,22 @@ def load_task(script: MathArguments, args: DASHConfig, tokenizer: Any) -> tuple[
         )
 
     with args.main_process_first(local=False, desc="loading the dataset"):
-        evaluation = load(script.dataset_test_split) if args.eval_strategy != "no" else None
-        return load(script.dataset_train_split), evaluation, MathAccuracyReward()
+        train = load(script.dataset_train_split)
+        try:
+            evaluation = load(script.dataset_test_split) if evaluates(args) else None
+        except ValueError as error:
+            raise ValueError(f"--dataset_test_split, for the evaluation: {error}") from error
+    return train, evaluation, MathAccuracyReward()
 
 
-def with_model_arguments(args: DASHConfig, model_args: ModelConfig) -> DASHConfig:
-    """TRL's `ModelConfig` as the keyword arguments with which the trainer loads the model."""
+def with_model_arguments(args: DASHConfig, model_args: ModelConfig) -> None:
+    """Notes TRL's `ModelConfig` in `args`, as the keyword arguments with which the trainer loads the model."""
     kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
     }
     args.model_init_kwargs = {**kwargs, **(args.model_init_kwargs or {})}
-    return args
 
 
 def sharded(trainer: DASHTrainer) -> bool:

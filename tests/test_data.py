@@ -128,7 +128,7 @@ def test_file_formats(tmp_path, suffix):
     path = tmp_path / f"test.{suffix}"
     getattr(datasets.Dataset.from_list(GSM8K), f"to_{suffix}")(str(path))
     assert load_math_dataset(path)["answer"][:] == ["2", "1200"]
-    assert load_math_dataset(str(path), split="test[1:]")["answer"][:] == ["1200"]
+    assert load_math_dataset(str(path), split="train[1:]")["answer"][:] == ["1200"]
 
 
 def test_a_directory_of_split_files(tmp_path):
@@ -146,8 +146,51 @@ def test_saved_to_disk(tmp_path):
     datasets.DatasetDict({"train": train, "test": train.select([1])}).save_to_disk(str(tmp_path / "two"))
     assert load_math_dataset(tmp_path / "one")["answer"][:] == ["2", "1200"]
     assert load_math_dataset(tmp_path / "two", split="test")["answer"][:] == ["1200"]
-    with pytest.raises(ValueError, match=r"no split 'dev': choose one of \['test', 'train'\]"):
+    with pytest.raises(ValueError, match=r"no split 'dev': choose one of \['train', 'test'\]"):
         load_math_dataset(tmp_path / "two", split="dev")
+
+
+@pytest.fixture(params=["file", "saved"])
+def one_split(request, tmp_path) -> Path:
+    """Ten rows under a name that says nothing of a split."""
+    rows = datasets.Dataset.from_list([{"prompt": "p", "answer": str(i)} for i in range(10)])
+    path = tmp_path / ("own.jsonl" if request.param == "file" else "own")
+    rows.to_json(path) if request.param == "file" else rows.save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("split", "answers"),
+    [
+        ("train", "0123456789"),
+        ("train[:3]", "012"),
+        ("train[-20%:]", "89"),
+        ("train[:1]+train[8:]", "089"),
+        ("train[8:20]", "89"),
+    ],
+)
+def test_one_split_and_its_parts(one_split, split, answers):
+    assert load_math_dataset(one_split, split=split)["answer"][:] == list(answers)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (
+            {"split": "test"},
+            r"has no split 'test': choose one of \['train'\], or a part .* 'train\[:100\]'",
+        ),
+        ({"split": "trian[:3]"}, r"has no split 'trian\[:3\]': choose one of \['train'\]"),
+        ({"split": "train+test"}, r"has no split 'train\+test'"),
+        ({"split": "train[20:]"}, r"split 'train\[20:\]', has no rows"),
+        ({"split": "train[:3"}, r"split='train\[:3' is no split .*: write it as 'test' or 'train\[:1000\]'"),
+        ({"split": ""}, "split='' is no split"),
+        ({"config": "main"}, "config='main' names a part of a data set on the hub, but .*own.* is one on disk"),
+    ],
+)
+def test_what_one_split_cannot_be_asked_for(one_split, mistake, message):
+    with pytest.raises(ValueError, match=message):
+        load_math_dataset(one_split, **mistake)
 
 
 def test_a_hub_name_goes_to_datasets_with_its_config_and_split(monkeypatch):

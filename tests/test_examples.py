@@ -108,12 +108,89 @@ def test_process_rewards_on_the_embedded_task(tmp_path):
     assert all(step["process/structured_rows"] > 0.5 for step in done)  # a response of one episode has no structure
 
 
-def test_mistakes_end_with_one_sentence(tmp_path):
-    done = launch("--model_name_or_path", embedded_model(), *flags(SMALL), check=False)
-    assert done.returncode != 0 and "--dataset_name" in done.stderr
-    named = ("--model_name_or_path", tmp_path / "nowhere", "--dataset_name", tmp_path)
-    done = launch(*named, *flags(SMALL), check=False)
-    assert done.returncode != 0 and "nowhere" in done.stderr
+MODEL, DATA = ["--model_name_or_path", "./nowhere"], ["--dataset_name", "own.jsonl"]
+
+
+@pytest.fixture
+def train_math(tmp_path, monkeypatch):
+    """The module, in a folder with a data file and a model's; it may begin no warm-up."""
+    rows = [json.dumps({"prompt": f"{i}+2=", "answer": str(i + 2)}) + "\n" for i in range(4)]
+    (tmp_path / "own.jsonl").write_text("".join(rows))
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "model").symlink_to(embedded_model())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import train_math
+
+    monkeypatch.setattr(train_math, "embedded_model", None)
+    return train_math
+
+
+FILES = {
+    "model.yaml": "model_name_or_path: ./nowhere\n",
+    "data.yaml": "dataset_name: own.jsonl\n",
+    "misspelt.yaml": "model-name-or-path: model\n",
+    "unknown.yaml": "zzzzzz: 1\n",
+    "list.yaml": "- max_steps: 2\n",
+    "empty.yaml": "",
+    "broken.yaml": "max_steps: [2\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        # half a task, in all spellings that argparse takes
+        (MODEL, r"model_name_or_path='./nowhere' is given, but no dataset. Add --dataset_name"),
+        (["--model_name_or_path=./nowhere"], "is given, but no dataset"),
+        (["--model-name-or-path", "./nowhere"], "is given, but no dataset"),
+        (["--model_name", "./nowhere"], "is given, but no dataset"),
+        (["--config", "model.yaml"], "is given, but no dataset"),
+        (["--config=model.yaml"], "is given, but no dataset"),
+        (DATA, "dataset_name='own.jsonl' is given, but no model. Add --model_name_or_path"),
+        (["--config", "data.yaml"], "is given, but no model"),
+        # options without effect
+        (["--dataset_train_split", "trian"], "dataset_train_split='trian' has no effect without --model_name_or_path"),
+        (["--dataset_config", "main"], "dataset_config='main' has no effect without"),
+        (["--prompt_template", "plain"], "prompt_template='plain' has no effect without"),
+        (["--model_revision", "v2"], "model_revision='v2' has no effect without"),
+        (["--dataset_streaming"], "dataset_streaming=True has no effect: all problems are read"),
+        ([*MODEL, *DATA, "--dataset_streaming"], "dataset_streaming=True has no effect: all problems are read"),
+        ([*MODEL, *DATA, "--ignore_bias_buffers"], "ignore_bias_buffers=True has no effect"),
+        ([*MODEL, *DATA, "--dataset_test_split", "dev"], "dataset_test_split='dev' has no effect, .*--eval_strategy"),
+        ([*MODEL, *DATA, "--do_eval"], "do_eval=True has no effect, since nothing is evaluated"),
+        # the YAML file
+        (["--config"], "--config names no file. Write --config FILE"),
+        (["--config", "--max_steps", "2"], "--config names no file"),
+        (["--config", "none.yaml"], "--config none.yaml cannot be read .No such file or directory.: correct the path"),
+        (["--config", "."], "--config . cannot be read"),
+        (["--config", "data.yaml", "--config=model.yaml"], "--config is given more than once: .*model.yaml"),
+        (["--config", "misspelt.yaml"], "has the key 'model-name-or-path', which is no option. .*'model_name_or_path'"),
+        (["--config", "unknown.yaml"], "has the key 'zzzzzz', which is no option. Remove it; --help lists"),
+        (["--config", "list.yaml"], "list.yaml is no mapping"),
+        (["--config", "empty.yaml"], "empty.yaml is no mapping"),
+        (["--config", "broken.yaml"], "(?s)broken.yaml is not YAML: .*line 2"),
+        # what is not there
+        ([*MODEL, *DATA], "model='./nowhere' cannot be loaded: that directory"),
+        (["--model_name_or_path", "", *DATA], "model='' cannot be loaded"),
+        (["--model_name_or_path", "model", "--dataset_name", "./none.jsonl"], "'./none.jsonl' does not exist"),
+        (["--model_name_or_path", "model", *DATA, "--dataset_train_split", "trian"], "has no split 'trian'"),
+        (
+            ["--model_name_or_path", "model", *DATA, "--eval_strategy", "steps"],
+            r"--dataset_test_split, for the evaluation: 'own.jsonl' has no split 'test': .* 'train\[:100\]'",
+        ),
+    ],
+)
+def test_mistakes(train_math, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        train_math.main([*arguments, *flags(SMALL)])
+
+
+def test_a_mistake_is_the_last_word_of_the_script(tmp_path):
+    done = launch("--model_name", tmp_path / "nowhere", "--dataset_name", tmp_path, *flags(SMALL), check=False)
+    said = [line for line in done.stderr.splitlines() if line.startswith("ValueError: ")]
+    assert done.returncode != 0 and len(said) == 1 and "nowhere' cannot be loaded" in said[0]
 
 
 @pytest.mark.slow
