@@ -24,7 +24,6 @@ import shutil
 import statistics
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from transformers.utils import logging as transformers_logging
 
 from dash_trl.embedded import arithmetic_dataset, embedded_model
 from dash_trl.sampling.vllm_pool import ServerPool, VLLMPool
-from dash_trl.serve import Servers
+from dash_trl.serve import DIRECT, Servers
 
 TOKENS, GROUP, MICRO_STEP, ROUNDS = 64, 8, 8, 5
 BATCHES = (256, 1024)
@@ -61,7 +60,7 @@ def seconds(work: Any) -> float:
 
 def latency(url: str) -> tuple[float, float]:
     """(seconds, requests) so far, from a request's arrival at the server to its end."""
-    text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
+    text = DIRECT.open(f"{url}/metrics", timeout=10).read().decode()
     found = [re.search(rf"^vllm:e2e_request_latency_seconds_{part}.* (\S+)$", text, re.M) for part in ("sum", "count")]
     return float(found[0][1]), float(found[1][1])
 

@@ -120,5 +120,5 @@ class DASHConfig(GRPOConfig):
                 f"vllm_server_urls={self.vllm_server_urls} and vllm_server_base_url={self.vllm_server_base_url!r} both "
                 "name servers. Put all of them into vllm_server_urls."
             )
-        check_urls(self.vllm_server_urls)
+        self.vllm_server_urls = check_urls(self.vllm_server_urls)  # a string, too
         self.use_vllm, self.vllm_mode = True, "server"

@@ -7,12 +7,16 @@
 Prints the `--vllm_server_urls …` to paste behind the training command. The servers listen on 127.0.0.1, since their
 weight endpoints have no authentication; `--host` opens them to others. An API key for sampling is taken from the
 environment variable VLLM_API_KEY.
+
+A server takes as many GPUs for tensor parallelism as the model's heads split over; the data parallelism is `--servers`,
+by default as few as use all GPUs. vLLM's own (`--data-parallel-size`) has one replica report its weights for all.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import shutil
 import signal
@@ -24,13 +28,17 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
+from transformers import AutoConfig
 
 from dash_trl.sampling.urls import is_loopback, is_unspecified
 from dash_trl.sampling.vllm_plugin import WORKER_EXTENSION
 from dash_trl.workers import Command
+
+logger = logging.getLogger(__name__)
 
 HOST, FIRST_PORT = "127.0.0.1", 8000
 STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -39,13 +47,18 @@ CPU_CACHE_GIB = "1"  # of keys and values; vLLM's default on a CPU is most of th
 CPU_SEQUENCES = (
     256  # side by side, vLLM's default on a GPU; on a CPU it is 128, and a preemptive batch would wait in line
 )
+VOCABULARY_MULTIPLE = 64  # to which vLLM pads a vocabulary (vocab_parallel_embedding.py)
+# The servers are on this machine: the proxies of `http_proxy` would look for 127.0.0.1 on their own.
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Servers:
     """`count` running vLLM servers; a context manager that stops them.
 
     Args:
-        model: a hub name or a directory. count: servers, each on its own share of the visible GPUs.
+        model: a hub name or a directory.
+        count: servers, each on its own share of the visible GPUs. None: one, or as few as use all GPUs where the
+            model's heads do not split over them.
         host: where they listen. port: the first one; the others take the next free ones.
         options: more arguments of `vllm serve`.
     Raises:
@@ -54,19 +67,31 @@ class Servers:
     """
 
     def __init__(
-        self, model: str, count: int = 1, *, host: str = HOST, port: int = FIRST_PORT, options: Sequence[str] = ()
+        self,
+        model: str,
+        count: int | None = None,
+        *,
+        host: str = HOST,
+        port: int = FIRST_PORT,
+        options: Sequence[str] = (),
     ):
-        if count < 1:
+        if count is not None and count < 1:
             raise ValueError(f"servers={count}: start at least one.")
         program = Path(sys.executable).with_name("vllm")  # beside this Python, be its environment activated or not
         found = str(program) if program.exists() else shutil.which("vllm")
         if found is None:
             raise ValueError("vLLM is not installed in this environment: `pip install dash_trl[vllm]`.")
         self.model, self.options, self._program = model, list(options), found
+        self._devices: list[str] | None = None
+        self._tensor_parallel_size = 1
+        gpus = visible_gpus()
+        if gpus:
+            own = parallelism(options)
+            count, self._tensor_parallel_size = layout(len(gpus), count, own, text_config(model, own))
+            self._devices = devices(gpus, count)
+        self.host, self.ports = host, free_ports(count or 1, port, host)
         self.logs = Path(tempfile.mkdtemp(prefix="dash_trl_serve_"))
-        self.host, self.ports = host, free_ports(count, port, host)
         self.commands: list[Command] = []
-        self._devices = devices(count)
 
     @property
     def urls(self) -> list[str]:
@@ -100,8 +125,9 @@ class Servers:
             environment |= {name: os.environ.get(name, value) for name, value in own.items()}
         else:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices[number]
+        gpus = None if self._devices is None else self._tensor_parallel_size
         return Command(
-            [self._program, "serve", self.model, *flags(self.host, self.ports[number], self._devices, self.options)],
+            [self._program, "serve", self.model, *flags(self.host, self.ports[number], gpus, self.options)],
             environment=environment,
             log=self.logs / f"server_{number}.log",
         )
@@ -139,29 +165,112 @@ def signals_ignored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def flags(host: str, port: int, devices: list[str] | None, options: Sequence[str]) -> list[str]:
-    """The arguments behind `vllm serve MODEL`; the user's own come last and win."""
+def flags(host: str, port: int, tensor_parallel_size: int | None, options: Sequence[str]) -> list[str]:
+    """The arguments behind `vllm serve MODEL`; the user's own come last and win.
+
+    Args:
+        tensor_parallel_size: GPUs that share the model; None on a CPU.
+    """
     chosen = ["--host", host, "--port", str(port), "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     chosen += ["--worker-extension-cls", WORKER_EXTENSION]
-    if devices is None:
+    if tensor_parallel_size is None:
         # float32: in bfloat16 log-probs differ by 1e-3 and more. Eager: most CPU machines lack a compiler.
         chosen += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(CPU_SEQUENCES)]
     else:
         chosen += ["--weight-transfer-config", '{"backend": "nccl"}']
-        chosen += ["--tensor-parallel-size", str(len(devices[0].split(",")))]
+        chosen += ["--tensor-parallel-size", str(tensor_parallel_size)]
     return [*chosen, *options]
 
 
-def devices(count: int) -> list[str] | None:
-    """`CUDA_VISIBLE_DEVICES` for each server, an equal share of the visible GPUs; None without a GPU."""
+# ------------------------------------------------------------------------------------------ GPUs over servers
+
+
+def visible_gpus() -> list[str]:
+    """As `CUDA_VISIBLE_DEVICES` names them."""
     if not torch.cuda.is_available():
-        return None
+        return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-    if len(visible) < count:
-        raise ValueError(f"servers={count}, but only {len(visible)} GPUs are visible ({','.join(visible)}).")
-    share = len(visible) // count
-    return [",".join(visible[i * share : (i + 1) * share]) for i in range(count)]
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def devices(gpus: Sequence[str], count: int) -> list[str]:
+    """`CUDA_VISIBLE_DEVICES` for each server, an equal share of the GPUs."""
+    share = len(gpus) // count
+    return [",".join(gpus[i * share : (i + 1) * share]) for i in range(count)]
+
+
+def parallelism(options: Sequence[str]) -> argparse.Namespace:
+    """What the user's own arguments of `vllm serve` say of GPUs, and of where the model's config is."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, short in (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp")):
+        parser.add_argument(f"--{name}-parallel-size", short, type=int)
+    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--revision")
+    names = [word.partition("=") for word in options]  # vLLM reads --tensor_parallel_size, too
+    try:
+        return parser.parse_known_args([name.replace("_", "-") + sign + value for name, sign, value in names])[0]
+    except argparse.ArgumentError as error:
+        raise ValueError(f"In the arguments of `vllm serve`: {error}.") from error
+
+
+def text_config(model: str, own: argparse.Namespace) -> Any:
+    """The config of the language model; None where vLLM alone can read it, or say what is wrong."""
+    try:
+        config = AutoConfig.from_pretrained(model, revision=own.revision, trust_remote_code=own.trust_remote_code)
+    except (OSError, ValueError):
+        return None
+    return config.get_text_config()
+
+
+def splits(config: Any, gpus: int) -> bool:
+    """Whether vLLM 0.31 can share a model of this text config over so many GPUs.
+
+    It cuts the heads, the vocabulary and the MLP into equal parts, and either cuts the KV heads or copies them
+    (`QKVParallelLinear`, `VocabParallelEmbedding`).
+    """
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    heads, kv_heads, width, vocabulary = (
+        value if isinstance(value := getattr(config, name, None), int) else 0 for name in names
+    )
+    padded = -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    copied = kv_heads > 0 and gpus % kv_heads == 0
+    return all(size % gpus == 0 for size in (heads, width, padded)) and (kv_heads % gpus == 0 or copied)
+
+
+def layout(gpus: int, servers: int | None, own: argparse.Namespace, config: Any) -> tuple[int, int]:
+    """(servers, tensor-parallel GPUs of each).
+
+    Args:
+        gpus: that are visible, at least 1.
+        servers: None: as few as use all GPUs; one if the user says how vLLM is to use them.
+        own: the user's tensor-, pipeline- and data-parallel sizes, None where there are none: they win.
+        config: the model's, see `text_config`.
+    """
+    if servers is not None and servers > gpus:
+        raise ValueError(f"servers={servers}, but only {gpus} GPUs are visible: start at most one for each.")
+    copies = (own.pipeline_parallel_size or 1) * (own.data_parallel_size or 1)
+
+    def tensor_parallel(count: int) -> int:
+        room = range(gpus // count // copies, 0, -1)
+        return own.tensor_parallel_size or next((size for size in room if splits(config, size)), 1)
+
+    def used(count: int) -> int:
+        return count * copies * tensor_parallel(count)
+
+    full = next((count for count in range(1, gpus + 1) if used(count) == gpus), 1)
+    if servers is None:
+        servers = 1 if own.tensor_parallel_size or copies > 1 else full
+    if not own.tensor_parallel_size and used(servers) < gpus:
+        logger.warning(
+            f"{gpus - used(servers)} of {gpus} GPUs stay idle: {servers} servers take {used(servers) // servers} each, "
+            f"an equal share over which the model's heads and layers split. --servers {full} uses all GPUs."
+        )
+    if (own.data_parallel_size or 1) > 1:
+        logger.warning(
+            f"With --data-parallel-size {own.data_parallel_size} the first replica reports its weights for all: nobody "
+            f"proves that the others have the trainer's. Use --servers {own.data_parallel_size} in its place."
+        )
+    return servers, tensor_parallel(servers)
 
 
 def cores(number: int, count: int) -> str:
@@ -194,7 +303,7 @@ def free_ports(count: int, first: int, host: str = HOST) -> list[int]:
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with DIRECT.open(url, timeout=5) as response:
             return response.status == 200
     except OSError:
         return False
@@ -209,7 +318,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("model", help="a hub name, a directory, or 'embedded'")
-    parser.add_argument("--servers", type=int, default=1, help="each gets an equal share of the visible GPUs")
+    parser.add_argument(
+        "--servers", type=int, help="each gets an equal share of the visible GPUs; default: as few as use all of them"
+    )
     parser.add_argument("--host", default=HOST, help="the address to listen at")
     parser.add_argument("--port", type=int, default=FIRST_PORT, help="the first server's; the others take the next")
     arguments, options = parser.parse_known_args()

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dash_trl.embedded import arithmetic_dataset, embedded_model
 from dash_trl.sampling.vllm_pool import VLLMPool
 from dash_trl.sampling.weight_sync import WeightMismatch
-from dash_trl.serve import Servers
+from dash_trl.serve import DIRECT, Servers
 from dash_trl.workers import Command
 
 pytestmark = pytest.mark.vllm
@@ -90,9 +90,7 @@ def change(model: Any, seed: int) -> None:
 
 
 def generated_tokens(url: str) -> float:
-    import urllib.request
-
-    text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
+    text = DIRECT.open(f"{url}/metrics", timeout=10).read().decode()
     return float(re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.M)[1])
 
 

@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen2Config
 
+from dash_trl.config import DASHConfig
 from dash_trl.sampling.server import Completion, ServerError
 from dash_trl.sampling.urls import check_urls
 from dash_trl.sampling.vllm_plugin import model_shape
@@ -596,7 +597,15 @@ def test_the_api_key_comes_from_the_environment_and_is_not_logged(fakes, monkeyp
         ([], "empty"),
         (["127.0.0.1:8000"], "not the address of a server"),
         (["http://127.0.0.1:8000/v1"], "without a path"),
+        (["http://127.0.0.1:8000?x=1"], "without a path"),
+        (["http://127.0.0.1:port"], "'http://127.0.0.1:port', which is not the address"),
+        (["http://[::1:8000"], "not the address"),
         (["http://127.0.0.1:8000", "http://127.0.0.1:8000/"], "twice"),
+        ("http://127.0.0.1:8000,http://127.0.0.1:8000", "twice"),
+        ("127.0.0.1:8000", "'127.0.0.1:8000', which is not the address of a server"),
+        (" , ", "empty"),
+        ([8000], r"vllm_server_urls=\[8000\] are no addresses"),
+        (8000, "vllm_server_urls=8000 are no addresses"),
     ],
 )
 def test_addresses(urls, message, caplog):
@@ -607,3 +616,17 @@ def test_addresses(urls, message, caplog):
     assert check_urls(["http://0.0.0.0:8000"]) and not caplog.records  # TRL's default: this machine
     check_urls(["http://10.0.0.3:8000"])
     assert "no authentication" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("urls", "servers"),
+    [
+        ("http://localhost:8000", ["http://localhost:8000"]),
+        ("http://localhost:8000,http://localhost:8001/", ["http://localhost:8000", "http://localhost:8001"]),
+        ("http://localhost:8000, http://localhost:8001", ["http://localhost:8000", "http://localhost:8001"]),
+        (["http://localhost:8000,http://localhost:8001"], ["http://localhost:8000", "http://localhost:8001"]),
+        (("http://localhost:8000",), ["http://localhost:8000"]),
+    ],
+)
+def test_one_string_may_name_them_all(urls, servers, tmp_path):
+    assert DASHConfig(str(tmp_path), use_cpu=True, bf16=False, vllm_server_urls=urls).vllm_server_urls == servers

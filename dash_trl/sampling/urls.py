@@ -10,26 +10,42 @@ from urllib.parse import urlsplit
 logger = logging.getLogger(__name__)
 
 
-def check_urls(urls: Sequence[str]) -> list[str]:
-    """The URLs without a trailing slash; raises a ValueError for what cannot be one, warns where anybody may listen."""
-    cleaned = [url.rstrip("/") for url in urls]
+def check_urls(urls: str | Sequence[str]) -> list[str]:
+    """The URLs without a trailing slash; raises a ValueError for what cannot be one, warns where anybody may listen.
+
+    Args:
+        urls: a list, or a string with one or, between commas or spaces, several, as YAML and shells make of them.
+    """
+    listed = [urls] if isinstance(urls, str) else urls
+    if not isinstance(listed, Sequence) or not all(isinstance(url, str) for url in listed):
+        raise ValueError(f"vllm_server_urls={urls!r} are no addresses: give a list, e.g. ['http://127.0.0.1:8000'].")
+    cleaned = [url.rstrip("/") for text in listed for url in text.replace(",", " ").split()]
     if not cleaned:
         raise ValueError("vllm_server_urls is empty: name at least one server, e.g. http://127.0.0.1:8000.")
     if len(set(cleaned)) < len(cleaned):
         raise ValueError(f"vllm_server_urls={cleaned} names a server twice: each is one server with one address.")
     for url in cleaned:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path:
-            raise ValueError(
-                f"vllm_server_urls has {url!r}, which is not the address of a server. Write http://HOST:PORT, e.g. "
-                "http://127.0.0.1:8000, without a path."
-            )
-        if not (is_loopback(parts.hostname) or is_unspecified(parts.hostname)):
+        host = _host(url)
+        if not (is_loopback(host) or is_unspecified(host)):
             logger.warning(
                 f"{url} is not on this machine. vLLM's weight endpoints have no authentication, even with an API key: "
                 "whoever reaches that port can replace or read the model. Use a private network or a tunnel."
             )
     return cleaned
+
+
+def _host(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port  # each raises a ValueError of its own
+    except ValueError:
+        host, port = None, 0
+    if not host or port == 0 or parts.scheme not in ("http", "https") or parts.path or parts.query or parts.fragment:
+        raise ValueError(
+            f"vllm_server_urls has {url!r}, which is not the address of a server. Write http://HOST:PORT, e.g. "
+            "http://127.0.0.1:8000, without a path."
+        )
+    return host
 
 
 def is_loopback(host: str) -> bool:
