@@ -11,6 +11,7 @@ slipping, too (sampled accuracy near 0.4), and reinforcement learning has someth
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from tokenizers import pre_tokenizers, trainers
 from tqdm.auto import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+MODEL_NAME = "arithmetic"  # begins the names of cached models
 FORMAT_VERSION = 3  # of the cached model: raise it when code below changes what a warm-up produces
 
 # ------------------------------------------------------------------------------------------------------- the problems
@@ -290,15 +293,15 @@ def _cache_path(settings: WarmUp, cache_dir: str | Path | None = None) -> Path:
         # The XDG specification: a relative path there is invalid and to be ignored.
         cache_dir = (Path(configured) if os.path.isabs(configured) else Path.home() / ".cache") / "dash_trl"
     key = json.dumps({"format": FORMAT_VERSION, **asdict(settings)}, sort_keys=True)
-    return Path(cache_dir) / f"arithmetic-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    return Path(cache_dir) / f"{MODEL_NAME}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def embedded_model(cache_dir: str | Path | None = None, *, settings: WarmUp = WarmUp(), progress: bool = True) -> str:
     """The directory of the warmed-up model and its tokenizer, made on the first call and cached for the next ones.
 
     The model is written beside its final place and moved there in one step, so that an interrupted warm-up leaves no
-    half cache and of several concurrent ones the first to finish wins. In a distributed launch let the main process
-    call it first; the others would do the same work again.
+    half cache and of several concurrent ones the first to finish wins. What a killed one left is removed by the next.
+    In a distributed launch let the main process call it first; the others would do the same work again.
 
     Args:
         cache_dir: by default `$XDG_CACHE_HOME/dash_trl` or `~/.cache/dash_trl`.
@@ -309,18 +312,19 @@ def embedded_model(cache_dir: str | Path | None = None, *, settings: WarmUp = Wa
     folder = final.parent
     if final.is_dir():
         return str(final)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f"{final.name}.", dir=folder))
-    except OSError as error:
-        raise ValueError(
-            f"The embedded model cannot be cached in {folder} ({error}). Pass a writable cache_dir, or set "
-            "XDG_CACHE_HOME to one."
-        ) from error
-    threads = torch.get_num_threads()
-    # `accelerate launch` leaves a process one thread; a second one takes a third of the time off.
-    torch.set_num_threads(max(threads, min(2, os.cpu_count() or 1)))
-    try:
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            unfinished = stack.enter_context(_unfinished(folder, final.name))
+        except OSError as error:
+            raise ValueError(
+                f"The embedded model cannot be cached in {folder} ({error}). Pass a writable cache_dir, or set "
+                "XDG_CACHE_HOME to one."
+            ) from error
+        threads = torch.get_num_threads()
+        stack.callback(torch.set_num_threads, threads)
+        # `accelerate launch` leaves a process one thread; a second one takes a third of the time off.
+        torch.set_num_threads(max(threads, min(2, os.cpu_count() or 1)))
         tokenizer = arithmetic_tokenizer()
         _warm_up(tokenizer, settings, progress).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
@@ -329,10 +333,40 @@ def embedded_model(cache_dir: str | Path | None = None, *, settings: WarmUp = Wa
         except OSError:
             if not final.is_dir():  # else a concurrent call was first, and its model is as good
                 raise
-    finally:
-        torch.set_num_threads(threads)
-        shutil.rmtree(unfinished, ignore_errors=True)
     return str(final)
+
+
+@contextmanager
+def _unfinished(folder: Path, name: str) -> Iterator[Path]:
+    """A new directory for a warm-up, removed at the end, if it is still there. First removes those of dead processes.
+
+    A warm-up holds a lock on its directory, which the kernel takes away with the process, whatever ended it. The folder
+    is locked meanwhile, so that nobody sees a directory between its making and its locking. Where there are no locks,
+    nothing of others is removed.
+    """
+    with ExitStack() as stack:
+        with _locked(folder, fcntl.LOCK_EX) as alone:
+            for left in folder.glob(f"{MODEL_NAME}-*.*") if alone else ():
+                with _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB) as dead:
+                    if dead:
+                        shutil.rmtree(left, ignore_errors=True)
+            unfinished = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=folder))
+            stack.callback(shutil.rmtree, unfinished, ignore_errors=True)
+            stack.enter_context(_locked(unfinished, fcntl.LOCK_EX))
+        yield unfinished
+
+
+@contextmanager
+def _locked(directory: Path, operation: int) -> Iterator[bool]:
+    """Whether the lock on the directory could be had; free again at the end."""
+    with ExitStack() as stack:
+        held = False
+        with suppress(OSError):  # somebody else's, or a file system without locks
+            lock = os.open(directory, os.O_RDONLY)
+            stack.callback(os.close, lock)
+            fcntl.flock(lock, operation)
+            held = True
+        yield held
 
 
 # --------------------------------------------------------------------------------------------- reinforcement learning

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import random
 import re
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
 
@@ -195,6 +198,42 @@ def test_an_interrupted_warm_up_leaves_nothing(tmp_path, monkeypatch):
         patch.setattr(type(arithmetic_tokenizer()), "save_pretrained", interrupted)  # the model is written by then
         embedded_model(tmp_path, settings=SMALL, progress=False)
     assert list(tmp_path.iterdir()) == []
+
+
+WAITING = """
+import sys
+from dash_trl import embedded
+embedded._warm_up = lambda *arguments: print("at work", flush=True) or sys.stdin.read()
+embedded.embedded_model(sys.argv[1])
+"""
+
+
+def test_what_a_killed_warm_up_left_is_removed_by_the_next_one_and_a_live_one_s_is_not(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "at work\n"
+        (left,) = tmp_path.iterdir()
+        first = embedded_model(tmp_path, settings=SMALL, progress=False)
+        assert sorted(map(str, tmp_path.iterdir())) == sorted([first, str(left)])
+    finally:
+        process.kill()
+        process.communicate()
+    assert left.is_dir()
+    second = embedded_model(tmp_path, settings=dataclasses.replace(SMALL, seed=1), progress=False)
+    assert sorted(map(str, tmp_path.iterdir())) == sorted([first, second])
+
+
+def test_without_locks_nothing_of_others_is_removed(tmp_path, monkeypatch):
+    def no_locks(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(embedded.fcntl, "flock", no_locks)
+    left = tmp_path / "arithmetic-0123456789ab.someones"
+    left.mkdir()
+    made = embedded_model(tmp_path, settings=SMALL, progress=False)
+    assert sorted(map(str, tmp_path.iterdir())) == sorted([str(left), made])
 
 
 def test_the_first_of_concurrent_warm_ups_wins(tmp_path, monkeypatch):

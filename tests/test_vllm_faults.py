@@ -591,6 +591,13 @@ def test_the_api_key_comes_from_the_environment_and_is_not_logged(fakes, monkeyp
     assert "secret-key" not in caplog.text
 
 
+def test_servers_are_asked_directly_whatever_proxy_the_environment_has(fakes, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
+    monkeypatch.setenv("no_proxy", "")
+    assert len(ServerPool([fakes().url], server_timeout=10.0).complete(prompts(2, 1), SAMPLING)) == 2
+
+
 @pytest.mark.parametrize(
     ("urls", "message"),
     [
