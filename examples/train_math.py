@@ -9,6 +9,9 @@
     accelerate launch --config_file accelerate_configs/zero3_offload.yaml examples/train_math.py \
         --config examples/configs/dash_qwen2.5-0.5b.yaml       # a run of the paper
 
+    accelerate launch examples/train_math.py --model_name_or_path MODEL --dataset_name own.jsonl --eval_strategy steps \
+        --dataset_train_split 'train[100:]' --dataset_test_split 'train[:100]'        # a file is the one split train
+
 Every field of `MathArguments`, `DASHConfig` (hence of TRL's `GRPOConfig`) and TRL's `ModelConfig` is a flag and a YAML
 key; a flag wins over the file. The dataset is a hub name or a local path: GSM8K, MATH, or `prompt`/`answer` columns.
 Without a model and a dataset the embedded model learns arithmetic; a flag that would have no effect is refused.

@@ -187,7 +187,18 @@ def test_mistakes(train_math, arguments, message):
         train_math.main([*arguments, *flags(SMALL)])
 
 
-def test_a_mistake_is_the_last_word_of_the_script(tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "rows"),
+    [([], None), (["--eval_strategy", "steps"], 256), (["--eval_on_start"], 256), (["--eval_strategy", "epoch"], 256)],
+)
+def test_what_asks_for_an_evaluation_gets_its_data(train_math, arguments, rows):
+    types = (train_math.MathArguments, train_math.DASHConfig, train_math.ModelConfig)
+    script, args, _ = train_math.parse([*arguments, *flags(SMALL)], types)
+    evaluation = train_math.load_task(script, args, None)[1]
+    assert (evaluation and len(evaluation)) == rows
+
+
+def test_accelerate_launch_shows_the_mistake(tmp_path):
     done = launch("--model_name", tmp_path / "nowhere", "--dataset_name", tmp_path, *flags(SMALL), check=False)
     said = [line for line in done.stderr.splitlines() if line.startswith("ValueError: ")]
     assert done.returncode != 0 and len(said) == 1 and "nowhere' cannot be loaded" in said[0]
