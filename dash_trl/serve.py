@@ -206,9 +206,11 @@ def parallelism(options: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}-parallel-size", short, type=int)
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--revision")
-    names = [word.partition("=") for word in options]  # vLLM reads --tensor_parallel_size, too
+    words = [word.partition("=") for word in options]
+    # vLLM reads --tensor_parallel_size, too.
+    dashed = [(name.replace("_", "-") if name.startswith("-") else name) + rest + value for name, rest, value in words]
     try:
-        return parser.parse_known_args([name.replace("_", "-") + sign + value for name, sign, value in names])[0]
+        return parser.parse_known_args(dashed)[0]
     except argparse.ArgumentError as error:
         raise ValueError(f"In the arguments of `vllm serve`: {error}.") from error
 
@@ -257,13 +259,14 @@ def layout(gpus: int, servers: int | None, own: argparse.Namespace, config: Any)
     def used(count: int) -> int:
         return count * copies * tensor_parallel(count)
 
-    full = next((count for count in range(1, gpus + 1) if used(count) == gpus), 1)
+    full = next((count for count in range(1, gpus + 1) if used(count) == gpus), None)
     if servers is None:
-        servers = 1 if own.tensor_parallel_size or copies > 1 else full
+        servers = 1 if full is None or own.tensor_parallel_size or copies > 1 else full
     if not own.tensor_parallel_size and used(servers) < gpus:
         logger.warning(
-            f"{gpus - used(servers)} of {gpus} GPUs stay idle: {servers} servers take {used(servers) // servers} each, "
-            f"an equal share over which the model's heads and layers split. --servers {full} uses all GPUs."
+            f"{gpus - used(servers)} of {gpus} GPUs stay idle: each of {servers} servers takes "
+            f"{used(servers) // servers}, an equal share over which the model's heads and layers split."
+            + (f" --servers {full} uses all GPUs." if full is not None else "")
         )
     if (own.data_parallel_size or 1) > 1:
         logger.warning(

@@ -112,9 +112,10 @@ def test_as_many_gpus_share_the_model_as_its_heads_split_over(config, gpus, serv
     ("servers", "options", "warning"),
     [
         (None, "", ""),
-        (1, "", "2 of 4 GPUs stay idle: 1 servers take 2 each, .* --servers 2 uses all GPUs"),
-        (3, "", "1 of 4 GPUs stay idle: 3 servers take 1 each, .* --servers 2 uses all GPUs"),
+        (1, "", "2 of 4 GPUs stay idle: each of 1 servers takes 2, .* --servers 2 uses all GPUs"),
+        (3, "", "1 of 4 GPUs stay idle: each of 3 servers takes 1, .* --servers 2 uses all GPUs"),
         (1, "-tp 1", ""),
+        (1, "-pp 3", r"1 of 4 GPUs stay idle: each of 1 servers takes 3, .* split\.\n"),  # none uses all
         (1, "-dp 2", "With --data-parallel-size 2 the first replica reports .* Use --servers 2 in its place"),
     ],
 )
@@ -142,7 +143,7 @@ def test_the_model_s_config_is_read_as_vllm_will(tmp_path):
     assert serve.text_config(str(tmp_path), serve.parallelism([])) is None
     trusting = serve.parallelism(["--max-model-len", "64", "--trust-remote-code"])
     assert serve.text_config(str(tmp_path), trusting).num_attention_heads == 6
-    assert serve.parallelism(["--revision=v2"]).revision == "v2"
+    assert serve.parallelism(["--revision=v_2"]).revision == serve.parallelism(["--revision", "v_2"]).revision == "v_2"
 
 
 def test_a_proxy_is_not_asked_for_this_machine_s_servers(monkeypatch):
