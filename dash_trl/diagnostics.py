@@ -1,5 +1,6 @@
 """Does the process signal arrive? The three checks of "Training-Free Process Rewards for LLM RL", and its metrics.
 
+    0. Are there values at all?
     1. Does any row have more than one advantage?   2. Do the advantages change by the process part?
     3. What does V cost?
 
@@ -69,17 +70,24 @@ class Diagnostics:
     """Runs the checks on each generation batch and warns once per check."""
 
     def __init__(self) -> None:
-        self._failures = {"structure": 0, "scale": 0, "time": 0}
+        self._failures = {"values": 0, "structure": 0, "scale": 0, "time": 0}
         self._last: float | None = None
 
-    def check(self, credit: Tensor, rewards: Rewards, *, seconds: float, estimator: str) -> None:
+    def check(self, credit: Tensor, rewards: Rewards, *, asked: bool, seconds: float, estimator: str) -> None:
         """
         Args:
-            credit: [N, T]. seconds: that the values took. estimator: its name.
+            credit: [N, T]. asked: for the values of any row. seconds: that they took. estimator: its name.
         """
         now = time.perf_counter()
         between = now - self._last if self._last is not None else None
         self._last = now
+        if asked:
+            self._note(
+                "values",
+                not rewards.valued.any(),
+                "No row has a value at its beginning and its end, so that there is no process reward: are the answers "
+                "empty, or does the value estimator give NaN only? process/missing_values in the log is their share.",
+            )
         several = (rewards.ends.sum(dim=1) > 1) & rewards.valued
         if several.any():
             collapsed = estimator in SCALAR_ESTIMATORS or not structured(credit, rewards.mask)[several].any()

@@ -105,11 +105,12 @@ def deepseek_process(batch, s):
 
 
 def whitened(rows, batch, s):
+    """verl's: (x - mean) / sqrt(variance + 1e-8) over all tokens."""
     flat = [row for group in batch for row in group]
     pool = [value for values, row in zip(rows, flat, strict=True) if row["valued"] for value in values]
     if len(pool) < 2:
         return [values if row["valued"] else outcome_only(row, s) for values, row in zip(rows, flat, strict=True)]
-    centre, scale = mean(pool), deviation(pool) + 1e-6
+    centre, scale = mean(pool), math.sqrt(deviation(pool) ** 2 + 1e-8)
     return [
         [(value - centre) / scale for value in values] if row["valued"] else outcome_only(row, s)
         for values, row in zip(rows, flat, strict=True)
@@ -148,15 +149,23 @@ def rloo(batch, s):
     return results
 
 
+def discounted(rewards, s):
+    return [sum(s["gamma"] ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
+
+
 def reinforce_plus_plus(batch, s):
+    return whitened([discounted(combined(row, s), s) for group in batch for row in group], batch, s)
+
+
+def reinforce_plus_plus_baseline(batch, s):
     rows = []
     for group in batch:
+        baseline = mean([sum(combined(row, s)) for row in group if row["valued"]])
         for row in group:
-            rewards, returns, later = combined(row, s), [], 0.0
-            for value in reversed(rewards):
-                later = value + s["gamma"] * later
-                returns.insert(0, later)
-            rows.append(returns)
+            rewards = combined(row, s)
+            if rewards:
+                rewards[-1] -= baseline
+            rows.append(discounted(rewards, s))
     return whitened(rows, batch, s)
 
 
@@ -165,7 +174,7 @@ def gae(batch, s):
     for group in batch:
         for row in group:
             if not row["valued"]:
-                results.append(outcome_only(row, s))
+                results.append([row["advantage"]] * row["length"])
                 continue
             advantages, later = [], 0.0
             for t in reversed(range(row["length"])):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from dash_trl.diagnostics import structured
 from dash_trl.process_rewards.credit import (
     ESTIMATORS,
+    SETTINGS,
     CreditSettings,
     Rewards,
     _groups,
@@ -20,7 +24,7 @@ from dash_trl.process_rewards.credit import (
 )
 from tests import process_reference
 
-SETTINGS = CreditSettings(outcome_weight=0.7, process_weight=1.3, scale_floor=0.1, gamma=0.9, lam=0.8)
+CHOSEN = CreditSettings(outcome_weight=0.7, process_weight=1.3, scale_floor=0.1, gamma=0.9, lam=0.8)
 AS_FLOATS = {"outcome": 0.7, "process": 1.3, "floor": 0.1, "gamma": 0.9, "lambda": 0.8}
 
 
@@ -83,12 +87,41 @@ def as_floats(rows: list[dict], rewards: Rewards) -> list[list[dict]]:
 def test_estimators_are_their_definitions(name, seed, group_size, groups):
     rows = make_rows(seed, group_size * groups)
     rewards = as_rewards(rows, group_size)
-    credit = ESTIMATORS[name](rewards, SETTINGS)
+    credit = ESTIMATORS[name](rewards, CHOSEN)
     expected = getattr(process_reference, name)(as_floats(rows, rewards), AS_FLOATS)
     for i, floats in enumerate(expected):
         assert credit[i, : len(floats)].tolist() == pytest.approx(floats, abs=1e-9), (i, rows[i])
         assert not credit[i, len(floats) :].any()
         assert torch.isfinite(credit[i]).all()
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_settings_of_an_estimator_are_those_that_change_its_credit(name):
+    rows = make_rows(3, 12, missing=0.1, scale=0.05)  # U is small, so that the floor of the scale counts
+    rewards = as_rewards(rows, 4)
+    assert not rewards.valued.all()
+    other = CreditSettings(outcome_weight=0.5, process_weight=2.0, scale_floor=0.3, gamma=0.5, lam=0.1)
+    used = {
+        setting
+        for setting, value in asdict(other).items()
+        if not torch.equal(
+            ESTIMATORS[name](rewards, CHOSEN), ESTIMATORS[name](rewards, replace(CHOSEN, **{setting: value}))
+        )
+    }
+    assert used == SETTINGS[name]
+
+
+def test_reinforce_plus_plus_baseline_of_outcomes_is_verl_s():
+    """Group means off, then whitened over all tokens: rewards 1, 0 | 1, 1 and lengths 1, 3 | 2, 2."""
+    rows = [
+        {"length": n, "boundaries": [0, n], "values": [0.5, 0.5], "outcome": outcome}
+        for n, outcome in ((1, 1.0), (3, 0.0), (2, 1.0), (2, 1.0))
+    ]
+    credit = ESTIMATORS["reinforce_plus_plus_baseline"](as_rewards(rows, 2), CreditSettings())
+    tokens = [0.5, -0.5, -0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
+    mean = sum(tokens) / 8
+    scale = math.sqrt(sum((token - mean) ** 2 for token in tokens) / 7 + 1e-8)
+    assert credit[credit != 0].tolist() == pytest.approx([(token - mean) / scale for token in tokens], abs=1e-12)
 
 
 def test_utilities_telescope_and_merge_over_missing_values():
@@ -201,6 +234,65 @@ def test_unvalued_rows_touch_nobody(seed):
     one, other = default([missing, *rows], 4), default([odd, *rows], 4)
     assert torch.equal(one, other) and not one[0].any()
     assert torch.allclose(one[1:, : default(rows, 3).shape[1]], default(rows, 3))
+
+
+LAWS = {
+    1: "splitting an episode",
+    2: "a trailing episode without progress",
+    3: "a constant added to all V",
+    4: "permuting a group",
+    5: "without process rewards",
+    6: "scaling V",
+}
+
+
+def documented_laws() -> dict[str, tuple[bool, set[int]]]:
+    """estimator → (keeps structure, laws that it breaks), from the table of docs/process_rewards.md."""
+    text = (Path(__file__).parents[1] / "docs" / "process_rewards.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`.*\| (yes|no) \| ([\d, –]+) \|$", text, re.MULTILINE)
+    return {name: (kept == "yes", set(map(int, re.findall(r"\d", laws)))) for name, kept, laws in rows}
+
+
+def laws_broken(name: str, seed: int) -> set[int]:
+    """By a random group, whose rows have outcomes, too."""
+    generator, outcome_advantages, order = random.Random(seed), [0.3, -1.0, 0.5, 0.2], [2, 0, 3, 1]
+
+    def credit(rows, advantages=outcome_advantages):
+        return ESTIMATORS[name](as_rewards(rows, 4, advantages), CreditSettings())
+
+    def valued(rows, values):
+        return [{**row, "values": [values(value) for value in row["values"]]} for row in rows]
+
+    rows = [{**row, "outcome": float(generator.random() < 0.5)} for row in complete_rows(seed)]
+    plain = credit(rows)
+    row = {**rows[0], "boundaries": [0, 2, 7, 12], "length": 13, "values": [0.5, 2.0, -1.0, 3.0]}
+    split = {**row, "boundaries": [0, 1, 2, 4, 7, 12], "values": [0.5, 9.0, 2.0, 0.3, -1.0, 3.0]}
+    width, ends = plain.shape[1], rows[0]["values"][-1]
+    trailing = {**rows[0], "length": width + 9, "boundaries": [*rows[0]["boundaries"], width, width + 7]}
+    trailing["values"] = [*rows[0]["values"], ends, ends]
+    failing, successful = ([{**one, "outcome": r} for one in (trailing, *rows[1:])] for r in (0.0, 1.0))
+    nothing = valued(rows, lambda value: 0.3)
+    outcome = torch.tensor(outcome_advantages).double().unsqueeze(1) * as_rewards(rows, 4).mask
+    kept = {
+        1: torch.allclose(credit([row, *rows[1:]])[:, 0], credit([split, *rows[1:]])[:, 0]),
+        2: not any(credit(group, [0.0] * 4)[0, width:].abs().max() > 1e-9 for group in (failing, successful)),
+        3: torch.allclose(plain, credit(valued(rows, lambda value: value - 7.0))),
+        4: torch.allclose(plain[order], credit([rows[i] for i in order], [outcome_advantages[i] for i in order])),
+        5: torch.allclose(credit(nothing), outcome),
+        6: torch.allclose(plain, credit(valued(rows, lambda value: 5.0 * value))),
+    }
+    return {law for law, holds in kept.items() if not holds}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_documented_laws(name):
+    keeps_structure, breaks = documented_laws()[name]
+    assert set.union(*(laws_broken(name, seed) for seed in range(12))) == breaks
+    stated = re.search(r"[Bb]reaks laws? (.*?)(?=\.(?:\s|$))|keeps all laws", ESTIMATORS[name].__doc__ or "", re.DOTALL)
+    if stated:
+        assert set(map(int, re.findall(r"(?<![\w.])([1-6])(?![\w.])", stated[1] or ""))) == breaks
+    rewards = as_rewards(complete_rows(0), 4)
+    assert structured(ESTIMATORS[name](rewards, CreditSettings()), rewards.mask).any() == keeps_structure
 
 
 def test_gae_uses_the_value_that_the_token_starts_from():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from dash_trl.process_rewards.episodes import EPISODE_MARKERS, Segmenter, line_starts, token_bytes
 
@@ -152,6 +152,11 @@ def test_short_episodes_are_merged():
 def test_impossible_settings_are_refused(arguments, said):
     with pytest.raises(ValueError, match=said):
         Segmenter(TOKENIZER, **arguments)
+
+
+def test_a_slow_tokenizer_is_refused():
+    with pytest.raises(ValueError, match="ByT5Tokenizer is no fast tokenizer"):
+        Segmenter(ByT5Tokenizer())
 
 
 def test_sentencepiece_tokens():

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
+from decimal import Decimal
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback
-from dash_trl.process_rewards import AnswerLogProbValue, CreditSettings, MonteCarloValue, ValueRequest, line_starts
+from dash_trl.process_rewards import (
+    AnswerLogProbValue,
+    CreditSettings,
+    MonteCarloValue,
+    ServerValue,
+    ValueRequest,
+    line_starts,
+)
 from dash_trl.process_rewards.callback import accepted_answers
 from dash_trl.visualization import credit_html
 from tests.tiny import parameters, relative_difference, run
@@ -183,14 +193,183 @@ def test_the_values_are_those_of_the_sampling_policy(tiny_model, tmp_path):
 # ---------------------------------------------------------------------------------------------------------- mistakes
 
 
-def test_unknown_estimators_are_listed():
-    with pytest.raises(ValueError, match="centered_return, grpo"):
-        ProcessRewardCallback(estimator="ppo")
+def no_positions(text: str):
+    """Forgot to return."""
 
 
-def test_gae_needs_probabilities():
-    with pytest.raises(ValueError, match="space='probability'"):
-        ProcessRewardCallback(estimator="gae")
+def only_with_a_marker(text: str):
+    return [0] if "Wait" in text else None
+
+
+def an_estimator(rewards, settings):
+    return rewards.outcome_advantages
+
+
+MISTAKES = [
+    # the value
+    (dict(value="text"), "value='text' cannot estimate V.* words before an answer are AnswerLogProbValue"),
+    (dict(value="episode"), "A name of an estimator is estimator='...'"),
+    (dict(value=MonteCarloValue), "MonteCarloValue'> cannot estimate V.* another instance"),
+    (dict(value=0.5), "value=0.5 cannot estimate V"),
+    # the estimator
+    (dict(estimator="ppo"), "estimator='ppo' is unknown: use one of centered_return, grpo, "),
+    (dict(estimator="centred_return"), "estimator='centred_return' is unknown"),
+    (dict(estimator=None), "estimator=None is unknown"),
+    (dict(estimator=["grpo"]), r"estimator=\['grpo'\] is unknown"),
+    (dict(estimator=an_estimator), r"estimator=<function an_estimator .*ESTIMATORS\['mine'\] = function"),
+    (dict(estimator="gae"), r"gae.* pass value=AnswerLogProbValue\(space='probability'\)"),
+    (dict(estimator="gae", value=lambda requests, trainer: []), "says so by an attribute, space = 'probability'"),
+    # the settings
+    (dict(settings={"process_weight": 0.5}), r"settings=\{'process_weight': 0.5\} is a dict. Pass .*CreditSettings"),
+    (dict(settings=CreditSettings), "settings=<class .*CreditSettings'> is a type"),
+    (
+        dict(settings=CreditSettings(lam=0.5)),
+        "lam=0.5 does nothing with .*centered_return'.* outcome_weight, process_w",
+    ),
+    (dict(settings=CreditSettings(gamma=0.9), estimator="rloo"), "gamma=0.9 does nothing with estimator='rloo'"),
+    (
+        dict(settings=CreditSettings(process_weight=0.5), estimator="gae", value=MonteCarloValue()),
+        "process_weight=0.5 does nothing with estimator='gae', whose settings are gamma, lam",
+    ),
+    (dict(settings=CreditSettings(outcome_weight=2.0), estimator="grpo"), "outcome_weight=2.0 .* settings are none"),
+    # the episodes
+    (dict(markers="Wait"), "markers='Wait' cannot begin an episode: pass a list"),
+    (dict(markers=None), "markers=None cannot begin an episode"),
+    (dict(markers=[]), r"markers=\[\] cannot begin an episode"),
+    (dict(markers=["Wait", ""]), "cannot begin an episode"),
+    (dict(markers=(word for word in ["Wait"])), "markers=<generator .* pass a list"),
+    (dict(markers=["Wait", 3]), "a text of markers=3 is a int, not a text"),
+    (dict(markers=no_positions), "markers=no_positions gave None for the text .* an empty one for none"),
+    (dict(markers=lambda text: 3), "gave 3 for the text"),
+    (dict(markers=lambda text: text.split()), "gave 'First,' for the text .* positions at which episodes begin"),
+    (dict(markers=lambda text: re.finditer("Wait", text)), r"gave <re.Match .*\[match.start\(\) for match in"),
+    (dict(markers=lambda text: [1.0]), "gave 1.0 for the text"),
+    (dict(markers=lambda text: [character == "W" for character in text]), "gave False for the text"),
+    (dict(max_episode_tokens="256"), "max_episode_tokens='256' is no number of tokens"),
+    (dict(max_episode_tokens=None), "max_episode_tokens=None is no number of tokens"),
+    (dict(max_episode_tokens=256.0), "max_episode_tokens=256.0 is no number of tokens"),
+    (dict(min_episode_tokens=True), "min_episode_tokens=True is no number of tokens"),
+    (dict(min_episode_tokens=0), "min_episode_tokens=0 and max_episode_tokens=256 cannot both hold"),
+    (dict(min_episode_tokens=200), "1 <= min <= max / 2"),
+    # the final answer
+    (dict(final_answer="("), r"final_answer='\(' is no regular expression \(missing \)"),
+    (dict(final_answer="####["), "unterminated character set.* re.escape"),
+    (dict(final_answer=None), "final_answer=None is a NoneType, not a text"),
+    (dict(final_answer=["####"]), "is a list, not a text"),
+    (dict(final_answer=""), "final_answer='' matches an empty text"),
+    (dict(final_answer="(answer: )?"), "matches an empty text"),
+    (dict(final_answer="\boxed"), r"final_answer='\\x08oxed' holds a control character.* raw text"),
+    (dict(final_answer=r"\boxed\{"), r"looks for 'oxed' at the beginning of a word.* Write \\\\boxed"),
+    # the rest
+    (dict(answer_column=None), "answer_column=None is a NoneType, not a text"),
+    (dict(answer_column=["answer"]), r"answer_column=\['answer'\] is a list"),
+    (dict(skip_solved="no"), "skip_solved='no' is a str. Use True or False"),
+    (dict(unproductive_penalty=-0.1), "unproductive_penalty=-0.1 cannot charge"),
+    (dict(unproductive_penalty="0.1"), "unproductive_penalty='0.1' cannot charge"),
+    (dict(unproductive_penalty=math.nan), "unproductive_penalty=nan cannot charge"),
+    (dict(unproductive_below=-1), "unproductive_below=-1 cannot charge"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), MISTAKES, ids=[said[:50] for _, said in MISTAKES])
+def test_mistakes_are_said_at_once(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        ProcessRewardCallback(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("value", "arguments", "said"),
+    [
+        (AnswerLogProbValue, dict(force_prompt=""), "force_prompt='' asks for nothing"),
+        (AnswerLogProbValue, dict(force_prompt=["The answer is "]), "is a list, not a text"),
+        (AnswerLogProbValue, dict(force_prompt="The answer is \boxed{"), "holds a control character"),
+        (AnswerLogProbValue, dict(closing=None), "closing=None is a NoneType, not a text.* leave it out"),
+        (AnswerLogProbValue, dict(space="logarithm"), "space='logarithm' is unknown"),
+        (AnswerLogProbValue, dict(space=None), "space=None is unknown"),
+        (AnswerLogProbValue, dict(floor=0), "floor=0 would make every answer certain"),
+        (AnswerLogProbValue, dict(floor="-10"), "floor='-10' would make"),
+        (AnswerLogProbValue, dict(floor=None), "floor=None would make"),
+        (AnswerLogProbValue, dict(floor=math.nan), "floor=nan would make"),
+        (AnswerLogProbValue, dict(max_tokens_per_pass=0), "max_tokens_per_pass=0 leaves no room"),
+        (AnswerLogProbValue, dict(max_tokens_per_pass="8192"), "max_tokens_per_pass='8192' leaves no room"),
+        (AnswerLogProbValue, dict(max_tokens_per_pass=None), "max_tokens_per_pass=None leaves no room"),
+        (ServerValue, dict(floor=1.0), "floor=1.0 would make"),
+        (MonteCarloValue, dict(num_rollouts=0), "num_rollouts=0 gives no rollout"),
+        (MonteCarloValue, dict(num_rollouts="9"), "num_rollouts='9' gives no rollout"),
+        (MonteCarloValue, dict(num_rollouts=2.5), "num_rollouts=2.5 gives no rollout"),
+        (MonteCarloValue, dict(num_rollouts=None), "num_rollouts=None gives no rollout"),
+        (CreditSettings, dict(scale_floor=-1), "scale_floor=-1 cannot be divided by"),
+        (CreditSettings, dict(scale_floor=0), "scale_floor=0 cannot be divided by"),
+        (CreditSettings, dict(scale_floor="0.1"), "scale_floor='0.1' cannot be divided by"),
+        (CreditSettings, dict(process_weight=-1.0), "process_weight=-1.0 cannot weigh"),
+        (CreditSettings, dict(process_weight=True), "process_weight=True cannot weigh"),
+        (CreditSettings, dict(outcome_weight=None), "outcome_weight=None cannot weigh"),
+        (CreditSettings, dict(outcome_weight=math.inf), "outcome_weight=inf cannot weigh"),
+        (CreditSettings, dict(gamma=1.5), "gamma=1.5 is no share"),
+        (CreditSettings, dict(lam="0.95"), "lam='0.95' is no share"),
+    ],
+    ids=lambda one: one.__name__ if isinstance(one, type) else None,
+)
+def test_mistakes_in_its_parts_are_said_at_once(value, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        value(**arguments)
+
+
+def test_what_is_right_is_taken():
+    ProcessRewardCallback(lambda requests, trainer: [], settings=CreditSettings(process_weight=0, scale_floor=1))
+    ProcessRewardCallback(markers={"Wait", "So"}, final_answer=r"\\boxed\{|####", unproductive_penalty=0)
+    ProcessRewardCallback(markers=lambda text: iter([]), final_answer="(?!)")
+    AnswerLogProbValue("\\boxed{", closing="}", floor=-math.inf)
+
+
+def returning(rows):
+    """A value function that returns what `rows` makes of the right answer."""
+
+    def mine(requests, trainer):
+        return rows([[0.0] * len(request.boundaries) for request in requests])
+
+    return mine
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (lambda rows: None, "mine returned a NoneType"),
+        (lambda rows: rows[1:], "mine returned 15 lists of values for 16 requests"),
+        (lambda rows: torch.zeros(16, 3), "mine returned a Tensor. Return a list with one list of numbers per request"),
+        (lambda rows: [0.5] * 16, "mine returned a float for request 0"),
+        (lambda rows: [*rows[:15], torch.zeros(3)], "mine returned a Tensor for request 15"),
+        (lambda rows: [rows[0][1:], *rows[1:]], r"mine returned \d+ values for request 0, which has \d+ boundaries"),
+        (lambda rows: [[*rows[0], 1.0], *rows[1:]], r"mine returned \d+ values for request 0"),
+        (lambda rows: [[None] * len(row) for row in rows], "mine returned None among .* not known is math.nan"),
+        (lambda rows: [["0.5"] * len(row) for row in rows], "mine returned '0.5' among the values of request 0"),
+    ],
+    ids=["nothing", "rows", "tensor", "floats", "tensors", "too few", "too many", "none", "texts"],
+)
+def test_values_of_the_wrong_shape_name_the_function(tiny_model, tmp_path, rows, said):
+    with pytest.raises(ValueError, match=said):
+        train(tiny_model, tmp_path, callback(value=returning(rows)))
+
+
+def test_values_may_be_any_numbers(tiny_model, tmp_path):
+    train(tiny_model, tmp_path, callback(value=returning(lambda rows: [tuple(map(np.float32, row)) for row in rows])))
+
+
+def test_a_function_of_markers_is_checked_at_every_text(tiny_model, tmp_path):
+    process = ProcessRewardCallback(AnswerLogProbValue(" = "), markers=only_with_a_marker)
+    with pytest.raises(ValueError, match="markers=only_with_a_marker gave None for the text"):
+        train(tiny_model, tmp_path, process)
+
+
+def test_servers_that_are_missing_are_said_before_anything_is_sampled(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(DASHTrainer, "_generate", None)
+    with pytest.raises(ValueError, match="this run has none: name them with vllm_server_urls"):
+        train(tiny_model, tmp_path, callback(value=ServerValue(" = ")))
+
+
+def test_only_one_callback_gives_each_token_its_credit(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="another callback has given each token its credit already"):
+        train(tiny_model, tmp_path, callback(), callback())
 
 
 def test_a_missing_answer_column_is_said_before_anything_is_sampled(tiny_model, tmp_path):
@@ -198,16 +377,15 @@ def test_a_missing_answer_column_is_said_before_anything_is_sampled(tiny_model, 
         train(tiny_model, tmp_path, callback(answer_column="solution"))
 
 
-def test_episodes_are_checked_at_once():
-    with pytest.raises(ValueError, match="min_episode_tokens"):
-        ProcessRewardCallback(min_episode_tokens=0)
-
-
 def test_accepted_answers():
     assert accepted_answers({"answer": "so 3\n#### 1,200"}, "answer") == ("1,200",)
     assert accepted_answers({"answer": ["a", " b", "", None]}, "answer") == ("a", "b")
     assert accepted_answers({"answer": 7}, "answer") == ("7",)
-    assert accepted_answers({"answer": None}, "answer") == ()
+    assert accepted_answers({"answer": None}, "answer") == accepted_answers({"answer": math.nan}, "answer") == ()
+    assert accepted_answers({"answer": Decimal("1.50")}, "answer") == ("1.50",)
+    for answer in ({"value": "7"}, ["7", {"alias": "seven"}], b"7"):
+        with pytest.raises(ValueError, match="column 'answer' has .* An answer is a text or a number"):
+            accepted_answers({"answer": answer}, "answer")
 
 
 # ------------------------------------------------------------------------------------------- diagnostics and pictures
@@ -219,6 +397,7 @@ def test_accepted_answers():
         ({"estimator": "rloo"}, "one advantage"),
         ({"settings": CreditSettings(process_weight=1e-6)}, "drowned"),
         ({}, "V(prefix) takes"),
+        ({"value": lambda requests, trainer: [[math.nan] * len(r.boundaries) for r in requests]}, "No row has a value"),
     ],
 )
 def test_lost_signals_are_said_once(tiny_model, tmp_path, caplog, monkeypatch, arguments, said):

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from dash_trl import diagnostics
 from dash_trl.advantages import weighted_rewards
 from dash_trl.callbacks import DASHCallback
-from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings, Rewards, place_rewards, spread_over_episodes
+from dash_trl.process_rewards.arguments import check_switch, check_text, is_number
+from dash_trl.process_rewards.credit import (
+    ESTIMATORS,
+    CreditSettings,
+    Rewards,
+    check_settings,
+    place_rewards,
+    spread_over_episodes,
+)
 from dash_trl.process_rewards.episodes import (
     EPISODE_MARKERS,
     FINAL_ANSWER,
@@ -28,7 +37,14 @@ from dash_trl.process_rewards.episodes import (
     Segmenter,
     check_segmentation,
 )
-from dash_trl.process_rewards.values import AnswerLogProbValue, ValueEstimator, ValueRequest
+from dash_trl.process_rewards.values import (
+    NO_SERVERS,
+    AnswerLogProbValue,
+    ServerValue,
+    ValueEstimator,
+    ValueRequest,
+    checked_values,
+)
 from dash_trl.rollouts import RolloutBatch
 from dash_trl.visualization import credit_html
 
@@ -52,7 +68,8 @@ class ProcessRewardCallback(DASHCallback):
         skip_solved: no values for groups whose rewards are all the same and positive: nothing is left to learn there.
         unproductive_penalty: subtracted from the advantage of each token of an episode with |U| < `unproductive_below`.
     Raises:
-        ValueError: for unknown or impossible settings; at the start of training without the answer column.
+        ValueError: for unknown or impossible settings; at the start of training without the answer column or servers;
+            in it, for values or positions that a function of yours got wrong.
     """
 
     def __init__(
@@ -70,17 +87,39 @@ class ProcessRewardCallback(DASHCallback):
         unproductive_penalty: float = 0.0,
         unproductive_below: float = 0.01,
     ):
-        if estimator not in ESTIMATORS:
-            raise ValueError(f"estimator={estimator!r} is unknown: use one of {', '.join(ESTIMATORS)}.")
+        if not (isinstance(estimator, str) and estimator in ESTIMATORS):
+            raise ValueError(
+                f"estimator={estimator!r} is unknown: use one of {', '.join(ESTIMATORS)}. One of your own needs a "
+                "name, too: dash_trl.process_rewards.ESTIMATORS['mine'] = function."
+            )
         self.value = AnswerLogProbValue() if value is None else value
-        if estimator == "gae" and self.value.space != "probability":
+        if isinstance(value, type) or not callable(self.value):
+            raise ValueError(
+                f"value={value!r} cannot estimate V(prefix): pass AnswerLogProbValue(...), MonteCarloValue(...) or "
+                "another instance or function that takes (requests, trainer). A name of an estimator is "
+                "estimator='...', words before an answer are AnswerLogProbValue('...')."
+            )
+        if estimator == "gae" and getattr(self.value, "space", None) != "probability":
             raise ValueError(
                 "estimator='gae' compares values with the outcome, so they have to be probabilities: pass "
-                "value=AnswerLogProbValue(space='probability') or MonteCarloValue()."
+                "value=AnswerLogProbValue(space='probability') or MonteCarloValue(); one of your own says so by an "
+                "attribute, space = 'probability'."
             )
-        check_segmentation(markers, max_episode_tokens, min_episode_tokens)
+        check_segmentation(markers, max_episode_tokens, min_episode_tokens, final_answer)
+        check_text("answer_column", answer_column, example="'answer'")
+        check_switch("skip_solved", skip_solved)
+        for name, number in (
+            ("unproductive_penalty", unproductive_penalty),
+            ("unproductive_below", unproductive_below),
+        ):
+            if not (is_number(number) and number >= 0):
+                raise ValueError(
+                    f"{name}={number!r} cannot charge an episode without progress: use a number >= 0; a penalty of 0 "
+                    "charges none."
+                )
         self.estimator = estimator
         self.settings = CreditSettings() if settings is None else settings
+        check_settings(estimator, self.settings)
         self.segmentation: dict[str, Any] = {
             "markers": markers,
             "max_episode_tokens": max_episode_tokens,
@@ -98,6 +137,10 @@ class ProcessRewardCallback(DASHCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if isinstance(self.value, ServerValue) and not getattr(args, "vllm_server_urls", None):
+            raise ValueError(NO_SERVERS)
+        if (tokenizer := kwargs.get("processing_class")) is not None:
+            self._segmenter = Segmenter(tokenizer, **self.segmentation)
         loader = kwargs.get("train_dataloader")
         columns = getattr(getattr(loader, "dataset", None), "column_names", None)
         if columns is not None and self.answer_column not in columns:
@@ -115,10 +158,16 @@ class ProcessRewardCallback(DASHCallback):
         started = time.perf_counter()
         gather = _Gather(trainer.accelerator)
         assert rollouts.advantages is not None and rollouts.rewards is not None
+        if rollouts.advantages.dim() != 1:
+            raise ValueError(
+                f"rollouts.advantages has the shape {tuple(rollouts.advantages.shape)}: another callback has given "
+                "each token its credit already. Use one ProcessRewardCallback, and put a callback of your own behind "
+                "it."
+            )
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
         outcomes, outcome_advantages = gather(outcome), gather(rollouts.advantages)
-        skipped = self._skipped(outcomes, trainer.num_generations)[gather.local(len(rollouts))]
-        episodes, values = self._values(rollouts, skipped, trainer)
+        skipped = self._skipped(outcomes, trainer.num_generations)
+        episodes, values = self._values(rollouts, skipped[gather.local(len(rollouts))], trainer)
         self.last = list(zip(episodes, values, strict=True))
 
         lengths = rollouts.completion_mask.sum(dim=1)
@@ -141,14 +190,15 @@ class ProcessRewardCallback(DASHCallback):
         credit = credit - self._penalty(rewards)
         mine, columns = gather.local(len(rollouts)), rollouts.completion_ids.shape[1]
         rollouts.advantages = credit[mine, :columns].float()
-        metrics = diagnostics.metrics(rewards, boundaries, all_values, credit, skipped=gather(skipped))
+        metrics = diagnostics.metrics(rewards, boundaries, all_values, credit, skipped=skipped)
         seconds = time.perf_counter() - started
         trainer._log({**metrics, "time/values": seconds})
         if args.log_completions and state.is_world_process_zero and state.global_step % state.logging_steps == 0:
             self._draw(
                 Path(args.output_dir) / "completions" / f"credit_{state.global_step:05d}.html", rollouts, trainer
             )
-        self._diagnostics.check(credit, rewards, seconds=seconds, estimator=self.estimator)
+        asked = not skipped.all()
+        self._diagnostics.check(credit, rewards, asked=asked, seconds=seconds, estimator=self.estimator)
 
     def _skipped(self, outcomes: Tensor, group_size: int) -> Tensor:
         """[N] bool: unscored rows, and rows of solved groups."""
@@ -174,7 +224,8 @@ class ProcessRewardCallback(DASHCallback):
                     example=example,
                 )
             )
-        return episodes, [values or [math.nan] for values in self.value(requests, trainer)]
+        found = checked_values(self.value(requests, trainer), requests, self.value)
+        return episodes, [values or [math.nan] for values in found]
 
     def _draw(self, path: Path, rollouts: RolloutBatch, trainer: Any) -> None:
         """The first group's credit, as a page beside TRL's completions table."""
@@ -202,7 +253,10 @@ class ProcessRewardCallback(DASHCallback):
 
 
 def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
-    """The answers of a dataset row: a text, a number, or a list of either; what follows `####` in GSM8K's solutions."""
+    """The answers of a dataset row: a text, a number, or a list of either; what follows `####` in GSM8K's solutions.
+
+    None and NaN, which tables have for what is missing, are no answers.
+    """
     if column not in example:
         raise ValueError(
             f"A dataset row has the columns {sorted(example)}, but not {column!r}, whose answer V(prefix) is the "
@@ -210,7 +264,15 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
         )
     answers = example[column]
     answers = answers if isinstance(answers, list | tuple) else [answers]
-    texts = [str(answer).rsplit("####", 1)[-1].strip() for answer in answers if answer is not None]
+    answers = [one for one in answers if one is not None and one == one]
+    for answer in answers:
+        if not isinstance(answer, str | Number):
+            raise ValueError(
+                f"The column {column!r} has {answer!r}, a {type(answer).__name__}, in a dataset row. An answer is a "
+                "text or a number, several are a list of them: make one with dataset.map, and name it with "
+                "answer_column=..."
+            )
+    texts = [str(answer).rsplit("####", 1)[-1].strip() for answer in answers]
     return tuple(text for text in texts if text)
 
 

@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-EPSILON = 1e-6  # beside standard deviations of the estimators from elsewhere, as in verl
+from dash_trl.process_rewards.arguments import is_number
+
+# What estimators from elsewhere add: the post's formula to the standard deviation, verl's whitening to the variance.
+STD_EPSILON = 1e-6
+VARIANCE_EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,15 @@ class Rewards:
 
 @dataclass(frozen=True)
 class CreditSettings:
-    """
+    """Which estimator has which of them: `SETTINGS`.
+
     Args:
-        outcome_weight, process_weight: of the two parts of the advantage.
-        scale_floor: lowest spread that process rewards are divided by, in the unit of V. Where V hardly moves, its
+        outcome_weight, process_weight: >= 0, of the two parts of the advantage.
+        scale_floor: > 0, lowest spread that process rewards are divided by, in the unit of V. Where V hardly moves, its
             noise is not worth an advantage of 1.
-        gamma, lam: discount and trace of `gae`; `reinforce_plus_plus` uses gamma.
+        gamma, lam: in [0, 1], discount and trace.
+    Raises:
+        ValueError: for a number outside of its range, or none.
     """
 
     outcome_weight: float = 1.0
@@ -66,6 +73,21 @@ class CreditSettings:
     scale_floor: float = 0.1
     gamma: float = 1.0
     lam: float = 0.95
+
+    def __post_init__(self) -> None:
+        for name in ("outcome_weight", "process_weight"):
+            if not (is_number(value := getattr(self, name)) and value >= 0):
+                raise ValueError(
+                    f"{name}={value!r} cannot weigh a part of the advantage: use a number >= 0; 0 leaves the part out."
+                )
+        if not (is_number(self.scale_floor) and self.scale_floor > 0):
+            raise ValueError(
+                f"scale_floor={self.scale_floor!r} cannot be divided by where V does not move: use a number > 0 in the "
+                "unit of V, e.g. 0.1."
+            )
+        for name in ("gamma", "lam"):
+            if not (is_number(value := getattr(self, name)) and 0 <= value <= 1):
+                raise ValueError(f"{name}={value!r} is no share of what comes later: use a number from 0 to 1.")
 
 
 def marginal_utilities(boundaries: Sequence[int], values: Sequence[float]) -> list[tuple[int, float]]:
@@ -155,11 +177,12 @@ def deepseek_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = Σ_{s ≥ t} (r_s − μ) / σ, μ and σ over all tokens of the group, the outcome on the last token.
 
     DeepSeekMath (arXiv 2402.03300, 4.1.3) as the post "Implementing Process Rewards in VeRL" has it: every token is
-    pooled. Breaks laws 1, 2 and 5: a token without reward gets −μ/σ, which adds up over the length.
+    pooled. Breaks laws 1, 2, 5 and 6: a token without reward gets −μ/σ, which adds up over the length, and σ is that of
+    the outcome, too.
     """
     combined = _combined(rewards, settings)
     mean, std = _pooled(combined, rewards.mask, rewards)
-    normalised = (combined - mean) / (std + EPSILON) * rewards.mask
+    normalised = (combined - mean) / (std + STD_EPSILON) * rewards.mask
     return _or_outcome(_returns_to_go(normalised), rewards, settings)
 
 
@@ -191,13 +214,26 @@ def rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
 def reinforce_plus_plus(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A = W(G), G_t = r_t + γ·G_{t+1}, the outcome on the last token, W over the batch (REINFORCE++, arXiv 2501.03262).
 
-    Breaks laws 2, 5 and 6: W mixes outcome and process, and knows no groups.
+    Breaks laws 1 (W is over tokens, so that another split is another mean), 2, 5 and 6: W mixes outcome and process,
+    and knows no groups.
     """
-    combined, returns = _combined(rewards, settings), torch.zeros_like(rewards.process)
-    later = torch.zeros(len(combined), dtype=combined.dtype)
-    for t in reversed(range(combined.shape[1])):
-        later = combined[:, t] + settings.gamma * later
-        returns[:, t] = later
+    returns = _discounted(_combined(rewards, settings), settings.gamma)
+    return _or_outcome(_whitened(returns * rewards.mask, rewards), rewards, settings)
+
+
+def reinforce_plus_plus_baseline(rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """`reinforce_plus_plus` with the group's mean total taken off the outcome (REINFORCE++ w/ baseline, same paper).
+
+    A = W(G), G_t = r_t + γ·G_{t+1}; on the last token the outcome minus mean_j s_j, s = w_o·outcome + w_p·ΣU. Without
+    process rewards and with γ = 1 it is verl's W(s_i − mean_j s_j); verl gives that number to all tokens with process
+    rewards, too, where here a token is paid for what comes after it. Breaks laws 1, 2, 5 and 6, by W.
+    """
+    combined = _combined(rewards, settings)
+    used = _groups(rewards.valued.to(combined.dtype), rewards)
+    totals = _groups(combined.sum(dim=1), rewards) * used
+    baseline = totals.sum(dim=1, keepdim=True) / used.sum(dim=1, keepdim=True).clamp(min=1)
+    combined = combined - baseline.expand_as(totals).reshape(-1, 1) * _last_token(rewards)
+    returns = _discounted(combined, settings.gamma)
     return _or_outcome(_whitened(returns * rewards.mask, rewards), rewards, settings)
 
 
@@ -206,18 +242,15 @@ def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
 
     r is the outcome on the last token, V_t the value at the last boundary before token t, a probability of success, 0
     after the end. Not whitened: a row that did what its values promised has no advantage; choose
-    `gradient_filter_threshold` in the unit of the reward. Breaks laws 1 (λ counts
-    tokens), 3 (V is compared with the outcome), 5 and 6.
+    `gradient_filter_threshold` in the unit of the reward. Outcome and process are one here, the outcome minus what V
+    expected of it, so that it has no weights. Breaks laws 1 (λ counts tokens), 2 (the outcome is paid for on the last
+    token), 3 (V is compared with the outcome), 5 and 6.
     """
     outcome = rewards.outcome.nan_to_num().unsqueeze(1) * _last_token(rewards)
     values = rewards.values * rewards.mask
     after = torch.nn.functional.pad(values[:, 1:], (0, 1))
     deltas = (outcome + settings.gamma * after - values) * rewards.mask
-    advantages, later = torch.zeros_like(deltas), torch.zeros(len(deltas), dtype=deltas.dtype)
-    for t in reversed(range(deltas.shape[1])):
-        later = deltas[:, t] + settings.gamma * settings.lam * later
-        advantages[:, t] = later
-    return _or_outcome(advantages, rewards, settings)
+    return _or_outcome(_discounted(deltas, settings.gamma * settings.lam), rewards, CreditSettings())
 
 
 Estimator = Callable[[Rewards, CreditSettings], Tensor]
@@ -231,10 +264,43 @@ ESTIMATORS: dict[str, Estimator] = {
         prime_rloo,
         rloo,
         reinforce_plus_plus,
+        reinforce_plus_plus_baseline,
         gae,
         episode,
     )
 }
+
+_WEIGHTS = {"outcome_weight", "process_weight"}
+# Which of `CreditSettings` an estimator has; another one that is set would do nothing, and is refused.
+SETTINGS: dict[str, set[str]] = {
+    "centered_return": _WEIGHTS | {"scale_floor"},
+    "episode": _WEIGHTS | {"scale_floor"},
+    "grpo_process": _WEIGHTS | {"scale_floor"},
+    "grpo": set(),
+    "deepseek_process": _WEIGHTS,
+    "prime_rloo": _WEIGHTS,
+    "rloo": _WEIGHTS,
+    "reinforce_plus_plus": _WEIGHTS | {"gamma"},
+    "reinforce_plus_plus_baseline": _WEIGHTS | {"gamma"},
+    "gae": {"gamma", "lam"},
+}
+
+
+def check_settings(estimator: str, settings: CreditSettings) -> None:
+    """Refuse what is no `CreditSettings`, and a setting that the estimator (one of `ESTIMATORS`) would not use."""
+    if not isinstance(settings, CreditSettings):
+        raise ValueError(
+            f"settings={settings!r} is a {type(settings).__name__}. Pass a dash_trl.process_rewards.CreditSettings, "
+            "e.g. CreditSettings(process_weight=0.5)."
+        )
+    names = {one.name for one in fields(settings)}
+    has = SETTINGS.get(estimator, names)  # a user's own estimator may use any
+    for name in sorted(names - has):
+        if (value := getattr(settings, name)) != getattr(CreditSettings, name):
+            raise ValueError(
+                f"{name}={value} does nothing with estimator={estimator!r}, whose settings are "
+                f"{', '.join(sorted(has)) or 'none'}. Leave it out, or choose an estimator that has it."
+            )
 
 
 # -------------------------------------------------------------------------------------------------------- their parts
@@ -266,6 +332,15 @@ def _last_token(rewards: Rewards) -> Tensor:
     """[N, T] bool, True on a row's last token."""
     after = torch.nn.functional.pad(rewards.mask[:, 1:], (0, 1), value=False)
     return rewards.mask & ~after
+
+
+def _discounted(values: Tensor, discount: float) -> Tensor:
+    """[N, T]: G_t = v_t + discount·G_{t+1}."""
+    sums, later = torch.zeros_like(values), torch.zeros(len(values), dtype=values.dtype)
+    for t in reversed(range(values.shape[1])):
+        later = values[:, t] + discount * later
+        sums[:, t] = later
+    return sums
 
 
 def _returns_to_go(values: Tensor) -> Tensor:
@@ -318,12 +393,12 @@ def _prime_source(values: Tensor, places: Tensor, rewards: Rewards) -> Tensor:
 
 
 def _whitened(values: Tensor, rewards: Rewards) -> Tensor:
-    """(x − mean) / σ over the tokens of all valued rows; unchanged if there are fewer than two."""
+    """(x − mean) / √(σ² + 1e-8) over the tokens of all valued rows; unchanged if there are fewer than two."""
     places = rewards.mask & rewards.valued.unsqueeze(1)
     used = values[places]
     if used.numel() < 2:
         return values
-    return (values - used.mean()) / (used.std() + EPSILON) * places
+    return (values - used.mean()) / (used.var() + VARIANCE_EPSILON).sqrt() * places
 
 
 def spread_over_episodes(values: Tensor, ends: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
 from dash_trl.advantages import weighted_rewards
+from dash_trl.process_rewards.arguments import is_whole
 from dash_trl.process_rewards.values import ValueRequest, server_pool
 from dash_trl.rewards.failures import WatchedReward, failures
 
@@ -54,13 +55,17 @@ class MonteCarloValue:
 
     Args:
         num_rollouts: K.
+    Raises:
+        ValueError: for no whole number of at least 1.
     """
 
     space = "probability"
 
     def __init__(self, num_rollouts: int = 9):
-        if num_rollouts < 1:
-            raise ValueError(f"num_rollouts={num_rollouts} gives no rollout to average: use at least 1.")
+        if not (is_whole(num_rollouts) and num_rollouts >= 1):
+            raise ValueError(
+                f"num_rollouts={num_rollouts!r} gives no rollout to average: use a whole number of at least 1."
+            )
         self.num_rollouts = num_rollouts
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:

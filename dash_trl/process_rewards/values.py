@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from numbers import Real
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ from accelerate.utils import is_peft_model
 from dash_trl.isolation import evaluating
 from dash_trl.packing import fitted_bins
 from dash_trl.padding_free import plain_causal_attention
+from dash_trl.process_rewards.arguments import check_text, is_number, is_whole, named
 from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_flaw, tree_log_probs
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,32 @@ class ValueEstimator(Protocol):
         """One list per request, one value per boundary; NaN = missing. Called on every rank at the same point."""
 
 
+def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: Any) -> list[list[float]]:
+    """What an estimator returned, if it is a list of numbers per request.
+
+    Raises:
+        ValueError: names the estimator and what is wrong. NaN is no mistake: it is a missing value.
+    """
+    culprit = f"The value estimator {named(estimator)}"
+    remedy = "Return a list with one list of numbers per request; a value that is not known is math.nan."
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{culprit} returned a {type(values).__name__}. {remedy}")
+    if len(values) != len(requests):
+        raise ValueError(f"{culprit} returned {len(values)} lists of values for {len(requests)} requests. {remedy}")
+    for number, (row, request) in enumerate(zip(values, requests, strict=True)):
+        if not isinstance(row, list | tuple):
+            raise ValueError(f"{culprit} returned a {type(row).__name__} for request {number}. {remedy}")
+        if len(row) != len(request.boundaries):
+            raise ValueError(
+                f"{culprit} returned {len(row)} values for request {number}, which has {len(request.boundaries)} "
+                f"boundaries. {remedy}"
+            )
+        for value in row:
+            if not isinstance(value, Real):
+                raise ValueError(f"{culprit} returned {value!r} among the values of request {number}. {remedy}")
+    return [[float(value) for value in row] for row in values]
+
+
 class AnswerLogProbValue:
     """V(prefix) = mean_i log P(a_i | prefix + force prompt + a_<i) of the policy itself, at temperature 1.
 
@@ -81,6 +109,8 @@ class AnswerLogProbValue:
         space: "log", or "probability" (exp of the mean).
         floor: lowest log-prob of a token.
         max_tokens_per_pass: budget of one model pass, prompts included; a larger tree gets a pass of its own.
+    Raises:
+        ValueError: for impossible settings.
     """
 
     def __init__(
@@ -92,14 +122,21 @@ class AnswerLogProbValue:
         floor: float = -10.0,
         max_tokens_per_pass: int = 8192,
     ):
-        if force_prompt is not None and not force_prompt:
-            raise ValueError(
-                "force_prompt='' asks for nothing: give the words before an answer, e.g. '\\nThe answer is '."
-            )
+        if force_prompt is not None:
+            check_text("force_prompt", force_prompt, example="'\\nThe answer is '")
+            if not force_prompt:
+                raise ValueError(
+                    "force_prompt='' asks for nothing: give the words before an answer, e.g. '\\nThe answer is '."
+                )
+        check_text("closing", closing, example="'}', or leave it out")
         if space not in ("log", "probability"):
             raise ValueError(f"space={space!r} is unknown: use 'log' or 'probability'.")
-        if not floor < 0:
-            raise ValueError(f"floor={floor} would make every answer certain: use a negative log-prob, e.g. -10.")
+        if not ((is_number(floor) or floor == -math.inf) and floor < 0):
+            raise ValueError(f"floor={floor!r} would make every answer certain: use a negative log-prob, e.g. -10.")
+        if not (is_whole(max_tokens_per_pass) and max_tokens_per_pass >= 1):
+            raise ValueError(
+                f"max_tokens_per_pass={max_tokens_per_pass!r} leaves no room for a token: use a whole number."
+            )
         self.force_prompt = force_prompt
         self.closing = closing
         self.space = space
@@ -242,6 +279,12 @@ def server_pool(trainer: Any) -> Any:
     return sampler if hasattr(sampler, "score") else None
 
 
+NO_SERVERS = (
+    "ServerValue asks the vLLM servers that a run samples from, but this run has none: name them with "
+    "vllm_server_urls, or use AnswerLogProbValue, which asks the trainer's model."
+)
+
+
 class ServerValue(AnswerLogProbValue):
     """`AnswerLogProbValue` from the trainer's vLLM servers: a request per boundary and answer.
 
@@ -253,10 +296,7 @@ class ServerValue(AnswerLogProbValue):
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         pool = server_pool(trainer)
         if pool is None:
-            raise ValueError(
-                "ServerValue asks the vLLM servers that a run samples from, but this run has none: name them with "
-                "vllm_server_urls, or use AnswerLogProbValue, which asks the trainer's model."
-            )
+            raise ValueError(NO_SERVERS)
         trees = [self._tree(request, trainer._tokenizer) for request in requests]
         branches = [(tree.trunk, branch) for tree in trees for branch in tree.branches]
         scored = pool.score([[*trunk[: branch.attach], *branch.tokens] for trunk, branch in branches])
