@@ -1,9 +1,14 @@
 """Estimators: rewards → advantages. Pure functions of whole groups, in any number.
 
-Letters: N rows (the G completions of a prompt adjacent), F reward functions, G group size.
+`group_advantages` is TRL's family (GRPO, Dr. GRPO, GDPO); the functions in `OUTCOME_ESTIMATORS` are those that TRL's
+GRPOTrainer has no option for, under verl's names.
+
+Letters: N rows (the G completions of a prompt adjacent), F reward functions, G group size, M = N / G groups.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -46,11 +51,7 @@ def group_advantages(
     Raises:
         ValueError: if the rows do not split into whole groups, or an option is unknown.
     """
-    if rewards.shape[0] % group_size:
-        raise ValueError(
-            f"{rewards.shape[0]} rewards do not split into groups of {group_size}: was a completion dropped before "
-            "its group was complete?"
-        )
+    _check_groups(rewards, group_size)
     rewards, weights = rewards.cpu().double(), weights.cpu().double()  # MPS has no float64
     unscored = rewards.isnan().all(dim=1)
     grouped = rewards.view(-1, group_size, rewards.shape[1])  # [M, G, F]
@@ -76,6 +77,92 @@ def group_advantages(
             "'normalize_then_sum'."
         )
     return advantages.nan_to_num(nan=0.0).float()
+
+
+# --------------------------------------------------------------------------------------------- estimators by name
+# Each takes one reward per row, [M, G], NaN = unscored, and the tokens of each row in the loss, [M, G]; it gives
+# [M, G] advantages. An unscored row is in no mean or spread and has advantage 0, as has the only scored row of a group.
+
+
+def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """A_i = r_i − mean_{j≠i} r_j (RLOO: Ahmadian et al. 2024, arXiv 2402.14740), as TRL's RLOOTrainer has it.
+
+    The baseline does not depend on row i: the gradient is unbiased. Deviation: no KL in the reward.
+    """
+    count = _count(rewards, dim=1)
+    return _or_zero(_from_mean(rewards) * count / (count - 1))
+
+
+def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """A_i = r_i − Σ_j l_j·r_j / Σ_j l_j (OPO, arXiv 2505.23585), l_j the tokens of row j.
+
+    The baseline of least variance, if every token has a gradient of the same norm.
+    """
+    centred = _from_mean(rewards)
+    weights = lengths * ~rewards.isnan()
+    baseline = (weights * centred).nansum(dim=1, keepdim=True) / weights.sum(dim=1, keepdim=True)
+    return _or_zero(centred - baseline)
+
+
+def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """A_best = (r_best − r_second) / (σ_group + 1e-4), 0 for the others (pass@k: arXiv 2503.19595, as in verl).
+
+    What the group's best would lose without that row. Two equally good ones leave no signal: with rewards of 0 and 1, a
+    group teaches when exactly one row is right.
+    """
+    best = rewards.nan_to_num(nan=-torch.inf).topk(2, dim=1)
+    gap = best.values[:, :1] - best.values[:, 1:]
+    advantages = torch.zeros_like(rewards).scatter(1, best.indices[:, :1], gap)
+    return _or_zero(advantages / (_std(rewards, dim=1) + STD_FLOOR))
+
+
+def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """A_i = (r_i − mean r) / (σ + 1e-4) over all N rows (REINFORCE++, arXiv 2501.03262, with γ = 1 and no KL).
+
+    It knows no groups: a group whose rewards are equal has a signal. Deviation: verl weighs rows by their tokens.
+    """
+    rows = rewards.view(1, -1)
+    return _or_zero(_from_mean(rows) / (_std(rows, dim=1) + STD_FLOOR)).view_as(rewards)
+
+
+def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """A_i = c_i / (σ(c) + 1e-4), c_i = r_i − mean_group r, σ over all N rows (REINFORCE++ w/ baseline, same paper).
+
+    With `scale_rewards="batch"`, σ is that of the rewards, here of what is divided. Deviation: verl weighs rows by
+    their tokens. Then the mean of c is not 0, and is subtracted: groups whose rewards are equal get a signal.
+    """
+    centred = _from_mean(rewards)
+    return _or_zero(centred / (_std(centred.view(1, -1), dim=1) + STD_FLOOR))
+
+
+OUTCOME_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    estimator.__name__: estimator
+    for estimator in (rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, opo, grpo_passk)
+}
+
+
+def outcome_advantages(
+    estimator: str, rewards: Tensor, weights: Tensor, group_size: int, *, lengths: Tensor | None = None
+) -> Tensor:
+    """The advantages of an estimator by its name; a group whose rewards are equal up to rounding counts as constant.
+
+    Args:
+        estimator: one of `OUTCOME_ESTIMATORS`.
+        rewards: [N, F]; NaN = not applicable. weights: [F].
+        group_size: G, at least 2, dividing N.
+        lengths: [N], the tokens of each row in the loss; None: all alike.
+    Returns:
+        [N] float32 on the CPU, same order; 0 for unscored rows.
+    Raises:
+        ValueError: if the rows do not split into whole groups.
+    """
+    _check_groups(rewards, group_size)
+    rewards, weights = rewards.cpu().double(), weights.cpu().double()  # MPS has no float64
+    lengths = torch.ones(len(rewards)) if lengths is None else lengths.cpu()
+    total = weighted_rewards(rewards, weights).view(-1, group_size, 1)
+    parts = (rewards * weights).abs().nansum(dim=1).view_as(total)
+    exact = total.nanmean(dim=1, keepdim=True) + _centred(total, scale=parts)
+    return OUTCOME_ESTIMATORS[estimator](exact.squeeze(2), lengths.double().view(-1, group_size)).flatten().float()
 
 
 def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
@@ -118,6 +205,29 @@ def checked_advantages(advantages: Tensor, rewards: Tensor, culprit: str) -> Ten
     raise ValueError(f"{culprit} gave advantages that cannot be used: {reason}.")
 
 
+def _check_groups(rewards: Tensor, group_size: int) -> None:
+    if rewards.shape[0] % group_size:
+        raise ValueError(
+            f"{rewards.shape[0]} rewards do not split into groups of {group_size}: was a completion dropped before "
+            "its group was complete?"
+        )
+
+
+def _from_mean(rewards: Tensor) -> Tensor:
+    """[M, G] minus the row's mean, NaN-aware; exactly 0 where all are equal."""
+    return _centred(rewards.unsqueeze(2), scale=rewards.abs().unsqueeze(2)).squeeze(2)
+
+
+def _count(values: Tensor, *, dim: int) -> Tensor:
+    """How many along `dim` (kept) are not NaN."""
+    return (~values.isnan()).sum(dim=dim, keepdim=True)
+
+
+def _or_zero(advantages: Tensor) -> Tensor:
+    """0 where NaN: unscored rows, and those without another one to compare with."""
+    return advantages.masked_fill(advantages.isnan(), 0.0)
+
+
 def _centred(values: Tensor, *, scale: Tensor) -> Tensor:
     """[M, G, K] minus the group mean, NaN-aware; exactly 0 where a group's spread is rounding (relative to `scale`)."""
     high = values.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
@@ -128,6 +238,6 @@ def _centred(values: Tensor, *, scale: Tensor) -> Tensor:
 
 def _std(values: Tensor, *, dim: int) -> Tensor:
     """Unbiased standard deviation along `dim` (kept), ignoring NaN; NaN where fewer than two values are left."""
-    count = (~values.isnan()).sum(dim=dim, keepdim=True)
+    count = _count(values, dim=dim)
     squares = (values - values.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
     return torch.where(count > 1, squares / (count - 1).clamp(min=1), torch.nan).sqrt()

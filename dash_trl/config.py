@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
+from dash_trl.advantages import OUTCOME_ESTIMATORS
 from dash_trl.sampling.urls import check_urls
 
 
@@ -23,6 +24,10 @@ class DASHConfig(GRPOConfig):
         filter_denominator (`str`, defaults to `"all"`):
             What the loss divides by. `"all"`: all rows, dropped ones included, the exact GRPO update. `"kept"`: the
             survivors only, as in the paper: larger steps when few rows survive.
+        advantage_estimator (`str`, defaults to `"grpo"`):
+            How rewards become advantages. `"grpo"`: TRL's, by `scale_rewards` and `multi_objective_aggregation`. Or one
+            that does without these two (`dash_trl.advantages`): `"rloo"`, `"reinforce_plus_plus"`,
+            `"reinforce_plus_plus_baseline"`, `"opo"`, `"grpo_passk"`.
         max_tokens_per_microbatch (`int` or `None`, defaults to `None`):
             Token budget of one model pass (prompt and completion tokens; padding counts where the model cannot run
             padding-free). `None`: at most `per_device_train_batch_size` rows, as in TRL. Set it to what fits in
@@ -51,6 +56,13 @@ class DASHConfig(GRPOConfig):
         metadata={
             "help": "What the loss divides by: 'all' rows (exactly GRPO's update) or the 'kept' ones (the paper's).",
             "choices": ["all", "kept"],
+        },
+    )
+    advantage_estimator: str = field(
+        default="grpo",
+        metadata={
+            "help": "How rewards become advantages: 'grpo' is TRL's, by `scale_rewards`.",
+            "choices": ["grpo", *OUTCOME_ESTIMATORS],
         },
     )
     max_tokens_per_microbatch: int | None = field(
@@ -104,6 +116,25 @@ class DASHConfig(GRPOConfig):
                 f"per_device_train_batch_size={self.per_device_train_batch_size}, steps_per_generation="
                 f"{self.steps_per_generation}, processes={self.world_size}."
             ) from error
+
+        self._check_estimator()
+
+    def _check_estimator(self) -> None:
+        name = self.advantage_estimator
+        if name == "grpo":
+            return
+        if not (isinstance(name, str) and name in OUTCOME_ESTIMATORS):
+            raise ValueError(
+                f"advantage_estimator={name!r} is unknown. Use 'grpo' or one of {', '.join(OUTCOME_ESTIMATORS)}. GPG "
+                "is scale_rewards='none' with filter_denominator='kept', Dr. GRPO scale_rewards='none' with "
+                "loss_type='dr_grpo'; estimators of process rewards are ProcessRewardCallback(estimator=...)."
+            )
+        for option, default in (("scale_rewards", "group"), ("multi_objective_aggregation", "sum_then_normalize")):
+            if (value := getattr(self, option)) != default:
+                raise ValueError(
+                    f"{option}={value!r} does nothing with advantage_estimator={name!r}, which has a scale of its own "
+                    f"and takes the weighted sum of the rewards. Leave {option} out, or use advantage_estimator='grpo'."
+                )
 
     def _check_servers(self) -> None:
         if self.vllm_weight_sync not in ("file", "nccl"):

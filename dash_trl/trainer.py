@@ -27,7 +27,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import shuffle_sequence_dict, use_adapter
 
 from dash_trl import checks
-from dash_trl.advantages import checked_advantages, group_advantages
+from dash_trl.advantages import checked_advantages, group_advantages, outcome_advantages
 from dash_trl.callbacks import DASHCallback
 from dash_trl.config import DASHConfig
 from dash_trl.filtering import Filtered, filter_rows, loss_scale
@@ -135,6 +135,7 @@ class DASHTrainer(GRPOTrainer):
         args = self.args
         self._window: GenerationWindow | None = None
         self._scored: Any = None  # (rewards of all ranks, completions of this one)
+        self._completion_lengths: Tensor | None = None  # of all ranks, in loss tokens
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._failures = FailureWatch(self.reward_funcs, self.reward_func_names)
         self._empty_windows = EmptyWindows(args.gradient_filter_threshold)
@@ -239,13 +240,21 @@ class DASHTrainer(GRPOTrainer):
             self.beta, self.vllm_importance_sampling_correction, self._sampling_only = beta, correction, False
 
     def compute_advantages(self, rewards: Tensor) -> Tensor:
-        """Rewards of whole groups → advantages; override it for an estimator of your own.
+        """Rewards of whole groups → advantages, by `advantage_estimator`; override it for an estimator of your own.
 
         Args:
             rewards: [N, F], the rows of all ranks, groups adjacent; NaN = not applicable, a row of NaN is unscored.
         Returns:
             [N] floats, finite for scored rows. `dash_trl.advantages.weighted_rewards` gives one reward per row.
         """
+        if self.args.advantage_estimator != "grpo":
+            return outcome_advantages(
+                self.args.advantage_estimator,
+                rewards,
+                self.reward_weights,
+                self.num_generations,
+                lengths=self._completion_lengths,
+            )
         return group_advantages(
             rewards,
             self.reward_weights,
@@ -272,6 +281,7 @@ class DASHTrainer(GRPOTrainer):
         self._dispatch("on_rewards", rollouts)
         unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have failed a row, too
         rewards = self.accelerator.gather(rollouts.rewards.masked_fill(unscored, torch.nan).to(device))
+        self._completion_lengths = self.accelerator.gather(rollouts.loss_mask.sum(dim=1).to(device))
         culprit = f"{type(self).__name__}.compute_advantages"
         outcome = checked_advantages(self.compute_advantages(rewards), rewards, culprit).cpu()
         rollouts.advantages = outcome[local].clone()

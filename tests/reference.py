@@ -66,6 +66,55 @@ def group_advantages(
     return result
 
 
+def rloo(groups, lengths):
+    return each_row(groups, lambda group, i: group[i] - mean(others(group, i)) if others(group, i) else 0.0)
+
+
+def opo(groups, lengths):
+    def advantage(group, i, lengths):
+        if not others(group, i):
+            return 0.0
+        tokens = math.fsum(length for r, length in zip(group, lengths, strict=True) if r is not None)
+        weighted = math.fsum(length * r for r, length in zip(group, lengths, strict=True) if r is not None)
+        return group[i] - weighted / tokens if tokens else 0.0  # no row has a token to teach
+
+    return [
+        [None if r is None else advantage(group, i, its) for i, r in enumerate(group)]
+        for group, its in zip(groups, lengths, strict=True)
+    ]
+
+
+def grpo_passk(groups, lengths):
+    def advantage(group, i):
+        best, *rest = sorted((r for r in group if r is not None), reverse=True)
+        if not rest or best == rest[0] or group[i] != best:
+            return 0.0
+        return (best - rest[0]) / (std([best, *rest]) + EPSILON)
+
+    return each_row(groups, advantage)
+
+
+def reinforce_plus_plus(groups, lengths):
+    known = [r for group in groups for r in group if r is not None]
+    scale = std(known) + EPSILON if len(known) > 1 else 1.0
+    return each_row(groups, lambda group, i: (group[i] - mean(known)) / scale)
+
+
+def reinforce_plus_plus_baseline(groups, lengths):
+    centred = each_row(groups, lambda group, i: group[i] - mean([r for r in group if r is not None]))
+    known = [c for group in centred for c in group if c is not None]
+    scale = std(known) + EPSILON if len(known) > 1 else 1.0
+    return each_row(centred, lambda group, i: group[i] / scale)
+
+
+def others(group, i):
+    return [r for j, r in enumerate(group) if j != i and r is not None]
+
+
+def each_row(groups, advantage):
+    return [[None if r is None else advantage(group, i) for i, r in enumerate(group)] for group in groups]
+
+
 def importance_ratio(old, sampling, mask, mode, low, high):
     """Per row, per token (or one per row): exp(Σ or single (old − sampling)), truncated or masked."""
     result = []

@@ -1,6 +1,8 @@
 """Advantages against the definition in floats, against TRL, and the properties that must hold for any input."""
 
 import json
+import math
+import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dash_trl import DASHTrainer
-from dash_trl.advantages import checked_advantages, group_advantages, weighted_rewards
+from dash_trl import DASHCallback, DASHConfig, DASHTrainer
+from dash_trl.advantages import (
+    OUTCOME_ESTIMATORS,
+    checked_advantages,
+    group_advantages,
+    outcome_advantages,
+    weighted_rewards,
+)
 from tests import reference
 from tests.tiny import run
 
@@ -98,6 +106,141 @@ def test_shift_and_permutation(seed, scale, shift):
     order = torch.randperm(4)
     permuted = torch.cat([rewards[:4][order], rewards[4:]])
     torch.testing.assert_close(group_advantages(permuted, weights, 4, scale_rewards=scale)[:4], ours[:4][order])
+
+
+NAN = float("nan")
+ESTIMATORS = list(OUTCOME_ESTIMATORS)
+# Of a group; the other two look at the batch.
+OF_A_GROUP = ["rloo", "opo", "grpo_passk"]
+
+
+def random_groups(seed: int, count: int, size: int) -> tuple[list[list[float | None]], list[list[int]]]:
+    """Groups of graded or 0/1 rewards, some constant, some with one scored row or none; and their lengths."""
+    generator = random.Random(seed)
+    groups = []
+    for _ in range(count):
+        kind = generator.choice(["graded", "binary", "constant", "gaps", "one"])
+        group = [generator.gauss(0.0, 1.0) if kind != "binary" else generator.randint(0, 1) for _ in range(size)]
+        group = group[:1] * size if kind == "constant" else group
+        missing = {"gaps": 0.5, "one": 1.0}.get(kind, 0.0)
+        groups.append([None if i and generator.random() < missing else float(r) for i, r in enumerate(group)])
+    groups[0][0] = None if seed % 3 == 0 else groups[0][0]
+    return groups, [[generator.randint(0, 9) for _ in range(size)] for _ in range(count)]
+
+
+def as_tensor(groups: list[list[float | None]]) -> torch.Tensor:
+    return torch.tensor([[NAN if r is None else r for r in group] for group in groups], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("count, size", [(1, 2), (3, 4), (6, 5), (1, 8)])
+@pytest.mark.parametrize("seed", range(10))
+def test_named_estimators_are_their_definitions(name, count, size, seed):
+    groups, lengths = random_groups(seed, count, size)
+    ours = OUTCOME_ESTIMATORS[name](as_tensor(groups), torch.tensor(lengths).double())
+    expected = getattr(reference, name)(groups, lengths)
+    for found, group, rewards in zip(ours.tolist(), expected, groups, strict=True):
+        assert found == pytest.approx([0.0 if a is None else a for a in group], abs=1e-12)
+        if name != "reinforce_plus_plus" and len(set(rewards) - {None}) == 1:
+            assert not any(found), "not even rounding is left of a constant group"
+
+
+@pytest.mark.parametrize("name, constant_is_0", [(name, name != "reinforce_plus_plus") for name in ESTIMATORS])
+def test_a_constant_group_has_a_signal_by_reinforce_plus_plus_only(name, constant_is_0):
+    """Its rewards are made of different float32 parts, and are equal up to rounding."""
+    parts = torch.tensor([0.1, 0.2, 0.3, 0.7])
+    rewards = torch.cat([torch.stack([parts, 1.0 - parts], dim=1), torch.randn(8, 2)])
+    lengths = torch.tensor([3, 1, 4, 1] * 3)
+    ours = outcome_advantages(name, rewards, torch.ones(2), 4, lengths=lengths)
+    assert ours.dtype == torch.float32 and ours[4:].any()
+    assert (not ours[:4].any()) == constant_is_0
+    assert not outcome_advantages(name, rewards[:4], torch.ones(2), 4, lengths=lengths[:4]).any()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(ESTIMATORS), st.floats(-3, 3))
+def test_named_estimators_under_shift_permutation_and_unscored_groups(seed, name, shift):
+    groups, lengths = random_groups(seed, 3, 4)
+    rewards, tokens, estimator = as_tensor(groups), torch.tensor(lengths).double(), OUTCOME_ESTIMATORS[name]
+    ours, order = estimator(rewards, tokens), torch.randperm(4)
+    torch.testing.assert_close(estimator(rewards + shift, tokens), ours, atol=1e-9, rtol=0)
+    permuted = estimator(rewards[:, order], tokens[:, order])
+
+    torch.testing.assert_close(permuted, ours[:, order], atol=1e-9, rtol=0)
+    unscored = torch.full((1, 4), NAN, dtype=torch.float64)
+    more = estimator(torch.cat([rewards, unscored]), torch.cat([tokens, torch.ones(1, 4).double()]))
+    torch.testing.assert_close(more, torch.cat([ours, torch.zeros(1, 4).double()]), atol=1e-12, rtol=0)
+    assert not ours[rewards.isnan()].any()
+    if name in OF_A_GROUP:
+        torch.testing.assert_close(estimator(rewards[1:2], tokens[1:2]), ours[1:2], atol=1e-12, rtol=0)
+
+
+def test_what_the_named_estimators_have_in_common():
+    """RLOO is Dr. GRPO times G / (G − 1), OPO of equal lengths is Dr. GRPO, REINFORCE++ of a single group is GRPO."""
+    rewards, weights = torch.randn(12, 2), torch.tensor([1.0, 0.5])
+    dr_grpo = group_advantages(rewards, weights, 4, scale_rewards="none")
+    torch.testing.assert_close(outcome_advantages("rloo", rewards, weights, 4), dr_grpo * 4 / 3)
+    torch.testing.assert_close(outcome_advantages("opo", rewards, weights, 4), dr_grpo)
+    grpo = group_advantages(rewards, weights, 12)
+    for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        torch.testing.assert_close(outcome_advantages(name, rewards, weights, 12), grpo)
+
+
+def test_named_estimators_take_whole_groups_and_any_device():
+    with pytest.raises(ValueError, match="7 rewards do not split into groups of 4"):
+        outcome_advantages("rloo", torch.zeros(7, 1), torch.ones(1), 4)
+    rewards, weights = torch.randn(8, 2), torch.tensor([1.0, 0.5])
+    ours = outcome_advantages("rloo", rewards.as_subclass(OnMPS), weights.as_subclass(OnMPS), 4)
+    assert ours.equal(outcome_advantages("rloo", rewards, weights, 4))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_estimator_is_chosen_by_its_name(tiny_model, tmp_path, name):
+    """With weights, a failed reward, and the lengths of the rollouts."""
+
+    class Seen(DASHCallback):
+        def on_advantages(self, args, state, control, rollouts, **kwargs):
+            self.rollouts = rollouts
+
+    def graded(completion_ids, **kwargs):
+        return [NAN if i == 5 else len(set(ids)) / 8 for i, ids in enumerate(completion_ids)]
+
+    seen = Seen()
+    run(
+        DASHTrainer,
+        tiny_model,
+        tmp_path,
+        reward=[graded],
+        reward_weights=[2.0],
+        callbacks=[seen],
+        advantage_estimator=name,
+    )
+    scored = [
+        [None if math.isnan(r) else 2.0 * r for r in group] for group in seen.rollouts.rewards.view(-1, 4).tolist()
+    ]
+    lengths = seen.rollouts.completion_mask.sum(dim=1).view(-1, 4).tolist()
+    expected = [0.0 if a is None else a for group in getattr(reference, name)(scored, lengths) for a in group]
+    assert any(expected) and seen.rollouts.advantages.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (dict(advantage_estimator="ppo"), "'ppo' is unknown. Use 'grpo' or one of rloo, reinforce_plus_plus, "),
+        (dict(advantage_estimator="gpg"), "GPG is scale_rewards='none' with filter_denominator='kept'"),
+        (dict(advantage_estimator=["rloo"]), r"\['rloo'\] is unknown"),
+        (dict(advantage_estimator="rloo", scale_rewards="none"), "scale_rewards='none' does nothing with .*'rloo'"),
+        (dict(advantage_estimator="opo", scale_rewards=False), "scale_rewards='none' does nothing with .*'opo'"),
+        (
+            dict(advantage_estimator="rloo", multi_objective_aggregation="normalize_then_sum"),
+            "multi_objective_aggregation='normalize_then_sum' does nothing",
+        ),
+    ],
+    ids=str,
+)
+def test_estimators_and_options_that_do_not_fit_are_refused(tmp_path, options, said):
+    with pytest.raises(ValueError, match=said):
+        DASHConfig(str(tmp_path), use_cpu=True, bf16=False, **options)
 
 
 def test_any_set_of_whole_groups():
