@@ -23,7 +23,7 @@ def is_whole(value: Any) -> bool:
 def check_text(name: str, text: Any, *, example: str) -> None:
     """Refuse what is no text, or one in which a backslash was read as Python's."""
     if not isinstance(text, str):
-        raise ValueError(f"{name}={text!r} is a {type(text).__name__}, not a text. Pass one, e.g. {example}.")
+        raise ValueError(f"{name}={text!r} is no text (but of type {type(text).__name__}). Pass one, e.g. {example}.")
     if _ESCAPED.search(text):
         raise ValueError(
             f"{name}={text!r} holds a control character, which Python makes of a backslash and a letter, as in "

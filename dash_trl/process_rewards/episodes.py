@@ -107,7 +107,8 @@ class Segmenter:
 
     Args:
         tokenizer: a fast tokenizer.
-        markers: texts that begin an episode where they begin a word; or a function: text → character positions.
+        markers: texts that begin an episode where they begin a word; or a function: text → character positions; it is
+            tried on a short text at once.
         max_episode_tokens: before the fallback cuts. min_episode_tokens: a boundary nearer to the one before, or to
             the final answer, is left out.
         final_answer: regular expression; its last match begins the final answer.
