@@ -1,7 +1,7 @@
 """Padding-free model passes: the samples of a micro-batch laid end to end in one row, attention within each sample.
 
 Positions restart at every sample. Attention is kept apart by FlashAttention's varlen kernels where the model uses
-them, else by `sdpa_segments`: SDPA run once per sample, through transformers' attention interface. Either way no
+them, else by SDPA run once per sample (`segment_attention`), through transformers' attention interface. Either way no
 position is spent on padding, and attention costs Σ L_i² instead of B · (max L)².
 
 Letters: B rows, P prompt tokens, T completion tokens, L tokens of the packed row (the sum of the mask).
@@ -17,13 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from dash_trl.isolation import computing_dtype, evaluating, isolation_flaw
-
-SEGMENT_ATTENTION = "sdpa_segments"
 
 
 def segment_attention(
@@ -64,29 +61,22 @@ def plain_causal_attention(model: PreTrainedModel) -> bool:
 
 
 def enable_padding_free(model: PreTrainedModel) -> str | None:
-    """Prepare `model` for packed passes; returns why it cannot run them, `None` if `packing_flaw` may have a look.
+    """Prepare for packed passes of `model`; returns why it cannot run them, `None` if `packing_flaw` may have a look.
 
-    It needs plain causal attention on SDPA (which is switched to `sdpa_segments`, equal to SDPA outside packed
-    passes) or FlashAttention; eager and flex attention know no segments.
+    It needs plain causal attention on SDPA or FlashAttention; eager and flex attention know no segments. The model
+    stays as it is: with an attention of our own in its config, a pickle of it would need this package. Instead, what
+    "sdpa" names in this process learns of segments, and remains SDPA for passes without them, which all others are.
     """
-    config = model.config.get_text_config()
     if not plain_causal_attention(model):
         return "its attention is not plain causal in every layer"
-    attention = config._attn_implementation or ""
+    attention = model.config.get_text_config()._attn_implementation or ""
     if attention == "sdpa":
-        AttentionInterface.register(SEGMENT_ATTENTION, segment_attention)
-        # Without a mask function of the same name, transformers would build no mask at all, in generation too.
-        AttentionMaskInterface.register(SEGMENT_ATTENTION, sdpa_mask)
-        model.set_attn_implementation(SEGMENT_ATTENTION)
-    if "flash" in attention or config._attn_implementation == SEGMENT_ATTENTION:
-        return None
-    return f"its attn_implementation {attention!r} keeps no segments apart: use 'sdpa' or 'flash_attention_2'"
-
-
-def disable_padding_free(model: PreTrainedModel) -> None:
-    """Undo `enable_padding_free`."""
-    if model.config.get_text_config()._attn_implementation == SEGMENT_ATTENTION:
-        model.set_attn_implementation("sdpa")
+        if AttentionInterface()["sdpa"] not in (sdpa_attention_forward, segment_attention):
+            return "another function than transformers' is registered as 'sdpa'"
+        AttentionInterface.register("sdpa", segment_attention)
+    elif "flash" not in attention:
+        return f"its attn_implementation {attention!r} keeps no segments apart: use 'sdpa' or 'flash_attention_2'"
+    return None
 
 
 @dataclass(frozen=True)

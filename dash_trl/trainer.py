@@ -36,7 +36,6 @@ from dash_trl.metrics import EmptyWindows, PassMetrics, filter_metrics, packing_
 from dash_trl.packing import MicroBatch, plan_segment
 from dash_trl.padding_free import (
     PackedLayout,
-    disable_padding_free,
     enable_padding_free,
     packed_log_probs,
     packing_flaw,
@@ -175,8 +174,6 @@ class DASHTrainer(GRPOTrainer):
             found = torch.tensor(float(len(flaws)), device=self.args.device)
             if self.accelerator.reduce(found, "sum").item():  # all ranks pad if one has to
                 self._padding_free, self._padded_because = False, next(iter(flaws), "of what another rank found")
-                for model in self._text_models():
-                    disable_padding_free(model)
         if self.accelerator.is_main_process:
             self._say_layout()
         return prepared

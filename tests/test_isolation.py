@@ -163,7 +163,7 @@ def test_the_update_is_trls(name, tmp_path, caplog):
     assert trainer._padding_free == (name in BLIND)
     assert (f"{type(trainer.model).__name__}: model passes are padded" in caplog.text) == (name in SIGHTED)
     attention = [one.config._attn_implementation for one in (trainer.model, trainer.ref_model)]
-    assert attention == ["sdpa_segments" if name in BLIND else "sdpa"] * 2
+    assert attention == ["sdpa"] * 2
 
 
 KEPT: dict = {GRPOTrainer: {}, DASHTrainer: {"gradient_filter_threshold": None}}

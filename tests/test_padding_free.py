@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -14,10 +20,12 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    TrainerCallback,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.trainer.utils import add_fused_lm_head
 
-from dash_trl.padding_free import SEGMENT_ATTENTION, PackedLayout, enable_padding_free, pack_inputs, packed_log_probs
+from dash_trl.padding_free import PackedLayout, enable_padding_free, pack_inputs, packed_log_probs
 from tests.tiny import log_probs
 
 SIZES = dict(
@@ -98,7 +106,7 @@ def test_generation_is_as_before():
         "pad_token_id": 0,
     }
     before = model.generate(ids, **settings)
-    assert enable_padding_free(model) is None and model.config._attn_implementation == SEGMENT_ATTENTION
+    assert enable_padding_free(model) is None
     assert torch.equal(model.generate(ids, **settings), before)
 
 
@@ -121,12 +129,57 @@ def test_models_that_mix_samples_are_padded():
     assert enable_padding_free(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None))) is None
 
 
-def test_the_attention_name_is_not_saved(tmp_path):
-    model = ARCHITECTURES["qwen2"]()
-    enable_padding_free(model)
-    model.save_pretrained(tmp_path)
-    assert SEGMENT_ATTENTION not in (tmp_path / "config.json").read_text()
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+@pytest.fixture
+def own_sdpa():
+    """A user's, registered in place of transformers'."""
+    before = AttentionInterface()["sdpa"]
+    AttentionInterface.register("sdpa", lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs))
+    yield
+    AttentionInterface.register("sdpa", before)
+
+
+def test_an_sdpa_of_the_users_is_left_alone(own_sdpa):
+    assert "another function" in enable_padding_free(ARCHITECTURES["qwen2"]())
+
+
+LOADED_ELSEWHERE = """
+import sys, torch, transformers
+ids = torch.arange(1, 7).unsqueeze(0)
+for path in sys.argv[1:]:
+    if path.endswith(".pt"):
+        model = torch.load(path, weights_only=False)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    print(model.config._attn_implementation, model(input_ids=ids).logits.sum().item())
+assert "dash_trl" not in sys.modules
+"""
+
+
+def test_what_leaves_the_process_needs_nothing_of_ours(tiny_model, tmp_path):
+    """A pickle, a copy, a merged model and a saved one, loaded where there is only transformers."""
+    from peft import LoraConfig
+
+    from dash_trl import DASHTrainer
+    from tests.tiny import run
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            torch.save(model, tmp_path / "while_training.pt")
+
+    model = run(DASHTrainer, tiny_model, tmp_path / "out", callbacks=[Keep()]).model
+    torch.save(copy.deepcopy(model), tmp_path / "copy.pt")
+    model.save_pretrained(tmp_path / "saved")
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    merged = run(DASHTrainer, tiny_model, tmp_path / "out", peft_config=lora).model.merge_and_unload()
+    torch.save(merged, tmp_path / "merged.pt")
+    paths = [str(tmp_path / name) for name in ("while_training.pt", "copy.pt", "saved", "merged.pt")]
+    environment = {**os.environ, "PYTHONPATH": ""}
+    code = [sys.executable, "-c", LOADED_ELSEWHERE, *paths]
+    loaded = subprocess.run(code, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment).stdout
+    ids = torch.arange(1, 7).unsqueeze(0)
+    expected = [one(input_ids=ids).logits.sum().item() for one in (model, model, model, merged)]
+    names, sums = zip(*(line.split() for line in loaded.splitlines()), strict=True)
+    assert set(names) == {"sdpa"} and [float(one) for one in sums] == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_windowed_model_trains_like_trl(tmp_path):
