@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +14,15 @@ from transformers import ProgressCallback, TrainerCallback, TrainerControl, Trai
 
 if TYPE_CHECKING:
     from dash_trl.rollouts import RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+ROLLOUT_EVENTS = ("on_rollouts_sampled", "on_rewards", "on_advantages")
+TRAINER_EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
+
+# A name this similar to an event's (difflib's ratio) is one with a slip: `on_advantage` has 0.96, `on_train_epoch_end`,
+# an event of other libraries, 0.80.
+MISSPELT = 0.9
 
 
 class DASHCallback(TrainerCallback):
@@ -20,7 +33,27 @@ class DASHCallback(TrainerCallback):
     `TrainerCallback` event (`model`, `processing_class`, …) and `trainer`. What an event leaves with a wrong shape or
     dtype is a `ValueError` that names the callback. Collectives and model passes are allowed if all ranks do the same
     number of them. Evaluation runs TRL's path and has no such events.
+
+    Raises:
+        ValueError: where a subclass is defined, if the name of a method is an event's with a slip; at the start of
+            training, if the trainer is no `DASHTrainer`. Such methods would never be called, without a word.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        events = (*ROLLOUT_EVENTS, *TRAINER_EVENTS)
+        for name, value in vars(cls).items():
+            if not name.startswith("on_") or name in events or not callable(value):
+                continue
+            if meant := misspelt(name, events):
+                raise ValueError(
+                    f"{cls.__name__}.{name} is no event, so that no trainer calls it. Rename it to {meant}; a method "
+                    "that you call yourself needs a name that resembles no event."
+                )
+            logger.warning(f"{cls.__name__}.{name} is no event: no trainer calls it.")
+        # A trainer that knows nothing of these events can be noticed only by what it calls. Subclasses override this
+        # method without calling ours, so that the check is put around whichever it is.
+        cls.on_train_begin = _where_events_come(cls.on_train_begin)  # type: ignore[method-assign]
 
     def on_rollouts_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
@@ -36,6 +69,31 @@ class DASHCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
     ) -> None:
         """`rollouts.advantages`, [B], is set; replace it by [B, T] for per-token credit."""
+
+
+def misspelt(name: str, events: Iterable[str]) -> str | None:
+    """The event that `name` is meant to be, if it is one with a slip or without."""
+    return next(iter(get_close_matches(name, list(events), n=1, cutoff=MISSPELT)), None)
+
+
+def promise_events(state: TrainerState) -> None:
+    """Tell the callbacks of a run, which are handed its state, that rollout events will come."""
+    state.rollout_events = True  # type: ignore[attr-defined]
+
+
+def _where_events_come(on_train_begin: Callable) -> Callable:
+    """`on_train_begin`, which raises in the run of a trainer that has not promised rollout events."""
+
+    @functools.wraps(on_train_begin)
+    def checked(self: DASHCallback, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        if not getattr(state, "rollout_events", False):
+            raise ValueError(
+                f"{type(self).__name__} is a DASHCallback, but this trainer sends no {', '.join(ROLLOUT_EVENTS)}: it "
+                "would do nothing. Train with dash_trl.DASHTrainer, or derive the callback from TrainerCallback."
+            )
+        return on_train_begin(self, args, state, control, **kwargs)
+
+    return checked
 
 
 class RewardProgressCallback(ProgressCallback):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, PretrainedConfig, ProcessorMixin
 
+from dash_trl.callbacks import ROLLOUT_EVENTS, DASHCallback, misspelt
 from dash_trl.config import DASHConfig
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ def check_arguments(
     """Everything that can be known from `DASHTrainer`'s arguments before a weight is loaded."""
     check_config(args)
     check_supported(processing_class, **{name: others.get(name) for name in ("tools", "environment_factory")})
+    check_callbacks(others.get("callbacks") or ())
     check_dataset(train_dataset, "train_dataset")
     check_dataset(eval_dataset, "eval_dataset")
     check_batch(train_dataset, args)
@@ -66,6 +68,20 @@ def check_supported(processing_class: Any, **features: Any) -> None:
             f"processing_class is a {type(processing_class).__name__}, a multimodal processor, but DASHTrainer trains "
             "text models only: images cannot be re-packed. Pass a tokenizer, or use trl.GRPOTrainer."
         )
+
+
+def check_callbacks(callbacks: Iterable[Any]) -> None:
+    """Refuse a callback (an instance or a class) with rollout events that is no `DASHCallback`: it gets none."""
+    for callback in callbacks:
+        kind = callback if isinstance(callback, type) else type(callback)
+        if issubclass(kind, DASHCallback):
+            continue
+        for name in dir(kind):
+            if event := misspelt(name, ROLLOUT_EVENTS):
+                raise ValueError(
+                    f"{kind.__name__}.{name} would never be called: {event} is sent to DASHCallbacks only. Derive "
+                    f"{kind.__name__} from dash_trl.DASHCallback instead of {kind.__mro__[1].__name__}."
+                )
 
 
 def check_model(model: Any, args: DASHConfig) -> None:

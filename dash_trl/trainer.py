@@ -28,7 +28,7 @@ from trl.trainer.utils import shuffle_sequence_dict, use_adapter
 
 from dash_trl import checks
 from dash_trl.advantages import checked_advantages, group_advantages, outcome_advantages
-from dash_trl.callbacks import DASHCallback
+from dash_trl.callbacks import DASHCallback, promise_events
 from dash_trl.config import DASHConfig
 from dash_trl.filtering import Filtered, filter_rows, loss_scale
 from dash_trl.importance_sampling import importance_sampling_ratio
@@ -126,6 +126,7 @@ class DASHTrainer(GRPOTrainer):
         start = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        promise_events(self.state)
         self._begin_run()
         return start if resume_from_checkpoint is None else self._resume(resume_from_checkpoint, start)
 
@@ -540,6 +541,10 @@ class DASHTrainer(GRPOTrainer):
 
     def _window_file(self, directory: str) -> str:
         return os.path.join(directory, f"generation_window_{self.accelerator.process_index}.pt")
+
+    def add_callback(self, callback: Any) -> None:
+        checks.check_callbacks([callback])
+        super().add_callback(callback)
 
     def _dispatch(self, event: str, rollouts: RolloutBatch) -> None:
         for callback in self.callback_handler.callbacks:

@@ -36,3 +36,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.tiny import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def unloadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading weights fails the test: the mistake has to be found before."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the model was loaded before the input was checked")
+
+    monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", refuse)

@@ -31,16 +31,6 @@ def build(tmp_path, model, *, dataset=None, settings=None, **kwargs) -> DASHTrai
     )
 
 
-@pytest.fixture
-def unloadable(monkeypatch):
-    """Loading weights fails the test: the mistake has to be found before."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("the model was loaded before the input was checked")
-
-    monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", refuse)
-
-
 @pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
 def test_threshold(tmp_path, value):
     with pytest.raises(ValueError, match=rf"gradient_filter_threshold={value} .* Use 0.1"):

@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
-from dash_trl import DASHCallback, DASHTrainer
+from dash_trl import DASHCallback, DASHConfig, DASHTrainer, ProcessRewardCallback
 from dash_trl.callbacks import MetricsFileCallback
-from tests.tiny import run
+from tests.tiny import ScriptedReward, prompts, run
 
 
 class Recorder(DASHCallback):
@@ -108,6 +109,74 @@ def test_a_broken_field_names_the_callback(tiny_model, tmp_path, event, change, 
     with pytest.raises(ValueError, match=said) as caught:
         run(DASHTrainer, tiny_model, tmp_path, callbacks=[culprit])
     assert f"Careless.{event}" in str(caught.value)
+
+
+class OwnBeginning(DASHCallback):
+    def on_train_begin(self, args, state, control, **kwargs):  # without super()
+        self.begun = True
+
+
+class Mixin:
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Stands before DASHCallback's in the order of the bases."""
+
+
+class Mixed(Mixin, DASHCallback):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Recorder, OwnBeginning, Mixed, ProcessRewardCallback])
+def test_a_trainer_that_sends_no_rollouts(tiny_model, tmp_path, kind):
+    with pytest.raises(ValueError, match=f"{kind.__name__} is a DASHCallback, but this trainer sends no on_rollouts"):
+        run(GRPOTrainer, tiny_model, tmp_path, callbacks=[kind()])
+    with pytest.raises(ValueError, match="Train with dash_trl.DASHTrainer"):
+        run(GRPOTrainer, tiny_model, tmp_path, prepare=lambda trainer: trainer.add_callback(kind))
+
+
+def test_a_callback_that_has_seen_a_dash_trainer(tiny_model, tmp_path):
+    callback = OwnBeginning()
+    run(DASHTrainer, tiny_model, tmp_path, callbacks=[callback])
+    assert callback.begun
+    with pytest.raises(ValueError, match="sends no on_rollouts_sampled"):
+        run(GRPOTrainer, tiny_model, tmp_path, callbacks=[callback])
+
+
+@pytest.mark.parametrize("name", ["on_rollouts_sampled", "on_rewards", "on_advantages", "on_advantage"])
+def test_rollout_events_of_a_plain_callback(tiny_model, tmp_path, unloadable, name):
+    kind = type("Plain", (TrainerCallback,), {name: lambda self, *args, **kwargs: None})
+    said = f"Plain.{name} would never be called: .* Derive Plain from dash_trl.DASHCallback instead of TrainerCallback"
+    for callback in (kind, kind()):
+        with pytest.raises(ValueError, match=said):
+            DASHTrainer(
+                tiny_model,
+                ScriptedReward(),
+                DASHConfig(str(tmp_path), bf16=False, use_cpu=True),
+                prompts(8),
+                callbacks=[callback],
+            )
+    with pytest.raises(ValueError, match=said):
+        run(DASHTrainer, tiny_model, tmp_path, prepare=lambda trainer: trainer.add_callback(kind))
+
+
+@pytest.mark.parametrize(
+    "slip, event",
+    [
+        ("on_advantage", "on_advantages"),
+        ("on_reward", "on_rewards"),
+        ("on_rollout_sampled", "on_rollouts_sampled"),
+        ("on_step_ends", "on_step_end"),
+    ],
+)
+def test_a_misspelt_event(slip, event):
+    with pytest.raises(ValueError, match=f"Careless.{slip} is no event.* Rename it to {event}"):
+        type("Careless", (DASHCallback,), {slip: lambda self, *args, **kwargs: None})
+
+
+def test_a_method_of_the_callbacks_own(caplog):
+    methods = ("on_something_else", "on_rollouts", "on_train_epoch_end", "_on_rewards", "only_advantages")
+    type("Helpful", (DASHCallback,), {name: lambda self: None for name in methods} | {"on_gpu": True})
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"Helpful.{name} is no event: no trainer calls it." for name in methods[:3]]
 
 
 def test_metrics_file(tiny_model, tmp_path):
