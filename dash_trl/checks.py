@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import transformers
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, PretrainedConfig, ProcessorMixin
 
@@ -20,6 +24,18 @@ logger = logging.getLogger(__name__)
 # this fit into the context need not be tokenised to know that their tokens fit.
 TEMPLATE_TOKENS = 512
 
+# Of `model_init_kwargs`, those that say where a config is; the others are for the weights.
+WHERE = (
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
+
 
 def check_arguments(
     model: Any, args: Any, train_dataset: Any, eval_dataset: Any, processing_class: Any, others: Mapping[str, Any]
@@ -28,10 +44,11 @@ def check_arguments(
     check_config(args)
     check_supported(processing_class, **{name: others.get(name) for name in ("tools", "environment_factory")})
     check_callbacks(others.get("callbacks") or ())
-    check_dataset(train_dataset, "train_dataset")
-    check_dataset(eval_dataset, "eval_dataset")
+    own_rollouts = others.get("rollout_func") is not None
+    check_dataset(train_dataset, "train_dataset", own_rollouts)
+    check_dataset(eval_dataset, "eval_dataset", own_rollouts)
     check_batch(train_dataset, args)
-    check_model(model, args)
+    check_model(model, args, others.get("peft_config"))
 
 
 def check_config(args: Any) -> None:
@@ -84,35 +101,87 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
                 )
 
 
-def check_model(model: Any, args: DASHConfig) -> None:
-    """Refuse a model that is not there, or that is a vision-language model, before any weight is loaded."""
+def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
+    """Refuse a model that is not there, or cannot be trained as a text generator, before any weight is loaded."""
     if isinstance(model, str):
-        try:
-            revision = (args.model_init_kwargs or {}).get("revision")
-            config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=args.trust_remote_code)
-        except (OSError, ValueError) as error:
-            looks_local = os.path.isdir(model) or model.startswith((".", "/", "~")) or model.count("/") > 1
-            place = "that directory" if looks_local else "a directory or a model on the Hugging Face Hub"
+        config = _load_config(model, args)
+        name = (config.architectures or [None])[0]
+        if name is None:
             raise ValueError(
-                f"model={model!r} cannot be loaded: {place} with a config.json was not found or could not be read "
-                f"({type(error).__name__}: {str(error).splitlines()[0]}). Check the spelling and, for a hub model, the "
-                "network and your access."
-            ) from error
+                f"The config.json of model={model!r} names no architecture, so TRL cannot tell its class. Add e.g. "
+                '"architectures": ["Qwen2ForCausalLM"], or pass a model loaded with AutoModelForCausalLM.'
+            )
+        kind = getattr(transformers, name, None)  # None: it comes with code of its own, and loads as a causal LM
     else:
         config = getattr(model, "config", None)
+        if config is None:
+            raise ValueError(
+                f"model is a {type(model).__name__}, which has no config. Pass the path or hub name of a causal "
+                "language model as a str, or one loaded with transformers.AutoModelForCausalLM."
+            )
+        text_model = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's wrapper
+        kind, name = type(text_model), type(text_model).__name__
     if isinstance(config, PretrainedConfig) and hasattr(config, "vision_config"):
         raise ValueError(
             f"model={getattr(config, 'name_or_path', '') or model!r} is a vision-language model "
             f"({config.model_type}), but DASHTrainer trains text models only: images cannot be re-packed. Use a text "
             "model, or trl.GRPOTrainer."
         )
+    generates = getattr(kind, "can_generate", None)
+    if getattr(config, "is_encoder_decoder", False) or generates is not None and not generates():
+        raise ValueError(
+            f"The model is a {name}, which is no decoder with a language modeling head, so that it cannot sample "
+            "completions of a prompt. Use a causal language model (transformers.AutoModelForCausalLM)."
+        )
+    if not isinstance(model, str) and peft_config is None and not any(one.requires_grad for one in model.parameters()):
+        raise ValueError(
+            f"No parameter of the {type(model).__name__} requires a gradient, so there is nothing to train. Load an "
+            "adapter with PeftModel.from_pretrained(..., is_trainable=True), pass a peft_config, or call "
+            "model.requires_grad_()."
+        )
 
 
-def check_dataset(dataset: Any, name: str) -> None:
-    """Refuse a dataset that is empty, has images, or has no `prompt` column (what TRL samples from)."""
+def _load_config(model: str, args: DASHConfig) -> PretrainedConfig:
+    """The config that the weights will be loaded with."""
+    settings = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    code = {"trust_remote_code": settings["trust_remote_code"]}
+    where = {name: settings[name] for name in WHERE if name in settings}
+    try:
+        config = AutoConfig.from_pretrained(model, **code, **where)
+    except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"model={model!r} comes with code of its own, which is run only if you ask for it. Read it, and set "
+                "trust_remote_code=True in the DASHConfig, or use a model that transformers has the code of."
+            ) from error
+        looks_local = os.path.isdir(model) or model.startswith((".", "/", "~")) or model.count("/") > 1
+        place = "that directory" if looks_local else "a directory or a model on the Hugging Face Hub"
+        raise ValueError(
+            f"model={model!r} cannot be loaded: {place} with a config.json was not found or could not be read "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}). Check the spelling and, for a hub model, the "
+            "network and your access."
+        ) from error
+    if where:
+        try:
+            AutoConfig.from_pretrained(model, **code)
+        except (OSError, ValueError) as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in where.items() if name != "token")
+            raise ValueError(
+                f"model={model!r} is found with model_init_kwargs ({given or 'token'}), but TRL looks up its "
+                f"architecture without them, and fails ({type(error).__name__}: {str(error).splitlines()[0]}). Load it "
+                "yourself, and pass the model: AutoModelForCausalLM.from_pretrained(...)."
+            ) from error
+    return config
+
+
+def check_dataset(dataset: Any, name: str, own_rollouts: bool = False) -> None:
+    """Refuse a dataset that is empty, has images, or has no `prompt` column, or no prompts in it, to sample from.
+
+    `own_rollouts`: a `rollout_func` may make of the prompts what it likes.
+    """
     if isinstance(dataset, Mapping):
         for split, part in dataset.items():
-            check_dataset(part, f"{name}[{split!r}]")
+            check_dataset(part, f"{name}[{split!r}]", own_rollouts)
     if not isinstance(dataset, Dataset | IterableDataset):
         return  # None, or a type that TRL refuses itself
     columns = dataset.column_names
@@ -130,6 +199,28 @@ def check_dataset(dataset: Any, name: str) -> None:
         raise ValueError(
             f"{name} has the column {sorted(images)[0]!r}, but DASHTrainer trains text models only. Remove the column, "
             "or use trl.GRPOTrainer."
+        )
+    if isinstance(dataset, Dataset) and not own_rollouts:
+        for row in np.flatnonzero(_of_each_prompt(dataset, _suspicious)).tolist():
+            prompt = dataset.select_columns("prompt").with_format(None)[row]["prompt"]
+            check_prompt(prompt, f"Row {row} of {name}")
+
+
+def check_prompt(prompt: Any, place: str) -> None:
+    """Refuse what is neither a text nor a conversation, or is empty: TRL would fail on it deep in a tokenizer."""
+    flaw = None
+    if isinstance(prompt, str):
+        flaw = None if prompt else "is empty"
+    elif not isinstance(prompt, list):
+        flaw = "is neither a text nor a list of messages"
+    elif not prompt:
+        flaw = "is an empty list of messages"
+    elif not all(isinstance(one, Mapping) and one.get("role") is not None and "content" in one for one in prompt):
+        flaw = "has a message without role or content"
+    if flaw is not None:
+        raise ValueError(
+            f"{place} has the prompt {prompt!r}, which {flaw}. Write it as a text or as [{{'role': 'user', 'content': "
+            "'…'}], or drop it, e.g. with `dataset.filter`."
         )
 
 
@@ -177,10 +268,70 @@ def long_prompt_lengths(dataset: Any, tokenize: Any, context: int | None) -> lis
     """
     if context is None or not isinstance(dataset, Dataset):
         return []
-    suspects = [prompt for prompt in dataset["prompt"] if len(_text(prompt).encode()) + TEMPLATE_TOKENS >= context]
+    sizes = _of_each_prompt(dataset, _bytes)
     # The longest few decide; tokenising them all would take minutes where most prompts are near the limit.
-    suspects = sorted(suspects, key=lambda prompt: len(_text(prompt)), reverse=True)[:100]
-    return [len(ids) for ids in tokenize(suspects)[0]] if suspects else []
+    longest = np.argsort(-sizes, kind="stable")[:100]
+    suspects = dataset.with_format(None).select(longest[sizes[longest] + TEMPLATE_TOKENS >= context])
+    return [len(ids) for ids in tokenize(list(suspects["prompt"]))[0]] if len(suspects) else []
+
+
+def _of_each_prompt(dataset: Dataset, measure: Callable[[pa.Array], np.ndarray]) -> np.ndarray:
+    """[rows]: `measure` of the prompts as they are stored, since Python objects of all of them would take seconds.
+
+    It takes the offsets of texts and lists, and never the texts. Empty where a transform makes the prompts as they are
+    read: those are checked as they are sampled.
+    """
+    if dataset.format["type"] == "custom":
+        return np.zeros(0)
+    stored = np.concatenate([measure(chunk) for chunk in dataset.data.column("prompt").chunks])
+    order = dataset._indices  # of `shuffle` and `select`, which leave the table as it is
+    return stored if order is None else stored[order.column(0).to_numpy()]
+
+
+def _bytes(prompts: pa.Array) -> np.ndarray:
+    """[rows]: UTF-8 bytes of each text, or of all contents of each conversation."""
+    if _is_text(prompts.type):
+        return pc.binary_length(prompts).to_numpy(zero_copy_only=False)
+    messages = _messages(prompts)
+    if messages is None or not _is_text(messages.type.field("content").type):
+        return np.array([len(_text(prompt).encode()) for prompt in prompts.to_pylist()])
+    sizes = pc.fill_null(pc.binary_length(pc.struct_field(messages, "content")), 0)
+    return np.bincount(_rows(prompts), weights=sizes, minlength=len(prompts))
+
+
+def _suspicious(prompts: pa.Array) -> np.ndarray:
+    """[rows] bool: the prompts that `check_prompt` may refuse; all of a kind that is not known here."""
+    if _is_text(prompts.type):
+        return _truth(pc.equal(pc.binary_length(prompts), 0))
+    messages = _messages(prompts)
+    if messages is None:
+        return np.ones(len(prompts), dtype=bool)
+    found = _truth(pc.equal(pc.list_value_length(prompts), 0))
+    found[_rows(prompts)[_truth(pc.is_null(pc.struct_field(messages, "role")))]] = True
+    return found
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _messages(prompts: pa.Array) -> pa.Array | None:
+    """The messages of all conversations, one after the other; None if these are no conversations."""
+    kind = prompts.type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+        return None
+    fields = {kind.value_type.field(i).name for i in range(kind.value_type.num_fields)}
+    return prompts.flatten() if {"role", "content"} <= fields else None
+
+
+def _rows(prompts: pa.Array) -> np.ndarray:
+    """Of each message, the row that it is in."""
+    return np.repeat(np.arange(len(prompts)), pc.fill_null(pc.list_value_length(prompts), 0))
+
+
+def _truth(values: pa.Array) -> np.ndarray:
+    """As a mask that may be written to; a null is suspicious."""
+    return np.array(pc.fill_null(values, True).to_numpy(zero_copy_only=False))
 
 
 def _text(prompt: Any) -> str:

@@ -3,12 +3,58 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from trl import GRPOConfig
 
 from dash_trl.advantages import OUTCOME_ESTIMATORS
 from dash_trl.sampling.urls import check_urls
+
+# What TRL takes, and says after the first generation, or never.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
+    "scale_rewards": ("group", "batch", "none"),
+    "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_mode": ("server", "colocate"),
+    "vllm_model_impl": ("vllm", "transformers"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "vllm_weight_sync": ("file", "nccl"),
+}
+
+ABOVE_0 = math.nextafter(0.0, 1.0)  # the least positive number, as a lower bound
+
+# The numbers with which TRL fails after it has loaded the model, or trains on something else than was meant:
+# (least, greatest, what the number does).
+LIMITS: dict[str, tuple[float, float, str]] = {
+    "num_generations": (2, math.inf, "an advantage compares a prompt's completions"),
+    "num_generations_eval": (0, math.inf, "so many completions are sampled per prompt"),
+    "max_completion_length": (1, math.inf, "so many tokens are sampled at most"),
+    "per_device_train_batch_size": (1, math.inf, "so many rows make a micro-batch"),
+    "gradient_accumulation_steps": (1, math.inf, "so many micro-steps make an optimizer step"),
+    "steps_per_generation": (1, math.inf, "so many micro-batches are sampled at once"),
+    "num_iterations": (1, math.inf, "so often is a generation used; never would train on nothing"),
+    "learning_rate": (0, math.inf, "it is the size of a step down the gradient"),
+    "temperature": (ABOVE_0, math.inf, "logits are divided by it, in the loss, too"),
+    "top_p": (ABOVE_0, 1, "it is a share of the probability"),
+    "min_p": (0, 1, "it is a share of the largest probability"),
+    "top_k": (-1, math.inf, "so many tokens may be sampled; all with 0"),
+    "repetition_penalty": (ABOVE_0, math.inf, "logits are divided by it"),
+    "beta": (0, math.inf, "below 0 it would drive the policy away from the reference"),
+    "epsilon": (0, math.inf, "the ratio is clipped to [1 - epsilon, 1 + epsilon_high]"),
+    "epsilon_high": (0, math.inf, "the ratio is clipped to [1 - epsilon, 1 + epsilon_high]"),
+    "delta": (ABOVE_0, math.inf, "ratios are clipped to it"),
+    "sapo_temperature_pos": (ABOVE_0, math.inf, "the loss divides by it"),
+    "sapo_temperature_neg": (ABOVE_0, math.inf, "the loss divides by it"),
+    "top_entropy_quantile": (0, 1, "it is a share of the tokens"),
+    "ref_model_mixup_alpha": (0, 1, "it is the policy's share in the new reference"),
+    "ref_model_sync_steps": (1, math.inf, "so many steps lie between updates of the reference"),
+    "vllm_importance_sampling_clip_min": (0, math.inf, "ratios are clipped to it"),
+    "vllm_importance_sampling_clip_max": (ABOVE_0, math.inf, "ratios are clipped to it"),
+    "vllm_gpu_memory_utilization": (ABOVE_0, 1, "it is a share of the GPU's memory"),
+}
 
 
 @dataclass
@@ -88,7 +134,9 @@ class DASHConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_servers()
+        self._check_limits()
         threshold = self.gradient_filter_threshold
         if threshold is not None and not (math.isfinite(threshold) and threshold >= 0):
             raise ValueError(
@@ -116,6 +164,55 @@ class DASHConfig(GRPOConfig):
                 f"per_device_train_batch_size={self.per_device_train_batch_size}, steps_per_generation="
                 f"{self.steps_per_generation}, processes={self.world_size}."
             ) from error
+        self._check_choices()
+
+    def _check_types(self) -> None:
+        """Refuse text in place of a number or a truth value, and a fraction in place of a count.
+
+        A parser turns text into the declared type; a dict read from YAML (where 1e-6 is text) or os.environ does not.
+        """
+        hints = get_type_hints(type(self))
+        for one in fields(self):
+            value, kinds = getattr(self, one.name), set(get_args(hints[one.name]) or [hints[one.name]]) - {NoneType}
+            if not kinds <= {int, float, bool}:
+                continue
+            if isinstance(value, str):
+                remedy = "True or False" if kinds == {bool} else "a number; in YAML, 1e-6 is text and 1.0e-6 a number"
+                raise ValueError(f"{one.name}={value!r} is text. Use {remedy}.")
+            if kinds == {int} and isinstance(value, float):
+                raise ValueError(f"{one.name}={value!r} is a float, where an int is needed. Write it without a point.")
+            if isinstance(value, float) and math.isnan(value):
+                raise ValueError(f"{one.name}={value!r} is not a number. The default is {one.default!r}.")
+
+    def _check_limits(self) -> None:
+        defaults = {one.name: one.default for one in fields(self)}
+        for name, (least, greatest, meaning) in LIMITS.items():
+            value: Any = getattr(self, name)
+            if name == "top_k" and not self.use_vllm:
+                least = 0  # -1 is vLLM's other word for all
+            if value is None and defaults[name] is None or value is not None and least <= value <= greatest:
+                continue
+            span = "above 0" if least == ABOVE_0 else f"at least {least}"
+            span += "" if greatest == math.inf else f" and at most {greatest}"
+            raise ValueError(f"{name}={value!r} is not {span}: {meaning}. TRL's default is {defaults[name]!r}.")
+        weights: Any = [] if self.reward_weights is None else self.reward_weights
+        finite = isinstance(weights, list | tuple) and all(isinstance(one, int | float) for one in weights)
+        if not (finite and all(map(math.isfinite, weights))):
+            raise ValueError(
+                f"reward_weights={weights!r} is not a list of finite numbers. Use one for each reward function."
+            )
+
+    def _check_choices(self) -> None:
+        for name, choices in CHOICES.items():  # now that TRL has read its older spellings
+            if getattr(self, name) not in choices:
+                *others, last = map(repr, choices)
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown. Use {', '.join(others)} or {last}.")
+        for name in ("model_init_kwargs", "generation_kwargs", "chat_template_kwargs"):
+            if isinstance(value := getattr(self, name), str):
+                raise ValueError(
+                    f"{name}={value!r} is text, but names arguments. Use a dict or, on the command line, JSON, as in "
+                    """'{"name": "value"}'."""
+                )
 
         self._check_estimator()
 
@@ -137,8 +234,6 @@ class DASHConfig(GRPOConfig):
                 )
 
     def _check_servers(self) -> None:
-        if self.vllm_weight_sync not in ("file", "nccl"):
-            raise ValueError(f"vllm_weight_sync={self.vllm_weight_sync!r} is unknown. Use 'file' or 'nccl'.")
         if not self.vllm_request_timeout > 0:
             raise ValueError(
                 f"vllm_request_timeout={self.vllm_request_timeout} gives no server time to answer. Use the "

@@ -212,6 +212,11 @@ class DASHTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------ from prompts to a window of survivors
 
+    def _tokenize_prompts(self, prompts: list) -> tuple:
+        for prompt in prompts:  # a stream's, or a transform's
+            checks.check_prompt(prompt, "A row")
+        return super()._tokenize_prompts(prompts)
+
     def _generate(self, prompts: list) -> tuple:
         with self._timed("generate"):
             output = super()._generate(prompts)
