@@ -66,7 +66,8 @@ class DASHConfig(GRPOConfig):
             A row is dropped before any model pass when its largest absolute advantage is under this (the paper's
             Section 3.5), when that is 0, or when it is unscored. `None` turns filtering off. `0.0` drops only rows
             without any signal: with `beta=0`, that is exactly GRPO's update. Mind the scale: with
-            `scale_rewards="group"`, one right answer among G has advantages ±O(1); with `"none"`, of ±1/G.
+            `scale_rewards="group"`, one right answer among G has advantages ±O(1); with `"none"`, of ±1/G. In the log,
+            `kl` and `entropy` are then of the survivors, and other than TRL's, which are of all rows.
         filter_denominator (`str`, defaults to `"all"`):
             What the loss divides by. `"all"`: all rows, dropped ones included, the exact GRPO update. `"kept"`: the
             survivors only, as in the paper: larger steps when few rows survive.

@@ -115,7 +115,8 @@ def sampler_metrics(
 
 
 def packing_metrics(micro_batches: Sequence[MicroBatch], lengths: Tensor, *, padding_free: bool) -> dict[str, float]:
-    """The share of processed positions that are padding, and the tokens of the largest pass, over all ranks.
+    """Whether passes are padding-free, the share of processed positions that are padding, and the tokens of the largest
+    pass, over all ranks.
 
     Args:
         lengths: [R, B, ·] of the window that the rows of `micro_batches` are positions of.
@@ -128,7 +129,11 @@ def packing_metrics(micro_batches: Sequence[MicroBatch], lengths: Tensor, *, pad
             tokens = sum(prompts) + sum(completions)
             size = tokens if padding_free or not rows else len(rows) * (max(prompts) + max(completions))
             real, processed, largest = real + tokens, processed + size, max(largest, size)
-    return {"packing/padding_share": 1 - real / max(processed, 1), "packing/max_tokens": largest}
+    return {
+        "packing/padding_free": float(padding_free),
+        "packing/padding_share": 1 - real / max(processed, 1),
+        "packing/max_tokens": largest,
+    }
 
 
 # Shares of clipped tokens: a token of a dropped row is not clipped, since TRL counts only those with A ≠ 0.

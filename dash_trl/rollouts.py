@@ -103,7 +103,9 @@ class RolloutBatch:
         """The tensors of the given rows (indices, in that order), without the texts that only rewards need."""
         return RolloutBatch(**{name: value[rows] for name, value in self.tensors().items()})
 
-    def micro_batch(self, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Tensor]:
+    def micro_batch(
+        self, rows: list[int], *, size: int, pad_token_id: int, trim_prompts: bool = True
+    ) -> dict[str, Tensor]:
         """The inputs of one model pass, trimmed to the longest prompt and completion among `rows`.
 
         Args:
@@ -112,11 +114,14 @@ class RolloutBatch:
                 The difference is filled with masked dummy rows, which have no token and no weight; if `rows` is empty
                 the first dummy has two prompt tokens, so that there is something to run.
             pad_token_id: fills padding.
+            trim_prompts: `False` keeps the prompts' width, as it was when the completions were sampled.
         Returns:
             TRL's model inputs: the set fields among `prompt_ids` … `importance_sampling_ratio`, [size, ·].
         """
         width = self.completion_ids.shape[1]
         prompt = int(self.prompt_mask[rows].sum(dim=1).max()) if rows else DUMMY_PROMPT_TOKENS
+        if not trim_prompts:
+            prompt = self.prompt_mask.shape[1]
         longest = int(self.completion_mask[rows].sum(dim=1).max()) if rows else 0
         completion = max(longest, COMPLETION_COLUMNS)
         inputs = {}

@@ -99,9 +99,14 @@ class DASHTrainer(GRPOTrainer):
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
         self.reward_funcs = [watch(func, name) for func, name in functions]
         self._layout: PackedLayout | int | None = None  # of the pass that is running; `None`: found from its mask
+        # Prompt tuning: padding lies between virtual tokens and prompt, so that its width is part of the input.
+        adapter = getattr(self.model, "active_peft_config", None)
+        self._virtual_tokens = getattr(adapter, "is_prompt_learning", False)
         # Continuous batching samples with paged variants of the attention that a model came with.
         if args.use_transformers_continuous_batching:
             self._padded_because: str | None = "continuous batching brings its own attention"
+        elif self._virtual_tokens:
+            self._padded_because = "every sample has virtual tokens before it"
         else:
             self._padded_because = next(filter(None, [enable_padding_free(one) for one in self._text_models()]), None)
         self._padding_free = self._padded_because is None  # until `_prepare_for_training` finds a flaw
@@ -362,7 +367,12 @@ class DASHTrainer(GRPOTrainer):
         """This rank's rows of `window.rollouts` in a micro-batch, and the model inputs and layout made of them."""
         rank = self.accelerator.process_index
         rows = window.survivors(rank)[list(micro_batch.rows[rank])].tolist()
-        inputs = window.rollouts.micro_batch(rows, size=micro_batch.size, pad_token_id=self._tokenizer.pad_token_id)
+        inputs = window.rollouts.micro_batch(
+            rows,
+            size=micro_batch.size,
+            pad_token_id=self._tokenizer.pad_token_id,
+            trim_prompts=not self._virtual_tokens,
+        )
         layout: PackedLayout | int = max(len(rows), 1)  # the rows that have a token
         if self._padding_free:
             mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
@@ -182,26 +183,37 @@ def test_importance_sampling_correction(tiny_model, tmp_path, mode, loss_type):
     assert "sampling/importance_sampling_ratio/mean" in dash.state.log_history[0]
 
 
-def test_lora(tiny_model, tmp_path):
-    """Reference log-probs come from the base model, with the adapter switched off."""
-    from peft import LoraConfig
+ADAPTERS: dict = {  # (kind, settings, whether passes are padding-free)
+    "lora": (LoraConfig, {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian"}, True),
+    "lora and whole modules": (LoraConfig, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, True),
+    "ia3": (IA3Config, {"target_modules": ["v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}, True),
+    "prompt tuning": (PromptTuningConfig, {"num_virtual_tokens": 4}, False),
+    "prefix tuning": (PrefixTuningConfig, {"num_virtual_tokens": 4}, False),
+    "p-tuning": (PromptEncoderConfig, {"num_virtual_tokens": 4, "encoder_hidden_size": 16}, False),
+}
 
-    settings = {"max_steps": 3, "beta": 0.1, "learning_rate": 0.3}
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters(tiny_model, tmp_path, kind):
+    """Reference log-probs come from the base model, with the adapter switched off. Prompts differ in length."""
+    config, options, padding_free = ADAPTERS[kind]
+    settings = {"max_steps": 3, "beta": 0.1, "learning_rate": 0.3 if padding_free else 3.0}
     start: dict[str, torch.Tensor] = {}
-    trl = run(GRPOTrainer, tiny_model, tmp_path, peft_config=lora, **settings)
-    dash = run(
-        DASHTrainer,
-        tiny_model,
-        tmp_path,
-        peft_config=lora,
-        prepare=lambda trainer: start.update(parameters(trainer.model)),
-        gradient_filter_threshold=None,
-        **settings,
-    )
-    difference, update = relative_difference(start, parameters(trl.model), parameters(dash.model))
-    assert dash._padding_free
-    assert update > 1e-4 and difference <= TOLERANCE
+    ends = []
+    for trainer_class, own in ((GRPOTrainer, {}), (DASHTrainer, {"gradient_filter_threshold": None})):
+        trainer = run(
+            trainer_class,
+            tiny_model,
+            tmp_path,
+            peft_config=config(task_type="CAUSAL_LM", **options),
+            prepare=lambda trainer: start.update(parameters(trainer.model)),
+            **settings,
+            **own,
+        )
+        ends.append(parameters(trainer.model))
+    difference, update = relative_difference(start, *ends)
+    assert trainer.state.log_history[0]["packing/padding_free"] == padding_free
+    assert update > 1e-3 and difference <= TOLERANCE
 
 
 def test_per_token_advantages_reach_the_loss(tiny_model, tmp_path):
