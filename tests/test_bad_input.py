@@ -1,17 +1,37 @@
-"""One test per rule: a user's mistake is a ValueError with value, reason and remedy, as early as possible."""
+"""What users get wrong, and what they are told: a ValueError with value, reason and remedy, as early as possible.
+
+The tables read: mistake → what is given → what is said.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from datasets import Dataset, IterableDataset, concatenate_datasets
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2VLConfig,
+    T5Config,
+)
+from trl import GRPOConfig, GRPOTrainer, TrlParser
+from trl.generation import vllm_generation
 
 from dash_trl import DASHConfig, DASHTrainer
-from dash_trl.checks import check_prompt_lengths
+from dash_trl.checks import check_dataset, check_prompt_lengths, long_prompt_lengths
+from dash_trl.config import CHOICES
 from dash_trl.sampling.weight_sync import FileWeights
 from tests.tiny import ScriptedReward, prompts, run
 
@@ -31,89 +51,357 @@ def build(tmp_path, model, *, dataset=None, settings=None, **kwargs) -> DASHTrai
     )
 
 
-@pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
-def test_threshold(tmp_path, value):
-    with pytest.raises(ValueError, match=rf"gradient_filter_threshold={value} .* Use 0.1"):
-        config(tmp_path, gradient_filter_threshold=value)
+# ---------------------------------------------------------------------- in the config
+
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    # DASH's own
+    "a threshold below 0": ({"gradient_filter_threshold": -0.1}, "-0.1 is not a finite number >= 0.* Use 0.1"),
+    "a threshold of infinity": ({"gradient_filter_threshold": float("inf")}, "inf is not a finite number .* Use 0.1"),
+    "a threshold that is no number": ({"gradient_filter_threshold": float("nan")}, "nan is not a number.* is 0.1"),
+    "an unknown denominator": ({"filter_denominator": "survivors"}, "'survivors' is unknown. Use 'all'"),
+    "a token budget of 0": ({"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch=0 leaves no room"),
+    "a batch that splits groups": (
+        {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},
+        r"generation_batch_size \(6\) .* multiple of num_generations=4",
+    ),
+    # servers
+    "no server": ({"vllm_server_urls": []}, "vllm_server_urls is empty"),
+    "no address": ({"vllm_server_urls": ["localhost:8000"]}, "'localhost:8000', which is not the address of a server"),
+    "servers named twice": (
+        {"vllm_server_urls": ["http://localhost:8000"], "vllm_server_base_url": "http://localhost:8001"},
+        "both name servers",
+    ),
+    "an unknown way of weights": ({"vllm_weight_sync": "pickle"}, "'pickle' is unknown. Use 'file' or 'nccl'"),
+    "no time to answer": ({"vllm_request_timeout": 0.0}, "vllm_request_timeout=0.0 gives no server time to answer"),
+    # choices that TRL takes
+    "a loss of other algorithms": (
+        {"loss_type": "ppo"},
+        "loss_type='ppo' is unknown. Use 'grpo', .*'luspo' or 'vespo'",
+    ),
+    "a loss in capitals": ({"loss_type": "GRPO"}, "loss_type='GRPO' is unknown. Use 'grpo'"),
+    "an unknown scale": ({"scale_rewards": "std"}, "scale_rewards='std' is unknown. Use 'group', 'batch' or 'none'"),
+    "half a word": ({"importance_sampling_level": "seq"}, "level='seq' is unknown. Use 'token' or 'sequence'"),
+    "an unknown sum": ({"multi_objective_aggregation": "sum"}, "'sum' is unknown. Use 'sum_then_normalize' or"),
+    "an unknown mode": ({"vllm_mode": "servers"}, "vllm_mode='servers' is unknown. Use 'server' or 'colocate'"),
+    "an unknown correction": ({"vllm_importance_sampling_mode": "token"}, "'token' is unknown. Use 'token_truncate', "),
+    # text, where a dict from YAML or the environment is not parsed
+    "YAML's 1e-6": ({"learning_rate": "1e-6"}, "learning_rate='1e-6' is text. Use a number; in YAML, .* 1.0e-6"),
+    "a count as text": ({"num_generations": "8"}, "num_generations='8' is text. Use a number"),
+    "a number as text": ({"beta": "0"}, "beta='0' is text. Use a number"),
+    "a length as text": ({"max_completion_length": "256"}, "max_completion_length='256' is text"),
+    "DASH's number as text": ({"gradient_filter_threshold": "0.1"}, "gradient_filter_threshold='0.1' is text"),
+    "Transformers' number as text": ({"max_steps": "10"}, "max_steps='10' is text"),
+    "a truth value as text": ({"use_vllm": "false"}, "use_vllm='false' is text. Use True or False"),
+    "a count with a point": ({"num_generations": 4.0}, "num_generations=4.0 is a float, where an int is needed"),
+    "a weight as text": ({"reward_weights": ["1.0"]}, r"reward_weights=\['1.0'\] is not a list of finite numbers"),
+    "one weight without a list": ({"reward_weights": 1.0}, "reward_weights=1.0 is not a list of finite numbers"),
+    "arguments as text": ({"model_init_kwargs": "revision=main"}, "'revision=main' is text, .* Use a dict or, .* JSON"),
+    # numbers without sense
+    "one completion per prompt": ({"num_generations": 1}, "num_generations=1 is not at least 2: .* default is 8"),
+    "no completion per prompt": ({"num_generations": 0}, "num_generations=0 is not at least 2"),
+    "no length": ({"max_completion_length": None}, "max_completion_length=None is not at least 1: .* default is 512"),
+    "no iteration": ({"num_iterations": 0}, "num_iterations=0 is not at least 1: .* never would train on nothing"),
+    "no row": ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 is not at least 1"),
+    "no step": ({"steps_per_generation": 0}, "steps_per_generation=0 is not at least 1"),
+    "greedy sampling": ({"temperature": 0.0}, "temperature=0.0 is not above 0: logits are divided by it"),
+    "no token to sample": ({"top_p": 0.0}, "top_p=0.0 is not above 0 and at most 1"),
+    "vLLM's word for all tokens": ({"top_k": -1}, "top_k=-1 is not at least 0: .* all with 0"),
+    "a KL that drives away": ({"beta": -0.1}, "beta=-0.1 is not at least 0: .* away from the reference"),
+    "a KL that is no number": ({"beta": float("nan")}, "beta=nan is not a number. The default is 0.0"),
+    "an empty clipping range": ({"epsilon": -0.2}, "epsilon=-0.2 is not at least 0: the ratio is clipped"),
+    "a weight of infinity": ({"reward_weights": [float("inf")]}, r"reward_weights=\[inf\] is not a list of finite"),
+}
 
 
-def test_denominator(tmp_path):
-    with pytest.raises(ValueError, match="filter_denominator='survivors' is unknown. Use 'all'"):
-        config(tmp_path, filter_denominator="survivors")
+@pytest.mark.parametrize("mistake", SETTINGS)
+def test_settings(tmp_path, mistake):
+    settings, said = SETTINGS[mistake]
+    with pytest.raises(ValueError, match=said):
+        config(tmp_path, **settings)
 
 
-def test_token_budget(tmp_path):
-    with pytest.raises(ValueError, match="max_tokens_per_microbatch=0 leaves no room"):
-        config(tmp_path, max_tokens_per_microbatch=0)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scale_rewards": False},
+        {"scale_rewards": True},
+        {"max_grad_norm": None, "max_steps": 3, "num_train_epochs": 2, "epsilon_high": 0.28, "delta": None},
+        {"top_k": -1, "vllm_server_urls": ["http://localhost:8000"]},
+        {"generation_kwargs": '{"top_p": 0.9}', "reward_weights": [1, 0.5], "logging_steps": 0.1},
+        {"vllm_importance_sampling_clip_max": float("inf"), "learning_rate": 0.0, "filter_denominator": "kept"},
+    ],
+    ids=str,
+)
+def test_settings_that_are_right(tmp_path, settings):
+    config(tmp_path, **settings)
 
 
-def test_batch_that_splits_groups(tmp_path):
-    with pytest.raises(ValueError, match=r"generation_batch_size \(6\) .* multiple of num_generations=4"):
-        config(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=2)
+def test_a_parser_turns_text_into_numbers(tmp_path):
+    """YAML reads 1e-6 as text; TRL's parser knows that it is a number."""
+    (tmp_path / "run.yaml").write_text(f"output_dir: {tmp_path}\nlearning_rate: 1e-6\nbeta: '0.04'\nuse_cpu: true\n")
+    parser = TrlParser(DASHConfig)
+    (args,) = parser.parse_args_and_config(["--config", str(tmp_path / "run.yaml"), "--bf16", "false"])
+    assert (args.learning_rate, args.beta, args.bf16) == (1e-6, 0.04, False)
+
+
+def test_the_choices_are_trls():
+    """A choice that TRL's code compares with, and that is not in the table, would be refused."""
+    compared: dict[str, set[str]] = {name: set() for name in CHOICES}
+    for module in (inspect.getmodule(GRPOTrainer), vllm_generation):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            name = getattr(node.left, "attr", None) if isinstance(node, ast.Compare) else None
+            if name in compared:
+                constants = [one for other in node.comparators for one in ast.walk(other)]
+                compared[name] |= {one.value for one in constants if isinstance(one, ast.Constant)}
+    assert {name: found - set(CHOICES[name]) for name, found in compared.items()} == dict.fromkeys(CHOICES, set())
+    assert compared["loss_type"] == set(CHOICES["loss_type"])
+
+
+# ---------------------------------------------------------------------- in the data, before a weight is loaded
+
+USER = {"role": "user", "content": "1 + 1"}
+PROMPTS: dict[str, tuple[list, str]] = {
+    "None": (["a", None], "Row 1 of train_dataset has the prompt None, which is neither a text nor a list of messages"),
+    "a number": ([1, 2], "Row 0 of train_dataset has the prompt 1, which is neither a text nor a list of messages"),
+    "an empty text": (["a", "b", ""], "Row 2 of train_dataset has the prompt '', which is empty"),
+    "an empty conversation": ([[USER], []], "Row 1 .* empty list of messages. Write it as .*'role': 'user'"),
+    "a missing conversation": ([[USER], None], "Row 1 of train_dataset has the prompt None, which is neither"),
+    "no roles": ([[{"content": "1 + 1"}]], "Row 0 .* has a message without role or content"),
+    "no contents": ([[{"role": "user"}]], "Row 0 .* has a message without role or content"),
+    "one role missing": ([[USER], [USER, {"role": None, "content": "2"}]], "Row 1 .* without role or content"),
+    "a message alone": ([USER], "Row 0 .* neither a text nor a list of messages"),
+    "texts in a list": ([["1 + 1"]], "Row 0 .* has a message without role or content"),
+}
+
+
+@pytest.mark.parametrize("mistake", PROMPTS)
+def test_prompts(tmp_path, tiny_model, unloadable, mistake):
+    column, said = PROMPTS[mistake]
+    good = column[:1] if "Row 0" not in said else []
+    with pytest.raises(ValueError, match=said):
+        build(tmp_path, tiny_model, dataset=Dataset.from_dict({"prompt": column + good * 16}))
+
+
+def test_the_row_is_that_of_the_shuffled_dataset():
+    dataset = Dataset.from_dict({"prompt": ["a", "", "b", "c"]})
+    with pytest.raises(ValueError, match="Row 2 of"):
+        check_dataset(dataset.select([3, 0, 1]), "d")
+    check_dataset(dataset.select([3, 0, 2]), "d")
+
+
+@pytest.mark.parametrize("prompt", [None, "", 7, [], [{"content": "x"}]], ids=str)
+def test_prompts_that_are_made_as_they_are_sampled(tmp_path, tiny_model, prompt):
+    dataset = prompts(64)
+    dataset.set_transform(lambda rows: {**rows, "prompt": [prompt] * len(rows["prompt"])})
+    trainer = build(
+        tmp_path,
+        AutoModelForCausalLM.from_pretrained(tiny_model),
+        dataset=dataset,
+        processing_class=PreTrainedTokenizerFast.from_pretrained(tiny_model),
+    )
+    with pytest.raises(ValueError, match="A row has the prompt"):
+        trainer.train()
+
+
+def test_a_rollout_function_makes_of_prompts_what_it_likes():
+    check_dataset(Dataset.from_dict({"prompt": [1, 2]}), "train_dataset", True)
+
+
+DATASETS: dict[str, tuple[dict[str, Any], str]] = {
+    "no prompt": (
+        {"dataset": Dataset.from_dict({"question": ["1 + 1"], "solution": ["2"]})},
+        r"columns \['question', 'solution'\], but no 'prompt'",
+    ),
+    "no row": ({"dataset": prompts(0)}, "train_dataset is empty"),
+    "an empty evaluation split": ({"eval_dataset": {"easy": prompts(0)}}, r"eval_dataset\['easy'\] is empty"),
+    "no prompts to evaluate": (
+        {"eval_dataset": {"easy": Dataset.from_dict({"prompt": [""]})}},
+        r"Row 0 of eval_dataset\['easy'\] has the prompt ''",
+    ),
+    "fewer prompts than a batch": (
+        {"dataset": prompts(3), "settings": {"gradient_accumulation_steps": 2}},
+        "3 prompts, but one generation batch takes 4",
+    ),
+    "images": (
+        {"dataset": Dataset.from_dict({"prompt": ["a"] * 16, "image": ["b"] * 16})},
+        "column 'image', but DASHTrainer trains text",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", DATASETS)
+def test_datasets(tmp_path, tiny_model, unloadable, mistake):
+    given, said = DATASETS[mistake]
+    with pytest.raises(ValueError, match=said):
+        build(tmp_path, tiny_model, **given)
+
+
+CHAT = [[{"role": "system", "content": "s" * 4}, {"role": "user", "content": "é" * length}] for length in (700, 3, 600)]
+TYPED = [[{"role": "user", "content": [{"type": "text", "text": "x" * length}]}] for length in (700, 3, 600)]
+LONG = {
+    "texts": (["x" * 700, "é" * 3, "x" * 600], [700, 600]),
+    "conversations": (CHAT, [704, 604]),
+    "contents in parts": (TYPED, [730, 630]),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_the_longest_prompts_are_tokenised_and_no_others(kind):
+    """Here a token is a character."""
+    column, expected = LONG[kind]
+
+    def tokenize(prompts):
+        return ([list("".join(str(one["content"]) for one in p)) if isinstance(p, list) else list(p) for p in prompts],)
+
+    dataset = Dataset.from_dict({"prompt": column, "row": [0, 1, 2]})
+    assert long_prompt_lengths(dataset, tokenize, 1100) == expected
+    assert long_prompt_lengths(dataset.select([2, 1]), tokenize, 1100) == expected[1:]
+    assert long_prompt_lengths(dataset.select(range(1, 3)), tokenize, 1100) == expected[1:]
+    assert long_prompt_lengths(dataset.select([1]), tokenize, 1100) == []
+    assert long_prompt_lengths(concatenate_datasets([dataset, dataset]), tokenize, 1100) == sorted(2 * expected)[::-1]
+    assert long_prompt_lengths(dataset.with_format("torch"), tokenize, 1100) == expected
+
+
+# ---------------------------------------------------------------------- in the model, before its weights are loaded
+
+OWN_CODE = """
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+class OwnConfig(Qwen2Config):
+    model_type = "own"
+
+class OwnModel(Qwen2ForCausalLM):
+    config_class = OwnConfig
+"""
+AUTO_MAP = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+
+
+def with_config(source: str, directory: Path, **changes: Any) -> str:
+    """A copy of a model with other entries in its config.json; None removes one."""
+    shutil.copytree(source, directory)
+    entries = json.loads((directory / "config.json").read_text()) | changes
+    kept = {name: value for name, value in entries.items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(kept))
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tiny_model, tmp_path_factory) -> dict[str, str]:
+    where = tmp_path_factory.mktemp("checkpoints")
+    Qwen2VLConfig(architectures=["Qwen2VLForConditionalGeneration"]).save_pretrained(where / "vlm")
+    T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(where / "t5")
+    with_config(tiny_model, where / "folder" / "inner")
+    own = with_config(tiny_model, where / "own", model_type="own", architectures=["OwnModel"], auto_map=AUTO_MAP)
+    Path(own, "own.py").write_text(OWN_CODE)
+    return {
+        "vision": str(where / "vlm"),
+        "encoder": str(where / "t5"),
+        "folder": str(where / "folder"),
+        "own code": own,
+        "classifier": with_config(tiny_model, where / "cls", architectures=["Qwen2ForSequenceClassification"]),
+        "headless": with_config(tiny_model, where / "base", architectures=["Qwen2Model"]),
+        "nameless": with_config(tiny_model, where / "nameless", architectures=None),
+    }
+
+
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a directory that is not there": ("./no/such/directory", {}, "model='./no/such/directory' cannot be loaded: that"),
+    "another": ("/nowhere", {}, "model='/nowhere' cannot be loaded: that directory"),
+    "a hub name that is not there": (
+        "nobody/no-such-model",
+        {},
+        "model='nobody/no-such-model' cannot be loaded: a dir",
+    ),
+    "images": ("vision", {}, r"vision-language model \(qwen2_vl\)"),
+    "an encoder": ("encoder", {}, "a T5ForConditionalGeneration, which is no decoder .*AutoModelForCausalLM"),
+    "a classifier": ("classifier", {}, "a Qwen2ForSequenceClassification, which is no decoder"),
+    "no head": ("headless", {}, "a Qwen2Model, which is no decoder with a language modeling head"),
+    "no architecture": ("nameless", {}, "names no architecture, so TRL cannot tell its class. Add"),
+    "code of its own": ("own code", {}, "comes with code of its own.* set trust_remote_code=True in the DASHConfig"),
+    "a folder within": (
+        "folder",
+        {"subfolder": "inner"},
+        r"found with model_init_kwargs \(subfolder='inner'\), but TRL",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", CHECKPOINTS)
+def test_checkpoints(tmp_path, checkpoints, unloadable, mistake):
+    model, arguments, said = CHECKPOINTS[mistake]
+    with pytest.raises(ValueError, match=said):
+        build(tmp_path, checkpoints.get(model, model), settings={"model_init_kwargs": arguments})
+
+
+@pytest.mark.parametrize("settings", [{"trust_remote_code": True}, {"model_init_kwargs": {"trust_remote_code": True}}])
+def test_code_that_is_trusted_is_run(tmp_path, checkpoints, tiny_model, settings):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model)
+    trainer = build(tmp_path, checkpoints["own code"], settings=settings, processing_class=tokenizer)
+    assert type(trainer.model).__name__ == "OwnModel"
+
+
+def frozen(model: str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(model).requires_grad_(False)
+
+
+def inference_adapter(model: str) -> torch.nn.Module:
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], inference_mode=True)
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora)
+
+
+MODELS = {
+    "a path": (Path, "which has no config. Pass the path or hub name of a causal language model as a str"),
+    "a module": (lambda model: torch.nn.Linear(2, 2), "model is a Linear, which has no config"),
+    "a classifier": (
+        AutoModelForSequenceClassification.from_pretrained,
+        "a Qwen2ForSequenceClassification, which is no",
+    ),
+    "no head": (AutoModel.from_pretrained, "a Qwen2Model, which is no decoder"),
+    "frozen": (frozen, "No parameter of the Qwen2ForCausalLM requires a gradient.* model.requires_grad_"),
+    "an adapter for inference": (inference_adapter, "No parameter of the PeftModel.* is_trainable=True"),
+}
+
+
+@pytest.mark.parametrize("mistake", MODELS)
+def test_models(tmp_path, tiny_model, mistake):
+    make, said = MODELS[mistake]
+    with pytest.raises(ValueError, match=said):
+        build(tmp_path, make(tiny_model))
+
+
+def test_a_frozen_model_is_right_for_a_new_adapter(tmp_path, tiny_model):
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    assert isinstance(build(tmp_path, frozen(tiny_model), peft_config=lora).model, PeftModel)
+
+
+# ---------------------------------------------------------------------- in the other arguments
+
+
+class Processor(ProcessorMixin):
+    def __init__(self):
+        pass
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a processor": ({"processing_class": Processor()}, "Processor, a multimodal processor"),
+    "tools": ({"tools": [print]}, "tools is set, but DASHTrainer trains single-turn"),
+    "an environment": (
+        {"environment_factory": [print]},
+        "environment_factory is set, but DASHTrainer trains single-turn",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", ARGUMENTS)
+def test_arguments(tmp_path, tiny_model, unloadable, mistake):
+    given, said = ARGUMENTS[mistake]
+    with pytest.raises(ValueError, match=said):
+        build(tmp_path, tiny_model, **given)
 
 
 def test_plain_grpo_config(tmp_path, tiny_model, unloadable):
-    from trl import GRPOConfig
-
     with pytest.raises(ValueError, match="GRPOConfig, which lacks DASH's options"):
         DASHTrainer(tiny_model, ScriptedReward(), GRPOConfig(str(tmp_path), bf16=False, use_cpu=True), prompts(8))
-
-
-def test_dataset_without_prompt(tmp_path, tiny_model, unloadable):
-    dataset = Dataset.from_dict({"question": ["1 + 1"], "solution": ["2"]})
-    with pytest.raises(ValueError, match=r"columns \['question', 'solution'\], but no 'prompt'"):
-        build(tmp_path, tiny_model, dataset=dataset)
-
-
-def test_empty_dataset(tmp_path, tiny_model, unloadable):
-    with pytest.raises(ValueError, match="train_dataset is empty"):
-        build(tmp_path, tiny_model, dataset=prompts(0))
-
-
-def test_empty_evaluation_split(tmp_path, tiny_model, unloadable):
-    with pytest.raises(ValueError, match=r"eval_dataset\['easy'\] is empty"):
-        build(tmp_path, tiny_model, eval_dataset={"easy": prompts(0)})
-
-
-def test_fewer_prompts_than_a_batch(tmp_path, tiny_model, unloadable):
-    with pytest.raises(ValueError, match="3 prompts, but one generation batch takes 4"):
-        build(tmp_path, tiny_model, dataset=prompts(3), settings={"gradient_accumulation_steps": 2})
-
-
-def test_images(tmp_path, tiny_model, unloadable):
-    with pytest.raises(ValueError, match="column 'image', but DASHTrainer trains text"):
-        build(tmp_path, tiny_model, dataset=Dataset.from_dict({"prompt": ["a"] * 16, "image": ["b"] * 16}))
-
-
-@pytest.mark.parametrize("model", ["./no/such/directory", "/nowhere", "nobody/no-such-model"])
-def test_model_that_does_not_exist(tmp_path, model, unloadable):
-    with pytest.raises(ValueError, match=f"model='{model}' cannot be loaded"):
-        build(tmp_path, model)
-
-
-def test_vision_language_model(tmp_path, unloadable):
-    from transformers import Qwen2VLConfig
-
-    Qwen2VLConfig().save_pretrained(tmp_path / "vlm")
-    with pytest.raises(ValueError, match=r"vision-language model \(qwen2_vl\)"):
-        build(tmp_path, str(tmp_path / "vlm"))
-
-
-def test_processor(tmp_path, tiny_model, unloadable):
-    from transformers import ProcessorMixin
-
-    class Processor(ProcessorMixin):
-        def __init__(self):
-            pass
-
-    with pytest.raises(ValueError, match="Processor, a multimodal processor"):
-        build(tmp_path, tiny_model, processing_class=Processor())
-
-
-@pytest.mark.parametrize("name", ["tools", "environment_factory"])
-def test_tools_and_environments(tmp_path, tiny_model, name, unloadable):
-    with pytest.raises(ValueError, match=f"{name} is set, but DASHTrainer trains single-turn"):
-        build(tmp_path, tiny_model, **{name: [print]})
 
 
 def test_vllm_that_is_not_installed(tmp_path, tiny_model, unloadable, monkeypatch):
@@ -123,24 +411,6 @@ def test_vllm_that_is_not_installed(tmp_path, tiny_model, unloadable, monkeypatc
         ValueError, match=r"use_vllm=True with vllm_mode='colocate', but .*pip install dash_trl\[vllm\]"
     ):
         build(tmp_path, tiny_model, settings={"use_vllm": True})
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"vllm_server_urls": []}, "vllm_server_urls is empty"),
-        ({"vllm_server_urls": ["localhost:8000"]}, "'localhost:8000', which is not the address of a server"),
-        (
-            {"vllm_server_urls": ["http://localhost:8000"], "vllm_server_base_url": "http://localhost:8001"},
-            "both name servers",
-        ),
-        ({"vllm_weight_sync": "pickle"}, "vllm_weight_sync='pickle' is unknown. Use 'file' or 'nccl'"),
-        ({"vllm_request_timeout": 0.0}, "vllm_request_timeout=0.0 gives no server time to answer"),
-    ],
-)
-def test_impossible_servers(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        DASHConfig(str(tmp_path), use_cpu=True, **settings)
 
 
 def test_named_servers_are_used(tmp_path):
