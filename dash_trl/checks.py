@@ -101,6 +101,16 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
                 )
 
 
+def check_estimator(trainer: type) -> None:
+    """Refuse a trainer's `compute_advantage` that nothing calls: GRPO's estimator would train in its place."""
+    for name in vars(trainer):
+        if "compute_advantages" not in vars(trainer) and misspelt(name, ["compute_advantages"]) and name[0] != "_":
+            raise ValueError(
+                f"{trainer.__name__}.{name} would never be called. Rename it to compute_advantages, which makes the "
+                "advantages; a helper needs another name."
+            )
+
+
 def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
     """Refuse a model that is not there, or cannot be trained as a text generator, before any weight is loaded."""
     if isinstance(model, str):

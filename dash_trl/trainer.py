@@ -78,6 +78,10 @@ class DASHTrainer(GRPOTrainer):
         "Bastani},\n    year = 2025,\n    eprint = {arXiv:2505.17218}\n}",
     }
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        checks.check_estimator(cls)
+
     def __init__(
         self,
         model: Any,

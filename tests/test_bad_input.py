@@ -399,6 +399,16 @@ def test_arguments(tmp_path, tiny_model, unloadable, mistake):
         build(tmp_path, tiny_model, **given)
 
 
+def test_a_misspelt_estimator():
+    with pytest.raises(
+        ValueError, match="Own.compute_advantage would never be called. Rename it to compute_advantages"
+    ):
+        type("Own", (DASHTrainer,), {"compute_advantage": lambda self, rewards: rewards})
+    helpers = {"compute_advantage", "_compute_advantages"}  # of an estimator, and of another method
+    type("Own", (DASHTrainer,), dict.fromkeys({*helpers, "compute_advantages"}, print))
+    type("Own", (DASHTrainer,), {"_compute_advantages": print})
+
+
 def test_plain_grpo_config(tmp_path, tiny_model, unloadable):
     with pytest.raises(ValueError, match="GRPOConfig, which lacks DASH's options"):
         DASHTrainer(tiny_model, ScriptedReward(), GRPOConfig(str(tmp_path), bf16=False, use_cpu=True), prompts(8))
