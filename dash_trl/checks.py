@@ -101,12 +101,12 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
                 )
 
 
-def check_estimator(trainer: type) -> None:
+def check_estimator(kind: type) -> None:
     """Refuse a trainer's `compute_advantage` that nothing calls: GRPO's estimator would train in its place."""
-    for name in vars(trainer):
-        if "compute_advantages" not in vars(trainer) and misspelt(name, ["compute_advantages"]) and name[0] != "_":
+    for name in vars(kind):
+        if "compute_advantages" not in vars(kind) and misspelt(name, ["compute_advantages"]) and name[0] != "_":
             raise ValueError(
-                f"{trainer.__name__}.{name} would never be called. Rename it to compute_advantages, which makes the "
+                f"{kind.__name__}.{name} would never be called. Rename it to compute_advantages, which makes the "
                 "advantages; a helper needs another name."
             )
 
