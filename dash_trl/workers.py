@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 MEMORY = 4 << 30  # bytes of address space of a worker: 10^{10^{10}} must not take the trainer's before its timeout
 DEFAULT_MAX_WORKERS = 8  # per process; more do not pay for a batch of a few hundred rows
+OUT_OF_WORK_AGAIN = 0.1  # CPU seconds after which a call that caught `OutOfWork` gets it again
 POOL_CHECK_SECONDS = 0.5  # between looks at whether a pool that we wait for still lives
 
 
@@ -165,6 +166,31 @@ def _limit_memory() -> bool:
     except (AttributeError, ValueError, OSError):
         return False
     return True
+
+
+class OutOfWork(BaseException):
+    """A call spent its CPU time. No `Exception`, since sympy goes on after these."""
+
+
+def run_within(cpu_seconds: float, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args) in a worker's main thread, with a limit of CPU time, which no other process can use up.
+
+    Raises:
+        OutOfWork: it took longer. (A single operation in C that looks for no signal goes on until its end.)
+    """
+
+    def stop(*_: object) -> None:
+        raise OutOfWork(f"more than {cpu_seconds:g} s of CPU time")
+
+    signal.signal(signal.SIGVTALRM, stop)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds, OUT_OF_WORK_AGAIN)
+            return function(*args)
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    finally:  # once more: the signal may come between the call's end and the line above
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def _die_with_parent() -> None:
