@@ -1,17 +1,14 @@
-r"""Does the accuracy reward know the gold answers of GSM8K and MATH-500, and how fast is it?
+r"""Does the accuracy reward read the gold answers of GSM8K and MATH-500 in every form, and how fast is it?
 
-    python benchmarks/math_reward.py --json math_reward.json        # ~30 s on 2 cores
+    python benchmarks/math_reward.py --json math_reward.json        # ~12 s on 2 cores
     python benchmarks/math_reward.py --all-pairs                    # + all pairs of MATH-500's golds, ~5 min
 
-Every gold answer X (7,473 + 1,319 + 500) is put into a completion and scored against itself, which must give 1, and
-against a different gold answer of another problem, which must give 0:
+Every gold answer X (7,473 + 1,319 + 500) is put into completions of every form in `FORMS` and scored against itself,
+which must give 1, and in some of them against a different gold answer of another problem, which must give 0. Most forms
+leave the same text, which needs no math-verify; in "equation" it has to read and compare. Two golds are different if
+`canonical` differs, which shares no code with the reward or with math-verify.
 
-- sentence: "So the answer is X." (GSM8K) or "So the answer is $X$." (MATH-500; words without dollars). math-verify has
-  to find, read and compare it: there is no shortcut. (Lists need their dollars: in prose math-verify takes the comma of
-  "the answer is -2,1." for a decimal comma, the one gold of 9,292 that fails without them.)
-- box: "So it is $\boxed{X}$.". Against itself it is the same text, which needs no math-verify; against others it does.
-
-Two golds are different if `canonical` differs, which shares no code with the reward or with math-verify.
+Then the cases that the tests hold (`tests/math_cases.py`), by topic: what is right, wrong and unscored.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # so that it runs without an installation
 
 from dash_trl.rewards.math import MathAccuracyReward  # noqa: E402
+from tests.math_cases import RIGHT, UNSCORED, WRONG  # noqa: E402
 
 DATA = ROOT.parent / "shared" / "data"
 FILES = ("gsm8k/train.jsonl", "gsm8k/test.jsonl", "math500/test.jsonl")
@@ -75,6 +73,34 @@ def in_box(gold: str) -> str:
     return f"So it is $\\boxed{{{gold}}}$."
 
 
+def in_equation(gold: str) -> str | None:
+    """As the end of an equation, unless it is one, or words, or a list."""
+    has_list = "," in re.sub(r"[(\[].*[)\]]|\\!|,(?=\d{3})", "", gold.replace("\\!", ""))
+    return None if "=" in gold or "\\in" in gold or "\\text{" in gold[:6] or has_list else in_box(f"A = {gold}")
+
+
+def reversed_list(gold: str) -> str | None:
+    """With the last member first, if it is a list of numbers such as 1,-2."""
+    members = gold.split(",")
+    is_list = len(members) > 1 and all(re.fullmatch(r"\s*-?\d+", one) for one in members)
+    is_number = re.fullmatch(r"-?\d{1,3}(,\d{3})+", gold)
+    return in_box(", ".join(reversed(members))) if is_list and not is_number else None
+
+
+FORMS: dict[str, Callable[[str], str | None]] = {
+    "box": in_box,
+    "box twice": lambda gold: f"So it is $\\boxed{{{gold}}}$, or $\\boxed{{ {gold} }}$.",
+    "box in display math": lambda gold: f"So it is\n\\[\n\\boxed{{{gold}}}\n\\]",
+    "sentence": in_sentence,
+    "display math": lambda gold: f"The answer is\n\\[ {gold} \\]",
+    "####": lambda gold: f"So it is.\n#### {gold}",
+    "behind a thought": lambda gold: f"<think>Perhaps $\\boxed{{104729}}$?</think>{in_box(gold)}",
+    "equation": in_equation,
+    "reversed": reversed_list,
+}
+AGAINST_OTHERS = ("sentence", "box", "box twice")
+
+
 def others(golds: Sequence[str], shift: int) -> list[str]:
     """For each gold, the first different one at least `shift` problems further on."""
     forms = [canonical(gold) for gold in golds]
@@ -83,42 +109,63 @@ def others(golds: Sequence[str], shift: int) -> list[str]:
 
 
 def check(
-    reward: Callable[..., list[float]], golds: Sequence[str], answers: Sequence[str], write: Callable[[str], str]
-) -> tuple[list[dict[str, Any]], float]:
-    """Scores write(answer) against gold; returns the rows whose score is not what it must be, and the seconds."""
+    reward: Callable[..., list[float]],
+    golds: Sequence[str],
+    answers: Sequence[str],
+    write: Callable[[str], str | None],
+) -> tuple[list[float], list[dict[str, Any]], float]:
+    """Scores write(answer) against gold, where there is such a form.
+
+    Returns:
+        The scores, the rows whose score is not what it must be, and the seconds.
+    """
+    rows = [(gold, answer, text) for gold, answer in zip(golds, answers, strict=True) if (text := write(answer))]
     start = time.perf_counter()
-    scores = reward(completions=[write(answer) for answer in answers], answer=list(golds))
+    scores = reward(completions=[text for _, _, text in rows], answer=[gold for gold, _, _ in rows])
     seconds = time.perf_counter() - start
     failures = []
-    for gold, answer, score in zip(golds, answers, scores, strict=True):
+    for (gold, answer, text), score in zip(rows, scores, strict=True):
         expected = float(gold == answer)
         if score != expected:  # NaN differs from everything
             reason = "nan" if math.isnan(score) else "self is not 1" if expected else "other is not 0"
-            failures.append({"gold": gold, "completion": write(answer), "score": str(score), "reason": reason})
-    return failures, seconds
+            failures.append({"gold": gold, "completion": text, "score": str(score), "reason": reason})
+    return scores, failures, seconds
+
+
+def count(scores: Sequence[float]) -> dict[str, int]:
+    return {"right": scores.count(1.0), "wrong": scores.count(0.0), "unscored": sum(map(math.isnan, scores))}
 
 
 def run(reward: Callable[..., list[float]], data: Path = DATA, files: Iterable[str] = FILES) -> dict[str, Any]:
-    """All checks on all golds: failures, counts and rows per second."""
+    """All checks on all golds: scores, failures and rows per second."""
     report: dict[str, Any] = {"golds": 0, "golds_failed": 0, "reasons": Counter(), "checks": [], "failures": []}
     for file in files:
         golds = read_golds(data / file)
         shifts = GSM8K_SHIFTS if file.startswith("gsm8k") else MATH_SHIFTS
-        against = {"self": golds} | {f"other+{shift}": others(golds, shift) for shift in shifts}
+        checks = [(form, "self", golds) for form in FORMS]
+        checks += [(form, f"other+{shift}", others(golds, shift)) for shift in shifts for form in AGAINST_OTHERS]
         failed: set[str] = set()
-        for name, answers in against.items():
-            for write in (in_sentence, in_box):
-                failures, seconds = check(reward, golds, answers, write)
-                label = f"{file} {write.__name__} {name}"
-                report["checks"].append(
-                    {"check": label, "rows": len(golds), "failed": len(failures), "rows_per_s": len(golds) / seconds}
-                )
-                report["failures"] += [{"check": label, **failure} for failure in failures]
-                report["reasons"].update(failure["reason"] for failure in failures)
-                failed |= {failure["gold"] for failure in failures}
+        for form, name, answers in checks:
+            scores, failures, seconds = check(reward, golds, answers, FORMS[form])
+            label = f"{file} {form}, {name}"
+            result = {"check": label, "rows": len(scores), **count(scores), "failed": len(failures)}
+            report["checks"].append({**result, "rows_per_s": len(scores) / seconds})
+            report["failures"] += [{"check": label, **failure} for failure in failures]
+            report["reasons"].update(failure["reason"] for failure in failures)
+            failed |= {failure["gold"] for failure in failures}
         report["golds"] += len(golds)
         report["golds_failed"] += sum(gold in failed for gold in golds)
     return report
+
+
+def run_cases(reward: Callable[..., list[float]]) -> list[dict[str, Any]]:
+    """The cases of the tests by topic: how many were to be right, wrong or unscored, and are."""
+    table = []
+    for expected, cases in (("right", RIGHT), ("wrong", WRONG), ("unscored", UNSCORED)):
+        for topic, rows in cases.items():
+            counts = count(reward([completion for completion, _ in rows], [gold for _, gold in rows]))
+            table.append({"check": f"{expected}: {topic}", "rows": len(rows), **counts, "expected": expected})
+    return table
 
 
 def run_all_pairs(reward: Callable[..., list[float]], data: Path = DATA) -> list[dict[str, Any]]:
@@ -126,7 +173,7 @@ def run_all_pairs(reward: Callable[..., list[float]], data: Path = DATA) -> list
     golds = sorted({gold for gold in read_golds(data / FILES[-1]) if not gold.lstrip("-").isdigit()})
     form = {gold: canonical(gold) for gold in golds}
     pairs = [(gold, answer) for gold in golds for answer in golds if form[gold] != form[answer]]
-    failures, seconds = check(reward, [g for g, _ in pairs], [a for _, a in pairs], in_box)
+    _, failures, seconds = check(reward, [g for g, _ in pairs], [a for _, a in pairs], in_box)
     print(f"all pairs of MATH-500: {len(failures)} of {len(pairs):,} failed, {len(pairs) / seconds:,.0f} rows/s")
     return failures
 
@@ -135,7 +182,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA, help="the folder with gsm8k/ and math500/")
     parser.add_argument("--workers", type=int, default=None)
-    parser.add_argument("--timeout", type=float, default=5.0)
     parser.add_argument(
         "--all-pairs", action="store_true", help="also compare every pair of MATH-500's golds but integers"
     )
@@ -145,21 +191,25 @@ def main() -> None:
     if missing:
         parser.error(f"{args.data} lacks {', '.join(missing)}: give the folder that holds them with --data")
 
-    with MathAccuracyReward(timeout=args.timeout, workers=args.workers) as reward:
+    with MathAccuracyReward(workers=args.workers) as reward:
         start = time.perf_counter()
         reward([in_box("1")] * reward.workers, ["1"] * reward.workers)
         startup = time.perf_counter() - start
         report = run(reward, args.data)
-        report |= {"startup_s": startup, "workers": reward.workers, "cpus": os.cpu_count(), "timeout_s": args.timeout}
+        report |= {"startup_s": startup, "workers": reward.workers, "cpus": os.cpu_count(), "timeout_s": reward.timeout}
+        report["cases"] = run_cases(reward)
         if args.all_pairs:
             report["all_pairs_failures"] = run_all_pairs(reward, args.data)
 
-    for row in report["checks"]:
-        print(f"{row['check']:45s} {row['failed']:4d} of {row['rows']:5d} failed {row['rows_per_s']:9,.0f} rows/s")
+    print(f"{'':50s}   rows  right  wrong  unscored  rows/s")
+    for row in report["checks"] + report["cases"]:
+        counts = f"{row['rows']:6d} {row['right']:6d} {row['wrong']:6d} {row['unscored']:9d}"
+        print(f"{row['check']:50.50s} {counts} " + (f"{row['rows_per_s']:7,.0f}" if "rows_per_s" in row else ""))
     for failure in report["failures"] + report.get("all_pairs_failures", []):
         print(f"  {failure['reason']}: gold {failure['gold']!r}, completion {failure['completion']!r}")
     print(
-        f"{report['golds_failed']} of {report['golds']:,} golds failed {dict(report['reasons'])}; "
+        f"{report['golds_failed']} of {report['golds']:,} golds failed {dict(report['reasons'])}, "
+        f"{sum(row['rows'] - row[row['expected']] for row in report['cases'])} cases; "
         f"start-up {startup:.1f} s, {report['workers']} workers"
     )
     if args.json:

@@ -16,17 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.math_reward import DATA, FILES, canonical, check, in_box, in_sentence, others, read_golds, run
-from dash_trl.rewards.math import (
-    MathAccuracyReward,
-    UnreadableGold,
-    extract_answer,
-    gold_text,
-    is_text_answer,
-    last_boxed,
-    score_answer,
-)
-from dash_trl.workers import default_workers
+from benchmarks.math_reward import DATA, FILES, FORMS, canonical, check, in_box, others, read_golds, run
+from dash_trl.rewards import math as math_reward
+from dash_trl.rewards.math import MathAccuracyReward, UnreadableGold, score_answer
+from dash_trl.workers import OutOfWork, default_workers, run_within
+from tests.math_cases import RIGHT, UNSCORED, WRONG
 
 ROOT = Path(__file__).parents[1]
 needs_data = pytest.mark.skipif(
@@ -74,141 +68,91 @@ def scripted():
         yield reward
 
 
-# ------------------------------------------------------------------------------------------------------ extraction
+def rows(cases: dict) -> list:
+    """The parameters of a table in `math_cases`, named after topic and completion."""
+    return [
+        pytest.param(*row, id=f"{topic}: {row[0][:40]} | {row[1][:20]}")
+        for topic, group in cases.items()
+        for row in group
+    ]
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"\boxed{72}", "72"),
-        (r"first \boxed{1}, then $\boxed{\frac{1}{\sqrt{2}}}$.", r"\frac{1}{\sqrt{2}}"),
-        (r"\boxed{\left\{ 1, 2 \right\}}", r"\left\{ 1, 2 \right\}"),
-        (r"\boxed{ \fbox{5} }", r"\fbox{5}"),
-        (r"\fbox{5}", "5"),
-        (r"$\boxed 5$", "5"),
-        (r"\boxed{}", ""),
-        (r"\boxed{3} and cut off: \boxed{4", "3"),
-        ("no box", None),
-    ],
-)
-def test_last_box(text, answer):
-    assert last_boxed(text) == answer
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"$\boxed{1}$ and $\boxed{-2}$", "1, -2"),
-        (r"\boxed{1}, \boxed{2}, or \boxed{3}", "1, 2, 3"),
-        (r"\boxed{1} is wrong, so \boxed{2}", "2"),
-        ("#### 1\nmore\n#### 72 apples\n", "72 apples"),
-        (r"#### 1 \boxed{2}", "2"),
-        ("the answer is 5", None),
-    ],
-)
-def test_extract_answer(text, answer):
-    assert extract_answer(text) == answer
-
-
-@pytest.mark.parametrize(
-    ("gold", "bare"),
-    [("72", "72"), ("so\n#### 1,200", "1,200"), (r"$\frac12$", r"\frac12"), (r"\$36", r"\$36"), (r"x \boxed{5}.", "5")],
-)
-def test_gold_text(gold, bare):
-    assert gold_text(gold) == bare
-
-
-@pytest.mark.parametrize(
-    ("gold", "is_text"),
-    [
-        (r"\text{Evelyn}", True),
-        (r"\text{(C)}", True),
-        (r"$\text{no}$", True),
-        (r"\text{ii}, \text{iv}", True),
-        ("No solution", True),
-        ("east", True),
-        ("A", False),
-        ("xy", False),
-        ("abcd2", False),
-        (r"5.4 \text{ cents}", False),
-        (r"\cot x", False),
-        ("", False),
-    ],
-)
-def test_is_text_answer(gold, is_text):
-    assert is_text_answer(gold) is is_text
+def impatient(completion: str, gold: str) -> float:
+    """`score_answer` with less CPU time, for the workers."""
+    math_reward.CPU_SECONDS = 0.5
+    return score_answer(completion, gold)
 
 
 # ------------------------------------------------------------------------------------------------------ comparison
 
-RIGHT = [
-    ("So the answer is 72.", "72"),
-    ("The last number counts: 72", "72"),
-    ("#### 72 apples", "72"),
-    (r"\boxed{1,200}", "1200"),
-    (r"\boxed{1200}", "so\n#### 1,200"),
-    (r"\boxed{0.5}", r"\frac{1}{2}"),
-    (r"\boxed{\dfrac 12}", "1/2"),
-    (r"\boxed{5}", "x=5"),
-    (r"\boxed{x = 5}", "5"),
-    (r"$\boxed{1}$ and $\boxed{-2}$", "-2,1"),
-    (r"\boxed{x^2+2x+1}", "(x+1)^2"),
-    (r"\boxed{36}", r"\$36"),
-    (r"\boxed{52}", "52_8"),
-    (r"\boxed{52_{8}}", "52_8"),
-    (r"\boxed{(3, \pi/2)}", r"\left( 3, \frac{\pi}{2} \right)"),
-    ("The answer is Evelyn.", r"\text{Evelyn}"),
-    (r"\boxed{\textbf{evelyn}}", r"\text{Evelyn}"),
-    (r"\boxed{(C)}", r"\text{C}"),
-    ("The answer is **(A)**.", "A"),
-    ("A", "A"),
-    (r"\boxed{a}", "A"),
-]
-WRONG = [
-    ("So the answer is 73.", "72"),
-    ("", "72"),
-    ("no number at all", "72"),
-    (r"\boxed{}", "5"),
-    (r"cut off: \boxed{36", "36"),
-    (r"$\boxed{1}$ or $\boxed{2}$", "1"),
-    (r"\boxed{72} no, \boxed{73}", "72"),
-    (r"\boxed{silent}", "listen"),
-    (r"\boxed{silent}", r"\text{listen}"),
-    (r"\boxed{52_9}", "52_8"),
-    (r"\boxed{(1,2]}", "[1,2]"),
-    ("The answer is B.", "A"),
-    (r"\boxed{\text{west}}", r"\text{east}"),
-]
 
-
-@pytest.mark.parametrize(("completion", "gold"), RIGHT)
+@pytest.mark.parametrize(("completion", "gold"), rows(RIGHT))
 def test_right_answers(completion, gold):
     assert score_answer(completion, gold) == 1.0
 
 
-@pytest.mark.parametrize(("completion", "gold"), WRONG)
+@pytest.mark.parametrize(("completion", "gold"), rows(WRONG))
 def test_wrong_answers(completion, gold):
     assert score_answer(completion, gold) == 0.0
 
 
-@pytest.mark.parametrize("gold", ["", "???", r"\frac{1}{"])
-def test_an_unreadable_gold_scores_nothing_even_against_itself(gold):
+@pytest.mark.parametrize(("completion", "gold"), rows(UNSCORED))
+def test_unscored_answers(completion, gold):
     with pytest.raises(UnreadableGold, match="gold answer"):
-        score_answer(in_box(gold), gold)
+        score_answer(completion, gold)
 
 
-def test_degenerate_text_is_wrong_rather_than_a_timeout(reward):
-    # math-verify's patterns are quadratic in it: all of it takes over a minute, its end a tenth of a second.
-    assert reward(["\\[" * 20_000], ["5"]) == [0.0]
+@pytest.mark.parametrize(
+    "answer",
+    [r"9^{9^9}", r"(10^9)!", r"2^{2^{40}} = 5", r"\sum_{k=1}^{10^{9}} k^k", r"5 + 10^{10^{10}} - 10^{10^{10}}"],
+)
+def test_more_work_than_the_limit_is_wrong_in_the_answer_and_unscored_in_the_gold_answer(answer, monkeypatch):
+    monkeypatch.setattr(math_reward, "CPU_SECONDS", 0.5)
+    assert score_answer(in_box(answer), "5") == 0.0
+    with pytest.raises(UnreadableGold, match="too much work"):
+        score_answer(r"\boxed{5}", answer)
+
+
+def test_too_deep_a_recursion_is_wrong():
+    answer = in_box("-" * 900 + "5")
+    assert score_answer(answer, "6") == 0.0
+
+
+def test_a_limit_of_work_is_one_of_cpu_time():
+    """What another process does, as on a busy machine, is no work; the limit holds against `except Exception`."""
+
+    def stubborn() -> None:
+        while True:
+            try:
+                sum(range(1_000))
+            except Exception:
+                pass
+
+    work = [sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"]
+    assert run_within(0.2, subprocess.call, work) == 0
+    with pytest.raises(OutOfWork, match=r"more than 0\.2 s of CPU time"):
+        run_within(0.2, stubborn)
+    assert run_within(10, sum, [1, 2]) == 3 and signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+
+
+def test_a_row_has_the_same_score_alone_and_in_any_batch():
+    """Degenerate completions, too, whose work is limited row by row."""
+    table = [row for cases in (RIGHT, WRONG, UNSCORED) for group in cases.values() for row in group]
+    table = random.Random(0).sample(table, 60) + [(in_box("9^{9^9}"), "5")] * 3
+    random.Random(1).shuffle(table)
+    with MathAccuracyReward(workers=2, verify=impatient) as reward:
+        together = reward(*zip(*table, strict=True))
+        alone = [reward([completion], [gold])[0] for completion, gold in table]
+    assert list(map(str, together)) == list(map(str, alone))
 
 
 @needs_data
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("write", [in_sentence, in_box])
-def test_a_sample_of_golds_against_itself_and_others(reward, file, write):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sample_of_golds_against_itself_and_others(reward, file, form):
     golds = random.Random(0).sample(read_golds(DATA / file), 60)
-    assert check(reward, golds, golds, write)[0] == []
-    assert check(reward, golds, others(golds, 1), write)[0] == []
+    assert check(reward, golds, golds, FORMS[form])[1] == []
+    assert check(reward, golds, others(golds, 1), FORMS[form])[1] == []
 
 
 @needs_data
@@ -306,10 +250,10 @@ def test_a_timeout_kills_the_worker(scripted, tmp_path):
     assert is_gone(int((tmp_path / "pid").read_text()))
 
 
-def test_a_pathological_expression_times_out():
-    with MathAccuracyReward(timeout=1, workers=1) as reward:
-        scores = reward([r"\boxed{9^{9^9}}", r"\boxed{3}"], ["5x", "3"])
-    assert math.isnan(scores[0]) and scores[1] == 1.0
+def test_a_pathological_expression_is_wrong_and_harms_no_neighbour():
+    with MathAccuracyReward(workers=1, verify=impatient) as reward:
+        scores = reward([r"\boxed{9^{9^9}}", r"\boxed{3}", r"\boxed{3}"], ["5x", "3", "9^{9^9}"])
+    assert scores[:2] == [0.0, 1.0] and math.isnan(scores[2])
 
 
 def test_it_works_in_threads_at_the_same_time(reward):

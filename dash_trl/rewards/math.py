@@ -1,17 +1,29 @@
 r"""The accuracy reward: is the final answer of a completion mathematically equal to the gold answer?
 
-    completion ──► extract_answer ──► same text? ──► math-verify in a worker process ──► 1.0 | 0.0 | NaN
-    gold ────────► parse_gold (cached) ──────┘
+    completion ──► find_answer ──► same text? ──► math-verify in a worker process ──► 1.0 | 0.0 | NaN
+    gold ────────► parse_gold (cached) ──┘
 
-NaN means "could not be scored" (unreadable gold, exception, timeout, crash) and is never 0: the trainer unscores such
-a row. The comparison is math-verify's (https://github.com/huggingface/Math-Verify), with three deviations:
+NaN means "could not be scored" (unreadable gold, exception, time-out, crash) and is never 0: the trainer unscores such
+a row. `answers.py` finds the answer, `spelling.py` spells it. The comparison is math-verify's
+(https://github.com/huggingface/Math-Verify), with these deviations:
 
 - it reads the word "silent" as s*i*l*e*n*t, which equals "listen"; answers in words are compared as text here;
-- it ignores the base of a number, so that 52_8 = 52_9; here two written bases must agree;
-- its own timeouts use SIGALRM, count as a wrong answer and fail outside the main thread; here a worker is killed.
+- it ignores the base of a number, so that 52_8 = 52_9, and units, so that 5 km = 5 m; where both sides name a base, or
+  a unit that is known here, these must agree. Nothing is converted: 5000 m is not 5 km;
+- it takes the first of 3 = 5 or 5 \approx 7, or the last; here the plain numbers of such a chain must agree, rounded as
+  they are written, else it is false and wrong. The last member counts, and every plain number: 1/3 \approx 0.333 is
+  right for 1/3 and for 0.333;
+- an inequality equals the set of its solutions, also where the gold answer is the set;
+- 50 and 0.5 both equal 50\%, as there, but so do 12.5 and 0.125 equal 12.5\%;
+- its own timeouts use SIGALRM, count as a wrong answer and fail outside the main thread; here see below.
 
-Units, degree signs and a base on one side only are not compared (36 = 36^\circ = \$36, 52 = 52_8), nor are (a,b) and
-{a,b} told apart where math-verify does not: the problem says which is meant.
+math-verify decides that floats agree to 6 decimals, that an equation ending in 5 (2x = 5) equals 5, that lists have no
+order, and which of (a,b), {a,b} and "a, b" are the same: the problem says which is meant.
+
+**Limits.** A completion whose answer takes more than `CPU_SECONDS` to read and compare, more memory or recursion than a
+worker has, or is longer or deeper than the limits in `answers.py`, is wrong (0.0). If comparing the gold answer alone
+costs as much, the row is NaN. CPU time counts no other process, so a busy machine makes no right answer wrong; the
+time-out by the clock ends what no signal can (gmpy2's operations), and leaves NaN.
 """
 
 from __future__ import annotations
@@ -21,216 +33,254 @@ import importlib.util
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from typing import Any
 
-from dash_trl.workers import Task, WorkerDied, default_workers, shared_workers
+from dash_trl.rewards.answers import MAX_ANSWER_CHARS, MAX_DEPTH, Answer, find_answer, gold_text, has_words, is_readable
+from dash_trl.rewards.spelling import (
+    is_text_answer,
+    same_text,
+    same_words,
+    split_chain,
+    split_list,
+    split_units,
+    squeeze,
+)
+from dash_trl.workers import OutOfWork, Task, WorkerDied, default_workers, run_within, shared_workers
 
 logger = logging.getLogger(__name__)
 
-CHUNK_ROWS = 32  # rows per task: a task costs ~1 ms of messages, a row 0.3 to 4 ms
-TAIL_CHARS = 2_000  # of a completion without a marked answer: math-verify's patterns are quadratic in degenerate text
-MIN_WORD_LETTERS = 4  # a bare run of letters this long with a vowel is a word, a shorter one may be a product like xyz
+CHUNK_ROWS = 32  # rows per task: a task costs ~1 ms of messages, a row 0.1 to 4 ms
+CPU_SECONDS = 4.0  # to read or to compare one answer; of some hundred answers, the dearest took 0.7 s, the next 0.25 s
+TIMEOUT = 30.0  # seconds by the clock for a row: more than twice the CPU time that reading, comparing and judging take
 
 Verify = Callable[[str, str], float]
-
-
-# ---------------------------------------------------------------------------------------------- finding the answer
-
-
-def boxed_answers(text: str) -> Iterator[tuple[int, int, str]]:
-    r"""Yields (start, end, content) of every complete \boxed{...} or \fbox{...}, braces balanced, outermost only.
-
-    `\boxed 5`, which MATH has too, ends at the next space or `$`. A box that is never closed is skipped.
-    """
-    position = 0
-    while found := _BOX.search(text, position):
-        if found["open"]:
-            end = _closing_brace(text, found.end())
-            if end is None:
-                position = found.end()
-                continue
-            content = text[found.end() : end]
-            position = end + 1
-        else:
-            content, position = found["bare"], found.end()
-        yield found.start(), position, content.strip()
-
-
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...}; None without one."""
-    boxes = list(boxed_answers(text))
-    return boxes[-1][2] if boxes else None
-
-
-def extract_answer(completion: str) -> str | None:
-    r"""The answer that a completion announces, or None.
-
-    In this order: the last \boxed{...} (boxes joined by "and", "or" or commas count together, so that a completion
-    cannot offer two answers and have the right one counted), the last `#### ...` line of GSM8K.
-    """
-    boxes = list(boxed_answers(completion))
-    if boxes:
-        answers = [boxes[-1]]
-        for box in reversed(boxes[:-1]):
-            if not _JOINT.fullmatch(completion[box[1] : answers[0][0]]):
-                break
-            answers.insert(0, box)
-        return ", ".join(content for _, _, content in answers)
-    return last_hashes(completion)
-
-
-def last_hashes(text: str) -> str | None:
-    """What follows the last `####`, the mark of GSM8K's final answers, on its line."""
-    marks = _HASHES.findall(text)
-    return marks[-1].strip() if marks else None
-
-
-def announced_phrase(text: str) -> str | None:
-    """The few words after the last "answer is" or "answer:", up to the end of the clause."""
-    found = _ANNOUNCED.findall(text)
-    return found[-1] if found else None
-
-
-def _closing_brace(text: str, position: int) -> int | None:
-    depth = 1
-    for found in _BRACE.finditer(text, position):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)  # an escaped brace of a set, \{ or \}, counts for nothing
-        if depth == 0:
-            return found.start()
-    return None
-
-
-_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*(?P<open>\{)|\s+(?P<bare>[^\s${}]+))")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_JOINT = re.compile(r"[\s$,]*(?:\\[\]\)])?[\s,]*(?:and|or|,)?[\s,]*(?:\\[\[\(])?[\s$,]*")
-_HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
-_ANNOUNCED = re.compile(r"(?i:\banswer\s*(?:is|:))[:\s]*([^.,;\n]+)")
-
-
-# ------------------------------------------------------------------------------------------------ answers in words
-
-
-def normalize_text(text: str) -> str:
-    r"""One spelling for answers in words: `\text{(C)}.` → "c", `$\textbf{No  solution}$` → "no solution"."""
-    while (unwrapped := _TEXT_COMMAND.sub(r"\1", text)) != text:
-        text = unwrapped
-    text = re.sub(r"\\[ ,;!]|[$*~]", " ", text)
-    text = " ".join(text.split()).rstrip(".").strip()
-    if text.startswith("(") and text.endswith(")") and text.count("(") == 1:
-        text = text[1:-1].strip()
-    return text.casefold()
-
-
-def is_text_answer(gold: str) -> bool:
-    r"""Whether a gold answer is words, to be compared as text: \text{Evelyn}, No solution, \text{(C)}.
-
-    Not xy (a product), x (a variable, or the choice X: `score_answer` tries both), 5\text{ cm} (a number).
-    """
-    words = normalize_text(gold)
-    if not _WORDS.fullmatch(words):
-        return False
-    rest, wrapped = _TEXT_COMMAND.subn("", gold)
-    if wrapped and not rest.strip(" ,;$"):
-        return True
-    return any(len(word) >= MIN_WORD_LETTERS and _VOWEL.search(word) for word in re.findall(r"[^\W\d_]+", words))
-
-
-_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
-_WORDS = re.compile(r"[^\W\d_]+(?:[\s,'-]+[^\W\d_]+)*")
-_VOWEL = re.compile(r"[aeiouy]")
 
 
 # -------------------------------------------------------------------------------------------------- scoring one row
 
 
 class UnreadableGold(ValueError):
-    """The gold answer means nothing to math-verify and is not words, so no completion can be scored against it."""
+    """The gold answer means nothing to math-verify and is not words: only its own text can be scored against it."""
 
 
-def gold_text(gold: str) -> str:
-    r"""The bare gold answer in `72`, `... #### 72`, `$72$`, `\boxed{72}` or a solution that ends in one of these."""
-    answer = (last_hashes(gold) or last_boxed(gold) or gold).strip()
-    formula = _FORMULA.fullmatch(answer)
-    return formula[1].strip() if formula else answer
+@dataclass(frozen=True)
+class Gold:
+    """A gold answer: as `gold_text` gives it, its value and units (see `split_units`), what math-verify reads in it."""
 
-
-@functools.lru_cache(maxsize=1024)  # a gold answer comes once per completion of its group
-def parse_gold(answer: str) -> tuple[Any, ...]:
-    """What math-verify reads in a gold answer.
-
-    Raises:
-        UnreadableGold: if that is nothing. (Its fallback to a string does not count: it compares only spelling.)
-    """
-    parsed = _read(rf"\boxed{{{answer}}}")
-    if not parsed:
-        raise UnreadableGold(f"the gold answer {answer!r} is neither an expression that math-verify reads nor words")
-    return tuple(parsed)
+    text: str
+    value: str
+    units: frozenset[str]
+    expressions: tuple[Any, ...]
 
 
 def score_answer(completion: str, gold: str) -> float:
     """1.0 if the completion's final answer equals the gold answer, else 0.0. Runs in a worker's main thread.
 
     Raises:
-        UnreadableGold: see `parse_gold`.
+        UnreadableGold: see `parse_gold`; not for an answer of the same text.
         Exception: whatever sympy raises while it compares; the row is then unscored.
     """
-    gold, answer = gold_text(gold), extract_answer(completion)
-    words = (announced_phrase(completion) or completion) if answer is None else answer
-    if is_text_answer(gold):
-        return float(_equal_words(gold, words))
-    parsed_gold = parse_gold(gold)
-    if answer is not None and _squeeze(answer) == _squeeze(gold):
+    bare, answer = gold_text(gold), find_answer(completion)
+    if same_text(answer.text, bare):
         return 1.0
-    if len(gold) == 1 and gold.isalpha() and _equal_words(gold, words):
-        return 1.0  # the choice "A": math-verify finds no letter in a sentence
-    if answer is not None and not _same_base(gold, answer):
+    if is_text_answer(bare) and is_readable(bare):
+        return float(_is_right(answer.text, functools.partial(same_words, bare)))
+    known = parse_gold(bare)
+    try:
+        return float(run_within(CPU_SECONDS, _compare, known, answer))
+    except TOO_MUCH_WORK as error:
+        if _costs_too_much(bare):
+            raise UnreadableGold(f"the gold answer {bare!r} is too much work to compare with: {error}") from error
         return 0.0
-    return float(_equal_values(parsed_gold, _parse_answer(completion, answer)))
 
 
-def _parse_answer(completion: str, answer: str | None) -> list[Any]:
-    if answer is None:
-        return _read(completion[-TAIL_CHARS:])
-    if last_boxed(completion) is None and "\\" not in answer:
-        return _read(answer)  # "#### 72 apples" is a number and a word; as LaTeX it would be a product
-    return _read(rf"\boxed{{{answer}}}")
+@functools.lru_cache(maxsize=1024)  # a gold answer comes once per completion of its group
+def parse_gold(bare: str) -> Gold:
+    """A gold answer, read.
+
+    Raises:
+        UnreadableGold: if math-verify finds nothing in it, or only beyond the limits of work.
+    """
+    if not is_readable(bare):
+        raise UnreadableGold(
+            f"the gold answer {bare!r:.100} is longer than {MAX_ANSWER_CHARS} characters ({len(bare)}) or has brackets "
+            f"nested deeper than {MAX_DEPTH}"
+        )
+    value, units = split_units(bare)
+    try:
+        expressions = run_within(CPU_SECONDS, _read_each, _with_and_without_percent(value))
+    except TOO_MUCH_WORK as error:
+        raise UnreadableGold(f"the gold answer {bare!r} is too much work to read: {error}") from error
+    if not expressions:
+        raise UnreadableGold(f"the gold answer {bare!r} is neither an expression that math-verify reads nor words")
+    return Gold(bare, value, frozenset(units), tuple(expressions))
 
 
-def _equal_words(gold: str, answer: str) -> bool:
-    return normalize_text(answer) == normalize_text(gold)
+@functools.lru_cache(maxsize=1024)
+def _costs_too_much(bare: str) -> bool:
+    """Whether comparing a gold answer is beyond the limits even beside a plain number."""
+    try:
+        run_within(CPU_SECONDS, _verify, parse_gold(bare), _read_formula("104729"))
+    except TOO_MUCH_WORK:
+        return True
+    return False
 
 
-def _equal_values(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
+def _compare(gold: Gold, answer: Answer) -> bool:
+    if answer.prose:
+        value, units = split_units(answer.text)
+        is_formula = _INTEGER.fullmatch(value) or not has_words(value) and _read_formula(value)
+        if not is_formula:
+            return _same_units(gold, units) and _verify(gold, _read(answer.prose))
+    return _is_right(answer.text, functools.partial(_equals, gold))
+
+
+def _is_right(answer: str, equals: Callable[[str], bool]) -> bool:
+    """Whether an answer is the gold answer, or each member of its list is (1/2 or 0.5)."""
+    if not answer:
+        return False
+    members = split_list(answer)
+    return equals(answer) or len(members) > 1 and all(map(equals, members))
+
+
+def _equals(gold: Gold, answer: str) -> bool:
+    value, units = split_units(answer)
+    if not _same_units(gold, units):
+        return False
+    if _INTEGER.fullmatch(value) and _INTEGER.fullmatch(gold.value):
+        return int(value.replace(",", "")) == int(gold.value.replace(",", ""))
+    if len(gold.text) == 1 and gold.text.isalpha() and same_words(gold.text, answer):
+        return True  # the choice "A"
+    members = split_list(value)
+    if not all(map(_is_true, members)):
+        return False
+    candidates = [value]
+    if len(members) == 1 and not _is_relation(gold):
+        chain = split_chain(value)
+        candidates = [*chain[-1:], *filter(_PLAIN_NUMBER.fullmatch, chain[:-1])]
+    candidates = [form for one in candidates for form in _with_and_without_percent(one)]
+    return any(_same_base(gold.text, one) and _verify(gold, _read_formula(one)) for one in candidates)
+
+
+def _with_and_without_percent(value: str) -> list[str]:
+    return [value, value[:-1].rstrip("\\ ")] if value.endswith("%") else [value]
+
+
+def _is_true(chain: str) -> bool:
+    r"""Whether the plain numbers in a = b \approx c agree, as far as they are written."""
+    numbers = [member for member in split_chain(chain) if _PLAIN_NUMBER.fullmatch(member)]
+    if len(numbers) < 2:
+        return True
+    is_rounded = r"\approx" in chain or r"\simeq" in chain
+    values = [(_number(one), _last_digit(one, is_rounded)) for one in numbers]
+    return all(_agree(*values[0], *other) for other in values[1:])
+
+
+def _agree(one: float | None, digit: float, other: float | None, other_digit: float) -> bool:
+    """Whether one number is the other, rounded or cut at its last digit."""
+    if one is None or other is None or math.isclose(one, other):
+        return True
+    excess, within = abs(one) - abs(other), 1 - 1e-9  # a whole digit is no rounding: 4.9 is not 5
+    is_cut = 0 < excess < within * other_digit or 0 < -excess < within * digit
+    return is_cut or abs(one - other) <= max(digit, other_digit) / 2
+
+
+def _number(plain: str) -> float | None:
+    """The value of a plain number; None for what is none after all, like the root of -1."""
+    try:
+        return float(_read_formula(plain)[0].evalf())
+    except (IndexError, TypeError):
+        return None
+
+
+def _last_digit(written: str, is_rounded: bool) -> float:
+    r"""What the last digit counts: 0.01 in 3.14, 1000 in 1.2 \times 10^4; 0 in 1/3, and in 3 without an \approx."""
+    found = _DECIMAL.fullmatch(written)
+    if not found or not (is_rounded or found["decimals"] or found["exponent"]):
+        return 0.0
+    return 10.0 ** (int(found["exponent"] or 0) - len(found["decimals"] or ""))
+
+
+def _is_relation(gold: Gold) -> bool:
+    from math_verify.grader import is_relation
+
+    return any(map(is_relation, gold.expressions))
+
+
+def _verify(gold: Gold, answer: Sequence[Any]) -> bool:
     from math_verify import verify
 
-    return any(verify(g, a, timeout_seconds=None, raise_on_error=True) for g in gold for a in answer)
+    options = {"allow_set_relation_comp": True, "timeout_seconds": None, "raise_on_error": True}
+    return any(verify(g, a, **options) for g in gold.expressions for a in answer)
 
 
-def _read(text: str) -> list[Any]:
+def _read(prose: str) -> list[Any]:
+    return _parse(prose, _extraction())
+
+
+def _read_formula(formula: str) -> list[Any]:
+    """As LaTeX only: in "? 5", which is none, math-verify would find the number."""
+    return _with_solutions(formula, _parse(rf"\boxed{{{formula}}}", _extraction()[:1]))
+
+
+def _with_solutions(formula: str, values: list[Any]) -> list[Any]:
+    """What is read in a formula; of inequalities joined by "or" the set of their solutions, too."""
+    from sympy import FiniteSet, Union
+    from sympy.core.relational import Relational
+
+    if not (values and _OR.search(formula) and isinstance(values[0], FiniteSet)):
+        return values
+    relations = values[0].args
+    if not all(isinstance(one, Relational) for one in relations):
+        return values
+    try:
+        return [*values, Union(*(one.as_set() for one in relations))]
+    except NotImplementedError:  # of several variables, say
+        return values
+
+
+def _read_each(formulas: Sequence[str]) -> list[Any]:
+    return [expression for formula in formulas for expression in _read_formula(formula)]
+
+
+def _parse(text: str, extraction: Sequence[Any]) -> list[Any]:
     from math_verify import parse
 
-    # No timeout of its own (it would turn into "no answer"): the pool kills this process. One extraction configuration
-    # for everything, because math-verify caches the compiled patterns of a single one.
-    return parse(text, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True)
+    # No timeout of its own: it would turn into "no answer".
+    return parse(text, extraction, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True)
+
+
+@functools.cache  # the same for everything, because math-verify caches the compiled patterns of a single one
+def _extraction() -> tuple[Any, ...]:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig
+
+    return LatexExtractionConfig(), ExprExtractionConfig()
+
+
+def _same_units(gold: Gold, units: set[str]) -> bool:
+    return not gold.units or not units or gold.units == units
 
 
 def _same_base(gold: str, answer: str) -> bool:
-    bases = [found[1] for found in map(_BASE.search, (_squeeze(gold), _squeeze(answer))) if found]
+    bases = [found[1] for found in map(_BASE.search, (squeeze(gold), squeeze(answer))) if found]
     return len(set(bases)) < 2
 
 
-def _squeeze(answer: str) -> str:
-    r"""Without spacing, `\left`, `\right` and the size of a fraction, which never change a value."""
-    answer = re.sub(r"\\(?:left|right)(?![a-zA-Z])|(?<!\\)\\[ ,;!]", "", answer)
-    answer = re.sub(r"\\[dt]frac(?![a-zA-Z])", r"\\frac", answer)
-    return re.sub(r"\s+(?![a-zA-Z0-9])|(?<![a-zA-Z0-9])\s+", "", answer)
-
-
-_FORMULA = re.compile(r"\$+(.*?)(?<!\\)\$+", re.DOTALL)
+TOO_MUCH_WORK = (OutOfWork, RecursionError, MemoryError, OverflowError)
+_INTEGER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d{1,15})")
+_PLAIN_NUMBER = re.compile(
+    r"(?=.*(?:\d|\\pi))"
+    r"(?:[-+*/^(){}.!\d\s]|,\d{3}(?!\d)|\\(?:[dt]?frac|sqrt|times|cdot|div|pi|left|right|[,!; ])(?![a-zA-Z]))++"
+)
+_DECIMAL = re.compile(
+    r"[-+]?\d*(?:\.(?P<decimals>\d*))?(?:\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*(?P<exponent>-?\d{1,3})\s*\}?)?"
+)
 _BASE = re.compile(r"^-?[0-9A-Za-z]+_\{?(?:\\text\{)?(\d+)\}*\$?$")
+_OR = re.compile(r"\bor\b")
 
 
 # ------------------------------------------------------------------------------------------------- inside a worker
@@ -264,11 +314,12 @@ class MathAccuracyReward:
         trainer = DASHTrainer(..., reward_funcs=[MathAccuracyReward()])
 
     The data set's column `answer` holds the gold answers: numbers, LaTeX, words, or solutions that end in `#### 72` or
-    \boxed{72}. A completion's answer is its last box, else its last `####` line, else what math-verify finds in it
-    ("... the answer is 72", or the last formula or number).
+    \boxed{72}. A completion's answer is its last box, else its last `####` line, else "... the answer is 72", else the
+    last formula or number (see `find_answer`), outside `<think>...</think>`.
 
     Args:
-        timeout: seconds that one row may take before its worker is killed and the row is NaN.
+        timeout: seconds by the clock that one row may take before its worker is killed and the row is NaN. Less than
+            three times `CPU_SECONDS` can make wrong rows, and on a busy machine right ones, NaN.
         workers: processes; default: this process's share of the CPUs, at most 8. Rewards with the same number share
             them. They start at the first call (~1 s) and stop at `close()` of the last reward or at exit.
         verify: (completion, gold) → score, to be run in the workers instead of `score_answer`. It must be importable.
@@ -276,9 +327,11 @@ class MathAccuracyReward:
 
     __name__ = "math_accuracy"  # TRL names its metrics after it
 
-    def __init__(self, *, timeout: float = 5.0, workers: int | None = None, verify: Verify = score_answer):
+    def __init__(self, *, timeout: float = TIMEOUT, workers: int | None = None, verify: Verify = score_answer):
         if not timeout > 0:
-            raise ValueError(f"timeout = {timeout} would kill every row: give the seconds that a row may take, e.g. 5.")
+            raise ValueError(
+                f"timeout = {timeout} would kill every row: give the seconds that a row may take, e.g. {TIMEOUT:g}."
+            )
         if workers is not None and workers < 1:
             raise ValueError(
                 f"workers = {workers} can score nothing: give at least 1, or None to use this machine's CPUs."

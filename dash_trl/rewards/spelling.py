@@ -1,0 +1,270 @@
+r"""One spelling for answers, and their parts: text only, no mathematics.
+
+For single answers, whose length `answers.py` limits; `to_latex` alone meets longer text, and is linear in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import unicodedata
+
+MIN_WORD_LETTERS = 4  # a bare run of letters this long with a vowel is a word, a shorter one may be a product like xyz
+
+# ------------------------------------------------------------------------------------------- one spelling for answers
+
+
+def normalize_answer(answer: str) -> str:
+    r"""An answer in the spelling that math-verify reads.
+
+    Unicode becomes LaTeX (see `to_latex`), 1e3 `1 \times 10^{3}`, pi `\pi`, percent `\%`; dollars that delimit a
+    formula, bold print, a full stop and an "=" in front go; numbers and "or" leave their \text{...}.
+    """
+    answer = re.sub(r"(?<!\\)\$|\*\*", "", to_latex(answer))
+    if _LETTER.search(answer):
+        answer = _TEXT_VALUE.sub(r" \1 ", answer)
+        answer = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", answer)
+        answer = _PERCENT.sub(r"\\%", answer)
+        answer = _GREEK.sub(r"\\\1 ", answer)
+        answer = _ROOT_OF.sub(r"\\sqrt{\1}", answer)
+        answer = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", answer)
+        answer = _LOGICAL_OR.sub(" or ", answer)
+    answer = answer.lstrip("= \t\n")
+    bare = answer.rstrip(".,;: \t\n")
+    return answer[: len(bare) + 1].strip() if bare.endswith("\\") else bare.strip()  # of `5\,` the comma is no stop
+
+
+def to_latex(text: str) -> str:
+    r"""Unicode's mathematics as LaTeX: ½ → \frac{1}{2}, √2 → \sqrt{2}, x² → x^{2}, 90° → 90^\circ, fullwidth ５ → 5."""
+    if text.isascii():
+        return text
+    text = _RAISED.sub(lambda run: f"^{{{_plain(run[0])}}}", text)
+    text = _LOWERED.sub(lambda run: f"_{{{_plain(run[0])}}}", text)
+    text = "".join(char if char.isascii() else _latex_character(char) for char in text)
+    return _ROOT.sub(lambda root: f"{_ROOTS[root[1]]}{{{root[2]}}}" if root[2] else _ROOTS[root[1]], text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _latex_character(char: str) -> str:
+    if char in _SYMBOLS:
+        return _SYMBOLS[char]
+    if char.isdecimal():  # of any script
+        return str(unicodedata.decimal(char))
+    kind = unicodedata.decomposition(char).partition(" ")[0]
+    if kind == "<fraction>" and len(parts := _plain(char).split("/")) == 2:
+        return rf"\frac{{{parts[0]}}}{{{parts[1]}}}"
+    if kind in ("<wide>", "<font>", "<noBreak>", "<compat>"):
+        return _plain(char)
+    alphabet, _, letter = unicodedata.name(char, "").partition(" LETTER ")
+    if alphabet in ("GREEK SMALL", "GREEK CAPITAL") and letter.isalpha():
+        letter = letter.replace("LAMDA", "LAMBDA")  # Unicode's spelling
+        return f"\\{letter.lower() if alphabet == 'GREEK SMALL' else letter.capitalize()} "
+    return char
+
+
+def _plain(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).replace("\N{MINUS SIGN}", "-").replace("\N{FRACTION SLASH}", "/")
+
+
+_SYMBOLS = {"\N{MINUS SIGN}": "-", "\N{FRACTION SLASH}": "/", "\N{ZERO WIDTH SPACE}": "", "∨": " or "}
+_SYMBOLS |= {char: rf"\mathbb{{{_plain(char)}}} " for char in "ℝℤℚℕℂ"}
+_SYMBOLS |= {
+    char: f"{latex} "
+    for char, latex in zip(
+        "× · ⋅ ÷ ± ≤ ≥ ≠ ≈ ∞ ∈ ∪ ∩ ∅ ° º".split(),
+        r"\times \cdot \cdot \div \pm \le \ge \ne \approx \infty \in \cup \cap \emptyset ^\circ ^\circ".split(),
+        strict=True,
+    )
+}
+_ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
+_ROOT = re.compile(r"([√∛∜])\s*(\d+(?:\.\d+)?|[a-zA-Z]|\\[a-z]+|)")
+_RAISED = re.compile(r"[\u00b2\u00b3\u00b9\u2070\u2071\u2074-\u207f]+")
+_LOWERED = re.compile(r"[\u2080-\u208e\u2090-\u209c]+")
+_LETTER = re.compile("[a-zA-Z]")
+_TEXT = r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|boldsymbol|bm|operatorname)\s*\{"
+_TEXT_VALUE = re.compile(
+    rf"{_TEXT}\s*+([-+]?\\?\$?\.?\d[^{{}}]*|[^\w{{}}]*(?:or|and)\b[^{{}}]*|[^{{}}]*\b(?:or|and)\b[^{{}}a-zA-Z]*"
+    r"|[^{}]*\b(?:or|and)\b[^{}]*\d[^{}]*)\}"
+)
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?|\.\d+)[eE]\+?(-?\d{1,4})(?![\w.])")
+_PERCENT = re.compile(rf"{_TEXT}\s*(?:percent(?:age)?|pct)\s*\}}|(?<![a-zA-Z\\])(?:percent(?:age)?|pct)(?![a-zA-Z])")
+_SHORT_FRACTION = re.compile(
+    r"\\[dt]?frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])"
+)  # math-verify takes the c of \frac1c for a unit
+_LOGICAL_OR = re.compile(r"\\(?:lor|vee)(?![a-zA-Z])")
+_ROOT_OF = re.compile(r"\\?\bsqrt\s*\(([^()]*)\)")
+_GREEK = re.compile(r"(?<![a-zA-Z\\])(alpha|beta|gamma|delta|theta|lambda|mu|pi|sigma|phi|omega)(?![a-zA-Z])")
+
+
+def squeeze(answer: str) -> str:
+    r"""Without spacing, `\left`, `\right` and the size of a fraction, which never change a value."""
+    answer = re.sub(r"\\(?:left|right)(?![a-zA-Z])|(?<!\\)\\[ ,;!]", "", answer)
+    answer = re.sub(r"\\[dt]frac(?![a-zA-Z])", r"\\frac", answer)
+    return re.sub(r" (?![a-zA-Z0-9])|(?<![a-zA-Z0-9]) ", "", " ".join(answer.split()))
+
+
+# ------------------------------------------------------------------------------------------------ parts of an answer
+
+
+def split_list(answer: str) -> list[str]:
+    r"""The members of "1, 2 or 3", outside brackets; thousands stay together."""
+    return _split(answer, _LIST)
+
+
+def split_chain(answer: str) -> list[str]:
+    r"""The members of `x = 2 + 3 = 5` and `\pi \approx 3.14`, outside brackets."""
+    return [member for member in _split(answer, _CHAIN) if member]
+
+
+def _split(answer: str, separators: re.Pattern[str]) -> list[str]:
+    members, depth, start = [], 0, 0
+    for token in separators.finditer(answer):
+        if token["open"] or token["close"]:
+            depth += 1 if token["open"] else -1
+        elif token["separator"] and depth == 0:
+            members.append(answer[start : token.start()].strip())
+            start = token.end()
+    return [*members, answer[start:].strip()]
+
+
+def split_units(answer: str) -> tuple[str, set[str]]:
+    r"""(answer without units, its units): `5\text{ kilometers}` → ("5", {"km"}), `25 cm^2` → ("25", {"cm^2"}).
+
+    Words that are no unit known here are removed, too ("72 apples"), and count for nothing.
+    """
+    members = [_split_unit(member) for member in split_list(answer)]
+    without = ", ".join(value for value, _ in members) if any(unit is not None for _, unit in members) else answer
+    return without, {unit for _, unit in members if unit}
+
+
+def _split_unit(answer: str) -> tuple[str, str | None]:
+    """(value, unit); the unit is "" where it is unknown and None where there is none."""
+    currency = _CURRENCY.match(answer)
+    if currency:
+        value = _split_unit(answer[currency.end() :])[0]
+        return f"{currency['sign']}{value}", _UNITS.get(currency["unit"], "")
+    found = _TEXT_UNIT.fullmatch(answer) or _BARE_UNIT.fullmatch(answer)
+    if not found:
+        return answer, None
+    words = found["unit"].casefold().replace(".", "").split()
+    power = found["power"] or ""
+    if len(words) > 1 and words[0] in _POWERS:
+        power = _POWERS[words.pop(0)]
+    name = _UNITS.get(" ".join(words), "")
+    if found.re is _BARE_UNIT:
+        if len(found["unit"]) == 1 and found["unit"].isalpha() and not _NUMERAL.fullmatch(found["value"]):
+            return answer, None  # 3x + 2h is no number of hours
+        if not name and not all(_is_word(word) for word in words):
+            return answer, None
+    return found["value"].strip(), f"{name}^{power}" if name and power else name
+
+
+def is_unit(word: str) -> bool:
+    return word.casefold() in _UNITS
+
+
+def _is_word(letters: str) -> bool:
+    is_long = len(letters) >= MIN_WORD_LETTERS and bool(_VOWEL.search(letters))
+    return letters in _UNITS or letters == "per" or is_long and letters not in _NUMBER_WORDS
+
+
+_BRACKETS = r"(?P<open>\\?[({\[])|(?P<close>\\?[)}\]])|\\."
+_LIST = re.compile(
+    rf"(?P<separator>{_TEXT}\s*(?:,?\s*and|,?\s*or|,)\s*\}}|\\l?or(?![a-zA-Z])|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
+    rf"|(?<!\d),|,(?!\\!|\d{{3}}(?!\d))|;)|{_BRACKETS}"
+)
+_CHAIN = re.compile(rf"(?P<separator>(?<![<>!:])=|\\(?:approx|simeq)(?![a-zA-Z]))|{_BRACKETS}")
+_POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
+_UNITS = {
+    name: names.split()[0]
+    for names in (
+        "mm millimeter millimetre",
+        "cm centimeter centimetre",
+        "dm decimeter decimetre",
+        "m meter metre",
+        "km kilometer kilometre",
+        "in inch inche",
+        "ft foot feet",
+        "yd yard",
+        "mi mile",
+        "mg milligram",
+        "g gram",
+        "kg kilogram",
+        "oz ounce",
+        "lb pound",
+        "ml milliliter millilitre",
+        "l liter litre",
+        "s sec second",
+        "min minute",
+        "h hr hour",
+        "day",
+        "week",
+        "month",
+        "year yr",
+        "mph",
+        r"dollar \$ usd",
+        "euro € eur",
+        "cent ¢",
+        r"degree \circ deg",
+        "radian rad",
+    )
+    for form in names.split()
+    for name in (form, f"{form}s")
+}
+_CURRENCY = re.compile(r"(?P<sign>[-+]?)\s*(?P<unit>\\\$|[€£¥₹])\s*(?=[-+]?[\d.\\])")
+_POWER = r"(?:\s*\^\s*\{?(?P<power>\d)\}?)?"
+_TEXT_UNIT = re.compile(rf"(?P<value>.*\S)\s*(?:\\[ ,;!]\s*|~)*{_TEXT}(?P<unit>[^{{}}\d]*)\}}{_POWER}", re.DOTALL)
+_BARE_UNIT = re.compile(
+    r"(?P<value>.*[\d)}\]!])\s*(?:\\[ ,;!]\s*|~)*(?:\^\s*\{?(?=\\circ))?"
+    rf"(?P<unit>\\circ|\\\$|[€£¥₹¢]|[a-zA-Z]+(?:\ [a-zA-Z]+)*)\.?(?:(?<=\\circ)\s*\}})?{_POWER}",
+    re.DOTALL,
+)
+_NUMBER_WORDS = set("hundred thousand million billion trillion dozen half halves third thirds quarter quarters".split())
+_NUMERAL = re.compile(r"[-+\d.,/ ]+")
+
+
+# ------------------------------------------------------------------------------------------------ answers in words
+
+
+def normalize_text(text: str) -> str:
+    r"""One spelling for answers in words: `\text{(C)}.` → "c", `$\textbf{No  solution}$` → "no solution"."""
+    while (unwrapped := _TEXT_COMMAND.sub(r"\1", text)) != text:
+        text = unwrapped
+    text = re.sub(r"\\[ ,;!]|[$*~]", " ", text)
+    text = " ".join(text.split()).rstrip(".").strip()
+    if text.startswith("(") and text.endswith(")") and text.count("(") == 1:
+        text = text[1:-1].strip()
+    return text.casefold()
+
+
+def is_text_answer(gold: str) -> bool:
+    r"""Whether a gold answer is words, to be compared as text: \text{Evelyn}, No solution, \text{(C)}.
+
+    Not xy (a product), x (a variable, or the choice X: `score_answer` tries both), 5\text{ cm} (a number).
+    """
+    words = normalize_text(gold)
+    if not _WORDS.fullmatch(words):
+        return False
+    rest, wrapped = _TEXT_COMMAND.subn("", gold)
+    if wrapped and not rest.strip(" ,;$"):
+        return True
+    return any(len(word) >= MIN_WORD_LETTERS and _VOWEL.search(word) for word in re.findall(r"[^\W\d_]+", words))
+
+
+def same_words(one: str, other: str) -> bool:
+    """Whether two answers are the same words, in any order of a list."""
+    one, other = normalize_text(one), normalize_text(other)
+    return one == other or sorted(split_list(one)) == sorted(split_list(other))
+
+
+def same_text(one: str, other: str) -> bool:
+    """Whether two answers are spelled alike, in any order of a list, and say something."""
+    one, other = squeeze(one), squeeze(other)
+    if one != other and sorted(split_list(one)) != sorted(split_list(other)):
+        return False
+    return any(char.isalnum() for char in one)
+
+
+_TEXT_COMMAND = re.compile(rf"{_TEXT}([^{{}}]*)\}}")
+_WORDS = re.compile(r"[^\W\d_]+(?:[\s,'-]+[^\W\d_]+)*")
+_VOWEL = re.compile(r"[aeiouy]")
