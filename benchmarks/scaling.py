@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from dash_trl.filtering import filter_rows
-from dash_trl.packing import plan_segment
+from dash_trl.update.filtering import filter_rows
+from dash_trl.update.packing import plan_segment
 
 RANKS, MICRO_STEPS, REPEATS = 8, 32, 5
 SIZES = (1_024, 4_096, 16_384, 65_536)

@@ -16,7 +16,7 @@ _EXPORTS = {
     "DASHTrainer": "trainer",
     "DASHConfig": "config",
     "DASHCallback": "callbacks",
-    "RolloutBatch": "rollouts",
+    "RolloutBatch": "rollout.batch",
     "MathAccuracyReward": "rewards.math",
     "ProcessRewardCallback": "process_rewards.callback",
     "load_math_dataset": "data",
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dash_trl.data import load_math_dataset
     from dash_trl.process_rewards.callback import ProcessRewardCallback
     from dash_trl.rewards.math import MathAccuracyReward
-    from dash_trl.rollouts import RolloutBatch
+    from dash_trl.rollout.batch import RolloutBatch
     from dash_trl.trainer import DASHTrainer
 
 

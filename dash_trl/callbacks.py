@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 if TYPE_CHECKING:
-    from dash_trl.rollouts import RolloutBatch
+    from dash_trl.rollout.batch import RolloutBatch
 
 logger = logging.getLogger(__name__)
 

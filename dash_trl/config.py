@@ -9,8 +9,8 @@ from typing import Any, get_args, get_type_hints
 
 from trl import GRPOConfig
 
-from dash_trl.advantages import OUTCOME_ESTIMATORS
 from dash_trl.sampling.urls import check_urls
+from dash_trl.update.advantages import OUTCOME_ESTIMATORS
 
 # What TRL takes, and says after the first generation, or never.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -73,7 +73,7 @@ class DASHConfig(GRPOConfig):
             survivors only, as in the paper: larger steps when few rows survive.
         advantage_estimator (`str`, defaults to `"grpo"`):
             How rewards become advantages. `"grpo"`: TRL's, by `scale_rewards` and `multi_objective_aggregation`. Or one
-            that does without these two (`dash_trl.advantages`): `"rloo"`, `"reinforce_plus_plus"`,
+            that does without these two (`dash_trl.update.advantages`): `"rloo"`, `"reinforce_plus_plus"`,
             `"reinforce_plus_plus_baseline"`, `"opo"`, `"grpo_passk"`.
         max_tokens_per_microbatch (`int` or `None`, defaults to `None`):
             Token budget of one model pass (prompt and completion tokens; padding counts where the model cannot run

@@ -36,7 +36,7 @@ from transformers import AutoConfig
 
 from dash_trl.sampling.urls import is_loopback, is_unspecified
 from dash_trl.sampling.vllm_plugin import WORKER_EXTENSION
-from dash_trl.workers import Command
+from dash_trl.workers.processes import Command
 
 logger = logging.getLogger(__name__)
 
@@ -335,7 +335,7 @@ def main() -> None:
         )
     model = arguments.model
     if model == "embedded":
-        from dash_trl.embedded import embedded_model
+        from dash_trl.embedded.warm_up import embedded_model
 
         model = embedded_model()
     for number in STOPPED_BY[1:]:

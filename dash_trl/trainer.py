@@ -27,14 +27,19 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import shuffle_sequence_dict, use_adapter
 
 from dash_trl import checks
-from dash_trl.advantages import checked_advantages, group_advantages, outcome_advantages
 from dash_trl.callbacks import DASHCallback, promise_events
 from dash_trl.config import DASHConfig
-from dash_trl.filtering import Filtered, filter_rows, loss_scale
-from dash_trl.importance_sampling import importance_sampling_ratio
-from dash_trl.metrics import EmptyWindows, PassMetrics, filter_metrics, packing_metrics, sampler_metrics
-from dash_trl.packing import MicroBatch, plan_segment
-from dash_trl.padding_free import (
+from dash_trl.monitoring.metrics import EmptyWindows, PassMetrics, filter_metrics, packing_metrics, sampler_metrics
+from dash_trl.rewards.failures import FailureWatch, watch
+from dash_trl.rollout.batch import SAMPLED_FIELDS, GenerationWindow, RolloutBatch
+from dash_trl.rollout.prompts import EpochOrder
+from dash_trl.rollout.resume import SavedRun, Shapes, agree, why_a_new_window
+from dash_trl.sampling import pool as vllm_pool
+from dash_trl.update.advantages import checked_advantages, group_advantages, outcome_advantages
+from dash_trl.update.filtering import Filtered, filter_rows, loss_scale
+from dash_trl.update.importance_sampling import importance_sampling_ratio
+from dash_trl.update.packing import MicroBatch, plan_segment
+from dash_trl.update.padding_free import (
     PackedLayout,
     enable_padding_free,
     packed_log_probs,
@@ -42,15 +47,10 @@ from dash_trl.padding_free import (
     real_rows_only,
     to_device,
 )
-from dash_trl.regularizers import ScaledCoefficient, regularizer_weight
-from dash_trl.resume import SavedRun, Shapes, agree, why_a_new_window
-from dash_trl.rewards.failures import FailureWatch, watch
-from dash_trl.rollouts import SAMPLED_FIELDS, GenerationWindow, RolloutBatch
-from dash_trl.sampling import vllm_pool
-from dash_trl.sampling_order import EpochOrder
-from dash_trl.schedule import Schedule
-from dash_trl.skipped_steps import SkippedSteps
-from dash_trl.zero3 import forget_plain_passes
+from dash_trl.update.regularizers import ScaledCoefficient, regularizer_weight
+from dash_trl.update.schedule import Schedule
+from dash_trl.update.skipped_steps import SkippedSteps
+from dash_trl.update.zero3 import forget_plain_passes
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ class DASHTrainer(GRPOTrainer):
         Args:
             rewards: [N, F], the rows of all ranks, groups adjacent; NaN = not applicable, a row of NaN is unscored.
         Returns:
-            [N] floats, finite for scored rows. `dash_trl.advantages.weighted_rewards` gives one reward per row.
+            [N] floats, finite for scored rows. `dash_trl.update.advantages.weighted_rewards` gives one reward per row.
         """
         if self.args.advantage_estimator != "grpo":
             return outcome_advantages(

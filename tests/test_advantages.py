@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer
-from dash_trl.advantages import (
+from dash_trl.update.advantages import (
     OUTCOME_ESTIMATORS,
     checked_advantages,
     group_advantages,

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from dash_trl.diagnostics import structured
 from dash_trl.process_rewards.credit import (
     ESTIMATORS,
     SETTINGS,
@@ -22,6 +21,7 @@ from dash_trl.process_rewards.credit import (
     marginal_utilities,
     place_rewards,
 )
+from dash_trl.process_rewards.diagnostics import structured
 from tests import process_reference
 
 CHOSEN = CreditSettings(outcome_weight=0.7, process_weight=1.3, scale_floor=0.1, gamma=0.9, lam=0.8)

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl import embedded
-from dash_trl.embedded import (
+from dash_trl.embedded import warm_up as embedded
+from dash_trl.embedded.warm_up import (
     END_OF_TURN,
     WarmUp,
     arithmetic_dataset,
@@ -202,7 +202,7 @@ def test_an_interrupted_warm_up_leaves_nothing(tmp_path, monkeypatch):
 
 WAITING = """
 import sys
-from dash_trl import embedded
+from dash_trl.embedded import warm_up as embedded
 embedded._warm_up = lambda *arguments: print("at work", flush=True) or sys.stdin.read()
 embedded.embedded_model(sys.argv[1])
 """

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from dash_trl.embedded import embedded_model
+from dash_trl.embedded.warm_up import embedded_model
 
 ROOT = Path(__file__).parents[1]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dash_trl.filtering import filter_rows, loss_scale
-from dash_trl.schedule import Segment
+from dash_trl.update.filtering import filter_rows, loss_scale
+from dash_trl.update.schedule import Segment
 
 MASK = torch.ones(5, 3, dtype=torch.long)
 ALL = torch.ones(5, dtype=torch.bool)

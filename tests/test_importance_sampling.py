@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dash_trl.importance_sampling import importance_sampling_ratio
+from dash_trl.update.importance_sampling import importance_sampling_ratio
 from tests import reference
 
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]

@@ -25,8 +25,10 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from dash_trl import DASHTrainer
-from dash_trl.isolation import isolation_flaw
-from dash_trl.padding_free import (
+from dash_trl.process_rewards import AnswerLogProbValue
+from dash_trl.process_rewards.tree import tree_attention, tree_flaw
+from dash_trl.update.isolation import isolation_flaw
+from dash_trl.update.padding_free import (
     PackedLayout,
     enable_padding_free,
     pack_inputs,
@@ -35,8 +37,6 @@ from dash_trl.padding_free import (
     segment_attention,
     unpack,
 )
-from dash_trl.process_rewards import AnswerLogProbValue
-from dash_trl.process_rewards.tree import tree_attention, tree_flaw
 from tests.test_values import by_prefix, random_requests
 from tests.tiny import VOCABULARY, parameters, relative_difference, run, save_tiny_model
 

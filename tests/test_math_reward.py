@@ -19,7 +19,7 @@ import pytest
 from benchmarks.math_reward import DATA, FILES, FORMS, canonical, check, in_box, others, read_golds, run
 from dash_trl.rewards import math as math_reward
 from dash_trl.rewards.math import MathAccuracyReward, UnreadableGold, score_answer
-from dash_trl.workers import OutOfWork, default_workers, run_within
+from dash_trl.workers.processes import OutOfWork, default_workers, run_within
 from tests.math_cases import RIGHT, UNSCORED, WRONG
 
 ROOT = Path(__file__).parents[1]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dash_trl.filtering import filter_rows
-from dash_trl.metrics import EmptyWindows, PassMetrics, filter_metrics
-from dash_trl.packing import MicroBatch
-from dash_trl.schedule import Pass, Segment
+from dash_trl.monitoring.metrics import EmptyWindows, PassMetrics, filter_metrics
+from dash_trl.update.filtering import filter_rows
+from dash_trl.update.packing import MicroBatch
+from dash_trl.update.schedule import Pass, Segment
 from tests.test_rollouts import rollouts
 
 

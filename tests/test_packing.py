@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dash_trl.packing import plan_segment
-from dash_trl.schedule import Schedule
+from dash_trl.update.packing import plan_segment
+from dash_trl.update.schedule import Schedule
 
 
 def table(ranks: int, rows: int, kept: float, seed: int, longest: int = 200) -> torch.Tensor:

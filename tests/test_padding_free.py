@@ -25,7 +25,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.trainer.utils import add_fused_lm_head
 
-from dash_trl.padding_free import PackedLayout, enable_padding_free, pack_inputs, packed_log_probs
+from dash_trl.update.padding_free import PackedLayout, enable_padding_free, pack_inputs, packed_log_probs
 from tests.tiny import log_probs
 
 SIZES = dict(

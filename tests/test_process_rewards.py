@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback
+from dash_trl.monitoring.plots import credit_html
 from dash_trl.process_rewards import (
     AnswerLogProbValue,
     CreditSettings,
@@ -22,7 +23,6 @@ from dash_trl.process_rewards import (
     line_starts,
 )
 from dash_trl.process_rewards.callback import accepted_answers
-from dash_trl.visualization import credit_html
 from tests.tiny import parameters, relative_difference, run
 
 PROBLEMS = Dataset.from_dict(
@@ -404,7 +404,7 @@ def test_lost_signals_are_said_once(tiny_model, tmp_path, caplog, monkeypatch, a
     from tests.tiny import ScriptedReward
 
     if not arguments:
-        monkeypatch.setattr("dash_trl.diagnostics.DEAR", 0.0)
+        monkeypatch.setattr("dash_trl.process_rewards.diagnostics.DEAR", 0.0)
     train(tiny_model, tmp_path, callback(**arguments), reward=ScriptedReward(constant=0.0), max_steps=6)
     assert caplog.text.count(said) == 1
 
@@ -412,7 +412,7 @@ def test_lost_signals_are_said_once(tiny_model, tmp_path, caplog, monkeypatch, a
 def test_healthy_runs_are_not_warned(tiny_model, tmp_path, caplog, monkeypatch):
     from tests.tiny import ScriptedReward
 
-    monkeypatch.setattr("dash_trl.diagnostics.DEAR", 10.0)
+    monkeypatch.setattr("dash_trl.process_rewards.diagnostics.DEAR", 10.0)
     train(tiny_model, tmp_path, callback(), reward=ScriptedReward(constant=0.0), max_steps=6)
     assert "advantage" not in caplog.text
 

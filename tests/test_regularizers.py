@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, Qwen2MoeForCausalLM
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.regularizers import ScaledCoefficient, regularizer_weight
-from dash_trl.schedule import Segment
+from dash_trl.update.regularizers import ScaledCoefficient, regularizer_weight
+from dash_trl.update.schedule import Segment
 from tests.test_isolation import BLIND
 from tests.tiny import parameters, run, save_tiny_model
 

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from dash_trl.resume import SavedRun, Shapes, agree, why_a_new_window
+from dash_trl.rollout.resume import SavedRun, Shapes, agree, why_a_new_window
 from tests.tiny import ScriptedReward, parameters, prompts, run
 
 

@@ -186,7 +186,7 @@ def test_a_dead_reward_model_stops_the_run():
 def test_every_training_begins_anew(tiny_model, tmp_path, monkeypatch, caplog):
     """Three windows of failures would be one too many, and two without a row would be said."""
     monkeypatch.setattr("dash_trl.rewards.failures.BROKEN_AFTER", 3)
-    monkeypatch.setattr("dash_trl.metrics.EMPTY_WINDOWS", 3)
+    monkeypatch.setattr("dash_trl.monitoring.metrics.EMPTY_WINDOWS", 3)
 
     def dead(completion_ids, **kwargs):
         return [NAN] * len(completion_ids)

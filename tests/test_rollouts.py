@@ -2,7 +2,7 @@
 
 import torch
 
-from dash_trl.rollouts import GenerationWindow, RolloutBatch
+from dash_trl.rollout.batch import GenerationWindow, RolloutBatch
 
 
 def rollouts() -> RolloutBatch:

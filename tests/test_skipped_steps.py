@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerCallback
 
 from dash_trl import DASHTrainer
-from dash_trl.skipped_steps import SkippedSteps
+from dash_trl.update.skipped_steps import SkippedSteps
 from tests.tiny import parameters, run
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dash_trl.visualization import plot_run, read_metrics, smooth
+from dash_trl.monitoring.plots import plot_run, read_metrics, smooth
 
 
 def write(path, logs):

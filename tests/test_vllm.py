@@ -18,11 +18,11 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl.embedded import arithmetic_dataset, embedded_model
-from dash_trl.sampling.vllm_pool import VLLMPool
-from dash_trl.sampling.weight_sync import WeightMismatch
+from dash_trl.embedded.warm_up import arithmetic_dataset, embedded_model
+from dash_trl.sampling.pool import VLLMPool
+from dash_trl.sampling.weights.file import WeightMismatch
 from dash_trl.serve import DIRECT, Servers
-from dash_trl.workers import Command
+from dash_trl.workers.processes import Command
 
 pytestmark = pytest.mark.vllm
 

@@ -21,11 +21,11 @@ from accelerate import Accelerator
 from transformers import Qwen2Config
 
 from dash_trl.config import DASHConfig
+from dash_trl.sampling.pool import PoolError, ServerPool, VLLMPool
 from dash_trl.sampling.server import Completion, ServerError
 from dash_trl.sampling.urls import check_urls
 from dash_trl.sampling.vllm_plugin import model_shape
-from dash_trl.sampling.vllm_pool import PoolError, ServerPool, VLLMPool
-from dash_trl.sampling.weight_sync import FileWeights, Snapshot, WeightMismatch
+from dash_trl.sampling.weights.file import FileWeights, Snapshot, WeightMismatch
 
 SAMPLING = {"max_tokens": 8}
 
@@ -410,7 +410,7 @@ def test_a_failed_proof_is_made_again(fakes, monkeypatch):
     vllm = vllm_pool([fakes().url], lambda parameters, version, on_each: (sent.append(version), (None, {}))[1])
     vllm.model.config = Qwen2Config(vocab_size=64)
     vllm.processing_class = range(64)
-    monkeypatch.setattr("dash_trl.sampling.vllm_pool.model_log_probs", lambda *_: torch.zeros(31))
+    monkeypatch.setattr("dash_trl.sampling.pool.model_log_probs", lambda *_: torch.zeros(31))
     outcomes = iter([None, WeightMismatch("old ones"), None, None])
 
     def check(*_):

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from dash_trl.sampling import weight_sync
-from dash_trl.sampling.checksum import combine_workers, tensor_checksum, weights_checksum
 from dash_trl.sampling.server import WeightReport
-from dash_trl.sampling.weight_sync import (
+from dash_trl.sampling.weights import file as weight_sync
+from dash_trl.sampling.weights.checksum import combine_workers, tensor_checksum, weights_checksum
+from dash_trl.sampling.weights.file import (
     FileWeights,
     NCCLWeights,
     Snapshot,

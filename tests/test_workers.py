@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from dash_trl import workers
-from dash_trl.workers import MEMORY, Command, EventLoop, Feeder, Workers
+from dash_trl.workers import processes as workers
+from dash_trl.workers.processes import MEMORY, Command, EventLoop, Feeder, Workers
 
 
 def check_limit() -> None:
@@ -125,13 +125,13 @@ def test_stopping_a_command_ends_its_children_too(tmp_path, at_once):
         time.sleep(0.01)
     assert command.running
     child = int((tmp_path / "pids").read_text())
-    import dash_trl.workers
+    import dash_trl.workers.processes
 
-    seconds, dash_trl.workers.STOP_SECONDS = dash_trl.workers.STOP_SECONDS, 0.2
+    seconds, dash_trl.workers.processes.STOP_SECONDS = dash_trl.workers.processes.STOP_SECONDS, 0.2
     try:
         command.stop(at_once=at_once)
     finally:
-        dash_trl.workers.STOP_SECONDS = seconds
+        dash_trl.workers.processes.STOP_SECONDS = seconds
     assert not command.running
     for _ in range(200):  # until init has reaped it
         if not os.path.exists(f"/proc/{child}") or open(f"/proc/{child}/stat").read().split()[2] == "Z":

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from dash_trl import diagnostics
-from dash_trl.advantages import weighted_rewards
 from dash_trl.callbacks import DASHCallback
+from dash_trl.monitoring.plots import credit_html
 from dash_trl.process_rewards.arguments import check_switch, check_text, is_number
 from dash_trl.process_rewards.credit import (
     ESTIMATORS,
@@ -29,6 +28,7 @@ from dash_trl.process_rewards.credit import (
     place_rewards,
     spread_over_episodes,
 )
+from dash_trl.process_rewards.diagnostics import Diagnostics, process_metrics
 from dash_trl.process_rewards.episodes import (
     EPISODE_MARKERS,
     FINAL_ANSWER,
@@ -45,8 +45,8 @@ from dash_trl.process_rewards.values import (
     ValueRequest,
     checked_values,
 )
-from dash_trl.rollouts import RolloutBatch
-from dash_trl.visualization import credit_html
+from dash_trl.rollout.batch import RolloutBatch
+from dash_trl.update.advantages import weighted_rewards
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class ProcessRewardCallback(DASHCallback):
         self.unproductive_below = unproductive_below
         self.last: list[tuple[Episodes, list[float]]] = []  # of the last generation batch, for a look at it
         self._segmenter: Segmenter | None = None
-        self._diagnostics = diagnostics.Diagnostics()
+        self._diagnostics = Diagnostics()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -190,7 +190,7 @@ class ProcessRewardCallback(DASHCallback):
         credit = credit - self._penalty(rewards)
         mine, columns = gather.local(len(rollouts)), rollouts.completion_ids.shape[1]
         rollouts.advantages = credit[mine, :columns].float()
-        metrics = diagnostics.metrics(rewards, boundaries, all_values, credit, skipped=skipped)
+        metrics = process_metrics(rewards, boundaries, all_values, credit, skipped=skipped)
         seconds = time.perf_counter() - started
         trainer._log({**metrics, "time/values": seconds})
         if args.log_completions and state.is_world_process_zero and state.global_step % state.logging_steps == 0:

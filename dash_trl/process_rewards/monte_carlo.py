@@ -20,10 +20,10 @@ import torch
 from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
-from dash_trl.advantages import weighted_rewards
 from dash_trl.process_rewards.arguments import is_whole
 from dash_trl.process_rewards.values import ValueRequest, server_pool
 from dash_trl.rewards.failures import WatchedReward, failures
+from dash_trl.update.advantages import weighted_rewards
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from dash_trl.sampling.checksum import combine_workers
+from dash_trl.sampling.weights.checksum import combine_workers
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0
@@ -47,8 +47,8 @@ class WeightReport:
     """What a server's workers say of the weights that they hold.
 
     Attributes:
-        checksum: see `dash_trl.sampling.checksum`; None if it cannot be compared with a trainer's (quantised weights,
-            KV heads copied to several workers).
+        checksum: see `dash_trl.sampling.weights.checksum`; None if it cannot be compared with a trainer's (quantised
+            weights, KV heads copied to several workers).
         dtype: e.g. "bfloat16".
         shape: of the model, see `vllm_plugin.model_shape`.
     """

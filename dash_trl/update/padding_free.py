@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dash_trl.isolation import computing_dtype, evaluating, isolation_flaw
+from dash_trl.update.isolation import computing_dtype, evaluating, isolation_flaw
 
 
 def segment_attention(

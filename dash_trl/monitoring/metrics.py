@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dash_trl.filtering import Filtered
-from dash_trl.packing import MicroBatch
-from dash_trl.rollouts import RolloutBatch
-from dash_trl.schedule import Pass, Segment
+from dash_trl.rollout.batch import RolloutBatch
+from dash_trl.update.filtering import Filtered
+from dash_trl.update.packing import MicroBatch
+from dash_trl.update.schedule import Pass, Segment
 
 logger = logging.getLogger(__name__)
 

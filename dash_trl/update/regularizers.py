@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dash_trl.schedule import Segment
+from dash_trl.update.schedule import Segment
 
 
 def regularizer_weight(tokens: int, segment: Segment) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dash_trl.rollouts import GenerationWindow
+from dash_trl.rollout.batch import GenerationWindow
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dash_trl.schedule import Segment
+from dash_trl.update.schedule import Segment
 
 # Losses that TRL averages over the rows of a micro-batch, and the one that it averages over its tokens. The others
 # (dapo, cispo, vespo) divide by the tokens of the whole generation batch and need no correction.

@@ -28,10 +28,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dash_trl.isolation import evaluating
-from dash_trl.sampling.checksum import MODULUS, tensor_checksum
 from dash_trl.sampling.server import VLLMServer, WeightReport
-from dash_trl.workers import Feeder
+from dash_trl.sampling.weights.checksum import MODULUS, tensor_checksum
+from dash_trl.update.isolation import evaluating
+from dash_trl.workers.processes import Feeder
 
 logger = logging.getLogger(__name__)
 

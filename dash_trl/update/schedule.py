@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dash_trl.packing import MicroBatch
+from dash_trl.update.packing import MicroBatch
 
 
 @dataclass(frozen=True)

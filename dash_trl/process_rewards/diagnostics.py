@@ -28,7 +28,7 @@ DEAR = 0.5  # share of the time between two windows that V may take
 PATIENCE = 3  # windows in a row before a warning: one window may be an accident
 
 
-def metrics(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: Tensor, *, skipped: Tensor) -> dict:
+def process_metrics(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: Tensor, *, skipped: Tensor) -> dict:
     """Numbers of a generation batch, over all ranks.
 
     Args:

@@ -34,7 +34,7 @@ from dash_trl.sampling.health import Fleet, State
 from dash_trl.sampling.server import Completion, ServerError, VLLMServer
 from dash_trl.sampling.urls import check_urls
 from dash_trl.sampling.vllm_plugin import model_shape
-from dash_trl.sampling.weight_sync import (
+from dash_trl.sampling.weights.file import (
     FileWeights,
     NCCLWeights,
     Snapshot,
@@ -44,7 +44,7 @@ from dash_trl.sampling.weight_sync import (
     probe_tokens,
     scale_linear,
 )
-from dash_trl.workers import EventLoop
+from dash_trl.workers.processes import EventLoop
 
 logger = logging.getLogger(__name__)
 

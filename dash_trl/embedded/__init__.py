@@ -1,0 +1,1 @@
+"""The default run without data, network or GPU."""

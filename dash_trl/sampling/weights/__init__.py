@@ -1,0 +1,1 @@
+"""New weights for the servers, and the proof that they have them."""
