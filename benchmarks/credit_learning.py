@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from dash_trl import DASHConfig, DASHTrainer, ProcessRewardCallback
-from dash_trl.embedded.warm_up import WarmUp, arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
+from dash_trl.embedded import WarmUp, arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
 from dash_trl.evaluation import accuracy
 from dash_trl.process_rewards import AnswerLogProbValue, CreditSettings, ValueEstimator, ValueRequest, line_starts
 

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 
 from dash_trl import DASHConfig, DASHTrainer
-from dash_trl.embedded.warm_up import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
+from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
 from dash_trl.evaluation import accuracy
 
 SEEDS = (0, 1, 2)

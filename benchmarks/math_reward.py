@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # so that it runs without an installation
 
-from dash_trl.rewards.math import MathAccuracyReward  # noqa: E402
+from dash_trl.rewards import MathAccuracyReward  # noqa: E402
 from tests.math_cases import RIGHT, UNSCORED, WRONG  # noqa: E402
 
 DATA = ROOT.parent / "shared" / "data"

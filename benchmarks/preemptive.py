@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 
 from dash_trl import DASHConfig, DASHTrainer
-from dash_trl.embedded.warm_up import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
+from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
 
 ROWS, COUNTED_STEPS = 8, 5
 PADDED_ROW = 80  # tokens of the longest prompt and completion

@@ -36,8 +36,8 @@ from accelerate import Accelerator
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from dash_trl.embedded.warm_up import arithmetic_dataset, embedded_model
-from dash_trl.sampling.pool import ServerPool, VLLMPool
+from dash_trl.embedded import arithmetic_dataset, embedded_model
+from dash_trl.sampling import ServerPool, VLLMPool
 from dash_trl.serve import DIRECT, Servers
 
 TOKENS, GROUP, MICRO_STEP, ROUNDS = 64, 8, 8, 5

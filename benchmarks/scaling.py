@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from dash_trl.update.filtering import filter_rows
-from dash_trl.update.packing import plan_segment
+from dash_trl.update import filter_rows, plan_segment
 
 RANKS, MICRO_STEPS, REPEATS = 8, 32, 5
 SIZES = (1_024, 4_096, 16_384, 65_536)

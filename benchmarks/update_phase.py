@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 
 from dash_trl import DASHConfig, DASHTrainer
-from dash_trl.embedded.warm_up import arithmetic_tokenizer
+from dash_trl.embedded import arithmetic_tokenizer
 
 ROWS, GROUP, ROWS_PER_DEVICE, MICRO_STEPS = 64, 4, 4, 16
 SHARES, BETAS = (0.0, 0.5, 0.75), (0.0, 0.04)

@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl.embedded.warm_up import arithmetic_dataset, arithmetic_reward, embedded_model
+from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_model
 from dash_trl.process_rewards import AnswerLogProbValue, Segmenter, ValueRequest, line_starts
 
 PROMPTS, RESPONSES, ROLLOUTS, BATCH, LONGEST = 64, 4, 32, 256, 64

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_log_probs
+from dash_trl.process_rewards import Branch, Tree, loop_log_probs, tree_log_probs
 
 LENGTHS, BOUNDARIES = (512, 1024), (8, 16)
 BRANCH, SCORED, VOCABULARY, REPEATS = 12, 4, 512, 5

@@ -9,8 +9,8 @@ from typing import Any, get_args, get_type_hints
 
 from trl import GRPOConfig
 
-from dash_trl.sampling.urls import check_urls
-from dash_trl.update.advantages import OUTCOME_ESTIMATORS
+from dash_trl.sampling import check_urls
+from dash_trl.update import OUTCOME_ESTIMATORS
 
 # What TRL takes, and says after the first generation, or never.
 CHOICES: dict[str, tuple[str, ...]] = {

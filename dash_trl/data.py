@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dash_trl.rewards.answers import last_boxed, last_hashes
+from dash_trl.rewards import last_boxed, last_hashes
 
 if TYPE_CHECKING:
     from datasets import Dataset, ReadInstruction

@@ -34,9 +34,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoConfig
 
-from dash_trl.sampling.urls import is_loopback, is_unspecified
-from dash_trl.sampling.vllm_plugin import WORKER_EXTENSION
-from dash_trl.workers.processes import Command
+from dash_trl.sampling import WORKER_EXTENSION, is_loopback, is_unspecified
+from dash_trl.workers import Command
 
 logger = logging.getLogger(__name__)
 
@@ -335,7 +334,7 @@ def main() -> None:
         )
     model = arguments.model
     if model == "embedded":
-        from dash_trl.embedded.warm_up import embedded_model
+        from dash_trl.embedded import embedded_model
 
         model = embedded_model()
     for number in STOPPED_BY[1:]:

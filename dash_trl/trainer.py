@@ -26,31 +26,51 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import shuffle_sequence_dict, use_adapter
 
-from dash_trl import checks
 from dash_trl.callbacks import DASHCallback, promise_events
+from dash_trl.checks import (
+    check_arguments,
+    check_callbacks,
+    check_estimator,
+    check_prompt,
+    check_prompt_lengths,
+    long_prompt_lengths,
+)
 from dash_trl.config import DASHConfig
-from dash_trl.monitoring.metrics import EmptyWindows, PassMetrics, filter_metrics, packing_metrics, sampler_metrics
-from dash_trl.rewards.failures import FailureWatch, watch
-from dash_trl.rollout.batch import SAMPLED_FIELDS, GenerationWindow, RolloutBatch
-from dash_trl.rollout.prompts import EpochOrder
-from dash_trl.rollout.resume import SavedRun, Shapes, agree, why_a_new_window
-from dash_trl.sampling import pool as vllm_pool
-from dash_trl.update.advantages import checked_advantages, group_advantages, outcome_advantages
-from dash_trl.update.filtering import Filtered, filter_rows, loss_scale
-from dash_trl.update.importance_sampling import importance_sampling_ratio
-from dash_trl.update.packing import MicroBatch, plan_segment
-from dash_trl.update.padding_free import (
+from dash_trl.monitoring import EmptyWindows, PassMetrics, filter_metrics, packing_metrics, sampler_metrics
+from dash_trl.rewards import FailureWatch, watch
+from dash_trl.rollout import (
+    SAMPLED_FIELDS,
+    EpochOrder,
+    GenerationWindow,
+    RolloutBatch,
+    SavedRun,
+    Shapes,
+    agree,
+    why_a_new_window,
+)
+from dash_trl.sampling import install, without_client
+from dash_trl.update import (
+    Filtered,
+    MicroBatch,
     PackedLayout,
+    ScaledCoefficient,
+    Schedule,
+    SkippedSteps,
+    checked_advantages,
     enable_padding_free,
+    filter_rows,
+    forget_plain_passes,
+    group_advantages,
+    importance_sampling_ratio,
+    loss_scale,
+    outcome_advantages,
     packed_log_probs,
     packing_flaw,
+    plan_segment,
     real_rows_only,
+    regularizer_weight,
     to_device,
 )
-from dash_trl.update.regularizers import ScaledCoefficient, regularizer_weight
-from dash_trl.update.schedule import Schedule
-from dash_trl.update.skipped_steps import SkippedSteps
-from dash_trl.update.zero3 import forget_plain_passes
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +100,7 @@ class DASHTrainer(GRPOTrainer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        checks.check_estimator(cls)
+        check_estimator(cls)
 
     def __init__(
         self,
@@ -93,12 +113,12 @@ class DASHTrainer(GRPOTrainer):
         **kwargs: Any,
     ):
         args = DASHConfig("dash-output") if args is None else args
-        checks.check_arguments(model, args, train_dataset, eval_dataset, processing_class, kwargs)
+        check_arguments(model, args, train_dataset, eval_dataset, processing_class, kwargs)
         self._sampling_only = False  # TRL's sampling method must not run the model
-        with vllm_pool.without_client(args) as servers:
+        with without_client(args) as servers:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if servers:
-            vllm_pool.install(self)
+            install(self)
 
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
         self.reward_funcs = [watch(func, name) for func, name in functions]
@@ -119,8 +139,8 @@ class DASHTrainer(GRPOTrainer):
         self._flash = "flash" in (self.model.config.get_text_config()._attn_implementation or "")
         self._begin_run()
         self._context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        lengths = checks.long_prompt_lengths(train_dataset, self._tokenize_prompts, self._context)
-        checks.check_prompt_lengths(lengths, self._context, self.max_completion_length)
+        lengths = long_prompt_lengths(train_dataset, self._tokenize_prompts, self._context)
+        check_prompt_lengths(lengths, self._context, self.max_completion_length)
 
     # ------------------------------------------------------------------ the beginning of a run
 
@@ -223,13 +243,13 @@ class DASHTrainer(GRPOTrainer):
 
     def _tokenize_prompts(self, prompts: list) -> tuple:
         for prompt in prompts:  # a stream's, or a transform's
-            checks.check_prompt(prompt, "A row")
+            check_prompt(prompt, "A row")
         return super()._tokenize_prompts(prompts)
 
     def _generate(self, prompts: list) -> tuple:
         with self._timed("generate"):
             output = super()._generate(prompts)
-        checks.check_prompt_lengths([len(ids) for ids in output[0]], self._context, 0)
+        check_prompt_lengths([len(ids) for ids in output[0]], self._context, 0)
         return output
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
@@ -562,7 +582,7 @@ class DASHTrainer(GRPOTrainer):
         return os.path.join(directory, f"generation_window_{self.accelerator.process_index}.pt")
 
     def add_callback(self, callback: Any) -> None:
-        checks.check_callbacks([callback])
+        check_callbacks([callback])
         super().add_callback(callback)
 
     def _dispatch(self, event: str, rollouts: RolloutBatch) -> None:

@@ -33,11 +33,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from dash_trl import DASHConfig, DASHTrainer, MathAccuracyReward, load_math_dataset
-from dash_trl.callbacks import MetricsFileCallback, RewardProgressCallback
 from dash_trl.checks import check_model
-from dash_trl.embedded.warm_up import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
+from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
 from dash_trl.evaluation import accuracy
-from dash_trl.monitoring.plots import plot_run
+from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback, plot_run
 
 
 @dataclass

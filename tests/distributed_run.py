@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.sampling.weights.file import model_log_probs
+from dash_trl.sampling.weights.proof import model_log_probs
 from tests.tiny import ScriptedReward, parameters, relative_difference, run
 
 RANK = int(os.environ.get("RANK", 0))

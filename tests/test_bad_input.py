@@ -30,7 +30,7 @@ from trl import GRPOConfig, GRPOTrainer, TrlParser
 from trl.generation import vllm_generation
 
 from dash_trl import DASHConfig, DASHTrainer
-from dash_trl.checks import check_dataset, check_prompt_lengths, long_prompt_lengths
+from dash_trl.checks.prompts import check_dataset, check_prompt_lengths, long_prompt_lengths
 from dash_trl.config import CHOICES
 from dash_trl.sampling.weights.file import FileWeights
 from tests.tiny import ScriptedReward, prompts, run

@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, ProcessRewardCallback
-from dash_trl.callbacks import MetricsFileCallback
+from dash_trl.monitoring.progress import MetricsFileCallback
 from tests.tiny import ScriptedReward, prompts, run
 
 

@@ -17,15 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl.embedded import warm_up as embedded
-from dash_trl.embedded.warm_up import (
-    END_OF_TURN,
-    WarmUp,
-    arithmetic_dataset,
-    arithmetic_reward,
-    arithmetic_tokenizer,
-    embedded_model,
-)
+from dash_trl.embedded import warm_up
+from dash_trl.embedded.problems import LARGEST_TOTAL, arithmetic_dataset, arithmetic_reward
+from dash_trl.embedded.tokenizer import END_OF_TURN, arithmetic_tokenizer
+from dash_trl.embedded.warm_up import WarmUp, embedded_model
 
 SMALL = WarmUp(steps=2, batch_size=4, hidden_size=16, num_layers=1, num_heads=2)
 
@@ -61,7 +56,7 @@ def test_running_totals_stay_in_the_range_that_the_model_has_words_for():
     for problem in problems("train", size=2000):
         ends = [match.end() for match in re.finditer(r"\d", problem)]
         totals = [eval(problem[:end], {"__builtins__": {}}) for end in ends]
-        assert 0 <= min(totals) and max(totals) <= embedded.LARGEST_TOTAL
+        assert 0 <= min(totals) and max(totals) <= LARGEST_TOTAL
 
 
 @pytest.mark.parametrize("arguments", [{"split": "dev"}, {"size": 0}, {"size": 10**9}])
@@ -148,16 +143,16 @@ def read_trace(trace: str) -> tuple[int, int, int]:
 def test_traces_slip_and_correct_themselves_at_the_given_rates():
     generator, counts = random.Random(0), [0, 0, 0]
     for problem in problems("train", size=4000):
-        for i, count in enumerate(read_trace(embedded._trace(problem, generator, 0.12, 0.05))):
+        for i, count in enumerate(read_trace(warm_up._trace(problem, generator, 0.12, 0.05))):
             counts[i] += count
     assert counts[1] / counts[0] == pytest.approx(0.12, abs=0.01)
     assert counts[2] / counts[0] == pytest.approx(0.05, abs=0.01)
-    assert read_trace(embedded._trace("7+5-3", generator, 0.0, 0.0)) == (2, 0, 0)
+    assert read_trace(warm_up._trace("7+5-3", generator, 0.0, 0.0)) == (2, 0, 0)
 
 
 def test_the_loss_is_on_the_trace_and_its_end_only():
     tokenizer = arithmetic_tokenizer()
-    batch = embedded._batch(tokenizer, iter(problems("train")), random.Random(0), WarmUp(), clean=True)
+    batch = warm_up._batch(tokenizer, iter(problems("train")), random.Random(0), WarmUp(), clean=True)
     for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
         learned = tokenizer.decode(ids[labels != -100])
         whole = tokenizer.decode(ids[mask == 1])
@@ -174,7 +169,7 @@ def test_the_cache_is_keyed_by_the_settings(tmp_path):
     other = embedded_model(tmp_path, settings=dataclasses.replace(SMALL, seed=1), progress=False)
     assert other != path and len(list(tmp_path.iterdir())) == 2
     for field in dataclasses.fields(WarmUp):
-        assert embedded._cache_path(
+        assert warm_up._cache_path(
             dataclasses.replace(SMALL, **{field.name: (7,) if field.name == "operands" else 7}), tmp_path
         ) != Path(path), field.name
 
@@ -202,9 +197,9 @@ def test_an_interrupted_warm_up_leaves_nothing(tmp_path, monkeypatch):
 
 WAITING = """
 import sys
-from dash_trl.embedded import warm_up as embedded
-embedded._warm_up = lambda *arguments: print("at work", flush=True) or sys.stdin.read()
-embedded.embedded_model(sys.argv[1])
+from dash_trl.embedded import warm_up
+warm_up._warm_up = lambda *arguments: print("at work", flush=True) or sys.stdin.read()
+warm_up.embedded_model(sys.argv[1])
 """
 
 
@@ -229,7 +224,7 @@ def test_without_locks_nothing_of_others_is_removed(tmp_path, monkeypatch):
     def no_locks(*arguments):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(embedded.fcntl, "flock", no_locks)
+    monkeypatch.setattr(warm_up.fcntl, "flock", no_locks)
     left = tmp_path / "arithmetic-0123456789ab.someones"
     left.mkdir()
     made = embedded_model(tmp_path, settings=SMALL, progress=False)
@@ -237,14 +232,14 @@ def test_without_locks_nothing_of_others_is_removed(tmp_path, monkeypatch):
 
 
 def test_the_first_of_concurrent_warm_ups_wins(tmp_path, monkeypatch):
-    real, first = embedded._warm_up, []
+    real, first = warm_up._warm_up, []
 
     def overtaken(*args):
-        monkeypatch.setattr(embedded, "_warm_up", real)
+        monkeypatch.setattr(warm_up, "_warm_up", real)
         first.append(embedded_model(tmp_path, settings=SMALL, progress=False))
         return real(*args)
 
-    monkeypatch.setattr(embedded, "_warm_up", overtaken)
+    monkeypatch.setattr(warm_up, "_warm_up", overtaken)
     assert [embedded_model(tmp_path, settings=SMALL, progress=False)] == first
     assert [str(path) for path in tmp_path.iterdir()] == first
 
@@ -257,12 +252,12 @@ def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path):
 
 def test_the_user_s_cache_folder(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert embedded._cache_path(SMALL).parent == Path("/somewhere/dash_trl")
+    assert warm_up._cache_path(SMALL).parent == Path("/somewhere/dash_trl")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/invalid")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert embedded._cache_path(SMALL).parent == Path("/home/somebody/.cache/dash_trl")
+    assert warm_up._cache_path(SMALL).parent == Path("/home/somebody/.cache/dash_trl")
 
 
 def test_the_default_model_is_tiny():
-    model = embedded._model(arithmetic_tokenizer(), WarmUp())
+    model = warm_up._model(arithmetic_tokenizer(), WarmUp())
     assert sum(parameter.numel() for parameter in model.parameters()) <= 1_500_000

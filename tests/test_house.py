@@ -25,18 +25,48 @@ def test_pure_modules_import_neither_trl_nor_vllm(module):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_the_way_through_the_house_is_one_directional():
-    """No module imports the trainer, and there is no cycle."""
-    edges = {}
-    for path in PACKAGE.rglob("*.py"):
-        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-        if name == "dash_trl":
-            continue  # the lazy exports
-        tree = ast.parse(path.read_text())
-        imports = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
-        edges[name] = {target for target in imports if target.startswith("dash_trl.")}
-        if name != "dash_trl.trainer":
-            assert "dash_trl.trainer" not in imports, name
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+ROOMS = {module_of(path) for path in PACKAGE.rglob("__init__.py")} - {"dash_trl"}
+
+
+def imports(module: str) -> list[tuple[str, str]]:
+    """(module, name) of what a module imports from this package."""
+    nodes = [node for node in ast.walk(MODULES[module]) if isinstance(node, ast.ImportFrom) and node.module]
+    return [(str(node.module), one.name) for node in nodes for one in node.names if "dash_trl" in str(node.module)]
+
+
+def room_of(module: str) -> str:
+    """The innermost room, or the module itself where it lies at the top."""
+    return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len, default=module)
+
+
+def outer(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def test_a_room_imports_another_only_by_what_its_door_names():
+    for module in MODULES:
+        for target, _ in imports(module):
+            room = room_of(target)
+            within = f"{room_of(module)}.".startswith(f"{room}.")  # a room within a room knows what surrounds it
+            assert target == room or within or module in ROOMS, f"{module} imports {target}: import from {room}"
+
+
+@pytest.mark.parametrize("rooms", [False, True])
+def test_the_way_through_the_house_is_one_directional(rooms):
+    """No module imports the trainer, and there is no cycle, of modules or of rooms."""
+    doors = {(room, name): target for room in ROOMS for target, name in imports(room)}
+    edges: dict[str, set[str]] = {}
+    for module in MODULES.keys() - ROOMS - {"dash_trl"}:  # what a door names is imported when it is used
+        targets = {doors.get(one, one[0]) for one in imports(module)} - {"dash_trl._lazy"}
+        assert "dash_trl.trainer" not in targets, module
+        if rooms:
+            module, targets = outer(module), set(map(outer, targets))
+        edges.setdefault(module, set()).update(targets - {module})
     done: set[str] = set()
 
     def visit(name: str, way: tuple[str, ...]) -> None:

@@ -12,8 +12,8 @@ from datasets import Dataset
 from dash_trl import DASHTrainer, ProcessRewardCallback
 from dash_trl.process_rewards import MonteCarloValue, ValueRequest
 from dash_trl.rewards.failures import watch
-from dash_trl.sampling.pool import VLLMPool
 from dash_trl.sampling.server import Completion
+from dash_trl.sampling.trl import VLLMPool
 from tests.tiny import run
 
 LONGEST = 24  # of the trainer's completions

@@ -13,7 +13,6 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback
-from dash_trl.monitoring.plots import credit_html
 from dash_trl.process_rewards import (
     AnswerLogProbValue,
     CreditSettings,
@@ -23,6 +22,7 @@ from dash_trl.process_rewards import (
     line_starts,
 )
 from dash_trl.process_rewards.callback import accepted_answers
+from dash_trl.process_rewards.picture import credit_html
 from tests.tiny import parameters, relative_difference, run
 
 PROBLEMS = Dataset.from_dict(

@@ -18,11 +18,12 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl.embedded.warm_up import arithmetic_dataset, embedded_model
-from dash_trl.sampling.pool import VLLMPool
-from dash_trl.sampling.weights.file import WeightMismatch
+from dash_trl.embedded.problems import arithmetic_dataset
+from dash_trl.embedded.warm_up import embedded_model
+from dash_trl.sampling.trl import VLLMPool
+from dash_trl.sampling.weights.snapshot import WeightMismatch
 from dash_trl.serve import DIRECT, Servers
-from dash_trl.workers.processes import Command
+from dash_trl.workers.programs import Command
 
 pytestmark = pytest.mark.vllm
 

@@ -21,11 +21,13 @@ from accelerate import Accelerator
 from transformers import Qwen2Config
 
 from dash_trl.config import DASHConfig
-from dash_trl.sampling.pool import PoolError, ServerPool, VLLMPool
+from dash_trl.sampling.pool import PoolError, ServerPool
 from dash_trl.sampling.server import Completion, ServerError
+from dash_trl.sampling.trl import VLLMPool
 from dash_trl.sampling.urls import check_urls
 from dash_trl.sampling.vllm_plugin import model_shape
-from dash_trl.sampling.weights.file import FileWeights, Snapshot, WeightMismatch
+from dash_trl.sampling.weights.file import FileWeights
+from dash_trl.sampling.weights.snapshot import Snapshot, WeightMismatch
 
 SAMPLING = {"max_tokens": 8}
 
@@ -230,7 +232,7 @@ def test_a_prompt_may_have_a_limit_of_its_own(fakes):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_good_server_scores_what_a_bad_one_fails(fault, fakes):
     bad, good = fakes(fault, spared=1), fakes()
-    pool = ServerPool([bad.url, good.url], server_timeout=20.0, request_timeout=1.0)
+    pool = ServerPool([bad.url, good.url], server_timeout=60.0, request_timeout=5.0)
     pool.wait_until_ready()
     assert pool.log_probs([[i, 1, 2] for i in range(12)]) == [[-0.25, -0.5]] * 12
     assert sorted(good.served) == [0, *range(12)] and bad.served == [0]
@@ -410,7 +412,7 @@ def test_a_failed_proof_is_made_again(fakes, monkeypatch):
     vllm = vllm_pool([fakes().url], lambda parameters, version, on_each: (sent.append(version), (None, {}))[1])
     vllm.model.config = Qwen2Config(vocab_size=64)
     vllm.processing_class = range(64)
-    monkeypatch.setattr("dash_trl.sampling.pool.model_log_probs", lambda *_: torch.zeros(31))
+    monkeypatch.setattr("dash_trl.sampling.trl.model_log_probs", lambda *_: torch.zeros(31))
     outcomes = iter([None, WeightMismatch("old ones"), None, None])
 
     def check(*_):

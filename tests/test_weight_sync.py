@@ -19,18 +19,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dash_trl.sampling.server import WeightReport
-from dash_trl.sampling.weights import file as weight_sync
+from dash_trl.sampling.weights import file, nccl
 from dash_trl.sampling.weights.checksum import combine_workers, tensor_checksum, weights_checksum
-from dash_trl.sampling.weights.file import (
-    FileWeights,
-    NCCLWeights,
-    Snapshot,
-    WeightMismatch,
-    check_probe,
-    model_log_probs,
-    probe_tokens,
-    scale_linear,
-)
+from dash_trl.sampling.weights.file import FileWeights
+from dash_trl.sampling.weights.nccl import NCCLWeights
+from dash_trl.sampling.weights.proof import check_probe, model_log_probs, probe_tokens, scale_linear
+from dash_trl.sampling.weights.snapshot import Snapshot, WeightMismatch
 from tests.tiny import save_tiny_model
 
 A, B, MODULUS = 0x2545F4914F6CDD1E - (1 << 61), 0x1E3779B97F4A7C15, 1 << 64
@@ -91,8 +85,8 @@ class Servers:
 
     async def load_weights(self, path: str, tag: str) -> WeightReport:
         tensors = {}
-        for file in sorted(Path(path).glob("*.safetensors")):
-            tensors |= load_file(file)
+        for shard in sorted(Path(path).glob("*.safetensors")):
+            tensors |= load_file(shard)
         self.loaded.append((Path(path).name, tag, tensors))
         if isinstance(self.answer, Exception):
             raise self.answer
@@ -109,7 +103,7 @@ def versions(directory: Path) -> list[Path]:
 
 
 def test_a_version_is_complete_when_it_appears_and_the_old_one_goes(tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_sync, "SHARD_BYTES", 100)  # two tensors of 64 bytes
+    monkeypatch.setattr(file, "SHARD_BYTES", 100)  # two tensors of 64 bytes
     weights, servers = FileWeights(tmp_path, torch.float32), Servers()
     snapshot, errors = weights.send(parameters().items(), 1, servers.on_each)
     assert errors == {"http://a": None}
@@ -187,7 +181,7 @@ def test_without_locks_nobody_s_weights_are_removed(tmp_path, monkeypatch, caplo
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(weight_sync.fcntl, "flock", no_locks)
+    monkeypatch.setattr(file.fcntl, "flock", no_locks)
     unlocked = FileWeights(tmp_path, torch.float32)
     snapshot = unlocked.write(parameters().items(), 1)
     assert "cannot be locked" in caplog.text and f"remove {unlocked.run}-* there" in caplog.text
@@ -308,7 +302,7 @@ class NCCLServer:
 def test_buckets_reach_every_server_and_a_hung_one_costs_its_timeout_not_the_run(monkeypatch):
     """The queues and threads only: the broadcast itself is TRL's and needs a GPU."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(nccl, "BUCKET_BYTES", 100)
     urls = [f"http://{name}" for name in "abcde"]
     broken = {urls[3]: "pause", urls[4]: "resume"}
     servers = {url: NCCLServer(url, Client(hangs=url == urls[2]), broken.get(url, "")) for url in urls}

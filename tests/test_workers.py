@@ -11,7 +11,10 @@ import time
 import pytest
 
 from dash_trl.workers import processes as workers
-from dash_trl.workers.processes import MEMORY, Command, EventLoop, Feeder, Workers
+from dash_trl.workers.event_loop import EventLoop
+from dash_trl.workers.feeder import Feeder
+from dash_trl.workers.processes import MEMORY, Workers
+from dash_trl.workers.programs import Command
 
 
 def check_limit() -> None:
@@ -118,20 +121,15 @@ def test_the_event_loop_works_inside_another_one_and_relays_errors():
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_stopping_a_command_ends_its_children_too(tmp_path, at_once):
+def test_stopping_a_command_ends_its_children_too(tmp_path, at_once, monkeypatch):
     script = "sleep 300 & echo $! >> pids; trap '' TERM; echo ready $SPECIAL; wait; sleep 300"
     command = Command(["sh", "-c", f"cd {tmp_path}; {script}"], environment={"SPECIAL": "x"}, log=tmp_path / "log")
     while "ready x" not in (tmp_path / "log").read_text():
         time.sleep(0.01)
     assert command.running
     child = int((tmp_path / "pids").read_text())
-    import dash_trl.workers.processes
-
-    seconds, dash_trl.workers.processes.STOP_SECONDS = dash_trl.workers.processes.STOP_SECONDS, 0.2
-    try:
-        command.stop(at_once=at_once)
-    finally:
-        dash_trl.workers.processes.STOP_SECONDS = seconds
+    monkeypatch.setattr("dash_trl.workers.programs.STOP_SECONDS", 0.2)
+    command.stop(at_once=at_once)
     assert not command.running
     for _ in range(200):  # until init has reaped it
         if not os.path.exists(f"/proc/{child}") or open(f"/proc/{child}/stat").read().split()[2] == "Z":

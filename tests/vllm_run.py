@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer
-from dash_trl.embedded.warm_up import arithmetic_dataset, arithmetic_reward
+from dash_trl.embedded.problems import arithmetic_dataset, arithmetic_reward
 from tests.distributed_run import whole
 
 

@@ -1,1 +1,13 @@
-"""The default run without data, network or GPU."""
+"""The default run without data, network or GPU: a tiny language model that adds and subtracts, and slips."""
+
+from typing import TYPE_CHECKING
+
+from dash_trl._lazy import lazy
+
+if TYPE_CHECKING:
+    from dash_trl.embedded.problems import arithmetic_dataset, arithmetic_reward
+    from dash_trl.embedded.run import embedded_defaults
+    from dash_trl.embedded.tokenizer import arithmetic_tokenizer
+    from dash_trl.embedded.warm_up import WarmUp, embedded_model
+
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -1,12 +1,8 @@
-"""The default run without data, network or GPU: a tiny language model that adds and subtracts, and slips.
+"""How the embedded model is made: a supervised warm-up, cached on disk.
 
-    problem 7+5-3 ──► the model writes   7+5=12        ──► reward 1 if the last "The answer is N" is right
-                                         12-3=9
-                                         The answer is 9
-
-A supervised warm-up (under a minute on two cores, cached on disk) teaches the model to work step by step, from traces
-in which a step is wrong now and then. So it knows the sums (greedy accuracy near 1) but has learned the habit of
-slipping, too (sampled accuracy near 0.4), and reinforcement learning has something to remove within a minute.
+It teaches the model to work step by step, from traces in which a step is wrong now and then. So it knows the sums
+(greedy accuracy near 1) but has learned the habit of slipping, too (sampled accuracy near 0.4), and reinforcement
+learning has something to remove within a minute.
 """
 
 from __future__ import annotations
@@ -19,140 +15,20 @@ import random
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from datasets import Dataset
-from tokenizers import pre_tokenizers, trainers
 from tqdm.auto import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from dash_trl.embedded.problems import LARGEST_TOTAL, OPERANDS, _problems
+from dash_trl.embedded.tokenizer import END_OF_TURN, arithmetic_tokenizer
+
 MODEL_NAME = "arithmetic"  # begins the names of cached models
 FORMAT_VERSION = 3  # of the cached model: raise it when code below changes what a warm-up produces
-
-# ------------------------------------------------------------------------------------------------------- the problems
-
-OPERANDS = (3, 4, 5)  # numbers in a chain: two to four sums
-LARGEST_OPERAND = 9
-LARGEST_TOTAL = 20  # of any step; some 300 different sums, few enough to learn in half a minute
-TEST_SHARE = 8  # one problem in 8 is a test problem, by the hash of its text
-LARGEST_DATASET = 20_000  # distinct problems; there are some 5,000 of three numbers in the training split
-TEST_PROBLEMS, TRAIN_PROBLEMS = 256, 4096
-
-_ANSWER = re.compile(r"The answer is (-?\d+(?:\.\d+)?)")
-
-
-def _split_of(problem: str) -> str:
-    """The split that a problem belongs to for good: stable over processes, machines and seeds."""
-    return "test" if hashlib.sha256(problem.encode()).digest()[0] % TEST_SHARE == 0 else "train"
-
-
-def _problems(split: str, generator: random.Random, operands: Sequence[int] = OPERANDS) -> Iterator[str]:
-    """Endless chains like `7+5-3+8` of this split; every running total lies in 0…LARGEST_TOTAL."""
-    while True:
-        total = generator.randint(1, LARGEST_OPERAND)
-        problem = str(total)
-        for _ in range(generator.choice(operands) - 1):
-            operand = generator.randint(1, LARGEST_OPERAND)
-            signs = [sign for sign in (1, -1) if 0 <= total + sign * operand <= LARGEST_TOTAL]
-            sign = generator.choice(signs)
-            total += sign * operand
-            problem += f"{'+' if sign > 0 else '-'}{operand}"
-        if _split_of(problem) == split:
-            yield problem
-
-
-def _answer(problem: str) -> int:
-    return sum(int(number) for number in re.findall(r"[+-]?\d+", problem))
-
-
-def arithmetic_dataset(
-    split: str = "train", size: int | None = None, seed: int = 0, *, operands: Sequence[int] = OPERANDS
-) -> Dataset:
-    """Distinct arithmetic problems with the columns `prompt` (one user message) and `answer` (a string).
-
-    Args:
-        split: "train" or "test". A problem's text decides its split, so the two are disjoint for all seeds.
-        size: number of problems; by default 4,096 for training and 256 for the test.
-        seed: another seed draws other problems of the same split.
-        operands: how many numbers a problem may have.
-    """
-    if split not in ("train", "test"):
-        raise ValueError(f"split={split!r} does not exist. Use 'train' or 'test'.")
-    size = size if size is not None else (TEST_PROBLEMS if split == "test" else TRAIN_PROBLEMS)
-    if not 1 <= size <= LARGEST_DATASET:
-        raise ValueError(
-            f"size={size} is not in 1…{LARGEST_DATASET}: the problems are distinct and there are not endlessly many. "
-            "Use fewer and train for several epochs."
-        )
-    chosen: dict[str, None] = {}  # a set that keeps its order
-    for problem in _problems(split, random.Random(f"{split}{seed}"), operands):
-        chosen[problem] = None
-        if len(chosen) == size:
-            break
-    return Dataset.from_dict(
-        {
-            "prompt": [[{"role": "user", "content": problem}] for problem in chosen],
-            "answer": [str(_answer(problem)) for problem in chosen],
-        }
-    )
-
-
-def arithmetic_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
-    """1.0 where the completion's last "The answer is N" is the answer, else 0.0. No answer is a wrong answer."""
-    rewards = []
-    for completion, gold in zip(completions, answer, strict=True):
-        text = completion if isinstance(completion, str) else completion[-1]["content"]
-        found = _ANSWER.findall(text)
-        rewards.append(float(bool(found) and found[-1] == gold))
-    return rewards
-
-
-# ------------------------------------------------------------------------------------------------------ the tokenizer
-
-END_OF_TURN, PADDING, START_OF_TURN = "<|im_end|>", "<|endoftext|>", "<|im_start|>"
-
-# Qwen2.5's ChatML without its system prompt, which would double the length of these prompts.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-def arithmetic_tokenizer() -> Qwen2Tokenizer:
-    """Qwen2's byte-level BPE with the few merges of this task: each word and each digit is one token.
-
-    It has to be Qwen2's in everything but the merges: `AutoTokenizer` (and so vLLM) loads the tokenizer of any model of
-    type qwen2 as a `Qwen2Tokenizer`, whatever pre-tokenizer was saved with it.
-    """
-    backend = Qwen2Tokenizer().backend_tokenizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=512,  # a ceiling: the few words below need fewer
-        special_tokens=[PADDING, START_OF_TURN, END_OF_TURN],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["The answer is", "Wait", "user", "assistant"], trainer)
-    learned = json.loads(backend.to_str())["model"]
-    return Qwen2Tokenizer(
-        vocab=learned["vocab"],
-        merges=[tuple(merge) for merge in learned["merges"]],
-        eos_token=END_OF_TURN,
-        pad_token=PADDING,
-        extra_special_tokens=[START_OF_TURN],
-        padding_side="left",
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-# -------------------------------------------------------------------------------------------------------- the warm-up
 
 
 @dataclass(frozen=True)
@@ -367,34 +243,3 @@ def _locked(directory: Path, operation: int) -> Iterator[bool]:
             fcntl.flock(lock, operation)
             held = True
         yield held
-
-
-# --------------------------------------------------------------------------------------------- reinforcement learning
-
-
-def embedded_defaults() -> dict[str, Any]:
-    """`DASHConfig` fields of the default run: 80 optimizer steps of 128 rows, 16 problems with 8 completions each.
-
-    In float32, on the GPU if there is one. The learning rate decays, since near the end a constant one unlearns a sum
-    as often as it learns another; much more of it (3e-4) makes the model forget.
-    """
-    return {
-        "output_dir": "outputs/embedded",
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 16,
-        "num_generations": 8,
-        "max_completion_length": 64,
-        "max_steps": 80,
-        "learning_rate": 1.5e-4,
-        "lr_scheduler_type": "linear",
-        "temperature": 1.0,
-        "beta": 0.0,
-        "loss_type": "dapo",
-        "scale_rewards": "group",
-        "use_cpu": not torch.cuda.is_available(),
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-    }

@@ -1,1 +1,12 @@
-"""What is counted, shown and drawn."""
+"""What is counted, shown and drawn of a run."""
+
+from typing import TYPE_CHECKING
+
+from dash_trl._lazy import lazy
+
+if TYPE_CHECKING:
+    from dash_trl.monitoring.metrics import EmptyWindows, PassMetrics, filter_metrics, packing_metrics, sampler_metrics
+    from dash_trl.monitoring.plots import plot_run
+    from dash_trl.monitoring.progress import MetricsFileCallback, RewardProgressCallback
+
+__getattr__, __dir__, __all__ = lazy(__name__)

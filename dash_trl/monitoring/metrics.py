@@ -11,10 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dash_trl.rollout.batch import RolloutBatch
-from dash_trl.update.filtering import Filtered
-from dash_trl.update.packing import MicroBatch
-from dash_trl.update.schedule import Pass, Segment
+from dash_trl.rollout import RolloutBatch
+from dash_trl.update import Filtered, MicroBatch, Pass, Segment
 
 logger = logging.getLogger(__name__)
 

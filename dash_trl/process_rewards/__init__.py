@@ -1,22 +1,15 @@
 """Process rewards: V(prefix) at episode boundaries → marginal utilities → an advantage per token."""
 
-from dash_trl.process_rewards.callback import ProcessRewardCallback
-from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings
-from dash_trl.process_rewards.episodes import EPISODE_MARKERS, Episodes, Segmenter, line_starts
-from dash_trl.process_rewards.monte_carlo import MonteCarloValue
-from dash_trl.process_rewards.values import AnswerLogProbValue, ServerValue, ValueEstimator, ValueRequest
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "EPISODE_MARKERS",
-    "ESTIMATORS",
-    "AnswerLogProbValue",
-    "CreditSettings",
-    "Episodes",
-    "MonteCarloValue",
-    "ProcessRewardCallback",
-    "Segmenter",
-    "ServerValue",
-    "ValueEstimator",
-    "ValueRequest",
-    "line_starts",
-]
+from dash_trl._lazy import lazy
+
+if TYPE_CHECKING:
+    from dash_trl.process_rewards.callback import ProcessRewardCallback
+    from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings
+    from dash_trl.process_rewards.episodes import EPISODE_MARKERS, Episodes, Segmenter, line_starts
+    from dash_trl.process_rewards.monte_carlo import MonteCarloValue
+    from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_log_probs
+    from dash_trl.process_rewards.values import AnswerLogProbValue, ServerValue, ValueEstimator, ValueRequest
+
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from dash_trl.callbacks import DASHCallback
-from dash_trl.monitoring.plots import credit_html
 from dash_trl.process_rewards.arguments import check_switch, check_text, is_number
 from dash_trl.process_rewards.credit import (
     ESTIMATORS,
@@ -37,6 +36,7 @@ from dash_trl.process_rewards.episodes import (
     Segmenter,
     check_segmentation,
 )
+from dash_trl.process_rewards.picture import credit_html
 from dash_trl.process_rewards.values import (
     NO_SERVERS,
     AnswerLogProbValue,
@@ -45,8 +45,8 @@ from dash_trl.process_rewards.values import (
     ValueRequest,
     checked_values,
 )
-from dash_trl.rollout.batch import RolloutBatch
-from dash_trl.update.advantages import weighted_rewards
+from dash_trl.rollout import RolloutBatch
+from dash_trl.update import weighted_rewards
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from trl import GRPOTrainer
 
 from dash_trl.process_rewards.arguments import is_whole
 from dash_trl.process_rewards.values import ValueRequest, server_pool
-from dash_trl.rewards.failures import WatchedReward, failures
-from dash_trl.update.advantages import weighted_rewards
+from dash_trl.rewards import WatchedReward, failures
+from dash_trl.update import weighted_rewards
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dash_trl.update.isolation import computing_dtype, isolation_flaw
+from dash_trl.update import computing_dtype, isolation_flaw
 
 TREE_ATTENTION = "sdpa_trees"
 

@@ -24,9 +24,7 @@ from accelerate.utils import is_peft_model
 
 from dash_trl.process_rewards.arguments import check_text, is_number, is_whole, named
 from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_flaw, tree_log_probs
-from dash_trl.update.isolation import evaluating
-from dash_trl.update.packing import fitted_bins
-from dash_trl.update.padding_free import plain_causal_attention
+from dash_trl.update import evaluating, fitted_bins, plain_causal_attention
 
 logger = logging.getLogger(__name__)
 

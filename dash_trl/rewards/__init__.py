@@ -1,1 +1,12 @@
-"""Reward functions. Nothing is imported here: `dash_trl.rewards.math` needs no torch, `failures` does."""
+"""Reward functions, and what becomes of a failed reward."""
+
+from typing import TYPE_CHECKING
+
+from dash_trl._lazy import lazy
+
+if TYPE_CHECKING:
+    from dash_trl.rewards.answers import last_boxed, last_hashes
+    from dash_trl.rewards.failures import FailureWatch, WatchedReward, failures, watch
+    from dash_trl.rewards.math import MathAccuracyReward
+
+__getattr__, __dir__, __all__ = lazy(__name__)

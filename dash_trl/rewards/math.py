@@ -49,7 +49,7 @@ from dash_trl.rewards.spelling import (
     split_units,
     squeeze,
 )
-from dash_trl.workers.processes import OutOfWork, Task, WorkerDied, default_workers, run_within, shared_workers
+from dash_trl.workers import OutOfWork, Task, WorkerDied, default_workers, run_within, shared_workers
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,12 @@
 """Rollouts between birth and loss: the batch and its stages, the generation window, the order of prompts."""
+
+from typing import TYPE_CHECKING
+
+from dash_trl._lazy import lazy
+
+if TYPE_CHECKING:
+    from dash_trl.rollout.batch import SAMPLED_FIELDS, GenerationWindow, RolloutBatch
+    from dash_trl.rollout.prompts import EpochOrder
+    from dash_trl.rollout.resume import SavedRun, Shapes, agree, why_a_new_window
+
+__getattr__, __dir__, __all__ = lazy(__name__)

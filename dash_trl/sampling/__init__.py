@@ -1,1 +1,13 @@
-"""Sampling from vLLM servers. Nothing is imported here: `vllm_plugin` runs inside the servers, without TRL."""
+"""vLLM servers: the pool of them with TRL's face, their health, the command that starts them."""
+
+from typing import TYPE_CHECKING
+
+from dash_trl._lazy import lazy
+
+if TYPE_CHECKING:
+    from dash_trl.sampling.pool import ServerPool
+    from dash_trl.sampling.trl import VLLMPool, install, without_client
+    from dash_trl.sampling.urls import check_urls, is_loopback, is_unspecified
+    from dash_trl.sampling.vllm_plugin import WORKER_EXTENSION
+
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from dash_trl.sampling.weights.checksum import combine_workers
+from dash_trl.sampling.weights import combine_workers
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0

@@ -1,1 +1,33 @@
-"""From rewards to optimizer steps: advantages, filtering, packing, model passes over what is left."""
+"""From rewards to optimizer steps: advantages → filtering → schedule → packing → padding-free model passes."""
+
+from typing import TYPE_CHECKING
+
+from dash_trl._lazy import lazy
+
+if TYPE_CHECKING:
+    from dash_trl.update.advantages import (
+        OUTCOME_ESTIMATORS,
+        checked_advantages,
+        group_advantages,
+        outcome_advantages,
+        weighted_rewards,
+    )
+    from dash_trl.update.filtering import Filtered, filter_rows, loss_scale
+    from dash_trl.update.importance_sampling import importance_sampling_ratio
+    from dash_trl.update.isolation import computing_dtype, evaluating, isolation_flaw
+    from dash_trl.update.packing import MicroBatch, fitted_bins, plan_segment
+    from dash_trl.update.padding_free import (
+        PackedLayout,
+        enable_padding_free,
+        packed_log_probs,
+        packing_flaw,
+        plain_causal_attention,
+        real_rows_only,
+        to_device,
+    )
+    from dash_trl.update.regularizers import ScaledCoefficient, regularizer_weight
+    from dash_trl.update.schedule import Pass, Schedule, Segment
+    from dash_trl.update.skipped_steps import SkippedSteps
+    from dash_trl.update.zero3 import forget_plain_passes
+
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -1,1 +1,13 @@
 """The only place that starts threads and processes."""
+
+from typing import TYPE_CHECKING
+
+from dash_trl._lazy import lazy
+
+if TYPE_CHECKING:
+    from dash_trl.workers.event_loop import EventLoop
+    from dash_trl.workers.feeder import Feeder
+    from dash_trl.workers.processes import OutOfWork, Task, WorkerDied, default_workers, run_within, shared_workers
+    from dash_trl.workers.programs import Command
+
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -1,31 +1,24 @@
-"""The only place that starts threads and processes.
+"""Worker processes for what may hang, crash or take too much memory.
 
     Workers.submit(function, rows, timeout) ──► a worker process ──► Task.result()
                                                    └─ killed at the timeout, with the parent, above MEMORY
-    EventLoop.run(coroutine) ──► the loop's thread ──► its result
-    Feeder(consume).put(item) ──► a daemon thread that consumes; its failure is raised by the next put or by finish
-    Command([...]).start() ──► a program with its children; stop() ends them all
 
 Pebble's pool, because it kills a worker whose task exceeds its time, which concurrent.futures cannot.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import os
-import queue
 import signal
-import subprocess
 import threading
 import types
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import context, popen_spawn_posix, spawn
-from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -136,6 +129,7 @@ def _say_unlimited() -> None:
 
 _shared: dict[tuple[int, Callable[[], None]], Workers] = {}
 
+
 # A forked child owns neither the processes nor the pool's threads: it starts its own.
 os.register_at_fork(after_in_child=_shared.clear)
 
@@ -143,9 +137,6 @@ os.register_at_fork(after_in_child=_shared.clear)
 def shared_workers(count: int, prepare: Callable[[], None]) -> Workers:
     """The pool of this process with so many workers that `prepare` themselves in this way."""
     return _shared.setdefault((count, prepare), Workers(count, prepare))
-
-
-# ---------------------------------------------------------------------------------------------- inside a worker
 
 
 def _start(prepare: Callable[[], None]) -> None:
@@ -204,9 +195,6 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-# ---------------------------------------------------------------------------------------- how a worker is started
-
-
 def _launch_without_main() -> Callable[..., None]:
     """`Popen._launch` whose children do not import the parent's `__main__`.
 
@@ -237,128 +225,3 @@ class _LightSpawnContext(context.SpawnContext):
     """Spawn, since forking a parent with torch's threads can deadlock the child."""
 
     Process = _LightProcess
-
-
-# ------------------------------------------------------------------------------------------ threads for waiting in
-
-
-class EventLoop:
-    """An asyncio loop on a daemon thread: many requests at once while the main thread waits for all of them.
-
-    Not on the main thread, where a notebook runs a loop of its own.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True, name="dash_trl event loop").start()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Waits for the coroutine; cancels it when the wait is interrupted."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self, last: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """Runs one more coroutine, to close what lives in the loop, and ends the thread."""
-        if self._loop.is_running():
-            self.run(self._cancel_others())
-            self.run(last())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-
-    async def _cancel_others(self) -> None:
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
-
-
-class Feeder:
-    """A daemon thread that consumes what the main thread puts, at most `ahead` items behind it.
-
-    Args:
-        consume: gets an iterator over the items; runs on the thread.
-        timeout: seconds for which a put waits for room and `finish` for the end.
-    """
-
-    _END = object()
-
-    def __init__(self, consume: Callable[[Iterator[Any]], Any], *, ahead: int, timeout: float):
-        self._items: queue.Queue[Any] = queue.Queue(ahead)
-        self._timeout = timeout
-        self._done: Future[Any] = Future()
-        threading.Thread(target=self._work, args=(consume,), daemon=True).start()
-
-    def _work(self, consume: Callable[[Iterator[Any]], Any]) -> None:
-        try:
-            self._done.set_result(consume(iter(self._items.get, self._END)))
-        except BaseException as error:  # relayed to the main thread
-            self._done.set_exception(error)
-            while not self._items.empty():  # a put that waits for room goes on, and finds the error
-                self._items.get_nowait()
-
-    def put(self, item: Any) -> None:
-        """Raises what the thread raised, or TimeoutError."""
-        try:
-            if not self._done.done():
-                self._items.put(item, timeout=self._timeout)
-        except queue.Full:
-            raise TimeoutError(f"nothing was consumed for {self._timeout:g} s") from None
-        if self._done.done():
-            self._done.result()
-
-    def finish(self) -> Any:
-        """The value of `consume`; raises as `put`."""
-        self.put(self._END)
-        return self._done.result(self._timeout)
-
-
-# ----------------------------------------------------------------------------------------------------- programs
-
-STOP_SECONDS = 15.0  # from a polite signal to SIGKILL
-
-
-class Command:
-    """A program in a process group of its own, so that `stop` reaches its children and nobody else.
-
-    Args:
-        arguments: the command line. environment: added to this process's. log: file for stdout and stderr.
-    """
-
-    def __init__(self, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, log: str | Path):
-        self.arguments = list(arguments)
-        self.log = Path(log)
-        with self.log.open("ab") as file:
-            self.process = subprocess.Popen(
-                self.arguments,
-                env={**os.environ, **(environment or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def running(self) -> bool:
-        return self.process.poll() is None
-
-    def stop(self, *, at_once: bool = False) -> None:
-        """SIGTERM, and SIGKILL to what is left of the group after `STOP_SECONDS`; `at_once`: SIGKILL now."""
-        if not at_once:
-            self.terminate()
-            try:
-                self.process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                pass
-        self._signal(signal.SIGKILL)
-        self.process.wait()
-
-    def terminate(self) -> None:
-        """SIGTERM, without waiting: several programs end side by side."""
-        self._signal(signal.SIGTERM)
-
-    def _signal(self, number: int) -> None:
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            pass  # all of the group have gone

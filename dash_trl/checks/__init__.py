@@ -1,0 +1,12 @@
+"""What a user can get wrong, said before it costs time: a `ValueError` with value, reason, remedy."""
+
+from typing import TYPE_CHECKING
+
+from dash_trl._lazy import lazy
+
+if TYPE_CHECKING:
+    from dash_trl.checks.arguments import check_arguments, check_callbacks, check_estimator
+    from dash_trl.checks.models import check_model
+    from dash_trl.checks.prompts import check_prompt, check_prompt_lengths, long_prompt_lengths
+
+__getattr__, __dir__, __all__ = lazy(__name__)

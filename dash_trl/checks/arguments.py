@@ -1,0 +1,88 @@
+"""`DASHTrainer`'s arguments: each check raises a `ValueError` with value, reason, remedy, before it costs time."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers import ProcessorMixin
+
+from dash_trl.callbacks import ROLLOUT_EVENTS, DASHCallback, misspelt
+from dash_trl.checks.models import check_model
+from dash_trl.checks.prompts import check_batch, check_dataset
+from dash_trl.config import DASHConfig
+
+
+def check_arguments(
+    model: Any, args: Any, train_dataset: Any, eval_dataset: Any, processing_class: Any, others: Mapping[str, Any]
+) -> None:
+    """Everything that can be known from `DASHTrainer`'s arguments before a weight is loaded."""
+    check_config(args)
+    check_supported(processing_class, **{name: others.get(name) for name in ("tools", "environment_factory")})
+    check_callbacks(others.get("callbacks") or ())
+    own_rollouts = others.get("rollout_func") is not None
+    check_dataset(train_dataset, "train_dataset", own_rollouts)
+    check_dataset(eval_dataset, "eval_dataset", own_rollouts)
+    check_batch(train_dataset, args)
+    check_model(model, args, others.get("peft_config"))
+
+
+def check_config(args: Any) -> None:
+    """Refuse a config that is not a `DASHConfig`, or that asks for something that is not installed."""
+    if not isinstance(args, DASHConfig):
+        raise ValueError(
+            f"args is a {type(args).__name__}, which lacks DASH's options. Pass a dash_trl.DASHConfig: it takes all "
+            "fields of trl.GRPOConfig."
+        )
+    if args.use_vllm and args.vllm_mode == "colocate" and importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            "use_vllm=True with vllm_mode='colocate', but the package vllm is not installed. Install it (`pip install "
+            "dash_trl[vllm]`), name servers with vllm_server_urls, or set use_vllm=False to sample with transformers."
+        )
+
+    correction = args.vllm_importance_sampling_correction and args.use_vllm
+    if args.loss_type == "vespo" and correction and not args.vllm_importance_sampling_mode.startswith("token_"):
+        raise ValueError(
+            f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} has one ratio per sequence, but "
+            "loss_type='vespo' weighs tokens. Use 'token_truncate' or 'token_mask'."
+        )
+
+
+def check_supported(processing_class: Any, **features: Any) -> None:
+    """Refuse what `DASHTrainer` does not train: tools, environments, vision-language models."""
+    for name, value in features.items():
+        if value:
+            raise ValueError(
+                f"{name} is set, but DASHTrainer trains single-turn text completions only: a tool's tokens would need "
+                "credit of their own. Use trl.GRPOTrainer for it."
+            )
+    if isinstance(processing_class, ProcessorMixin):
+        raise ValueError(
+            f"processing_class is a {type(processing_class).__name__}, a multimodal processor, but DASHTrainer trains "
+            "text models only: images cannot be re-packed. Pass a tokenizer, or use trl.GRPOTrainer."
+        )
+
+
+def check_callbacks(callbacks: Iterable[Any]) -> None:
+    """Refuse a callback (an instance or a class) with rollout events that is no `DASHCallback`: it gets none."""
+    for callback in callbacks:
+        kind = callback if isinstance(callback, type) else type(callback)
+        if issubclass(kind, DASHCallback):
+            continue
+        for name in dir(kind):
+            if event := misspelt(name, ROLLOUT_EVENTS):
+                raise ValueError(
+                    f"{kind.__name__}.{name} would never be called: {event} is sent to DASHCallbacks only. Derive "
+                    f"{kind.__name__} from dash_trl.DASHCallback instead of {kind.__mro__[1].__name__}."
+                )
+
+
+def check_estimator(kind: type) -> None:
+    """Refuse a trainer's `compute_advantage` that nothing calls: GRPO's estimator would train in its place."""
+    for name in vars(kind):
+        if "compute_advantages" not in vars(kind) and misspelt(name, ["compute_advantages"]) and name[0] != "_":
+            raise ValueError(
+                f"{kind.__name__}.{name} would never be called. Rename it to compute_advantages, which makes the "
+                "advantages; a helper needs another name."
+            )

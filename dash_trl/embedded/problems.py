@@ -1,0 +1,90 @@
+"""The problems: sums and differences of a few small numbers, made on the spot.
+
+problem 7+5-3 ──► the model writes   7+5=12        ──► reward 1 if the last "The answer is N" is right
+                                     12-3=9
+                                     The answer is 9
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from datasets import Dataset
+
+OPERANDS = (3, 4, 5)  # numbers in a chain: two to four sums
+LARGEST_OPERAND = 9
+LARGEST_TOTAL = 20  # of any step; some 300 different sums, few enough to learn in half a minute
+TEST_SHARE = 8  # one problem in 8 is a test problem, by the hash of its text
+LARGEST_DATASET = 20_000  # distinct problems; there are some 5,000 of three numbers in the training split
+TEST_PROBLEMS, TRAIN_PROBLEMS = 256, 4096
+_ANSWER = re.compile(r"The answer is (-?\d+(?:\.\d+)?)")
+
+
+def _split_of(problem: str) -> str:
+    """The split that a problem belongs to for good: stable over processes, machines and seeds."""
+    return "test" if hashlib.sha256(problem.encode()).digest()[0] % TEST_SHARE == 0 else "train"
+
+
+def _problems(split: str, generator: random.Random, operands: Sequence[int] = OPERANDS) -> Iterator[str]:
+    """Endless chains like `7+5-3+8` of this split; every running total lies in 0…LARGEST_TOTAL."""
+    while True:
+        total = generator.randint(1, LARGEST_OPERAND)
+        problem = str(total)
+        for _ in range(generator.choice(operands) - 1):
+            operand = generator.randint(1, LARGEST_OPERAND)
+            signs = [sign for sign in (1, -1) if 0 <= total + sign * operand <= LARGEST_TOTAL]
+            sign = generator.choice(signs)
+            total += sign * operand
+            problem += f"{'+' if sign > 0 else '-'}{operand}"
+        if _split_of(problem) == split:
+            yield problem
+
+
+def _answer(problem: str) -> int:
+    return sum(int(number) for number in re.findall(r"[+-]?\d+", problem))
+
+
+def arithmetic_dataset(
+    split: str = "train", size: int | None = None, seed: int = 0, *, operands: Sequence[int] = OPERANDS
+) -> Dataset:
+    """Distinct arithmetic problems with the columns `prompt` (one user message) and `answer` (a string).
+
+    Args:
+        split: "train" or "test". A problem's text decides its split, so the two are disjoint for all seeds.
+        size: number of problems; by default 4,096 for training and 256 for the test.
+        seed: another seed draws other problems of the same split.
+        operands: how many numbers a problem may have.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"split={split!r} does not exist. Use 'train' or 'test'.")
+    size = size if size is not None else (TEST_PROBLEMS if split == "test" else TRAIN_PROBLEMS)
+    if not 1 <= size <= LARGEST_DATASET:
+        raise ValueError(
+            f"size={size} is not in 1…{LARGEST_DATASET}: the problems are distinct and there are not endlessly many. "
+            "Use fewer and train for several epochs."
+        )
+    chosen: dict[str, None] = {}  # a set that keeps its order
+    for problem in _problems(split, random.Random(f"{split}{seed}"), operands):
+        chosen[problem] = None
+        if len(chosen) == size:
+            break
+    return Dataset.from_dict(
+        {
+            "prompt": [[{"role": "user", "content": problem}] for problem in chosen],
+            "answer": [str(_answer(problem)) for problem in chosen],
+        }
+    )
+
+
+def arithmetic_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
+    """1.0 where the completion's last "The answer is N" is the answer, else 0.0. No answer is a wrong answer."""
+    rewards = []
+    for completion, gold in zip(completions, answer, strict=True):
+        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        found = _ANSWER.findall(text)
+        rewards.append(float(bool(found) and found[-1] == gold))
+    return rewards

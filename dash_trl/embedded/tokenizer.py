@@ -1,0 +1,45 @@
+"""The embedded model's tokenizer: Qwen2's, with a vocabulary of this task."""
+
+from __future__ import annotations
+
+import json
+
+from tokenizers import pre_tokenizers, trainers
+from transformers import Qwen2Tokenizer
+
+END_OF_TURN, PADDING, START_OF_TURN = "<|im_end|>", "<|endoftext|>", "<|im_start|>"
+
+# Qwen2.5's ChatML without its system prompt, which would double the length of these prompts.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def arithmetic_tokenizer() -> Qwen2Tokenizer:
+    """Qwen2's byte-level BPE with the few merges of this task: each word and each digit is one token.
+
+    It has to be Qwen2's in everything but the merges: `AutoTokenizer` (and so vLLM) loads the tokenizer of any model of
+    type qwen2 as a `Qwen2Tokenizer`, whatever pre-tokenizer was saved with it.
+    """
+    backend = Qwen2Tokenizer().backend_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,  # a ceiling: the few words below need fewer
+        special_tokens=[PADDING, START_OF_TURN, END_OF_TURN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["The answer is", "Wait", "user", "assistant"], trainer)
+    learned = json.loads(backend.to_str())["model"]
+    return Qwen2Tokenizer(
+        vocab=learned["vocab"],
+        merges=[tuple(merge) for merge in learned["merges"]],
+        eos_token=END_OF_TURN,
+        pad_token=PADDING,
+        extra_special_tokens=[START_OF_TURN],
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,39 @@
+"""`EventLoop`: `run(coroutine)` ──► the loop's thread ──► its result."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class EventLoop:
+    """An asyncio loop on a daemon thread: many requests at once while the main thread waits for all of them.
+
+    Not on the main thread, where a notebook runs a loop of its own.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True, name="dash_trl event loop").start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Waits for the coroutine; cancels it when the wait is interrupted."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        """Runs one more coroutine, to close what lives in the loop, and ends the thread."""
+        if self._loop.is_running():
+            self.run(self._cancel_others())
+            self.run(last())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _cancel_others(self) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()

@@ -1,0 +1,57 @@
+"""`Command`: a program with its children; `stop` ends them all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+STOP_SECONDS = 15.0  # from a polite signal to SIGKILL
+
+
+class Command:
+    """A program in a process group of its own, so that `stop` reaches its children and nobody else.
+
+    Args:
+        arguments: the command line. environment: added to this process's. log: file for stdout and stderr.
+    """
+
+    def __init__(self, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, log: str | Path):
+        self.arguments = list(arguments)
+        self.log = Path(log)
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(
+                self.arguments,
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """SIGTERM, and SIGKILL to what is left of the group after `STOP_SECONDS`; `at_once`: SIGKILL now."""
+        if not at_once:
+            self.terminate()
+            try:
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                pass
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def terminate(self) -> None:
+        """SIGTERM, without waiting: several programs end side by side."""
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> None:
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            pass  # all of the group have gone
