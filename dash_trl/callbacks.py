@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 if TYPE_CHECKING:
-    from dash_trl.rollout import RolloutBatch
+    from dash_trl.rollout import CreditedRollouts, RolloutBatch, ScoredRollouts
 
 
 logger = logging.getLogger(__name__)
@@ -57,17 +57,22 @@ class DASHCallback(TrainerCallback):
     def on_rollouts_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
     ) -> None:
-        """The rollouts are in CPU memory; `rollouts.rewards` and `rollouts.advantages` are still `None`."""
+        """The rollouts are in CPU memory. May change the masks, and values of the other fields."""
 
     def on_rewards(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: ScoredRollouts, **kwargs
     ) -> None:
-        """`rollouts.rewards`, [B, F], is set. NaN = not applicable; a row of NaN is unscored."""
+        """`rollouts.rewards`, [B, F], is there to be changed. NaN = not applicable; a row of NaN is unscored."""
 
     def on_advantages(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        rollouts: CreditedRollouts,
+        **kwargs,
     ) -> None:
-        """`rollouts.advantages`, [B], is set; replace it by [B, T] for per-token credit."""
+        """`rollouts.advantages`, [B], is there to be changed, or replaced by [B, T] for per-token credit."""
 
 
 def misspelt(name: str, events: Iterable[str]) -> str | None:

@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.sampling.weights.proof import model_log_probs
-from tests.tiny import ScriptedReward, parameters, relative_difference, run
+from tests.tiny import ScriptedReward, pad, parameters, relative_difference, run
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -232,7 +232,10 @@ def main() -> None:
         results[name] = compare(model, Path(output), start, scenario)
         results[name]["seconds"] = round(time.perf_counter() - began, 1)
     for path, weights in zip(larger, starts, strict=True):
-        for layout, prepare in (("packed", None), ("padded", lambda trainer: setattr(trainer, "_padding_free", False))):
+        for layout, prepare in (
+            ("packed", None),
+            ("padded", pad),
+        ):
             settings = {"max_steps": 2, "callbacks": [PlainPasses()], "prepare": prepare}
             scenario = (lambda call, rank: False, settings)
             results[f"{Path(path).name}, {layout}"] = compare(path, Path(output), weights, scenario)

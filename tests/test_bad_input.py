@@ -470,13 +470,13 @@ def test_wrong_number_of_rewards(tmp_path, tiny_model):
 def test_what_is_right_passes(tmp_path, tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model)
-    assert build(tmp_path, model, processing_class=tokenizer)._padding_free
-    assert build(tmp_path, tiny_model, settings={"beta": 0.1})._padding_free
+    assert build(tmp_path, model, processing_class=tokenizer)._passes.padding_free
+    assert build(tmp_path, tiny_model, settings={"beta": 0.1})._passes.padding_free
 
 
 def test_continuous_batching_keeps_the_attention_of_the_model(tmp_path, tiny_model):
     """It samples with paged variants of it."""
     trainer = build(tmp_path, tiny_model, settings={"use_transformers_continuous_batching": True, "beta": 0.1})
-    assert not trainer._padding_free
+    assert not trainer._passes.padding_free
     for model in (trainer.model, trainer.ref_model):
         assert model.config._attn_implementation == "sdpa"

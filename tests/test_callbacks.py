@@ -7,8 +7,9 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from dash_trl import DASHCallback, DASHConfig, DASHTrainer, ProcessRewardCallback
+from dash_trl import DASHCallback, DASHConfig, DASHTrainer, ProcessRewardCallback, RolloutBatch
 from dash_trl.monitoring.progress import MetricsFileCallback
+from dash_trl.rollout import ScoredRollouts
 from tests.tiny import ScriptedReward, prompts, run
 
 
@@ -17,13 +18,13 @@ class Recorder(DASHCallback):
         self.events, self.versions = [], []
 
     def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs):
-        self.events.append(("sampled", rollouts.rewards, rollouts.advantages, kwargs["trainer"]))
+        self.events.append(("sampled", type(rollouts), None, kwargs["trainer"]))
         assert rollouts.examples[0]["prompt"] and len(rollouts.completions) == len(rollouts) == 16
         assert rollouts.group.tolist() == [i // 4 for i in range(16)]
         self.versions.append(rollouts.policy_version.tolist())
 
     def on_rewards(self, args, state, control, rollouts, **kwargs):
-        self.events.append(("rewards", rollouts.rewards.clone(), rollouts.advantages, kwargs["model"]))
+        self.events.append(("rewards", rollouts.rewards.clone(), type(rollouts), kwargs["model"]))
 
     def on_advantages(self, args, state, control, rollouts, **kwargs):
         self.events.append(("advantages", rollouts.rewards, rollouts.advantages.clone(), kwargs["processing_class"]))
@@ -38,7 +39,7 @@ def test_events_come_in_order_and_only_to_dash_callbacks(tiny_model, tmp_path):
     names = [event[0] for event in recorder.events]
     assert names == ["sampled", "rewards", "advantages"] * 2
     assert recorder.versions == [[0] * 16, [1] * 16]
-    assert recorder.events[0][1] is None and recorder.events[1][2] is None
+    assert recorder.events[0][1] is RolloutBatch and recorder.events[1][2] is ScoredRollouts
     assert recorder.events[1][1].shape == (16, 1) and recorder.events[2][2].shape == (16,)
     assert all(event[3] is not None for event in recorder.events)
 

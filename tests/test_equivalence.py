@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from tests.tiny import ScriptedReward, ScriptedRollouts, parameters, relative_difference, run
+from tests.tiny import ScriptedReward, ScriptedRollouts, pad, parameters, relative_difference, run
 
 TOLERANCE = 1e-5
 LOSSES = ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
@@ -80,7 +80,7 @@ def test_padded_layout(tiny_model, tmp_path):
     """A model that cannot run padding-free: rows sorted and trimmed, the same update."""
     settings = {"model_init_kwargs": None, "max_steps": 2}
     trl = run(GRPOTrainer, tiny_model, tmp_path, **settings)
-    dash = run(DASHTrainer, tiny_model, tmp_path, **settings, prepare=lambda t: setattr(t, "_padding_free", False))
+    dash = run(DASHTrainer, tiny_model, tmp_path, **settings, prepare=pad)
     start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
     difference, update = relative_difference(start, parameters(trl.model), parameters(dash.model))
     assert update > 1e-3 and difference <= TOLERANCE

@@ -160,7 +160,7 @@ def test_the_update_is_trls(name, tmp_path, caplog):
         ends[trainer_class] = parameters(trainer.model)
     difference, update = relative_difference(start, ends[GRPOTrainer], ends[DASHTrainer])
     assert update > 1e-3 and difference <= 1e-5
-    assert trainer._padding_free == (name in BLIND)
+    assert trainer._passes.padding_free == (name in BLIND)
     assert (f"{type(trainer.model).__name__}: model passes are padded" in caplog.text) == (name in SIGHTED)
     attention = [one.config._attn_implementation for one in (trainer.model, trainer.ref_model)]
     assert attention == ["sdpa"] * 2
@@ -174,7 +174,7 @@ def test_a_reference_model_that_sees_more_is_padded_with_the_policy(tiny_model, 
         def _packing_flaw(self, model):
             return "it does" if model is self.ref_model else super()._packing_flaw(model)
 
-    assert not run(Trainer, tiny_model, tmp_path, beta=0.04)._padding_free
+    assert not run(Trainer, tiny_model, tmp_path, beta=0.04)._passes.padding_free
 
 
 def test_values_of_a_model_without_trees(tiny_model, tmp_path, caplog):

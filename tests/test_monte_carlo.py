@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset
 
 from dash_trl import DASHTrainer, ProcessRewardCallback
+from dash_trl.distributed import Ranks
 from dash_trl.process_rewards import MonteCarloValue, ValueRequest
 from dash_trl.rewards.failures import watch
 from dash_trl.sampling.server import Completion
@@ -179,7 +180,7 @@ def test_servers_get_all_rollouts_at_once_and_no_weights(trainer, monkeypatch):
     pool = object.__new__(VLLMPool)  # TRL's settings, without its constructor
     names = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
     vars(pool).update({name: getattr(trainer, name) for name in names}, generation_kwargs={}, pool=Servers())
-    vars(pool).update(structured_outputs_regex=None, _agree=lambda work: work())
+    vars(pool).update(structured_outputs_regex=None, ranks=Ranks(trainer.accelerator))
     monkeypatch.setattr(pool, "sync_weights", None)
     monkeypatch.setattr(trainer, "_generate_single_turn", None)
     monkeypatch.setattr(trainer, "vllm_generation", pool, raising=False)

@@ -194,4 +194,4 @@ def test_a_windowed_model_trains_like_trl(tmp_path):
     start = parameters(AutoModelForCausalLM.from_pretrained(model))
     trl, dash = (run(trainer_class, model, tmp_path / "out") for trainer_class in (GRPOTrainer, DASHTrainer))
     difference, update = relative_difference(start, parameters(trl.model), parameters(dash.model))
-    assert not dash._padding_free and update > 1e-3 and difference <= 1e-5
+    assert not dash._passes.padding_free and update > 1e-3 and difference <= 1e-5

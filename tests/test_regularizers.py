@@ -113,7 +113,7 @@ def test_the_router_loss(moe, tmp_path):
     for budget in BUDGETS:
         dash = run(DASHTrainer, moe, tmp_path, max_tokens_per_microbatch=budget, **settings)
         update = update_of(dash, start)
-        assert dash._padding_free
+        assert dash._passes.padding_free
         assert (update @ expected / (expected @ expected)).item() == pytest.approx(1.0, abs=0.12), budget
         for name in ("loss", "aux_loss"):
             logged = [one.state.log_history[0][name] for one in (trl, dash)]

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from dash_trl.rollout.resume import SavedRun, Shapes, agree, why_a_new_window
+from dash_trl.rollout.resume import SavedRun, Shapes, one_run, why_a_new_window
 from tests.tiny import ScriptedReward, parameters, prompts, run
 
 
@@ -207,7 +207,7 @@ def test_a_damaged_window_is_refused(tmp_path, saved, damage):
     with pytest.raises(
         ValueError, match="generation_window_0.pt is damaged.*Resume from another checkpoint, or delete"
     ):
-        agree([SavedRun.load(str(path))], 1, "checkpoint-1")
+        one_run([SavedRun.load(str(path))], 1, "checkpoint-1")
 
 
 # ---------------------------------------------------------------------- the rule, without a model
@@ -238,14 +238,14 @@ SAVED = SavedRun(SHAPES, position=(0, 4), step=4, skipped_steps=0, window=None)
 )
 def test_ranks_refuse_together(found, message):
     with pytest.raises(ValueError, match=message):
-        agree(found, 2, "checkpoint-1")
+        one_run(found, 2, "checkpoint-1")
 
 
 def test_ranks_agree():
-    assert agree([SAVED, SAVED], 2, "checkpoint-1") == SAVED
-    assert agree([SAVED, SAVED, None], 3, "checkpoint-1") == SAVED  # there were two
-    assert agree([SAVED], 1, "checkpoint-1") == SAVED
-    assert agree([None, None], 2, "checkpoint-1") is None
+    assert one_run([SAVED, SAVED], 2, "checkpoint-1") == SAVED
+    assert one_run([SAVED, SAVED, None], 3, "checkpoint-1") == SAVED  # there were two
+    assert one_run([SAVED], 1, "checkpoint-1") == SAVED
+    assert one_run([None, None], 2, "checkpoint-1") is None
 
 
 def batches_of_an_epoch(shapes):

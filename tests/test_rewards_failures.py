@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 
 from dash_trl import DASHTrainer
-from dash_trl.rewards.failures import FailureWatch, watch
+from dash_trl.rewards.failures import FailureWatch, raise_mistakes, watch
 from tests.tiny import run
 
 NAN = float("nan")
@@ -42,8 +42,11 @@ def test_failures_are_said_once(caplog):
 
 @pytest.mark.parametrize("returned, said", [([1.0, 2.0], "2 rewards for 4"), (None, "None"), (["a"] * 4, "'a'")])
 def test_a_function_that_breaks_its_contract_stops_the_run(returned, said):
+    """After TRL's collective, in which the other ranks are."""
+    watched = watch(lambda completions, **kwargs: returned, "wrong")
+    assert call(watched) == [None] * 4
     with pytest.raises(ValueError, match=said):
-        call(watch(lambda completions, **kwargs: returned, "wrong"))
+        raise_mistakes([watched])
 
 
 def test_a_failure_outweighs_another_functions_number():
@@ -68,8 +71,8 @@ def test_unscored_rows_leave_a_run_and_the_baseline(tiny_model, tmp_path):
         return [0.25] * len(completion_ids)
 
     class Watcher(DASHTrainer):
-        def _sample_window(self, examples):
-            window = super()._sample_window(examples)
+        def _new_window(self, examples):
+            window = super()._new_window(examples)
             seen.append(window.rollouts)
             return window
 

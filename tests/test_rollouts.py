@@ -1,14 +1,17 @@
 """Rows on their way: selected, trimmed, filled with dummies."""
 
+from dataclasses import fields
+
 import torch
 
-from dash_trl.rollout.batch import GenerationWindow, RolloutBatch
+from dash_trl.rollout.batch import RolloutBatch, Survivors
+from dash_trl.rollout.window import GenerationWindow
 
 
-def rollouts() -> RolloutBatch:
+def rollouts() -> Survivors:
     prompt_mask = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]])
     completion_mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
-    return RolloutBatch(
+    return Survivors(
         prompt_ids=torch.arange(12).view(3, 4) * prompt_mask,
         prompt_mask=prompt_mask,
         completion_ids=torch.arange(15).view(3, 5) * completion_mask,
@@ -48,10 +51,10 @@ def test_scored():
     assert rollouts().scored.tolist() == [True, False, False]
 
 
-def test_select_keeps_tensors_only():
+def test_survivors_keep_tensors_only():
     batch = rollouts()
     batch.examples = [{"prompt": "a"}] * 3
-    chosen = batch.select(torch.tensor([2, 0]))
+    chosen = batch.survivors(torch.tensor([2, 0]))
     assert len(chosen) == 2 and chosen.examples == [] and chosen.advantages.tolist() == [1.0, 0.5]
 
 
@@ -64,7 +67,7 @@ def test_window_survives_a_save(tmp_path):
 
 def test_survivors_are_counted_over_dropped_positions():
     lengths = torch.tensor([[[1, 2, 2], [0, 0, 0], [3, 4, 4]]])
-    assert GenerationWindow(rollouts(), lengths, torch.tensor(6)).survivors(0)[[0, 2]].tolist() == [0, 1]
+    assert GenerationWindow(rollouts(), lengths, torch.tensor(6)).rows(0)[[0, 2]].tolist() == [0, 1]
 
 
 def test_completions_have_two_columns_at_least():
@@ -73,6 +76,26 @@ def test_completions_have_two_columns_at_least():
     for field in ("completion_ids", "completion_mask"):
         setattr(batch, field, getattr(batch, field)[:, :1])
     for rows in ([0], []):
-        inputs = batch.select(torch.arange(len(batch))).micro_batch(rows, size=2, pad_token_id=99)
+        inputs = batch.survivors(torch.arange(len(batch))).micro_batch(rows, size=2, pad_token_id=99)
         assert inputs["completion_ids"].shape == inputs["completion_mask"].shape == (2, 2)
         assert inputs["completion_mask"].sum() == len(rows) and inputs["completion_ids"][:, 1].tolist() == [99, 99]
+
+
+def test_a_row_has_at_each_stage_what_is_known_of_it():
+    whole = rollouts()
+    sampled = RolloutBatch(**{one.name: getattr(whole, one.name) for one in fields(RolloutBatch)})
+    assert not hasattr(sampled, "rewards")
+    scored = sampled.with_rewards(whole.rewards)
+    assert scored.scored.tolist() == [True, False, False] and not hasattr(scored, "advantages")
+    credited = scored.with_advantages(whole.advantages)
+    kept = credited.survivors(torch.tensor([0])).with_log_probs(old_per_token_logps=torch.ones(1, 5))
+    assert kept.old_per_token_logps.equal(torch.ones(1, 5)) and kept.ref_per_token_logps is None
+    assert credited.prompt_ids is sampled.prompt_ids  # nothing is copied
+
+
+def test_a_window_file_of_before_the_stages_loads(tmp_path):
+    """It holds the same names, also of what the run did not have."""
+    old = {"rollouts": rollouts().tensors(), "lengths": torch.ones(1, 3, 3), "num_items_in_batch": torch.tensor(9)}
+    torch.save(old, tmp_path / "window.pt")
+    loaded = GenerationWindow.from_state_dict(torch.load(tmp_path / "window.pt", weights_only=True))
+    assert isinstance(loaded.rollouts, Survivors) and loaded.rollouts.rewards.shape == (3, 2)

@@ -20,6 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from dash_trl.distributed import Ranks
 from dash_trl.process_rewards import AnswerLogProbValue, ServerValue, ValueRequest
 from dash_trl.process_rewards.tree import Branch, Tree, branch_mask, loop_log_probs, tree_log_probs
 from tests.tiny import VOCABULARY, save_tiny_model
@@ -231,7 +232,8 @@ def asked(requests: list[ValueRequest], tokenizer, value: ServerValue) -> list[s
             sequences.extend(ids)
             return [[-1.0] * (len(row) - 1) for row in ids]
 
-    values = value(requests, SimpleNamespace(vllm_generation=Servers(), _tokenizer=tokenizer))
+    ranks = Ranks(SimpleNamespace(process_index=0, num_processes=1))
+    values = value(requests, SimpleNamespace(vllm_generation=Servers(), _tokenizer=tokenizer, ranks=ranks))
     assert [len(row) for row in values] == [len(request.boundaries) for request in requests]
     return [tokenizer.decode(row) for row in sequences]
 

@@ -146,7 +146,7 @@ def test_values_of_a_server_are_the_policys(servers, model, tmp_path):
         ValueRequest(prompt, completion, (), ("9",)),
         ValueRequest(prompt, completion, (0, len(completion)), ()),
     ]
-    trainer = SimpleNamespace(vllm_generation=pool, _tokenizer=pool.processing_class)
+    trainer = SimpleNamespace(vllm_generation=pool, _tokenizer=pool.processing_class, ranks=pool.ranks)
     options = {"force_prompt": "The answer is ", "closing": "<|im_end|>"}
     expected = AnswerLogProbValue(**options).score(requests, model, pool.processing_class)
     values = ServerValue(**options)(requests, trainer)
@@ -299,7 +299,8 @@ def test_zero3_two_ranks_and_all_servers_lost(model_path, tmp_path):
         assert max(rank["differences"]) < 1e-4 and len(rank["differences"]) == 2
         assert set(rank["versions"]) == {1}  # the second window's
         assert rank["synced"] == -1  # the end of training may load its best model
-        assert rank["error"] == "PoolError" and rank["seconds"] < 20.0
+        assert rank["error"] == "PoolError" or " failed with PoolError: " in rank["message"]
+        assert rank["seconds"] < 20.0
         assert all(url in rank["message"] for url in rank["urls"])
 
 

@@ -474,9 +474,7 @@ def test_ranks_begin_with_different_servers(fakes):
     urls = [fakes().url for _ in range(3)]
     for rank in range(4):
         pool = object.__new__(VLLMPool)
-        pool.accelerator = SimpleNamespace(
-            process_index=rank, is_main_process=True, device=torch.device("cpu"), reduce=lambda value, _: value
-        )
+        pool.accelerator = SimpleNamespace(process_index=rank, num_processes=1, device=torch.device("cpu"))
         pool.urls, pool.server_timeout, pool.request_timeout = urls, 5.0, 5.0
         pool._init_vllm()
         assert pool.pool.urls == [urls[(rank + i) % 3] for i in range(3)]

@@ -8,5 +8,6 @@ if TYPE_CHECKING:
     from dash_trl.monitoring.metrics import EmptyWindows, PassMetrics, filter_metrics, packing_metrics, sampler_metrics
     from dash_trl.monitoring.plots import plot_run
     from dash_trl.monitoring.progress import MetricsFileCallback, RewardProgressCallback
+    from dash_trl.monitoring.recorder import Recorder
 
 __getattr__, __dir__, __all__ = lazy(__name__)

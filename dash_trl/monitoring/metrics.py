@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dash_trl.rollout import RolloutBatch
+from dash_trl.rollout import CreditedRollouts, Survivors
 from dash_trl.update import Filtered, MicroBatch, Pass, Segment
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ EMPTY_WINDOWS = 10  # in a row, before it is said: a few may be chance
 
 
 def filter_metrics(
-    rollouts: RolloutBatch, filtered: Filtered, reduce_sum: Callable[[Tensor], Tensor]
+    rollouts: CreditedRollouts, filtered: Filtered, reduce_sum: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
     """Shares of the generation batch (all ranks), and the mean |A| of the rows that survive.
 
@@ -30,7 +30,6 @@ def filter_metrics(
         reduce_sum: adds a tensor up over the ranks; gets int64 and float32 (MPS has no float64), called twice.
     """
     tokens = rollouts.lengths()[:, 2]
-    assert rollouts.advantages is not None
     advantages = replace(rollouts, advantages=rollouts.advantages.abs()).mean_advantages()
     keep = filtered.keep
     counts = [keep, filtered.constant, filtered.threshold, filtered.unscored]
@@ -81,9 +80,7 @@ class EmptyWindows:
             self._said = True
 
 
-def sampler_metrics(
-    rollouts: RolloutBatch, gather: Callable[[Tensor], Tensor], device: torch.device
-) -> dict[str, float]:
+def sampler_metrics(rollouts: Survivors, gather: Callable[[Tensor], Tensor], device: torch.device) -> dict[str, float]:
     """TRL's measures of the distance between the sampler and the trainer, over survivors.
 
     Args:
@@ -91,7 +88,8 @@ def sampler_metrics(
     """
     mask, ratio = rollouts.loss_mask.bool(), rollouts.importance_sampling_ratio
     old, sampled = rollouts.old_per_token_logps, rollouts.sampling_per_token_logps
-    assert old is not None and sampled is not None and ratio is not None
+    if old is None or sampled is None or ratio is None:
+        return {}
     delta = (old - sampled).abs()
     delta = delta[mask & ~delta.isnan()]
     ratio = ratio[mask] if ratio.shape == mask.shape else ratio.flatten()

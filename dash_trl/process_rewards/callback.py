@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from dash_trl.callbacks import DASHCallback
+from dash_trl.distributed import Ranks
 from dash_trl.process_rewards.arguments import check_switch, check_text, is_number
 from dash_trl.process_rewards.credit import (
     ESTIMATORS,
@@ -45,7 +47,7 @@ from dash_trl.process_rewards.values import (
     ValueRequest,
     checked_values,
 )
-from dash_trl.rollout import RolloutBatch
+from dash_trl.rollout import CreditedRollouts
 from dash_trl.update import weighted_rewards
 
 logger = logging.getLogger(__name__)
@@ -150,14 +152,18 @@ class ProcessRewardCallback(DASHCallback):
             )
 
     def on_advantages(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        rollouts: CreditedRollouts,
+        **kwargs,
     ) -> None:
         trainer = kwargs["trainer"]
+        ranks: Ranks = trainer.ranks
         if self._segmenter is None:
             self._segmenter = Segmenter(trainer._tokenizer, **self.segmentation)
         started = time.perf_counter()
-        gather = _Gather(trainer.accelerator)
-        assert rollouts.advantages is not None and rollouts.rewards is not None
         if rollouts.advantages.dim() != 1:
             raise ValueError(
                 f"rollouts.advantages has the shape {tuple(rollouts.advantages.shape)}: another callback has given "
@@ -165,16 +171,16 @@ class ProcessRewardCallback(DASHCallback):
                 "it."
             )
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
-        outcomes, outcome_advantages = gather(outcome), gather(rollouts.advantages)
+        outcomes, outcome_advantages = ranks.gather(outcome), ranks.gather(rollouts.advantages)
         skipped = self._skipped(outcomes, trainer.num_generations)
-        episodes, values = self._values(rollouts, skipped[gather.local(len(rollouts))], trainer)
+        episodes, values = self._values(rollouts, skipped[ranks.own(len(rollouts))], trainer)
         self.last = list(zip(episodes, values, strict=True))
 
         lengths = rollouts.completion_mask.sum(dim=1)
-        boundaries = gather(_table([one.boundaries for one in episodes], -1), pad=-1)
-        all_values = gather(_table(values, math.nan), pad=math.nan).double()
-        lengths = gather(lengths)
-        width = max(int(gather(torch.tensor([rollouts.completion_ids.shape[1]])).max()), 1)
+        boundaries = ranks.gather(_table([one.boundaries for one in episodes], -1), pad=-1)
+        all_values = ranks.gather(_table(values, math.nan), pad=math.nan).double()
+        lengths = ranks.gather(lengths)
+        width = max(int(ranks.gather(torch.tensor([rollouts.completion_ids.shape[1]])).max()), 1)
         process, ends, per_token, valued = place_rewards(boundaries, all_values, lengths, width)
         rewards = Rewards(
             process=process,
@@ -188,11 +194,11 @@ class ProcessRewardCallback(DASHCallback):
         )
         credit = ESTIMATORS[self.estimator](rewards, self.settings)
         credit = credit - self._penalty(rewards)
-        mine, columns = gather.local(len(rollouts)), rollouts.completion_ids.shape[1]
+        mine, columns = ranks.own(len(rollouts)), rollouts.completion_ids.shape[1]
         rollouts.advantages = credit[mine, :columns].float()
         metrics = process_metrics(rewards, boundaries, all_values, credit, skipped=skipped)
         seconds = time.perf_counter() - started
-        trainer._log({**metrics, "time/values": seconds})
+        trainer.recorder.log({**metrics, "time/values": seconds})
         if args.log_completions and state.is_world_process_zero and state.global_step % state.logging_steps == 0:
             self._draw(
                 Path(args.output_dir) / "completions" / f"credit_{state.global_step:05d}.html", rollouts, trainer
@@ -207,9 +213,15 @@ class ProcessRewardCallback(DASHCallback):
         return solved.repeat_interleave(group_size) | outcomes.isnan()
 
     def _values(
-        self, rollouts: RolloutBatch, skipped: Tensor, trainer: Any
+        self, rollouts: CreditedRollouts, skipped: Tensor, trainer: Any
     ) -> tuple[list[Episodes], list[list[float]]]:
         """This rank's episodes, and their values; a skipped row is not asked for."""
+        episodes, requests = trainer.ranks.agree(partial(self._requests, rollouts, skipped))
+        found = checked_values(self.value(requests, trainer), requests, self.value)
+        return episodes, [values or [math.nan] for values in found]
+
+    def _requests(self, rollouts: CreditedRollouts, skipped: Tensor) -> tuple[list[Episodes], list[ValueRequest]]:
+        """What is read in this rank's rows."""
         assert self._segmenter is not None
         episodes, requests = [], []
         for row, example in enumerate(rollouts.examples):
@@ -224,13 +236,11 @@ class ProcessRewardCallback(DASHCallback):
                     example=example,
                 )
             )
-        found = checked_values(self.value(requests, trainer), requests, self.value)
-        return episodes, [values or [math.nan] for values in found]
+        return episodes, requests
 
-    def _draw(self, path: Path, rollouts: RolloutBatch, trainer: Any) -> None:
+    def _draw(self, path: Path, rollouts: CreditedRollouts, trainer: Any) -> None:
         """The first group's credit, as a page beside TRL's completions table."""
         pictures = []
-        assert rollouts.advantages is not None and rollouts.rewards is not None
         for row in range(min(trainer.num_generations, len(rollouts))):
             ids = rollouts.completion_ids[row][rollouts.completion_mask[row].bool()].tolist()
             episodes, values = self.last[row]
@@ -282,19 +292,3 @@ def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
     for row, values in zip(table, rows, strict=True):
         row[: len(values)] = torch.tensor(values)
     return table
-
-
-class _Gather:
-    """Rows of all ranks, on the CPU."""
-
-    def __init__(self, accelerator: Any):
-        self._accelerator = accelerator
-
-    def __call__(self, rows: Tensor, *, pad: float = 0) -> Tensor:
-        if rows.dim() > 1:
-            rows = self._accelerator.pad_across_processes(rows.to(self._accelerator.device), dim=1, pad_index=pad)
-        return self._accelerator.gather(rows.to(self._accelerator.device)).cpu()
-
-    def local(self, rows: int) -> slice:
-        start = self._accelerator.process_index * rows
-        return slice(start, start + rows)

@@ -13,16 +13,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
 from dash_trl.process_rewards.arguments import is_whole
 from dash_trl.process_rewards.values import ValueRequest, server_pool
-from dash_trl.rewards import WatchedReward, failures
+from dash_trl.rewards import WatchedReward, failed_rows, raise_mistakes
 from dash_trl.update import weighted_rewards
 
 
@@ -75,7 +75,7 @@ class MonteCarloValue:
             for row, request in enumerate(requests)
             for boundary in request.boundaries
         ]
-        calls = self._calls(gather_object(own), trainer)
+        calls = self._calls([one for of_rank in trainer.ranks.gather_object(own) for one in of_rank], trainer)
         means = {}
         for (call, mine), sampled in zip(calls, self._continuations(calls, trainer), strict=True):
             rows = self._repeat(mine)
@@ -155,7 +155,8 @@ def _rewards(trainer: Any, examples: list[dict[str, Any]], completion_ids: list[
     completions = [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
     with _apart(trainer):
         rewards = GRPOTrainer._calculate_rewards(trainer, examples, prompts, completions, completion_ids)
-        failed, _ = failures(trainer.reward_funcs, rewards, trainer.accelerator.gather)
+        trainer.ranks.agree(partial(raise_mistakes, trainer.reward_funcs))
+        failed, _ = failed_rows(trainer.reward_funcs, rewards, trainer.accelerator.gather)
     return rewards.masked_fill(failed.any(dim=1, keepdim=True), torch.nan)
 
 

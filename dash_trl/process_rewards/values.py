@@ -12,8 +12,9 @@ import logging
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from numbers import Real
 from typing import Any, Protocol
@@ -146,13 +147,14 @@ class AnswerLogProbValue:
         model = trainer.model
         base = model.get_base_model() if is_peft_model(model) else model
 
-        def agree(passes: int) -> int:
-            return int(trainer.accelerator.gather(torch.tensor([passes], device=trainer.accelerator.device)).max())
+        def most(passes: int) -> int:
+            return int(trainer.ranks.gather(torch.tensor([passes])).max())
 
+        trees = trainer.ranks.agree(partial(self._trees, requests, trainer._tokenizer))
         with trainer.accelerator.autocast():
-            return self.score(requests, base, trainer._tokenizer, call=model, passes_on_all_ranks=agree)
+            log_probs = self._log_probs(trees, base, model, most)
+        return [self._values(log_probs.get(i, []), request) for i, request in enumerate(requests)]
 
-    @torch.no_grad()
     def score(
         self,
         requests: Sequence[ValueRequest],
@@ -160,7 +162,7 @@ class AnswerLogProbValue:
         tokenizer: Any,
         *,
         call: Any = None,
-        passes_on_all_ranks: Any = lambda passes: passes,
+        passes_on_all_ranks: Callable[[int], int] = lambda passes: passes,
     ) -> list[list[float]]:
         """The values with any model and tokenizer, outside a trainer.
 
@@ -169,8 +171,18 @@ class AnswerLogProbValue:
             passes_on_all_ranks: this rank's passes → the largest number of any rank; under ZeRO-3 and FSDP a pass is a
                 collective, so that ranks with fewer run dummies.
         """
-        call = model if call is None else call
-        trees = [self._tree(request, tokenizer) for request in requests]
+        trees = self._trees(requests, tokenizer)
+        log_probs = self._log_probs(trees, model, model if call is None else call, passes_on_all_ranks)
+        return [self._values(log_probs.get(i, []), request) for i, request in enumerate(requests)]
+
+    def _trees(self, requests: Sequence[ValueRequest], tokenizer: Any) -> list[Tree]:
+        return [self._tree(request, tokenizer) for request in requests]
+
+    @torch.no_grad()
+    def _log_probs(
+        self, trees: Sequence[Tree], model: Any, call: Any, passes_on_all_ranks: Callable[[int], int]
+    ) -> dict[int, list[list[float]]]:
+        """Of the scored tokens of each branch, by the number of its tree; trees without branches are left out."""
         asked = [i for i, tree in enumerate(trees) if tree.branches]
         bins = fitted_bins(asked, {i: len(trees[i]) for i in asked}, self.max_tokens_per_pass)
         log_probs: dict[int, list[list[float]]] = {}
@@ -182,7 +194,7 @@ class AnswerLogProbValue:
                     log_probs |= dict(zip(rows, results, strict=False))
             else:
                 self._run_loop(call, trees, asked, log_probs, passes_on_all_ranks)
-        return [self._values(log_probs.get(i, []), request) for i, request in enumerate(requests)]
+        return log_probs
 
     def _run_loop(self, call, trees, asked, log_probs, passes_on_all_ranks) -> None:
         """A pass per branch, and as many on every rank."""
@@ -295,7 +307,7 @@ class ServerValue(AnswerLogProbValue):
         pool = server_pool(trainer)
         if pool is None:
             raise ValueError(NO_SERVERS)
-        trees = [self._tree(request, trainer._tokenizer) for request in requests]
+        trees = trainer.ranks.agree(partial(self._trees, requests, trainer._tokenizer))
         branches = [(tree.trunk, branch) for tree in trees for branch in tree.branches]
         scored = pool.score([[*trunk[: branch.attach], *branch.tokens] for trunk, branch in branches])
         log_probs = iter(

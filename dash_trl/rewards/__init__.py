@@ -6,7 +6,7 @@ from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
     from dash_trl.rewards.answers import last_boxed, last_hashes
-    from dash_trl.rewards.failures import FailureWatch, WatchedReward, failures, watch
+    from dash_trl.rewards.failures import FailureWatch, WatchedReward, failed_rows, raise_mistakes, watch
     from dash_trl.rewards.math import MathAccuracyReward
 
 __getattr__, __dir__, __all__ = lazy(__name__)

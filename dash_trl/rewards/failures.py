@@ -27,6 +27,8 @@ class WatchedReward:
         failed: one bool per row of the last call.
         failure: what went wrong in it, in words; empty if nothing did.
         error: its exception, if it raised.
+        mistake: what it returned is no list of rewards. It waits for `raise_mistakes`: raised within TRL's method on
+            one rank, it would leave the others in the collective that follows.
     """
 
     def __init__(self, func: Callable[..., Any], name: str):
@@ -35,6 +37,7 @@ class WatchedReward:
         self.failed: list[bool] = []
         self.failure = ""
         self.error: Exception | None = None
+        self.mistake: ValueError | None = None
         self._warned = False
 
     def __call__(self, **kwargs: Any) -> list[float | None]:
@@ -46,7 +49,18 @@ class WatchedReward:
         return self._observe(output, rows)
 
     def _observe(self, output: Any, rows: int) -> list[float | None]:
-        self.error, self.failure = None, ""
+        self.error, self.failure, self.mistake = None, "", None
+        try:
+            rewards = self._rewards(output, rows)
+        except ValueError as mistake:
+            self.mistake, self.failed = mistake, [True] * rows
+            return [None] * rows
+        self.failed = [value is not None and not math.isfinite(value) for value in rewards]
+        if any(self.failed):
+            self._warn(f"returned {_named(rewards)} for {sum(self.failed)} of {rows} completions")
+        return [None if failed else value for value, failed in zip(rewards, self.failed, strict=True)]
+
+    def _rewards(self, output: Any, rows: int) -> list[float | None]:
         try:
             rewards = [None if value is None else float(value) for value in output]
         except (TypeError, ValueError) as error:
@@ -59,13 +73,10 @@ class WatchedReward:
                 f"The reward function '{self.name}' returned {len(rewards)} rewards for {rows} completions, so they "
                 "cannot be assigned. Return exactly one float (or None for 'not applicable') per completion."
             )
-        self.failed = [value is not None and not math.isfinite(value) for value in rewards]
-        if any(self.failed):
-            self._warn(f"returned {_named(rewards)} for {sum(self.failed)} of {rows} completions")
-        return [None if failed else value for value, failed in zip(rewards, self.failed, strict=True)]
+        return rewards
 
     def _unscore(self, error: Exception, rows: int) -> list[float | None]:
-        self.error, self.failed = error, [True] * rows
+        self.error, self.mistake, self.failed = error, None, [True] * rows
         self._warn(f"raised {type(error).__name__}: {error} on a call with {rows} completions")
         return [None] * rows
 
@@ -101,7 +112,14 @@ def watch(func: Any, name: str) -> Any:
     return (WatchedAsyncReward if is_async_callable(func) else WatchedReward)(func, name)
 
 
-def failures(funcs: Sequence[Any], rewards: Tensor, gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def raise_mistakes(funcs: Sequence[Any]) -> None:
+    """Raise what a watched function returned in its last call in place of rewards, if it did."""
+    for func in funcs:
+        if isinstance(func, WatchedReward) and func.mistake is not None:
+            raise func.mistake
+
+
+def failed_rows(funcs: Sequence[Any], rewards: Tensor, gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """[N, F] bool each, the rows of all ranks in the last call: the function failed; it raised.
 
     Args:
@@ -130,7 +148,7 @@ class FailureWatch:
     applied to in `BROKEN_AFTER` batches in a row. A batch in which it applied to no row says nothing.
 
     Args:
-        funcs: as in `failures`. names: TRL's, of each.
+        funcs: as in `failed_rows`. names: TRL's, of each.
     """
 
     def __init__(self, funcs: Sequence[Any], names: Sequence[str]):
@@ -138,16 +156,20 @@ class FailureWatch:
         self._first = True
         self._in_a_row = [0] * len(self._funcs)  # batches in which a function failed wherever it applied
 
+    def raise_mistakes(self) -> None:
+        """See `raise_mistakes`."""
+        raise_mistakes(self._funcs)
+
     def unscore(self, rewards: Tensor, gather: Callable[[Tensor], Tensor], *, counts: bool = True) -> Tensor:
         """Set every row to NaN in which a function failed, even if another function returned a number.
 
         Args:
-            rewards, gather: as in `failures`.
+            rewards, gather: as in `failed_rows`.
             counts: towards a stop; a batch of an evaluation does not, nor does it excuse a function.
         Raises:
             RuntimeError: on all ranks, if a function is broken; its cause is what the function raised last, if it did.
         """
-        failed, raised = failures(self._funcs, rewards, gather)
+        failed, raised = failed_rows(self._funcs, rewards, gather)
         if counts:
             self._judge(rewards, failed, raised)
         rewards[failed.any(dim=1)] = torch.nan

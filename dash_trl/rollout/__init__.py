@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.rollout.batch import SAMPLED_FIELDS, GenerationWindow, RolloutBatch
+    from dash_trl.rollout.batch import SAMPLED_FIELDS, CreditedRollouts, RolloutBatch, ScoredRollouts, Survivors
     from dash_trl.rollout.prompts import EpochOrder
-    from dash_trl.rollout.resume import SavedRun, Shapes, agree, why_a_new_window
+    from dash_trl.rollout.resume import SavedRun, Shapes, one_run, why_a_new_window
+    from dash_trl.rollout.window import GenerationWindow
 
 __getattr__, __dir__, __all__ = lazy(__name__)

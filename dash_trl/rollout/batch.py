@@ -1,7 +1,9 @@
-"""Rollouts between birth and loss: one row per completion, in CPU memory.
+"""Rollouts between birth and loss: one row per completion, in CPU memory, and at each stage what is known of it.
 
-Letters: B rows of this rank, P prompt tokens (left-padded), T completion tokens (right-padded), F reward functions,
-R ranks.
+    RolloutBatch ──► ScoredRollouts ──► CreditedRollouts ──► Survivors ──► micro-batches
+      sampled          + rewards          + advantages        without the dropped rows; + log-probs where needed
+
+Letters: B rows of this rank, P prompt tokens (left-padded), T completion tokens (right-padded), F reward functions.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ SAMPLED_FIELDS = (
 )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RolloutBatch:
-    """The rows of one generation batch on one rank, on the CPU.
+    """The sampled rows of one generation batch on one rank, on the CPU.
 
-    A field's first dimension is always B; a field that is not known yet is `None`. Names are those of TRL's
-    `_generate_and_score_completions`.
+    A field's first dimension is always B. Names are those of TRL's `_generate_and_score_completions`. What a run does
+    not have (`tool_mask`, log-probs of the sampler) is `None` in all of its batches.
 
     Attributes:
         prompt_ids, prompt_mask: [B, P] int64, left-padded; mask 1 = token, 0 = padding.
@@ -45,11 +47,6 @@ class RolloutBatch:
         policy_version: [B] int64, the optimizer step whose weights sampled the row.
         tool_mask: [B, T], 1 = written by the policy; only where a `rollout_func` returned `env_mask`.
         sampling_per_token_logps: [B, T], the sampler's log-probs, where the sampler reports them.
-        rewards: [B, F] float32; NaN = this function does not apply to this row. A row of NaN only is unscored: no
-            function applied, or one failed (exception, timeout, NaN, ±inf).
-        advantages: [B], or [B, T] for per-token credit.
-        old_per_token_logps, ref_per_token_logps: [B, T], of survivors only.
-        importance_sampling_ratio: [B, T] (token modes) or [B, 1] (sequence modes), of survivors only.
         examples: the B dataset rows. completions: the B completions as the reward functions see them.
     """
 
@@ -61,47 +58,119 @@ class RolloutBatch:
     policy_version: Tensor
     tool_mask: Tensor | None = None
     sampling_per_token_logps: Tensor | None = None
-    rewards: Tensor | None = None
-    advantages: Tensor | None = None
-    old_per_token_logps: Tensor | None = None
-    ref_per_token_logps: Tensor | None = None
-    importance_sampling_ratio: Tensor | None = None
     examples: list[dict[str, Any]] = field(default_factory=list)
     completions: list[Any] = field(default_factory=list)
 
     def __len__(self) -> int:
         return self.prompt_ids.shape[0]
 
+    def with_rewards(self, rewards: Tensor) -> ScoredRollouts:
+        """The same rows at the next stage; see `ScoredRollouts.rewards`."""
+        return ScoredRollouts(**_fields(self), rewards=rewards)
+
     def tensors(self) -> dict[str, Any]:
         """The tensor fields that are set, by name."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        return {name: value for name, value in _fields(self).items() if isinstance(value, Tensor)}
 
     @property
     def loss_mask(self) -> Tensor:
         """[B, T], 1 = a token that the loss counts."""
         return self.completion_mask if self.tool_mask is None else self.completion_mask * self.tool_mask
 
-    @property
-    def scored(self) -> Tensor:
-        """[B] bool: at least one reward function applied, and none failed (an infinite reward is a failed one)."""
-        assert self.rewards is not None, "rewards are set before `scored` is asked for"
-        return ~self.rewards.isnan().all(dim=1) & ~self.rewards.isinf().any(dim=1)
-
     def lengths(self) -> Tensor:
         """[B, 3] int64: prompt tokens, completion tokens, loss tokens of each row."""
         return torch.stack([mask.sum(dim=1) for mask in (self.prompt_mask, self.completion_mask, self.loss_mask)], 1)
 
+    def validate(self, *, like: dict[str, Tensor], culprit: str) -> None:
+        """Raise if a callback left a field with another dtype, device or shape than the rows allow.
+
+        Args:
+            like: the fields before the callback ran.
+            culprit: the callback and event to name.
+        Raises:
+            ValueError: names the callback, the field, and what is wrong with it.
+        """
+        for name in {**like, **self.tensors()}:
+            now, reason = getattr(self, name), None
+            if not isinstance(now, Tensor):
+                reason = f"was removed (it is now {type(now).__name__})"
+            elif now.device.type != "cpu":
+                reason = f"is on {now.device}; rollouts live on the CPU"
+            elif name in like and now.dtype != like[name].dtype:
+                reason = f"changed its dtype from {like[name].dtype} to {now.dtype}"
+            elif name == "advantages" and now.shape not in (self.completion_ids.shape[:1], self.completion_ids.shape):
+                reason = f"has shape {tuple(now.shape)}; it must be (rows,) or (rows, completion tokens)"
+            elif name == "advantages" and not now.isfinite().all():
+                reason = "is not finite; give a row without a usable reward the advantage 0"
+            elif name != "advantages" and name in like and now.shape != like[name].shape:
+                reason = f"changed its shape from {tuple(like[name].shape)} to {tuple(now.shape)}"
+            elif now.shape[0] != len(self):
+                reason = f"has {now.shape[0]} rows instead of {len(self)}"
+            if reason:
+                raise ValueError(
+                    f"{culprit} left `{name}` unusable: it {reason}. The batch has {len(self)} rows and "
+                    f"{self.completion_ids.shape[1]} completion tokens; change values in place."
+                )
+
+
+@dataclass(kw_only=True)
+class ScoredRollouts(RolloutBatch):
+    """Rows whose reward functions have spoken.
+
+    Attributes:
+        rewards: [B, F] float32; NaN = this function does not apply to this row. A row of NaN only is unscored: no
+            function applied, or one failed (exception, timeout, NaN, ±inf).
+    """
+
+    rewards: Tensor
+
+    def with_advantages(self, advantages: Tensor) -> CreditedRollouts:
+        """The same rows at the next stage; see `CreditedRollouts.advantages`."""
+        return CreditedRollouts(**_fields(self), advantages=advantages)
+
+    @property
+    def scored(self) -> Tensor:
+        """[B] bool: at least one reward function applied, and none failed (an infinite reward is a failed one)."""
+        return ~self.rewards.isnan().all(dim=1) & ~self.rewards.isinf().any(dim=1)
+
+
+@dataclass(kw_only=True)
+class CreditedRollouts(ScoredRollouts):
+    """Rows with their credit.
+
+    Attributes:
+        advantages: [B], or [B, T] for per-token credit; finite.
+    """
+
+    advantages: Tensor
+
     def mean_advantages(self) -> Tensor:
         """[B]: the advantage of a row, averaged over its loss tokens where it has one per token."""
-        assert self.advantages is not None, "advantages are set before their means are asked for"
         if self.advantages.dim() == 1:
             return self.advantages
         return (self.advantages * self.loss_mask).sum(dim=1) / self.loss_mask.sum(dim=1).clamp(min=1)
 
-    def select(self, rows: Tensor) -> RolloutBatch:
+    def survivors(self, rows: Tensor) -> Survivors:
         """The tensors of the given rows (indices, in that order), without the texts that only rewards need."""
-        return RolloutBatch(**{name: value[rows] for name, value in self.tensors().items()})
+        return Survivors(**{name: value[rows] for name, value in self.tensors().items()})
+
+
+@dataclass(kw_only=True)
+class Survivors(CreditedRollouts):
+    """The rows that the filter kept: what the optimizer steps of a generation window are made of.
+
+    Attributes:
+        old_per_token_logps, ref_per_token_logps: [B, T], where the loss asks for them.
+        importance_sampling_ratio: [B, T] (token modes) or [B, 1] (sequence modes), where the sampler is corrected.
+    """
+
+    old_per_token_logps: Tensor | None = None
+    ref_per_token_logps: Tensor | None = None
+    importance_sampling_ratio: Tensor | None = None
+
+    def with_log_probs(self, **known: Tensor) -> Survivors:
+        """The same rows with what model passes found of them: `old_per_token_logps`, …"""
+        return Survivors(**{**_fields(self), **known})
 
     def micro_batch(
         self, rows: list[int], *, size: int, pad_token_id: int, trim_prompts: bool = True
@@ -139,65 +208,6 @@ class RolloutBatch:
             inputs["prompt_mask"][0] = 1
         return inputs
 
-    def validate(self, *, like: dict[str, Tensor], culprit: str) -> None:
-        """Raise if a callback left a field with another dtype, device or shape than the rows allow.
 
-        Args:
-            like: the fields before the callback ran.
-            culprit: the callback and event to name.
-        Raises:
-            ValueError: names the callback, the field, and what is wrong with it.
-        """
-        for name in {**like, **self.tensors()}:
-            now, reason = getattr(self, name), None
-            if not isinstance(now, Tensor):
-                reason = f"was removed (it is now {type(now).__name__})"
-            elif now.device.type != "cpu":
-                reason = f"is on {now.device}; rollouts live on the CPU"
-            elif name in like and now.dtype != like[name].dtype:
-                reason = f"changed its dtype from {like[name].dtype} to {now.dtype}"
-            elif name == "advantages" and now.shape not in (self.completion_ids.shape[:1], self.completion_ids.shape):
-                reason = f"has shape {tuple(now.shape)}; it must be (rows,) or (rows, completion tokens)"
-            elif name == "advantages" and not now.isfinite().all():
-                reason = "is not finite; give a row without a usable reward the advantage 0"
-            elif name != "advantages" and name in like and now.shape != like[name].shape:
-                reason = f"changed its shape from {tuple(like[name].shape)} to {tuple(now.shape)}"
-            elif now.shape[0] != len(self):
-                reason = f"has {now.shape[0]} rows instead of {len(self)}"
-            if reason:
-                raise ValueError(
-                    f"{culprit} left `{name}` unusable: it {reason}. The batch has {len(self)} rows and "
-                    f"{self.completion_ids.shape[1]} completion tokens; change values in place."
-                )
-
-
-@dataclass
-class GenerationWindow:
-    """What one generation batch leaves for the optimizer steps that use it.
-
-    Attributes:
-        rollouts: the survivors of this rank, in the order of `lengths`.
-        lengths: [R, B, 3] int64, for every row of every rank, in the order in which TRL's shuffle hands them to the
-            micro-steps: prompt tokens, completion tokens, loss tokens; all 0 for a dropped row.
-        num_items_in_batch: scalar, the loss tokens of all rows on all ranks, dropped ones included.
-    """
-
-    rollouts: RolloutBatch
-    lengths: Tensor
-    num_items_in_batch: Tensor
-
-    def survivors(self, rank: int) -> Tensor:
-        """[B] int64: position in the shuffled batch → row of `rollouts` (meaningless for a dropped row)."""
-        return (self.lengths[rank, :, 1] > 0).cumsum(dim=0) - 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors only, so that `torch.load(weights_only=True)` reads it."""
-        return {
-            "rollouts": self.rollouts.tensors(),
-            "lengths": self.lengths,
-            "num_items_in_batch": self.num_items_in_batch,
-        }
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> GenerationWindow:
-        return cls(RolloutBatch(**state["rollouts"]), state["lengths"], state["num_items_in_batch"])
+def _fields(batch: RolloutBatch) -> dict[str, Any]:
+    return {one.name: getattr(batch, one.name) for one in fields(batch)}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dash_trl.rollout.batch import GenerationWindow
+from dash_trl.rollout.window import GenerationWindow
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class SavedRun:
         return replace(self, window=None)
 
 
-def agree(found: Sequence[SavedRun | str | None], processes: int, checkpoint: str) -> SavedRun | None:
+def one_run(found: Sequence[SavedRun | str | None], processes: int, checkpoint: str) -> SavedRun | None:
     """What the ranks found, if that is one run; the same on all of them, so that they go on or stop together.
 
     Args:

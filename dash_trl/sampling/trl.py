@@ -16,11 +16,11 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
+from dash_trl.distributed import Ranks
 from dash_trl.sampling.pool import API_KEY, PoolError, ServerPool
 from dash_trl.sampling.server import ServerError, VLLMServer
 from dash_trl.sampling.vllm_plugin import model_shape
@@ -73,12 +73,13 @@ class VLLMPool(VLLMGeneration):
         """In place of TRL's client, which needs CUDA."""
         first = self.accelerator.process_index % max(1, len(self.urls))  # ranks begin with different servers
         urls = [*self.urls[first:], *self.urls[:first]]
+        self.ranks = Ranks(self.accelerator)
         self.pool = ServerPool(urls, server_timeout=self.server_timeout, request_timeout=self.request_timeout)
         self.pool.refit = self._refit
         self._weights: Weights | None = None
         self._proven = False  # that servers which say that they have the weights compute with them
         self._snapshot: Snapshot | None = None
-        self._agree(self.pool.wait_until_ready)
+        self.ranks.agree(self.pool.wait_until_ready)
 
     # ------------------------------------------------------------------------------------------------ sampling
 
@@ -108,7 +109,7 @@ class VLLMPool(VLLMGeneration):
         if self.structured_outputs_regex is not None:
             sampling["structured_outputs"] = {"regex": self.structured_outputs_regex}
         sampling.update(self.generation_kwargs)
-        groups = self._agree(lambda: self.pool.complete(runs, sampling))
+        groups = self.ranks.agree(lambda: self.pool.complete(runs, sampling))
         rows = [completion for group in groups for completion in group]
         log_probs = [[[value] for value in row.log_probs] for row in rows]
         token_ids = [[[token] for token in row.token_ids] for row in rows]
@@ -116,7 +117,7 @@ class VLLMPool(VLLMGeneration):
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """log P of every token but the first under the servers' weights; called by all ranks, each with its own."""
-        return self._agree(lambda: self.pool.log_probs(sequences))
+        return self.ranks.agree(lambda: self.pool.log_probs(sequences))
 
     # ------------------------------------------------------------------------------------------------- weights
 
@@ -131,14 +132,14 @@ class VLLMPool(VLLMGeneration):
             self._send_weights()
             return
         if self._weights is None:
-            dtype = self._agree(self._check_servers, main_only=True)
+            dtype = self.ranks.agree(self._check_servers, main_only=True)
             if self.weight_sync == "file":
                 self._weights = FileWeights(self.weight_dir, dtype)
             else:
                 self._weights = NCCLWeights(
                     self.pool.urls, self.group_port, self.accelerator.device, self.request_timeout, dtype
                 )
-        self._agree(self.pool.wait_until_ready)
+        self.ranks.agree(self.pool.wait_until_ready)
         ids = probe_tokens(min(self.model.config.get_text_config().vocab_size, len(self.processing_class)))
         plain = model_log_probs(self.model, ids, 1.0)
         perturbed = model_log_probs(self.model, ids, PERTURBATION)
@@ -146,7 +147,7 @@ class VLLMPool(VLLMGeneration):
             errors = self._send_weights(scale)
             if errors:
                 raise PoolError(self.pool.message(f"At the start {len(errors)} servers did not take the weights"))
-            self._agree(partial(self._check, ids, expected, plain), main_only=True)
+            self.ranks.agree(partial(self._check, ids, expected, plain), main_only=True)
         self._proven = True
 
     def _check_servers(self) -> torch.dtype:
@@ -201,7 +202,7 @@ class VLLMPool(VLLMGeneration):
         Returns:
             url → error of those that have not.
         """
-        self._agree(self.pool.settle)
+        self.ranks.agree(self.pool.settle)
         fleet, version = self.pool.fleet, self.pool.fleet.version + 1
         fleet.new_version(version, time.monotonic())
         waiting = fleet.waiting()  # the dead get them when they answer again
@@ -217,7 +218,7 @@ class VLLMPool(VLLMGeneration):
                 for _ in parameters:
                     pass
 
-        self._snapshot, errors = self._agree(send, from_main=True)
+        self._snapshot, errors = self.ranks.agree(send, from_main=True)
         for url in waiting:
             error = errors.get(url, "the main process takes it for dead")
             if error is None:
@@ -251,31 +252,6 @@ class VLLMPool(VLLMGeneration):
         if self._weights is None or self._snapshot is None:
             return None
         return await self._weights.refit(server, self._snapshot)
-
-    # ------------------------------------------------------------------------------------------- ranks together
-
-    def _agree(self, work: Callable[[], Any], *, main_only: bool = False, from_main: bool = False) -> Any:
-        """Do it on every rank, or on the main one; if it fails on any, raise on all before any other collective.
-
-        Args:
-            main_only: only the main process works. from_main: all work, and get the main process's value.
-        """
-        value, error = None, None
-        if self.accelerator.is_main_process or not main_only:
-            try:
-                value = work()
-            except Exception as caught:  # relayed to all ranks
-                error = caught
-        failed = torch.tensor([float(error is not None)], device=self.accelerator.device)
-        if self.accelerator.reduce(failed, "sum").item() > 0:
-            messages = gather_object([None if error is None else f"{type(error).__name__}: {error}"])
-            if error is not None:
-                raise error
-            rank, message = next((i, message) for i, message in enumerate(messages) if message)
-            raise PoolError(f"Rank {rank} failed with {message}")
-        if main_only or from_main:
-            value = broadcast_object_list([value])[0]
-        return value
 
 
 @contextmanager

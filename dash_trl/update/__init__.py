@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         real_rows_only,
         to_device,
     )
+    from dash_trl.update.passes import ModelPasses
     from dash_trl.update.regularizers import ScaledCoefficient, regularizer_weight
     from dash_trl.update.schedule import Pass, Schedule, Segment
     from dash_trl.update.skipped_steps import SkippedSteps

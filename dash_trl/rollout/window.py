@@ -1,0 +1,44 @@
+"""`GenerationWindow`: what one generation batch leaves for the optimizer steps that use it.
+
+Letters: B rows of a rank, R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dash_trl.rollout.batch import Survivors
+
+
+@dataclass
+class GenerationWindow:
+    """
+    Attributes:
+        rollouts: the survivors of this rank, in the order of `lengths`.
+        lengths: [R, B, 3] int64, for every row of every rank, in the order in which TRL's shuffle hands them to the
+            micro-steps: prompt tokens, completion tokens, loss tokens; all 0 for a dropped row.
+        num_items_in_batch: scalar, the loss tokens of all rows on all ranks, dropped ones included.
+    """
+
+    rollouts: Survivors
+    lengths: Tensor
+    num_items_in_batch: Tensor
+
+    def rows(self, rank: int) -> Tensor:
+        """[B] int64: position in the shuffled batch → row of `rollouts` (meaningless for a dropped row)."""
+        return (self.lengths[rank, :, 1] > 0).cumsum(dim=0) - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors only, so that `torch.load(weights_only=True)` reads it."""
+        return {
+            "rollouts": self.rollouts.tensors(),
+            "lengths": self.lengths,
+            "num_items_in_batch": self.num_items_in_batch,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> GenerationWindow:
+        return cls(Survivors(**state["rollouts"]), state["lengths"], state["num_items_in_batch"])

@@ -1,0 +1,70 @@
+"""TRL's internals that DASH reads or sets: its model passes while it samples, its step counter, its logs.
+
+All of them are here, so that a new TRL that changes one breaks this module and its tests (`tests/test_seams.py`), and
+nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from trl import GRPOTrainer
+
+
+class Instead:
+    """An object as one of its own methods sees it, with other values of some attributes.
+
+    What the method sets is set on the object; the object itself never has the other values.
+    """
+
+    def __init__(self, target: Any, **values: Any):
+        vars(self).update(_target=target, _values=values)
+
+    def __getattr__(self, name: str) -> Any:  # what is not found here
+        values = vars(self)["_values"]
+        return values[name] if name in values else getattr(vars(self)["_target"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_target"], name, value)
+
+
+def sample(trainer: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    """TRL's sampling and scoring without its model passes, which wait until the filter has spoken."""
+    muted = Instead(
+        trainer,
+        beta=0.0,
+        vllm_importance_sampling_correction=False,
+        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (None, None, None),
+    )
+    return GRPOTrainer._generate_and_score_completions(muted, examples)
+
+
+def sampled_by(trainer: Any) -> int:
+    """The optimizer step whose weights sample now; vLLM may hold those of an earlier one."""
+    return trainer._last_loaded_step if trainer.use_vllm else trainer.state.global_step
+
+
+def begin_anew(trainer: Any) -> None:
+    """No micro-step has run, no number waits for the next log, and vLLM has no weights of this run."""
+    trainer._step, trainer._current_train_step_time, trainer._last_loaded_step = 0, 0.0, -1
+    trainer._entropy_window_stats = None
+    for pending in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
+        pending.clear()
+
+
+def count_pass_time(trainer: Any, seconds: float) -> None:
+    """Seconds of a micro-step's earlier passes: TRL times the last one only."""
+    trainer._current_train_step_time += seconds
+
+
+def relog_advantages(trainer: Any, advantages: list[float], zero_std: Tensor) -> None:
+    """The window's advantages in place of those that TRL logged from its own.
+
+    Args:
+        advantages: of the rows of all ranks. zero_std: [groups] bool, True = the group has no signal.
+    """
+    logged = trainer._logs["advantages"]
+    for i, value in enumerate(reversed(advantages), 1):
+        logged[-i] = value
+    trainer._metrics["train"]["frac_reward_zero_std"][-1] = zero_std.float().mean().item()

@@ -1,0 +1,91 @@
+"""The contracts with TRL's internals: each seam on a plain `GRPOTrainer`, so that a new TRL fails here first."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from dash_trl.seams import Instead, begin_anew, count_pass_time, relog_advantages, sample, sampled_by
+from tests.tiny import run
+
+
+class Probe:
+    beta = 0.5
+
+    def double(self) -> float:
+        self.asked = True
+        return 2 * self.beta
+
+
+def test_a_method_sees_other_values_and_sets_its_own_on_the_object():
+    probe = Probe()
+    assert Probe.double(Instead(probe, beta=3.0)) == 6.0
+    assert probe.asked and probe.beta == 0.5 and "beta" not in vars(probe)
+    assert Instead(probe, beta=3.0).double() == 1.0  # a method that it calls sees the object itself
+    with pytest.raises(AttributeError, match="gamma"):
+        _ = Instead(probe, beta=3.0).gamma
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What a plain trainer's sampling method returned, and the passes of its model meanwhile, muted and not."""
+    found = {}
+    method = GRPOTrainer._generate_and_score_completions
+
+    def compare(trainer, inputs):
+        passes = []
+        hook = trainer.model.register_forward_hook(lambda *args: passes.append(1))
+        state = torch.get_rng_state()
+        for name, call in (("muted", lambda: sample(trainer, inputs)), ("plain", lambda: method(trainer, inputs))):
+            passes.clear()
+            found[name] = call() if name == "plain" else _with(monkeypatch, method, call)
+            found[f"{name} passes"] = len(passes)
+        hook.remove()
+        torch.set_rng_state(state)
+        assert trainer.beta == 0.04
+        return found["plain"]
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", compare)
+    return found
+
+
+def _with(monkeypatch, method, call):
+    """`call` while TRL's method is its own."""
+    with monkeypatch.context() as patch:
+        patch.setattr(GRPOTrainer, "_generate_and_score_completions", method)
+        return call()
+
+
+def test_sampling_is_trls_without_its_model_passes(tiny_model, tmp_path, seen):
+    run(GRPOTrainer, tiny_model, tmp_path, beta=0.04, steps_per_generation=8, max_steps=2)
+    assert seen["plain passes"] > 0 and seen["muted passes"] == 0
+    assert seen["plain"].keys() - seen["muted"].keys() == {"old_per_token_logps", "ref_per_token_logps"}
+    assert seen["muted"].keys() >= {"prompt_ids", "completion_ids", "num_items_in_batch"}
+
+
+def test_counters_and_logs_of_a_run(tiny_model, tmp_path):
+    trainer = run(GRPOTrainer, tiny_model, tmp_path, max_steps=2)
+    assert trainer._step == 8 and sampled_by(trainer) == 2
+    known = {"_current_train_step_time", "_entropy_window_stats", "_pending_metrics", "_pending_extra_logs"}
+    assert known <= vars(trainer).keys()
+    assert "self.state.global_step != self._last_loaded_step" in inspect.getsource(GRPOTrainer)  # set with vLLM only
+    count_pass_time(trainer, 5.0)
+    assert trainer._current_train_step_time >= 5.0
+
+    trainer._metrics["train"]["frac_reward_zero_std"] = [0.0, 0.0]
+    rows = len(trainer._logs["advantages"])
+    relog_advantages(trainer, [7.0, 8.0], torch.tensor([True, False]))
+    assert list(trainer._logs["advantages"])[-2:] == [7.0, 8.0] and len(trainer._logs["advantages"]) == rows
+    assert trainer._metrics["train"]["frac_reward_zero_std"] == [0.0, 0.5]
+
+    begin_anew(trainer)
+    assert (trainer._step, trainer._current_train_step_time, trainer._last_loaded_step) == (0, 0.0, -1)
+    assert not trainer._metrics["train"]
+
+
+def test_trl_logs_what_is_logged_anew(tiny_model, tmp_path):
+    trainer = run(GRPOTrainer, tiny_model, tmp_path)
+    assert "frac_reward_zero_std" in trainer.state.log_history[0] and len(trainer._logs["advantages"]) == 16
