@@ -136,6 +136,41 @@ def process_rewards(model: str, output: Path, start: dict[str, torch.Tensor]) ->
     }, trainer
 
 
+def own_rows(model: str, output: Path, **settings: Any) -> dict[str, Any]:
+    """How many rows a rank computes the credit of, and by how much it differs from that among the rows of all."""
+    from dash_trl.process_rewards import ESTIMATORS, AnswerLogProbValue, ProcessRewardCallback
+
+    seen: dict[str, Any] = {"difference": 0.0}
+
+    def compared(rewards: Any, chosen: Any) -> torch.Tensor:
+        credit = ESTIMATORS["reinforce_plus_plus_baseline"](rewards, chosen)
+        mine = {name: value for name, value in vars(rewards).items() if isinstance(value, torch.Tensor)}
+        ranks = gather_object([mine]) if len(credit) == 16 else [mine]
+        width = max(rank["mask"].shape[1] for rank in ranks)
+        every = {
+            name: torch.cat([pad_to(rank[name], width) if value.dim() == 2 else rank[name] for rank in ranks])
+            for name, value in mine.items()
+        }
+        expected = ESTIMATORS["reinforce_plus_plus_baseline"](
+            type(rewards)(**every, group_size=rewards.group_size), chosen
+        )
+        own = slice(16 * RANK, 16 * RANK + 16) if len(ranks) > 1 else slice(None)
+        seen["difference"] = (credit - expected[own, : credit.shape[1]]).abs().max().item()
+        seen["rows"], seen["valued"] = len(credit), int(rewards.valued.sum())
+        return credit
+
+    ESTIMATORS["compared"] = compared
+    callback = ProcessRewardCallback(AnswerLogProbValue(" = "), estimator="compared")
+    reward = RewardPerWindow(lambda call, rank: rank == 1, constant=0.0)
+    trainer = run(DASHTrainer, model, output, reward=reward, callbacks=[callback], **settings)
+    logged = {name: value for name, value in trainer.state.log_history[0].items() if name.startswith("advantage/")}
+    return {**seen, "logged": logged, "ranks_agree": equal_on_all_ranks(whole(trainer))}
+
+
+def pad_to(rows: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
+
+
 def monte_carlo(trainer: Any) -> dict[str, Any]:
     """Of 7 prefixes rank 1 asks for one, but finishes half of them; each row gets the values of its own prefixes."""
     from dash_trl.process_rewards import MonteCarloValue, ValueRequest
@@ -243,6 +278,8 @@ def main() -> None:
     results["beta with dropped rows"] = beta_with_dropped_rows(model, Path(output), start)
     results["process rewards"], _ = process_rewards(model, Path(output), start)
     results["process rewards, sliding window"], trainer = process_rewards(sliding, Path(output), start)
+    results["own rows"] = gather_object([own_rows(model, Path(output))])
+    results["rows of all"] = gather_object([own_rows(model, Path(output), num_generations=32)])
     results["Monte Carlo values"] = gather_object([monte_carlo(trainer)])
     results["entropy bonus"] = entropy_bonus(model, Path(output))
     results["silent AdamW step"] = silent_adamw_step(model, Path(output), start)

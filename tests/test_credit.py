@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import random
 import re
-from dataclasses import asdict, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from dash_trl.process_rewards.credit import (
     marginal_utilities,
     place_rewards,
 )
-from dash_trl.process_rewards.diagnostics import structured
+from dash_trl.process_rewards.diagnostics import batch_figures, structured
 from tests import process_reference
 
 CHOSEN = CreditSettings(outcome_weight=0.7, process_weight=1.3, scale_floor=0.1, gamma=0.9, lam=0.8)
@@ -109,6 +111,63 @@ def test_the_settings_of_an_estimator_are_those_that_change_its_credit(name):
         )
     }
     assert used == SETTINGS[name]
+
+
+def on_two_ranks(rewards: Rewards, work) -> list:
+    """What `work(rewards, rows)` returns on each half of the rows, in two threads that meet in every sum."""
+    meeting, sums, half = Barrier(2, timeout=60), {}, len(rewards.process) // 2
+
+    def rank(number: int):
+        def summed(values):
+            sums[number] = values
+            meeting.wait()
+            total = sums[0] + sums[1]
+            meeting.wait()
+            return total
+
+        rows = slice(number * half, (number + 1) * half)
+        own = {one.name: getattr(rewards, one.name) for one in fields(rewards)}
+        own = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in own.items()}
+        return work(Rewards(**{**own, "sum_over_ranks": summed}), rows)
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(rank, range(2)))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("seed", range(6))
+def test_the_credit_of_own_rows_is_that_among_the_rows_of_all(name, seed):
+    rows = make_rows(seed, 16)
+    if seed % 3 == 0:  # a rank that has no valued row, and one without a token
+        rows[8:] = [{**row, "values": [math.nan] * len(row["values"])} for row in rows[8:]]
+    if seed % 3 == 1:
+        rows[:8] = [{**row, "length": 0, "boundaries": [0], "values": [0.5]} for row in rows[:8]]
+    rewards = as_rewards(rows, 4)
+    credit = torch.cat(on_two_ranks(rewards, lambda own, rows: ESTIMATORS[name](own, CHOSEN)))
+    torch.testing.assert_close(credit, ESTIMATORS[name](rewards, CHOSEN), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_figures_are_those_of_all_ranks(seed):
+    generator = torch.Generator().manual_seed(seed)
+    rewards = as_rewards(make_rows(seed, 16), 4)
+    credit = ESTIMATORS["centered_return"](rewards, CHOSEN)
+    boundaries = torch.tensor([[0, 1, 2]] * 8 + [[0, 1, -1]] * 8)
+    values = torch.rand(16, 3, generator=generator).double().masked_fill(boundaries < 0, torch.nan)
+    skipped = torch.tensor([False, False, True, False] * 2 + [seed % 2 == 0] * 8)
+
+    def figures(own, rows):
+        return batch_figures(own, boundaries[rows], values[rows], credit[rows], skipped=skipped[rows])
+
+    expected = figures(rewards, slice(None))
+    assert expected["process/value_first"][0] == pytest.approx(values[~skipped, 0].mean().item(), abs=1e-12)
+    assert expected["advantage/mean"] == pytest.approx(
+        (credit[rewards.mask].mean().item(), credit[rewards.mask].var().item() ** 0.5), abs=1e-12
+    )
+    for one in on_two_ranks(rewards, figures):
+        assert one.keys() == expected.keys()
+        for name, mean_and_std in one.items():
+            assert mean_and_std == pytest.approx(expected[name], abs=1e-12, nan_ok=True), name
 
 
 def test_reinforce_plus_plus_baseline_of_outcomes_is_verl_s():

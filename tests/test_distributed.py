@@ -74,6 +74,11 @@ def test_two_ranks(backend, tiny_model, tmp_path):
     for name in ("process rewards", "process rewards, sliding window"):
         episodes = results[name].pop("episodes")
         assert episodes[0] > 16 and episodes[1] == 0
+    for name, rows in (("own rows", 16), ("rows of all", 32)):  # the second: one group, which lies on both ranks
+        for rank in (credit := results.pop(name)):
+            assert rank["rows"] == rows and rank["ranks_agree"] and rank["difference"] <= 1e-12, name
+            assert rank["logged"] == credit[0]["logged"] and rank["logged"]["advantage/std"] > 0, name
+        assert sum(rank["valued"] for rank in credit) > 0
     assert results.pop("Monte Carlo values") == [{"rows": [16, 16], "right": True}] * 2
     if backend == "ddp":
         refused = results["resumed"].pop("refused")

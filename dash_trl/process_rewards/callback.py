@@ -29,7 +29,7 @@ from dash_trl.process_rewards.credit import (
     place_rewards,
     spread_over_episodes,
 )
-from dash_trl.process_rewards.diagnostics import Diagnostics, process_metrics
+from dash_trl.process_rewards.diagnostics import Diagnostics, batch_figures, process_metrics
 from dash_trl.process_rewards.episodes import (
     EPISODE_MARKERS,
     FINAL_ANSWER,
@@ -48,7 +48,7 @@ from dash_trl.process_rewards.values import (
     checked_values,
 )
 from dash_trl.rollout import CreditedRollouts
-from dash_trl.update import weighted_rewards
+from dash_trl.update import check_tensor, weighted_rewards
 
 logger = logging.getLogger(__name__)
 
@@ -170,17 +170,21 @@ class ProcessRewardCallback(DASHCallback):
                 "each token its credit already. Use one ProcessRewardCallback, and put a callback of your own behind "
                 "it."
             )
+        # Groups lie within a rank as a rule: then each computes the credit of its own rows, else of the rows of all.
+        alone = len(rollouts) % trainer.num_generations == 0
+        gather = _as_it_is if alone else ranks.gather
+        mine, columns = slice(None) if alone else ranks.own(len(rollouts)), rollouts.completion_ids.shape[1]
+        width = max(columns, 1) if alone else max(1, *ranks.gather_object(columns))
+
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
-        outcomes, outcome_advantages = ranks.gather(outcome), ranks.gather(rollouts.advantages)
+        outcomes = gather(outcome)
         skipped = self._skipped(outcomes, trainer.num_generations)
-        episodes, values = self._values(rollouts, skipped[ranks.own(len(rollouts))], trainer)
+        episodes, values = self._values(rollouts, skipped[mine], trainer)
         self.last = list(zip(episodes, values, strict=True))
 
-        lengths = rollouts.completion_mask.sum(dim=1)
-        boundaries = ranks.gather(_table([one.boundaries for one in episodes], -1), pad=-1)
-        all_values = ranks.gather(_table(values, math.nan), pad=math.nan).double()
-        lengths = ranks.gather(lengths)
-        width = max(int(ranks.gather(torch.tensor([rollouts.completion_ids.shape[1]])).max()), 1)
+        boundaries = gather(_table([one.boundaries for one in episodes], -1), pad=-1)
+        all_values = gather(_table(values, math.nan), pad=math.nan).double()
+        lengths = gather(rollouts.completion_mask.sum(dim=1))
         process, ends, per_token, valued = place_rewards(boundaries, all_values, lengths, width)
         rewards = Rewards(
             process=process,
@@ -188,23 +192,21 @@ class ProcessRewardCallback(DASHCallback):
             values=per_token,
             mask=torch.arange(width) < lengths.unsqueeze(1),
             outcome=outcomes.double(),
-            outcome_advantages=outcome_advantages.double(),
+            outcome_advantages=gather(rollouts.advantages).double(),
             valued=valued & ~outcomes.isnan(),
             group_size=trainer.num_generations,
+            sum_over_ranks=partial(_sum, ranks) if alone else _as_it_is,
         )
-        credit = ESTIMATORS[self.estimator](rewards, self.settings)
-        credit = credit - self._penalty(rewards)
-        mine, columns = ranks.own(len(rollouts)), rollouts.completion_ids.shape[1]
+        credit = ranks.agree(partial(self._credit, rewards))
         rollouts.advantages = credit[mine, :columns].float()
-        metrics = process_metrics(rewards, boundaries, all_values, credit, skipped=skipped)
+        figures = batch_figures(rewards, boundaries, all_values, credit, skipped=skipped)
         seconds = time.perf_counter() - started
-        trainer.recorder.log({**metrics, "time/values": seconds})
+        trainer.recorder.log({**process_metrics(figures), "time/values": seconds})
         if args.log_completions and state.is_world_process_zero and state.global_step % state.logging_steps == 0:
             self._draw(
                 Path(args.output_dir) / "completions" / f"credit_{state.global_step:05d}.html", rollouts, trainer
             )
-        asked = not skipped.all()
-        self._diagnostics.check(credit, rewards, asked=asked, seconds=seconds, estimator=self.estimator)
+        self._diagnostics.check(figures, seconds=seconds, estimator=self.estimator)
 
     def _skipped(self, outcomes: Tensor, group_size: int) -> Tensor:
         """[N] bool: unscored rows, and rows of solved groups."""
@@ -256,10 +258,15 @@ class ProcessRewardCallback(DASHCallback):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('<!doctype html><meta charset="utf-8">' + "<hr>".join(pictures))
 
-    def _penalty(self, rewards: Rewards) -> Tensor:
-        """[N, T]: what the tokens of unproductive episodes are charged."""
-        idle = rewards.ends & (rewards.process.abs() < self.unproductive_below)
-        return self.unproductive_penalty * spread_over_episodes(idle.double(), rewards.ends)
+    def _credit(self, rewards: Rewards) -> Tensor:
+        """[N, T]: the estimator's, less what the tokens of unproductive episodes are charged."""
+        credit = ESTIMATORS[self.estimator](rewards, self.settings)
+        rows, tokens = rewards.mask.shape
+        check_tensor(f"What estimator={self.estimator!r} returned", credit, "floats", N=rows, T=tokens)
+        if self.unproductive_penalty:
+            idle = rewards.ends & (rewards.process.abs() < self.unproductive_below)
+            credit = credit - self.unproductive_penalty * spread_over_episodes(idle.double(), rewards.ends)
+        return credit
 
 
 def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
@@ -288,7 +295,18 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
 
 def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
     """Rows of different lengths → [B, K], int64 or float32 as the padding is: MPS, too, can gather these."""
+    counts = torch.tensor([len(row) for row in rows])
     table = torch.full((len(rows), max(map(len, rows), default=1)), padding)
-    for row, values in zip(table, rows, strict=True):
-        row[: len(values)] = torch.tensor(values)
+    cells = [cell for row in rows for cell in row]
+    table[torch.arange(table.shape[1]) < counts.unsqueeze(1)] = torch.tensor(cells, dtype=table.dtype)
     return table
+
+
+def _as_it_is(rows: Tensor, *, pad: float = 0) -> Tensor:
+    """In place of what ranks exchange, where they need nothing of each other."""
+    return rows
+
+
+def _sum(ranks: Ranks, sums: Tensor) -> Tensor:
+    """Over the ranks, in float64, which not every device has: as objects."""
+    return torch.tensor(ranks.gather_object(sums.tolist()), dtype=torch.double).sum(dim=0)

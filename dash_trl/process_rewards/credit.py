@@ -16,13 +16,14 @@ Laws that `centered_return` keeps; each other estimator says which of them it br
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 from dash_trl.process_rewards.arguments import is_number
+from dash_trl.update import check_tensor
 
 # What estimators from elsewhere add: the post's formula to the standard deviation, verl's whitening to the variance.
 STD_EPSILON = 1e-6
@@ -31,7 +32,7 @@ VARIANCE_EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class Rewards:
-    """What an estimator sees.
+    """What an estimator sees: whole groups, of this rank, or of all ranks where a group lies on several.
 
     Args:
         process: [N, T], U_i on the last token of episode i, 0 elsewhere.
@@ -43,6 +44,10 @@ class Rewards:
         valued: [N] bool; False = no process reward (V_0 or V_n is missing, or the row is unscored): the row gets its
             outcome advantage and is left out of baselines and scales.
         group_size: G, dividing N.
+        sum_over_ranks: float64 of any shape → its sum over the ranks, for statistics of the whole batch; the identity
+            where all rows are here. To be called as often on every rank, also on one without a valued row.
+    Raises:
+        ValueError: for a tensor of another rank, length or dtype, and for rows that are not whole groups.
     """
 
     process: Tensor
@@ -53,6 +58,19 @@ class Rewards:
     outcome_advantages: Tensor
     valued: Tensor
     group_size: int
+    sum_over_ranks: Callable[[Tensor], Tensor] = field(default=lambda sums: sums)
+
+    def __post_init__(self) -> None:
+        check_tensor("process", self.process, "floats", N=None, T=None)
+        rows, tokens = self.process.shape
+        check_tensor("values", self.values, "floats", N=rows, T=tokens)
+        for name in ("ends", "mask"):
+            check_tensor(name, getattr(self, name), "bools", N=rows, T=tokens)
+        for name in ("outcome", "outcome_advantages"):
+            check_tensor(name, getattr(self, name), "floats", N=rows)
+        check_tensor("valued", self.valued, "bools", N=rows)
+        if rows % self.group_size:
+            raise ValueError(f"{rows} rows do not split into groups of {self.group_size}: pass whole groups.")
 
 
 @dataclass(frozen=True)
@@ -113,22 +131,30 @@ def place_rewards(
         boundaries: [N, K] int, padded with −1. values: [N, K], NaN = missing.
         lengths: [N] completion tokens. width: T.
     """
-    count = len(lengths)
-    process, per_token = torch.zeros(count, width, dtype=torch.double), torch.zeros(count, width, dtype=torch.double)
-    ends = torch.zeros(count, width, dtype=torch.bool)
-    valued = torch.zeros(count, dtype=torch.bool)
-    for row, (bounds, row_values) in enumerate(zip(boundaries.tolist(), values.tolist(), strict=True)):
-        bounds = [bound for bound in bounds if bound >= 0]
-        row_values = row_values[: len(bounds)]
-        if not bounds or not (math.isfinite(row_values[0]) and math.isfinite(row_values[-1])):
-            continue
-        valued[row] = True
-        for last, utility in marginal_utilities(bounds, row_values):
-            process[row, last], ends[row, last] = utility, True
-        for start, value in zip(bounds, row_values, strict=True):
-            if math.isfinite(value):
-                per_token[row, start : int(lengths[row])] = value
-    return process, ends, per_token, valued
+    check_tensor("boundaries", boundaries, "integers", N=None, K=None)
+    rows, most = boundaries.shape
+    check_tensor("values", values, "floats", N=rows, K=most)
+    check_tensor("lengths", lengths, "integers", N=rows)
+    values, lengths, number = values.double(), lengths.unsqueeze(1), torch.arange(most)
+    present = boundaries >= 0
+    known = present & values.isfinite()
+    last = present.sum(dim=1, keepdim=True) - 1
+    valued = known[:, :1].any(dim=1) & (known & (number == last)).any(dim=1)
+    known &= valued.unsqueeze(1)
+
+    before = torch.where(known, number, 0).cummax(dim=1).values[:, :-1]  # the last known boundary before each
+    utilities = values[:, 1:] - values.gather(1, before)
+    row, k = known[:, 1:].nonzero(as_tuple=True)
+    token = boundaries[row, k + 1] - 1
+    process, ends = torch.zeros(rows, width, dtype=torch.double), torch.zeros(rows, width, dtype=torch.bool)
+    process[row, token], ends[row, token] = utilities[row, k], True
+
+    # Each value from its boundary to the next known one, or to the row's end; 0 before the first and behind the end.
+    starts = torch.where(known, boundaries, lengths).flip(1).cummin(dim=1).values.flip(1)
+    edges = torch.cat([torch.zeros_like(lengths), starts, lengths, torch.full_like(lengths, width)], dim=1)
+    levels = torch.nn.functional.pad(torch.where(known, values, 0.0), (1, 1))
+    per_token = levels.flatten().repeat_interleave(edges.diff(dim=1).flatten(), output_size=rows * width)
+    return process, ends, per_token.view(rows, width), valued
 
 
 # ------------------------------------------------------------------------------------------------------- estimators
@@ -146,10 +172,10 @@ def centered_return(rewards: Rewards, settings: CreditSettings) -> Tensor:
     other rows only, so the policy gradient stays unbiased. Our default; keeps all laws.
     """
     returns = _returns_to_go(rewards.process)
-    centred = returns - _mean_of_others(returns, rewards)
+    centred = returns.sub_(_mean_of_others(returns, rewards))
     totals = rewards.process.sum(dim=1)
     scale = _group_std(totals, rewards).clamp(min=settings.scale_floor).unsqueeze(1)
-    return _with_outcome(centred / scale, rewards, settings)
+    return _with_outcome(centred.div_(scale), rewards, settings)
 
 
 def episode(rewards: Rewards, settings: CreditSettings) -> Tensor:
@@ -159,7 +185,7 @@ def episode(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """
     own = spread_over_episodes(rewards.process, rewards.ends)
     scale = _pooled(rewards.process, rewards.ends, rewards, centre=False)[1]
-    return _with_outcome(own / scale.clamp(min=settings.scale_floor), rewards, settings)
+    return _with_outcome(own.div_(scale.clamp(min=settings.scale_floor)), rewards, settings)
 
 
 def grpo_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
@@ -169,7 +195,7 @@ def grpo_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
     cumulated. Breaks laws 1 and 2: a row of n episodes pays n·μ/σ on its first token, so the number of episodes counts.
     """
     mean, std = _pooled(rewards.process, rewards.ends, rewards)
-    normalised = (rewards.process - mean) / std.clamp(min=settings.scale_floor) * rewards.ends
+    normalised = (rewards.process - mean).div_(std.clamp(min=settings.scale_floor)).masked_fill_(~rewards.ends, 0)
     return _with_outcome(_returns_to_go(normalised), rewards, settings)
 
 
@@ -182,7 +208,7 @@ def deepseek_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """
     combined = _combined(rewards, settings)
     mean, std = _pooled(combined, rewards.mask, rewards)
-    normalised = (combined - mean) / (std + STD_EPSILON) * rewards.mask
+    normalised = combined.sub_(mean).div_(std + STD_EPSILON).masked_fill_(~rewards.mask, 0)
     return _or_outcome(_returns_to_go(normalised), rewards, settings)
 
 
@@ -192,11 +218,12 @@ def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     PRIME (arXiv 2502.01456, eq. 5): leave-one-out per source (outcome: the last token; process: episode ends), then
     W, the whitening over the batch. Breaks laws 1 (b is paid per episode), 2, 5 and 6 (whitening mixes the sources).
     """
-    last = _last_token(rewards)
-    outcome = rewards.outcome.nan_to_num().unsqueeze(1) * last
-    total = settings.outcome_weight * _prime_source(outcome, last, rewards)
-    total = total + settings.process_weight * _prime_source(rewards.process, rewards.ends, rewards)
-    return _or_outcome(_whitened(_returns_to_go(total) * rewards.mask, rewards), rewards, settings)
+    last = torch.zeros_like(rewards.mask)
+    last[_last_token(rewards)] = True
+    total = _prime_source(rewards.process, rewards.ends, rewards).mul_(settings.process_weight)
+    outcome = _prime_source(rewards.outcome.nan_to_num().unsqueeze(1) * last, last, rewards)
+    total.add_(outcome, alpha=settings.outcome_weight)
+    return _or_outcome(_whitened(_returns_to_go(total), rewards), rewards, settings)
 
 
 def rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
@@ -218,7 +245,7 @@ def reinforce_plus_plus(rewards: Rewards, settings: CreditSettings) -> Tensor:
     and knows no groups.
     """
     returns = _discounted(_combined(rewards, settings), settings.gamma)
-    return _or_outcome(_whitened(returns * rewards.mask, rewards), rewards, settings)
+    return _or_outcome(_whitened(returns, rewards), rewards, settings)
 
 
 def reinforce_plus_plus_baseline(rewards: Rewards, settings: CreditSettings) -> Tensor:
@@ -232,9 +259,9 @@ def reinforce_plus_plus_baseline(rewards: Rewards, settings: CreditSettings) -> 
     used = _groups(rewards.valued.to(combined.dtype), rewards)
     totals = _groups(combined.sum(dim=1), rewards) * used
     baseline = totals.sum(dim=1, keepdim=True) / used.sum(dim=1, keepdim=True).clamp(min=1)
-    combined = combined - baseline.expand_as(totals).reshape(-1, 1) * _last_token(rewards)
-    returns = _discounted(combined, settings.gamma)
-    return _or_outcome(_whitened(returns * rewards.mask, rewards), rewards, settings)
+    row, token = _last_token(rewards)
+    combined[row, token] -= baseline.expand_as(totals).flatten()[row]
+    return _or_outcome(_whitened(_discounted(combined, settings.gamma), rewards), rewards, settings)
 
 
 def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
@@ -246,10 +273,11 @@ def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
     expected of it, so that it has no weights. Breaks laws 1 (λ counts tokens), 2 (the outcome is paid for on the last
     token), 3 (V is compared with the outcome), 5 and 6.
     """
-    outcome = rewards.outcome.nan_to_num().unsqueeze(1) * _last_token(rewards)
-    values = rewards.values * rewards.mask
-    after = torch.nn.functional.pad(values[:, 1:], (0, 1))
-    deltas = (outcome + settings.gamma * after - values) * rewards.mask
+    values = rewards.values.masked_fill(~rewards.mask, 0)
+    deltas = values.neg()
+    deltas[:, :-1].add_(values[:, 1:], alpha=settings.gamma)
+    row, token = _last_token(rewards)
+    deltas[row, token] += rewards.outcome.nan_to_num()[row]
     return _or_outcome(_discounted(deltas, settings.gamma * settings.lam), rewards, CreditSettings())
 
 
@@ -307,44 +335,49 @@ def check_settings(estimator: str, settings: CreditSettings) -> None:
 
 
 def _broadcast(per_row: Tensor, rewards: Rewards) -> Tensor:
-    return per_row.double().unsqueeze(1) * rewards.mask
+    return torch.where(rewards.mask, per_row.double().unsqueeze(1), 0.0)
 
 
 def _with_outcome(process: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """w_o·A_outcome + w_p·process, the second on valued rows only."""
-    process = process * rewards.mask * rewards.valued.unsqueeze(1)
-    return settings.outcome_weight * _broadcast(rewards.outcome_advantages, rewards) + settings.process_weight * process
+    """w_o·A_outcome + w_p·process, the second on valued rows only; in the memory of `process`."""
+    process.mul_(settings.process_weight * rewards.valued.double().unsqueeze(1))
+    process.add_(settings.outcome_weight * rewards.outcome_advantages.unsqueeze(1))
+    return process.masked_fill_(~rewards.mask, 0)
 
 
 def _or_outcome(advantages: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
     """`advantages` on valued rows, w_o·A_outcome on the others."""
-    outcome = settings.outcome_weight * _broadcast(rewards.outcome_advantages, rewards)
-    return torch.where(rewards.valued.unsqueeze(1), advantages * rewards.mask, outcome)
+    outcome = settings.outcome_weight * rewards.outcome_advantages.unsqueeze(1)
+    return torch.where(rewards.valued.unsqueeze(1), advantages, outcome).masked_fill_(~rewards.mask, 0)
 
 
 def _combined(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """[N, T]: w_p·r_t, and w_o·outcome on the last token."""
-    outcome = rewards.outcome.nan_to_num().unsqueeze(1) * _last_token(rewards)
-    return settings.outcome_weight * outcome + settings.process_weight * rewards.process
+    row, token = _last_token(rewards)
+    combined = settings.process_weight * rewards.process
+    combined[row, token] += settings.outcome_weight * rewards.outcome.nan_to_num()[row]
+    return combined
 
 
-def _last_token(rewards: Rewards) -> Tensor:
-    """[N, T] bool, True on a row's last token."""
-    after = torch.nn.functional.pad(rewards.mask[:, 1:], (0, 1), value=False)
-    return rewards.mask & ~after
+def _last_token(rewards: Rewards) -> tuple[Tensor, Tensor]:
+    """Row and column of each row's last token; a row without tokens has none."""
+    lengths = rewards.mask.sum(dim=1)
+    row = lengths.nonzero().squeeze(1)
+    return row, lengths[row] - 1
 
 
 def _discounted(values: Tensor, discount: float) -> Tensor:
     """[N, T]: G_t = v_t + discount·G_{t+1}."""
-    sums, later = torch.zeros_like(values), torch.zeros(len(values), dtype=values.dtype)
-    for t in reversed(range(values.shape[1])):
-        later = values[:, t] + discount * later
-        sums[:, t] = later
+    if discount == 1.0:
+        return _returns_to_go(values)
+    sums = values.clone()
+    for t in reversed(range(values.shape[1] - 1)):
+        sums[:, t].add_(sums[:, t + 1], alpha=discount)
     return sums
 
 
 def _returns_to_go(values: Tensor) -> Tensor:
-    return values.flip(1).cumsum(dim=1).flip(1)
+    return values.flip(1).cumsum_(dim=1).flip(1)
 
 
 def _groups(values: Tensor, rewards: Rewards) -> Tensor:
@@ -356,8 +389,8 @@ def _mean_of_others(values: Tensor, rewards: Rewards) -> Tensor:
     """[N, T] → the mean of the other valued members of the group at each token; 0 where there is none."""
     used = _groups(rewards.valued.unsqueeze(1).to(values.dtype), rewards)
     grouped = _groups(values, rewards) * used
-    others = grouped.sum(dim=1, keepdim=True) - grouped
-    return (others / (used.sum(dim=1, keepdim=True) - used).clamp(min=1)).reshape(values.shape)
+    total = grouped.sum(dim=1, keepdim=True)
+    return grouped.neg_().add_(total).div_((used.sum(dim=1, keepdim=True) - used).clamp(min=1)).reshape(values.shape)
 
 
 def _group_std(values: Tensor, rewards: Rewards) -> Tensor:
@@ -371,11 +404,12 @@ def _group_std(values: Tensor, rewards: Rewards) -> Tensor:
 
 def _pooled(values: Tensor, places: Tensor, rewards: Rewards, *, centre: bool = True) -> tuple[Tensor, Tensor]:
     """[N, 1] mean and unbiased standard deviation (or, not centred, root mean square) over a group's `places`."""
-    used = _groups((places & rewards.valued.unsqueeze(1)).to(values.dtype), rewards)
-    grouped, count = _groups(values, rewards), used.sum(dim=(1, 2), keepdim=True)
-    mean = (grouped * used).sum(dim=(1, 2), keepdim=True) / count.clamp(min=1)
-    deviation = grouped - mean if centre else grouped
-    squares = (deviation.square() * used).sum(dim=(1, 2), keepdim=True)
+    used = _groups(places & rewards.valued.unsqueeze(1), rewards)
+    grouped, count = _groups(values, rewards).masked_fill(~used, 0), used.sum(dim=(1, 2), keepdim=True)
+    mean = grouped.sum(dim=(1, 2), keepdim=True) / count.clamp(min=1)
+    if centre:
+        grouped.sub_(mean).masked_fill_(~used, 0)
+    squares = grouped.square_().sum(dim=(1, 2), keepdim=True)
     std = (squares / ((count - 1) if centre else count).clamp(min=1)).sqrt()
     shape = (used.shape[0], rewards.group_size, 1)
     return mean.expand(shape).reshape(-1, 1), std.expand(shape).reshape(-1, 1)
@@ -389,22 +423,43 @@ def _prime_source(values: Tensor, places: Tensor, rewards: Rewards) -> Tensor:
     others = (counted.sum(dim=1, keepdim=True) - 1).clamp(min=1)
     baseline = _groups(means, rewards).sum(dim=1, keepdim=True) / others
     factor = counted.sum(dim=1, keepdim=True).clamp(min=1) / others
-    return (_groups(values, rewards) * factor.unsqueeze(2) - baseline.unsqueeze(2)).reshape(values.shape) * places
+    source = (_groups(values, rewards) * factor.unsqueeze(2)).sub_(baseline.unsqueeze(2))
+    return source.reshape(values.shape).masked_fill_(~places, 0)
 
 
 def _whitened(values: Tensor, rewards: Rewards) -> Tensor:
-    """(x − mean) / √(σ² + 1e-8) over the tokens of all valued rows; unchanged if there are fewer than two."""
+    """(x − mean) / √(σ² + 1e-8) over the tokens of the valued rows of all ranks; unchanged for fewer than two."""
     places = rewards.mask & rewards.valued.unsqueeze(1)
-    used = values[places]
-    if used.numel() < 2:
+    count, mean, variance = moments([(values[places], 1)], rewards.sum_over_ranks)
+    if count < 2:
         return values
-    return (values - used.mean()) / (used.var() + VARIANCE_EPSILON).sqrt() * places
+    return (values - mean).div_((variance + VARIANCE_EPSILON).sqrt())
+
+
+def moments(
+    samples: Iterable[tuple[Tensor, Tensor | int]], sum_over_ranks: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and unbiased variance of S samples over all ranks, each [S] float64; NaN where there are too few.
+
+    Σ(x − mean)² is a second sum over the ranks: from Σx² in the first it would lose digits.
+
+    Args:
+        samples: this rank's (values, how often each of them counts); may be empty.
+    """
+    weighed = [(values.double(), torch.as_tensor(times).expand_as(values)) for values, times in samples]
+    sums = [torch.stack([times.sum().double(), (values * times).sum()]) for values, times in weighed]
+    count, total = sum_over_ranks(torch.stack(sums)).unbind(1)
+    mean = total / count
+    centred = zip(weighed, mean, strict=True)
+    squares = [(values - centre).square_().mul_(times).sum() for (values, times), centre in centred]
+    return count, mean, sum_over_ranks(torch.stack(squares)) / (count - 1).clamp(min=0)
 
 
 def spread_over_episodes(values: Tensor, ends: Tensor) -> Tensor:
     """[N, T]: each token gets the value at the end of its episode; 0 in the final answer."""
-    spread, current = torch.zeros_like(values), torch.zeros(len(values), dtype=values.dtype)
-    for t in reversed(range(values.shape[1])):
-        current = torch.where(ends[:, t], values[:, t], current)
-        spread[:, t] = current
-    return spread
+    stops = ends.clone()
+    stops[:, -1:] = True  # what follows a row's last end is a run, too
+    stop = stops.flatten().nonzero().squeeze(1)
+    levels = torch.where(ends.flatten()[stop], values.flatten()[stop], 0)
+    runs = stop.diff(prepend=stop.new_tensor([-1]))
+    return levels.repeat_interleave(runs, output_size=values.numel()).view(values.shape)

@@ -10,14 +10,13 @@ Each failed check is said once, with the remedy.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from dash_trl.process_rewards.credit import Rewards
+from dash_trl.process_rewards.credit import Rewards, moments
 
 logger = logging.getLogger(__name__)
 
@@ -28,41 +27,53 @@ DEAR = 0.5  # share of the time between two windows that V may take
 PATIENCE = 3  # windows in a row before a warning: one window may be an accident
 
 
-def process_metrics(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: Tensor, *, skipped: Tensor) -> dict:
-    """Numbers of a generation batch, over all ranks.
+Figures = dict[str, tuple[float, float]]  # name → mean and standard deviation; NaN where there is nothing to average
+
+
+def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: Tensor, *, skipped: Tensor) -> Figures:
+    """Figures of a generation batch, over all ranks: what is logged, under its name, and what the checks ask for.
 
     Args:
         boundaries, values: [N, K], padded with −1 and NaN. credit: [N, T]. skipped: [N] bool, rows not asked for.
     """
-    asked = (boundaries >= 0) & ~skipped.unsqueeze(1)
-    rows = ~skipped
-    count = (boundaries >= 0).sum(dim=1)
-    last = values.gather(1, (count - 1).clamp(min=0).unsqueeze(1)).flatten()
-    mask, used = rewards.mask, rewards.mask & rewards.valued.unsqueeze(1)
-    outcome = rewards.outcome_advantages.unsqueeze(1).expand_as(credit)
-    numbers = {
-        "process/episodes": (count - 1)[rows].double().mean(),
-        "process/missing_values": values.isnan()[asked].double().mean(),
-        "process/valued_rows": rewards.valued.double().mean(),
-        "process/value_first": values[rows, 0].nanmean(),
-        "process/value_last": last[rows].nanmean(),
-        "process/structured_rows": structured(credit, mask)[rewards.valued].double().mean(),
-        "advantage/mean": credit[mask].mean(),
-        "advantage/std": credit[mask].std(),
-        "advantage/mean_outcome_only": outcome[mask].mean(),
-        "advantage/std_outcome_only": outcome[mask].std(),
+    asked, valued = ~skipped, rewards.valued
+    count, lengths = (boundaries >= 0).sum(dim=1), rewards.mask.sum(dim=1)
+    first, last = (values.gather(1, at.unsqueeze(1)).flatten() for at in (count * 0, (count - 1).clamp(min=0)))
+    row, token = (rewards.ends & valued.unsqueeze(1)).nonzero(as_tuple=True)
+    utilities, early = rewards.process[row, token], 2 * token < lengths[row]
+    several, structure = row.bincount(minlength=len(valued)) > 1, structured(credit, rewards.mask)
+    outcome, tokens = rewards.outcome_advantages, credit[rewards.mask]
+    samples: dict[str, tuple[Tensor, Tensor | int]] = {
+        "process/episodes": ((count - 1)[asked], 1),
+        "process/missing_values": (values.isnan()[(boundaries >= 0) & asked.unsqueeze(1)], 1),
+        "process/valued_rows": (valued, 1),
+        "process/value_first": (first[asked & ~first.isnan()], 1),
+        "process/value_last": (last[asked & ~last.isnan()], 1),
+        "process/structured_rows": (structure[valued], 1),
+        "process/utility_first_half": (utilities[early], 1),
+        "process/utility_second_half": (utilities[~early], 1),
+        "advantage/mean": (tokens, 1),
+        "advantage/mean_outcome_only": (outcome, lengths),
+        "asked": (asked, 1),
+        "structured where several": (structure[several], 1),
+        "added": (tokens - outcome.repeat_interleave(lengths), 1),
+        "outcome": (outcome[valued], 1),
     }
-    # U by position: first and second half of the completion
-    position = torch.arange(mask.shape[1]) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    for name, half in (("first_half", position < 0.5), ("second_half", position >= 0.5)):
-        numbers[f"process/utility_{name}"] = rewards.process[rewards.ends & used & half].mean()
-    return {name: float(number) for name, number in numbers.items() if not number.isnan()}
+    _, means, variances = moments(samples.values(), rewards.sum_over_ranks)
+    return dict(zip(samples, zip(means.tolist(), variances.sqrt().tolist(), strict=True), strict=True))
+
+
+def process_metrics(figures: Figures) -> dict[str, float]:
+    """What is logged of them."""
+    numbers = {name: mean for name, (mean, _) in figures.items() if "/" in name}
+    for name in ("advantage/mean", "advantage/mean_outcome_only"):
+        numbers[name.replace("mean", "std")] = figures[name][1]
+    return {name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
 def structured(credit: Tensor, mask: Tensor) -> Tensor:
     """[N] bool: rows whose tokens have more than one advantage."""
-    high = credit.masked_fill(~mask, -torch.inf).amax(dim=1)
-    low = credit.masked_fill(~mask, torch.inf).amin(dim=1)
+    low, high = torch.where(mask, credit, credit[:, :1]).aminmax(dim=1)
     return high - low > 1e-6
 
 
@@ -73,36 +84,35 @@ class Diagnostics:
         self._failures = {"values": 0, "structure": 0, "scale": 0, "time": 0}
         self._last: float | None = None
 
-    def check(self, credit: Tensor, rewards: Rewards, *, asked: bool, seconds: float, estimator: str) -> None:
+    def check(self, figures: Figures, *, seconds: float, estimator: str) -> None:
         """
         Args:
-            credit: [N, T]. asked: for the values of any row. seconds: that they took. estimator: its name.
+            figures: `batch_figures`. seconds: that the values took. estimator: its name.
         """
         now = time.perf_counter()
         between = now - self._last if self._last is not None else None
         self._last = now
+        asked, valued = figures["asked"][0], figures["process/valued_rows"][0]
+        several_structured = figures["structured where several"][0]
+        process, outcome = figures["added"][1], figures["outcome"][1]
         if asked:
             self._note(
                 "values",
-                not rewards.valued.any(),
+                valued == 0,
                 "No row has a value at its beginning and its end, so that there is no process reward: are the answers "
                 "empty, or does the value estimator give NaN only? process/missing_values in the log is their share.",
             )
-        several = (rewards.ends.sum(dim=1) > 1) & rewards.valued
-        if several.any():
-            collapsed = estimator in SCALAR_ESTIMATORS or not structured(credit, rewards.mask)[several].any()
+        if not math.isnan(several_structured):
             self._note(
                 "structure",
-                collapsed,
+                estimator in SCALAR_ESTIMATORS or several_structured == 0,
                 f"All tokens of every row have one advantage: estimator={estimator!r} loses the structure of the "
                 "process rewards. Use 'centered_return', 'episode' or another per-token estimator.",
             )
-        if rewards.valued.any():
-            process = (credit - rewards.outcome_advantages.unsqueeze(1))[rewards.mask].std()
-            outcome = rewards.outcome_advantages[rewards.valued].std()
+        if valued:
             self._note(
                 "scale",
-                bool(process < DROWNED * outcome),
+                process < DROWNED * outcome,
                 f"The process part changes the advantages by {process:.1e}, the outcome's spread is {outcome:.1e}: the "
                 "signal is drowned. Raise CreditSettings.process_weight, or lower scale_floor if V hardly moves.",
             )

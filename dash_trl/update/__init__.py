@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         outcome_advantages,
         weighted_rewards,
     )
+    from dash_trl.update.arguments import check_tensor
     from dash_trl.update.filtering import Filtered, filter_rows, loss_scale
     from dash_trl.update.importance_sampling import importance_sampling_ratio
     from dash_trl.update.isolation import computing_dtype, evaluating, isolation_flaw
