@@ -187,21 +187,24 @@ class Survivors(CreditedRollouts):
         Returns:
             TRL's model inputs: the set fields among `prompt_ids` … `importance_sampling_ratio`, [size, ·].
         """
-        width = self.completion_ids.shape[1]
-        prompt = int(self.prompt_mask[rows].sum(dim=1).max()) if rows else DUMMY_PROMPT_TOKENS
+        width, chosen = self.completion_ids.shape[1], torch.tensor(rows, dtype=torch.long)
+        prompt = int(self.prompt_mask[chosen].sum(dim=1).max()) if rows else DUMMY_PROMPT_TOKENS
         if not trim_prompts:
             prompt = self.prompt_mask.shape[1]
-        longest = int(self.completion_mask[rows].sum(dim=1).max()) if rows else 0
+        longest = int(self.completion_mask[chosen].sum(dim=1).max()) if rows else 0
         completion = max(longest, COMPLETION_COLUMNS)
         inputs = {}
         for name, value in self.tensors().items():
             if name in ("group", "policy_version", "rewards"):
                 continue
-            value, filler = value[rows], pad_token_id if name.endswith("_ids") else 0
+            filler = pad_token_id if name.endswith("_ids") else 0
             if name in ("prompt_ids", "prompt_mask"):
-                value = value[:, max(value.shape[1] - prompt, 0) :] if rows else value.new_zeros(0, prompt)
+                value = value[:, max(value.shape[1] - prompt, 0) :][chosen] if rows else value.new_zeros(0, prompt)
             elif value.dim() == 2 and value.shape[1] == width:
-                value = torch.nn.functional.pad(value[:, :completion], (0, max(completion - width, 0)), value=filler)
+                value = value[:, :completion][chosen]
+                value = torch.nn.functional.pad(value, (0, max(completion - width, 0)), value=filler)
+            else:
+                value = value[chosen]
             dummies = value.new_full((size - len(rows), *value.shape[1:]), filler)
             inputs[name] = torch.cat([value, dummies])
         if not rows:

@@ -85,6 +85,7 @@ def _pack(
     if not padding_free:
         return _sorted_bins(rows, lengths, max_rows=max_rows, max_tokens=max_tokens)
     tokens = {row: lengths[row][0] + lengths[row][1] for row in rows}
+    rows.sort(key=tokens.__getitem__, reverse=True)  # once for both; rows of one length stay in their order
     if max_tokens is None:
         return balanced_bins(rows, tokens, count=-(-len(rows) // max_rows), max_rows=max_rows)
     fitted = fitted_bins(rows, tokens, max_tokens)
@@ -100,7 +101,7 @@ def balanced_bins(rows: Sequence[int], tokens: dict[int, int], *, count: int, ma
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, index) for index in range(count)]
-    for row in sorted(rows, key=lambda row: (-tokens[row], row)):
+    for row in sorted(rows, key=tokens.__getitem__, reverse=True):
         load, index = heapq.heappop(heap)
         bins[index].append(row)
         if len(bins[index]) < max_rows:
@@ -115,7 +116,7 @@ def fitted_bins(rows: Sequence[int], tokens: dict[int, int], max_tokens: int) ->
     """
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
-    for row in sorted(rows, key=lambda row: (-tokens[row], row)):
+    for row in sorted(rows, key=tokens.__getitem__, reverse=True):
         at = bisect_left(room, (tokens[row], -1))
         if at == len(room):
             left, index = max_tokens, len(bins)
