@@ -69,7 +69,7 @@ class Rewards:
         for name in ("outcome", "outcome_advantages"):
             check_tensor(name, getattr(self, name), "floats", N=rows)
         check_tensor("valued", self.valued, "bools", N=rows)
-        if rows % self.group_size:
+        if self.group_size < 1 or rows % self.group_size:
             raise ValueError(f"{rows} rows do not split into groups of {self.group_size}: pass whole groups.")
 
 

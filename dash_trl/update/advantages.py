@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dash_trl.update.arguments import check_tensor
+
 # TRL adds this to every standard deviation (grpo_trainer.py); equal advantages need the same constant.
 STD_FLOOR = 1e-4
 
@@ -49,9 +51,10 @@ def group_advantages(
     Returns:
         [N] float32 on the CPU, same order.
     Raises:
-        ValueError: if the rows do not split into whole groups, or an option is unknown.
+        ValueError: for a tensor of another rank or length, rows that do not split into whole groups, or an unknown
+            option.
     """
-    _check_groups(rewards, group_size)
+    _check_groups(rewards, weights, group_size)
     rewards, weights = rewards.cpu().double(), weights.cpu().double()  # MPS has no float64
     unscored = rewards.isnan().all(dim=1)
     grouped = rewards.view(-1, group_size, rewards.shape[1])  # [M, G, F]
@@ -154,9 +157,11 @@ def outcome_advantages(
     Returns:
         [N] float32 on the CPU, same order; 0 for unscored rows.
     Raises:
-        ValueError: if the rows do not split into whole groups.
+        ValueError: for a tensor of another rank or length, or rows that do not split into whole groups.
     """
-    _check_groups(rewards, group_size)
+    _check_groups(rewards, weights, group_size)
+    if lengths is not None:
+        check_tensor("lengths", lengths, N=len(rewards))
     rewards, weights = rewards.cpu().double(), weights.cpu().double()  # MPS has no float64
     lengths = torch.ones(len(rewards)) if lengths is None else lengths.cpu()
     total = weighted_rewards(rewards, weights).view(-1, group_size, 1)
@@ -172,7 +177,11 @@ def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
 
     Args:
         rewards: NaN = not applicable, a row of NaN is unscored. weights: [F], on any device.
+    Raises:
+        ValueError: for a tensor of another rank or length.
     """
+    check_tensor("rewards", rewards, N=None, F=None)
+    check_tensor("weights", weights, F=rewards.shape[1])
     total = (rewards * weights.to(rewards.device)).nansum(dim=1)
     return total.masked_fill(rewards.isnan().all(dim=1), torch.nan)
 
@@ -205,8 +214,10 @@ def checked_advantages(advantages: Tensor, rewards: Tensor, culprit: str) -> Ten
     raise ValueError(f"{culprit} gave advantages that cannot be used: {reason}.")
 
 
-def _check_groups(rewards: Tensor, group_size: int) -> None:
-    if rewards.shape[0] % group_size:
+def _check_groups(rewards: Tensor, weights: Tensor, group_size: int) -> None:
+    check_tensor("rewards", rewards, N=None, F=None)
+    check_tensor("weights", weights, F=rewards.shape[1])
+    if group_size < 1 or rewards.shape[0] % group_size:
         raise ValueError(
             f"{rewards.shape[0]} rewards do not split into groups of {group_size}: was a completion dropped before "
             "its group was complete?"

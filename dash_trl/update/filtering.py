@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dash_trl.update.arguments import check_tensor
 from dash_trl.update.schedule import Segment
 
 # Losses that TRL averages over the rows of a micro-batch, and the one that it averages over its tokens. The others
@@ -44,7 +45,13 @@ def filter_rows(advantages: Tensor, loss_mask: Tensor, scored: Tensor, threshold
         scored: [B] bool.
         threshold: >= 0; 0 drops only rows without any signal. `None` turns filtering off: every row is kept, as in
             TRL.
+    Raises:
+        ValueError: for a tensor of another rank, length or dtype.
     """
+    check_tensor("scored", scored, "bools", B=None)
+    check_tensor("loss_mask", loss_mask, B=len(scored), T=None)
+    tokens = {"T": loss_mask.shape[1]} if getattr(advantages, "ndim", 1) == 2 else {}
+    check_tensor("advantages", advantages, "floats", B=len(scored), **tokens)
     per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
     signal = (per_token.abs() * loss_mask).amax(dim=1)
     unscored = ~scored

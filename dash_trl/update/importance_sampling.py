@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dash_trl.update.arguments import check_tensor
+
 
 def importance_sampling_ratio(
     old_per_token_logps: Tensor,
@@ -31,6 +33,8 @@ def importance_sampling_ratio(
         clip_min, clip_max: `None` = unbounded.
     Returns:
         [B, T] for the token modes, [B, 1] for the sequence modes.
+    Raises:
+        ValueError: for an unknown mode, or a tensor of another rank, length or dtype.
     """
     level, _, action = mode.partition("_")
     if level not in ("token", "sequence") or action not in ("truncate", "mask"):
@@ -38,6 +42,10 @@ def importance_sampling_ratio(
             f"vllm_importance_sampling_mode={mode!r} is unknown: use 'token_truncate', 'token_mask', "
             "'sequence_truncate' or 'sequence_mask'."
         )
+    check_tensor("old_per_token_logps", old_per_token_logps, "floats", B=None, T=None)
+    rows, tokens = old_per_token_logps.shape
+    check_tensor("sampling_per_token_logps", sampling_per_token_logps, "floats", B=rows, T=tokens)
+    check_tensor("loss_mask", loss_mask, B=rows, T=tokens)
     difference = ((old_per_token_logps - sampling_per_token_logps) * loss_mask).nan_to_num(nan=0.0)
     if level == "sequence":
         difference = difference.sum(dim=1, keepdim=True)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dash_trl.update.arguments import check_tensor
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -59,7 +61,17 @@ def plan_segment(
         padding_free: rows are laid end to end instead of padded to the longest.
     Returns:
         S lists of micro-batches, in the order in which they run; rows are indices into M.
+    Raises:
+        ValueError: for lengths of another rank, size or dtype, and for no micro-step or budget.
     """
+    check_tensor("lengths", lengths, "integers", R=None, M=None, columns=None)
+    if lengths.shape[2] < 2:
+        raise ValueError(
+            f"lengths has the shape {list(lengths.shape)}. Pass [R, M, ≥ 2]: prompt and completion tokens."
+        )
+    for name, number in (("micro_steps", micro_steps), ("max_rows", max_rows), ("max_tokens", max_tokens)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name}={number} leaves no room for a row. Use a number >= 1.")
     packed = [
         _pack(rank_lengths, max_rows=max_rows, max_tokens=max_tokens, padding_free=padding_free)
         for rank_lengths in lengths.tolist()
