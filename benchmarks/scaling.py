@@ -1,9 +1,13 @@
-"""Filter and pack: the time against the number of rows, for 8 simulated ranks.
+"""What DASH does beside the model passes: seconds and memory against the number of rows, for one of 8 ranks.
 
-    python benchmarks/scaling.py --json scaling.json        # under a minute
+    python benchmarks/scaling.py --json scaling.json        # under two minutes
 
-One process does what each of 8 ranks does: filter its own rows, then plan the passes of all ranks. Half of the rows
-survive; 32 micro-steps; the row budget, a token budget, and the padded layout.
+Filter and pack: a rank filters its own rows, then plans the passes of all ranks. Half of the rows survive; 32
+micro-steps; the row budget, a token budget, and the padded layout.
+
+The whole way: from the sampled rows of a rank (1,024 columns, about 300 tokens, 7 values each) by process rewards,
+filter and plan to the inputs of every pass (32 rows per micro-step, 8,192 tokens per pass). Memory is what a stage
+takes at its peak beyond what was there before it.
 """
 
 from __future__ import annotations
@@ -12,11 +16,17 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from dash_trl.update import filter_rows, plan_segment
+from dash_trl.process_rewards import CreditSettings
+from dash_trl.process_rewards.credit import Rewards, centered_return, place_rewards
+from dash_trl.process_rewards.diagnostics import batch_figures
+from dash_trl.rollout import RolloutBatch
+from dash_trl.update import PackedLayout, filter_rows, group_advantages, plan_segment
 
 RANKS, MICRO_STEPS, REPEATS = 8, 32, 5
 SIZES = (1_024, 4_096, 16_384, 65_536)
@@ -25,6 +35,7 @@ LAYOUTS = {
     "tokens": {"max_tokens": 4096},
     "padded": {"max_tokens": 4096, "padding_free": False},
 }
+OWN_ROWS, PROMPT, COMPLETION, GROUP, VALUES = (1_024, 2_048, 4_096, 8_192), 128, 1_024, 8, 7
 
 
 def seconds(rows: int, layout: dict) -> float:
@@ -43,17 +54,118 @@ def seconds(rows: int, layout: dict) -> float:
     return elapsed
 
 
+class Stages:
+    """Seconds and GiB of each stage, in their order; GiB on Linux only."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.memory: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        before, started = high_water(), time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - started
+        self.memory[name] = high_water(reset=False) - before
+
+
+def high_water(*, reset: bool = True) -> float:
+    """GiB that this process held at most since the last reset."""
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    except OSError:  # not on Linux
+        return float("nan")
+    return int(line.split()[1]) / 2**20
+
+
+def whole_way(rows: int) -> Stages:
+    generator = torch.Generator().manual_seed(rows)
+    completions = torch.randn(RANKS, rows, generator=generator).mul(0.8).exp().mul(240).clamp(8, COMPLETION).long()
+    prompts = torch.randint(20, PROMPT, (RANKS, rows), generator=generator)
+    rewards = (torch.rand(RANKS * rows, 1, generator=generator) < 0.5).float()
+    inner = torch.rand(rows, VALUES - 1, generator=generator).sort(dim=1).values * (completions[0, :, None] - VALUES)
+    boundaries = torch.nn.functional.pad(inner.long() + torch.arange(1, VALUES), (1, 0))
+    values = torch.rand(rows, VALUES, generator=generator)
+    completion_mask = (torch.arange(COMPLETION) < completions[0, :, None]).long()
+    prompt_mask = (torch.arange(PROMPT) >= PROMPT - prompts[0, :, None]).long()
+
+    stages = Stages()
+    with stages.stage("batch"):
+        batch = RolloutBatch(
+            prompt_ids=prompt_mask * 7,
+            prompt_mask=prompt_mask,
+            completion_ids=completion_mask * 8,
+            completion_mask=completion_mask,
+            group=torch.arange(rows) // GROUP,
+            policy_version=torch.zeros(rows, dtype=torch.long),
+            examples=[{}] * rows,
+        ).with_rewards(rewards[:rows])
+        batch.validate(like=batch.tensors(), culprit="nobody")
+    with stages.stage("advantages of all"):
+        credited = batch.with_advantages(group_advantages(rewards, torch.ones(1), GROUP)[:rows].clone())
+    with stages.stage("credit"):
+        process, ends, per_token, valued = place_rewards(boundaries, values, completions[0], COMPLETION)
+        seen = Rewards(
+            process=process,
+            ends=ends,
+            values=per_token,
+            mask=completion_mask.bool(),
+            outcome=rewards[:rows, 0].double(),
+            outcome_advantages=credited.advantages.double(),
+            valued=valued,
+            group_size=GROUP,
+        )
+        credit = centered_return(seen, CreditSettings())
+        batch_figures(seen, boundaries, values.double(), credit, skipped=~valued)
+        credited.advantages = credit.float()
+        credited.validate(like=credited.tensors(), culprit="nobody")
+        del process, ends, per_token, seen, credit
+    with stages.stage("filter"):
+        keep = filter_rows(credited.advantages, credited.loss_mask, credited.scored, 0.1).keep
+        credited.mean_advantages()
+    with stages.stage("survivors"):
+        order = torch.randperm(rows, generator=generator)
+        own = credited.lengths()[order] * keep[order].unsqueeze(1)
+        survivors = credited.survivors(order[own[:, 1] > 0])
+    with stages.stage("plan of all"):
+        lengths = torch.stack([prompts, completions, completions], dim=2)
+        lengths[0] = own
+        plan = plan_segment(lengths, rows // 32, max_rows=32, max_tokens=8192)
+    with stages.stage("micro-batches"):
+        position = (own[:, 1] > 0).cumsum(0) - 1
+        for micro_batch in (micro_batch for step in plan for micro_batch in step):
+            chosen = position[list(micro_batch.rows[0])].tolist()
+            inputs = survivors.micro_batch(chosen, size=micro_batch.size, pad_token_id=0)
+            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            PackedLayout.of(mask, inputs["completion_mask"].shape[1])
+    return stages
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
-    results: dict[str, dict[str, float]] = {}
+    results: dict[str, dict] = {"filter and pack": {}, "whole way": {}}
     print(f"{'rows':>7} " + " ".join(f"{name:>9}" for name in LAYOUTS) + "   (seconds, median of 5)")
     for rows in SIZES:
-        results[str(rows)] = {
+        figures = {
             name: statistics.median(seconds(rows, layout) for _ in range(REPEATS)) for name, layout in LAYOUTS.items()
         }
-        print(f"{rows:7d} " + " ".join(f"{value:9.4f}" for value in results[str(rows)].values()), flush=True)
+        results["filter and pack"][str(rows)] = figures
+        print(f"{rows:7d} " + " ".join(f"{value:9.4f}" for value in figures.values()), flush=True)
+    for own in OWN_ROWS:
+        runs = [whole_way(own) for _ in range(REPEATS)]
+        names = list(runs[0].seconds)
+        time_of = {name: statistics.median(run.seconds[name] for run in runs) for name in names}
+        memory_of = {name: max(run.memory[name] for run in runs) for name in names}
+        total = statistics.median(sum(run.seconds.values()) for run in runs)
+        results["whole way"][str(own)] = {"seconds": {**time_of, "all": total}, "GiB": memory_of}
+        if own == OWN_ROWS[0]:
+            print(f"\n{'rows of a rank':>14} " + " ".join(f"{name:>17}" for name in (*names, "all")))
+        cells = [f"{time_of[name]:7.3f} s{memory_of[name]:5.2f} GiB" for name in names]
+        print(f"{own:14d} " + " ".join(f"{cell:>17}" for cell in [*cells, f"{total:.3f} s"]), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback
 from dash_trl.process_rewards import (
+    ESTIMATORS,
     AnswerLogProbValue,
     CreditSettings,
     MonteCarloValue,
@@ -349,6 +350,21 @@ def returning(rows):
 def test_values_of_the_wrong_shape_name_the_function(tiny_model, tmp_path, rows, said):
     with pytest.raises(ValueError, match=said):
         train(tiny_model, tmp_path, callback(value=returning(rows)))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "said"),
+    [
+        (lambda rewards, settings: None, "What estimator='mine' returned is a NoneType"),
+        (lambda rewards, settings: rewards.outcome_advantages, r"has the shape \[16\], which is not \[N=16, T=\d+\]"),
+        (lambda rewards, settings: rewards.mask, "has the dtype torch.bool. Pass floats"),
+    ],
+    ids=["nothing", "rows", "mask"],
+)
+def test_an_estimator_that_returns_something_else_is_named(tiny_model, tmp_path, monkeypatch, estimator, said):
+    monkeypatch.setitem(ESTIMATORS, "mine", estimator)
+    with pytest.raises(ValueError, match=said):
+        train(tiny_model, tmp_path, callback(estimator="mine"))
 
 
 def test_values_may_be_any_numbers(tiny_model, tmp_path):
