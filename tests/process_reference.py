@@ -185,3 +185,35 @@ def gae(batch, s):
                 advantages.insert(0, later)
             results.append(advantages)
     return results
+
+
+def figures(rows):
+    """name → (mean, standard deviation) of a batch's rows, which have `boundaries`, V at them, `skipped`, `credit`."""
+    asked = [row for row in rows if not row["skipped"]]
+    valued = [row for row in rows if row["valued"]]
+    several = [row for row in valued if len(row["utilities"]) > 1]
+    ends = [(last / row["length"], utility) for row in valued for last, utility in row["utilities"]]
+    samples = {
+        "process/episodes": [len(row["boundaries"]) - 1 for row in asked],
+        "process/missing_values": [math.isnan(value) for row in asked for value in row["at_boundaries"]],
+        "process/valued_rows": [row["valued"] for row in rows],
+        "process/value_first": [row["at_boundaries"][0] for row in asked if not math.isnan(row["at_boundaries"][0])],
+        "process/value_last": [row["at_boundaries"][-1] for row in asked if not math.isnan(row["at_boundaries"][-1])],
+        "process/structured_rows": [bends(row["credit"]) for row in valued],
+        "process/utility_first_half": [utility for at, utility in ends if at < 0.5],
+        "process/utility_second_half": [utility for at, utility in ends if at >= 0.5],
+        "advantage/mean": [value for row in rows for value in row["credit"]],
+        "advantage/mean_outcome_only": [row["advantage"] for row in rows for _ in row["credit"]],
+        "asked": [not row["skipped"] for row in rows],
+        "structured where several": [bends(row["credit"]) for row in several],
+        "added": [value - row["advantage"] for row in rows for value in row["credit"]],
+        "outcome": [row["advantage"] for row in valued],
+    }
+    return {
+        name: (mean(sample) if sample else math.nan, deviation(sample) if len(sample) > 1 else math.nan)
+        for name, sample in samples.items()
+    }
+
+
+def bends(values):
+    return bool(values) and max(values) - min(values) > 1e-6

@@ -44,13 +44,19 @@ def make_rows(seed: int, count: int, *, missing: float = 0.2, scale: float = 1.0
     return rows
 
 
-def as_rewards(rows: list[dict], group_size: int, advantages: list[float] | None = None) -> Rewards:
-    most, width = max(len(row["boundaries"]) for row in rows), max(max(row["length"] for row in rows), 1)
+def as_tables(rows: list[dict]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Boundaries and values, padded, and lengths."""
+    most = max(len(row["boundaries"]) for row in rows)
     boundaries, values = torch.full((len(rows), most), -1), torch.full((len(rows), most), math.nan, dtype=torch.double)
     for i, row in enumerate(rows):
         boundaries[i, : len(row["boundaries"])] = torch.tensor(row["boundaries"])
         values[i, : len(row["values"])] = torch.tensor(row["values"], dtype=torch.double)
-    lengths = torch.tensor([row["length"] for row in rows])
+    return boundaries, values, torch.tensor([row["length"] for row in rows])
+
+
+def as_rewards(rows: list[dict], group_size: int, advantages: list[float] | None = None) -> Rewards:
+    boundaries, values, lengths = as_tables(rows)
+    width = max(int(lengths.max()), 1)
     outcome = torch.tensor([row["outcome"] for row in rows]).double()
     process, ends, per_token, valued = place_rewards(boundaries, values, lengths, width)
     return Rewards(
@@ -147,27 +153,27 @@ def test_the_credit_of_own_rows_is_that_among_the_rows_of_all(name, seed):
     torch.testing.assert_close(credit, ESTIMATORS[name](rewards, CHOSEN), atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_the_figures_are_those_of_all_ranks(seed):
-    generator = torch.Generator().manual_seed(seed)
-    rewards = as_rewards(make_rows(seed, 16), 4)
-    credit = ESTIMATORS["centered_return"](rewards, CHOSEN)
-    boundaries = torch.tensor([[0, 1, 2]] * 8 + [[0, 1, -1]] * 8)
-    values = torch.rand(16, 3, generator=generator).double().masked_fill(boundaries < 0, torch.nan)
-    skipped = torch.tensor([False, False, True, False] * 2 + [seed % 2 == 0] * 8)
+@pytest.mark.parametrize("name", ["centered_return", "grpo"])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_figures_are_their_definitions_over_the_rows_of_all_ranks(name, seed):
+    rows = make_rows(seed, 16, missing=[0.1, 0.5, 1.0][seed % 3])
+    rewards = as_rewards(rows, 4)
+    credit = ESTIMATORS[name](rewards, CHOSEN)
+    boundaries, values, _ = as_tables(rows)
+    skipped = rewards.outcome.isnan() | torch.tensor([seed % 4 == 0] * 8 + [False] * 8)
 
     def figures(own, rows):
         return batch_figures(own, boundaries[rows], values[rows], credit[rows], skipped=skipped[rows])
 
-    expected = figures(rewards, slice(None))
-    assert expected["process/value_first"][0] == pytest.approx(values[~skipped, 0].mean().item(), abs=1e-12)
-    assert expected["advantage/mean"] == pytest.approx(
-        (credit[rewards.mask].mean().item(), credit[rewards.mask].var().item() ** 0.5), abs=1e-12
-    )
-    for one in on_two_ranks(rewards, figures):
-        assert one.keys() == expected.keys()
-        for name, mean_and_std in one.items():
-            assert mean_and_std == pytest.approx(expected[name], abs=1e-12, nan_ok=True), name
+    plain = [row for group in as_floats(rows, rewards) for row in group]
+    for i, (row, given) in enumerate(zip(plain, rows, strict=True)):
+        row |= {"boundaries": given["boundaries"], "at_boundaries": given["values"]}
+        row |= {"skipped": bool(skipped[i]), "credit": credit[i, : row["length"]].tolist()}
+    expected = process_reference.figures(plain)
+    for found in (figures(rewards, slice(None)), *on_two_ranks(rewards, figures)):
+        assert found.keys() == expected.keys()
+        for figure, mean_and_std in found.items():
+            assert mean_and_std == pytest.approx(expected[figure], abs=1e-12, nan_ok=True), figure
 
 
 def test_reinforce_plus_plus_baseline_of_outcomes_is_verl_s():
