@@ -370,10 +370,10 @@ def _discounted(values: Tensor, discount: float) -> Tensor:
     """[N, T]: G_t = v_t + discount·G_{t+1}."""
     if discount == 1.0:
         return _returns_to_go(values)
-    sums = values.clone()
-    for t in reversed(range(values.shape[1] - 1)):
-        sums[:, t].add_(sums[:, t + 1], alpha=discount)
-    return sums
+    sums = values.t().contiguous()  # [T, N]: a token of all rows is one run of memory
+    for t in reversed(range(len(sums) - 1)):
+        sums[t].add_(sums[t + 1], alpha=discount)
+    return sums.t().contiguous()
 
 
 def _returns_to_go(values: Tensor) -> Tensor:
