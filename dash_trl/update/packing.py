@@ -72,9 +72,10 @@ def plan_segment(
     for name, number in (("micro_steps", micro_steps), ("max_rows", max_rows), ("max_tokens", max_tokens)):
         if number is not None and number < 1:
             raise ValueError(f"{name}={number} leaves no room for a row. Use a number >= 1.")
+    # Column by column: a list per row would set Python's garbage collector going, which takes longer than the plan.
     packed = [
-        _pack(rank_lengths, max_rows=max_rows, max_tokens=max_tokens, padding_free=padding_free)
-        for rank_lengths in lengths.tolist()
+        _pack(prompts, completions, max_rows=max_rows, max_tokens=max_tokens, padding_free=padding_free)
+        for prompts, completions in zip(lengths[..., 0].tolist(), lengths[..., 1].tolist(), strict=True)
     ]
     count = max(len(bins) for bins in packed)
     if count == 0 and last_must_run:
@@ -91,12 +92,12 @@ def plan_segment(
 
 
 def _pack(
-    lengths: Sequence[Sequence[int]], *, max_rows: int, max_tokens: int | None, padding_free: bool
+    prompts: list[int], completions: list[int], *, max_rows: int, max_tokens: int | None, padding_free: bool
 ) -> list[list[int]]:
-    rows = [row for row, columns in enumerate(lengths) if columns[1] > 0]
+    rows = [row for row, completion in enumerate(completions) if completion > 0]
     if not padding_free:
-        return _sorted_bins(rows, lengths, max_rows=max_rows, max_tokens=max_tokens)
-    tokens = {row: lengths[row][0] + lengths[row][1] for row in rows}
+        return _sorted_bins(rows, prompts, completions, max_rows=max_rows, max_tokens=max_tokens)
+    tokens = {row: prompts[row] + completions[row] for row in rows}
     rows.sort(key=tokens.__getitem__, reverse=True)  # once for both; rows of one length stay in their order
     if max_tokens is None:
         return balanced_bins(rows, tokens, count=-(-len(rows) // max_rows), max_rows=max_rows)
@@ -141,18 +142,18 @@ def fitted_bins(rows: Sequence[int], tokens: dict[int, int], max_tokens: int) ->
 
 
 def _sorted_bins(
-    rows: Sequence[int], lengths: Sequence[Sequence[int]], *, max_rows: int, max_tokens: int | None
+    rows: list[int], prompts: list[int], completions: list[int], *, max_rows: int, max_tokens: int | None
 ) -> list[list[int]]:
     """Runs of rows of similar length, for a padded layout: rows × (longest prompt + longest completion) ≤ budget."""
     bins: list[list[int]] = []
     prompt = completion = 0
-    for row in sorted(rows, key=lambda row: (-lengths[row][1], -lengths[row][0], row)):
+    for row in sorted(rows, key=lambda row: (-completions[row], -prompts[row], row)):
         size = len(bins[-1]) + 1 if bins else 1
-        wide = max(prompt, lengths[row][0]) + max(completion, lengths[row][1])
+        wide = max(prompt, prompts[row]) + max(completion, completions[row])
         full = size > max_rows if max_tokens is None else size * wide > max_tokens
         if not bins or full:
             bins.append([])
             prompt = completion = 0
         bins[-1].append(row)
-        prompt, completion = max(prompt, lengths[row][0]), max(completion, lengths[row][1])
+        prompt, completion = max(prompt, prompts[row]), max(completion, completions[row])
     return bins
