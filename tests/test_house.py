@@ -6,6 +6,7 @@ import ast
 import inspect
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ PACKAGE = Path(__file__).parents[1] / "dash_trl"
 STARTERS = {"threading", "multiprocessing", "subprocess", "pebble"}
 UPDATE = ["advantages", "filtering", "packing", "schedule", "importance_sampling", "isolation", "regularizers"]
 PURE = [f"update.{name}" for name in (*UPDATE, "skipped_steps")]
-PURE += ["rollout.batch", "rollout.resume", "monitoring.metrics"]
+PURE += ["rollout.batch", "rollout.window", "rollout.resume", "monitoring.metrics", "monitoring.recorder"]
+PURE += ["process_rewards.credit", "process_rewards.diagnostics"]
 PURE += ["sampling.health", "sampling.weights.checksum", "sampling.urls", "sampling.server"]
 
 
@@ -23,6 +25,15 @@ def test_pure_modules_import_neither_trl_nor_vllm(module):
     heavy = {"trl", "vllm", "transformers", "accelerate"}
     code = f"import dash_trl.{module}, sys; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_what_runs_in_a_vllm_server_or_a_notebook_is_light():
+    """vLLM loads the plugin into each of its processes, and a notebook imports the package before it needs it."""
+    for module in ("dash_trl.sampling.vllm_plugin", "dash_trl", "dash_trl.rewards"):
+        heavy = {"trl", "aiohttp", "transformers"} | ({"torch"} if module != "dash_trl.sampling.vllm_plugin" else set())
+        code = f"import {module}, sys; print(sorted({heavy} & set(sys.modules)))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout == "[]\n", module
 
 
 def module_of(path: Path) -> str:
@@ -54,6 +65,14 @@ def test_a_room_imports_another_only_by_what_its_door_names():
             room = room_of(target)
             within = f"{room_of(module)}.".startswith(f"{room}.")  # a room within a room knows what surrounds it
             assert target == room or within or module in ROOMS, f"{module} imports {target}: import from {room}"
+
+
+def test_a_door_names_what_there_is_and_no_module():
+    """A name that is a module's, too, would be the module as soon as that is imported."""
+    for room in ROOMS:
+        for _, name in imports(room):
+            if not name.startswith("lazy"):
+                assert hasattr(import_module(room), name) and f"{room}.{name}" not in MODULES, f"{room} names {name}"
 
 
 @pytest.mark.parametrize("rooms", [False, True])
