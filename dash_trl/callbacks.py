@@ -57,7 +57,9 @@ class DASHCallback(TrainerCallback):
     def on_rollouts_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
     ) -> None:
-        """The rollouts are in CPU memory. May change the masks, and values of the other fields."""
+        """The rollouts are in CPU memory. A `tool_mask`, [B, T], takes tokens out of the loss; the other masks say
+        where tokens are.
+        """
 
     def on_rewards(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: ScoredRollouts, **kwargs

@@ -3,12 +3,14 @@
     rank 0   work ──► done ───┐
     rank 1   work ──► error ──┴──► meeting ──► the error is raised on every rank
 
-Without the meeting the others would go on into their next collective and wait there for a rank that has gone.
+Without the meeting the others would go on into their next collective and wait there for a rank that has gone. It is not
+a collective itself: a rank that fails within one would answer another than the others are in.
 """
 
 from __future__ import annotations
 
-import itertools
+import logging
+import pickle
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,56 +19,70 @@ import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 PATIENCE = 10.0  # seconds that a failed rank waits for the others, which may be in a collective that it left out
-SHORTEST_LOOK, LONGEST_LOOK = 1e-4, 0.02  # seconds between looks at whether all have come
+TIMEOUT = 1800.0  # seconds that the others wait; torch's for a collective on gloo
+SAY_EVERY = 60.0  # seconds of waiting between two words about who is missing
+FIRST_LOOK, LAST_LOOK, LOOK_SHARE = 1e-4, 0.2, 0.02  # seconds between looks: a share of those waited, within limits
 
 T = TypeVar("T")
 
-_meetings = itertools.count()  # of this process: every rank comes to the same ones, in the same order
+# The meetings of this process so far, at each depth of agreements within agreements. All ranks come to the same ones in
+# the same order; those within a work that failed on one rank do not shift the numbers of the later ones.
+_depths = [0]
+_left_behind: list[str] = []  # this rank's keys of meetings that others may still be reading
 
 
 class RankFailed(RuntimeError):
-    """Another rank failed; the message names it and its error."""
+    """Another rank failed, or did not come; the message names it and its error."""
 
 
 class Ranks:
     """The ranks of a run, seen from one of them. On the main thread, in the same order on every rank.
 
     Args:
-        accelerator: accelerate's `Accelerator`.
+        accelerator: accelerate's `Accelerator`. timeout: seconds to wait for a rank in an agreement.
     """
 
-    def __init__(self, accelerator: Any):
+    def __init__(self, accelerator: Any, timeout: float = TIMEOUT):
         self._accelerator = accelerator
+        self._timeout = timeout
         self.rank: int = accelerator.process_index
         self.count: int = accelerator.num_processes
 
     def agree(self, work: Callable[[], T], *, main_only: bool = False, from_main: bool = False) -> T:
         """Do it on every rank, or on the main one; if it fails on any, all raise.
 
-        Not by a collective: a rank that fails within `work` may have left the others in one. It then waits `PATIENCE`
-        for them and ends with its own error, after which the launcher ends the others.
+        A rank that fails while the others are in a collective waits `PATIENCE` for them and ends with its own error,
+        after which the launcher ends the others.
 
         Args:
             main_only: only the main process works. from_main: all work, and get the main process's value.
         Raises:
-            Exception: what `work` raised on this rank.
-            RankFailed: on the ranks on which it did not fail.
+            Exception: what `work` raised on this rank, or else on the first that failed, with a `RankFailed` as its
+                cause.
+            RankFailed: where another rank's error cannot be pickled, or a rank did not come in time.
         """
+        _depths[-1] += 1
+        meeting = [".".join(map(str, _depths[: depth + 1])) for depth in range(len(_depths))]
         value: Any = None
         error: Exception | None = None
-        if self.rank == 0 or not main_only:
-            try:
+        _depths.append(0)
+        try:
+            if self.rank == 0 or not main_only:
                 value = work()
-            except Exception as caught:  # relayed to all ranks
-                error = caught
+        except Exception as caught:  # relayed to all ranks
+            error = caught
+        finally:
+            _depths.pop()
         if self.count > 1:
-            said = None if error is None else f"{type(error).__name__}: {error}"
             store = dist.distributed_c10d._get_default_store()
-            failures = meet(store, self.rank, self.count, said, next(_meetings))
-            if error is None and failures:
-                rank, message = min(failures.items())
-                raise RankFailed(f"Rank {rank} failed with {message}")
+            others = meet(store, self.rank, self.count, error, meeting, _left_behind, timeout=self._timeout)
+            if error is None and others:
+                rank, (text, relayed) = min(others.items())
+                cause = RankFailed(f"Rank {rank} failed with {text}")
+                raise cause if relayed is None else relayed from cause
         if error is not None:
             raise error
         if main_only or from_main:
@@ -100,44 +116,71 @@ class Ranks:
         return slice(self.rank * rows, (self.rank + 1) * rows)
 
 
+Failures = dict[int, tuple[str, Exception | None]]  # rank → what it said, and its error where that can be pickled
+
+
 def meet(
-    store: Any, rank: int, count: int, failure: str | None, number: int, *, patience: float = PATIENCE
-) -> dict[int, str]:
-    """Wait for all ranks, each with its failure or None.
+    store: Any,
+    rank: int,
+    count: int,
+    error: Exception | None,
+    meeting: list[str],
+    left_behind: list[str],
+    *,
+    patience: float = PATIENCE,
+    timeout: float = TIMEOUT,
+) -> Failures:
+    """Wait for all ranks, each with its error or None.
 
     Args:
         store: torch's key-value store, which all ranks see.
-        number: of the meeting, the same on all ranks; they come to one after the other.
-        patience: seconds for which a rank that failed waits.
+        meeting: its name, the same on all ranks, behind those of the agreements that it lies within.
+        left_behind: this rank's keys of the meetings before, to be removed; those of this one are left in it.
+        patience: seconds for which a rank that failed waits. timeout: seconds for which the others do.
     Returns:
-        rank → failure of those that failed, on every rank; just its own on one that was not met.
+        Those that failed, the same on every rank; only its own on one that failed and met nobody. Where one has failed
+        in an agreement around this one, so that it will not come to this one: that one.
+    Raises:
+        RankFailed: some did not come in time.
     """
-    here = f"dash_trl/meeting{number}"
-    if failure is not None:
-        store.set(f"{here}/{rank}", failure)
-        store.add(f"{here}/failed", 1)
-    if store.add(f"{here}/arrived", 1) == count:
-        for key in ("arrived", "failed", "complete"):  # nobody needs the one before any more
-            store.delete_key(f"dash_trl/meeting{number - 1}/{key}")
-        store.set(f"{here}/complete", "")
-    elif not _came(store, f"{here}/complete", patience if failure is not None else None):
-        return {rank: str(failure)}
-    if store.add(f"{here}/failed", 0) == 0:
-        return {}
-    said = {other: f"{here}/{other}" for other in range(count)}
-    return {other: store.get(key).decode() for other, key in said.items() if store.check([key])}
+    keys = [f"dash_trl/{meeting[-1]}/{one}" for one in range(count)]
+    failed = [f"dash_trl/{name}/failed" for name in meeting]
+    store.set(keys[rank], _pickled(error))
+    if error is not None:
+        store.set(failed[-1], keys[rank])
+    started = said = time.monotonic()
+    while not store.check(keys):
+        around = [key for key in failed[:-1] if store.check([key])]
+        if around:
+            key = store.get(around[0]).decode()
+            return {int(key.rpartition("/")[2]): pickle.loads(store.get(key))}
+        now = time.monotonic()
+        if error is not None and now - started > patience:
+            return {rank: pickle.loads(_pickled(error))}
+        if now - said > SAY_EVERY or now - started > timeout:
+            missing = [one for one, key in enumerate(keys) if not store.check([key])]
+            if now - started > timeout:
+                raise RankFailed(f"Rank {rank} has waited {timeout:g} s (ddp_timeout) for the ranks {missing}.")
+            logger.warning(f"Rank {rank} has waited {now - started:.0f} s for the ranks {missing}.")
+            said = now
+        # Looks, since `store.wait` cannot be interrupted by Ctrl+C, and prints warnings when its time is over.
+        time.sleep(min(max(FIRST_LOOK, LOOK_SHARE * (now - started)), LAST_LOOK))
+    said_by_all = [store.get(key) for key in keys] if store.check([failed[-1]]) else []
+    for key in left_behind:  # who is here has left the meetings before
+        store.delete_key(key)
+    left_behind[:] = [keys[rank]] + ([failed[-1]] if error is not None else [])
+    found = {one: pickle.loads(value) for one, value in enumerate(said_by_all)}
+    return {one: failure for one, failure in found.items() if failure is not None}
 
 
-def _came(store: Any, key: str, seconds: float | None) -> bool:
-    """Whether the key came within so many seconds (`None`: wait on).
-
-    Looks now and then: `store.wait` cannot be interrupted by Ctrl+C, and prints warnings when its time is over.
-    """
-    ends = None if seconds is None else time.monotonic() + seconds
-    pause = SHORTEST_LOOK
-    while not store.check([key]):
-        if ends is not None and time.monotonic() > ends:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_LOOK)
-    return True
+def _pickled(error: Exception | None) -> bytes:
+    """(text, the error or None); None for None."""
+    if error is None:
+        return pickle.dumps(None)
+    text = f"{type(error).__name__}: {error}"
+    try:
+        both = pickle.dumps((text, error))
+        pickle.loads(both)  # one with other arguments than its message fails only here
+        return both
+    except Exception:  # whatever a user's exception may do
+        return pickle.dumps((text, None))

@@ -1,15 +1,15 @@
 """TRL's internals that DASH reads or sets: its model passes while it samples, its step counter, its logs.
 
-All of them are here, so that a new TRL that changes one breaks this module and its tests (`tests/test_seams.py`), and
-nothing else.
+What is more than a method that is overridden or an attribute that is read; each with a contract test on a plain
+`GRPOTrainer` (`tests/test_seams.py`), so that a new TRL that changes one fails there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from trl import GRPOTrainer
 
 
 class Instead:
@@ -29,15 +29,19 @@ class Instead:
         setattr(vars(self)["_target"], name, value)
 
 
-def sample(trainer: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
-    """TRL's sampling and scoring without its model passes, which wait until the filter has spoken."""
+def sample(trainer: Any, examples: list[dict[str, Any]], method: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """TRL's sampling and scoring without its model passes, which wait until the filter has spoken.
+
+    Args:
+        method: `_generate_and_score_completions`, TRL's or of a class between, not bound to the trainer.
+    """
     muted = Instead(
         trainer,
         beta=0.0,
         vllm_importance_sampling_correction=False,
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (None, None, None),
     )
-    return GRPOTrainer._generate_and_score_completions(muted, examples)
+    return method(muted, examples)
 
 
 def sampled_by(trainer: Any) -> int:

@@ -31,6 +31,7 @@ from dash_trl.checks import (
     check_estimator,
     check_prompt,
     check_prompt_lengths,
+    checked_rollouts,
     long_prompt_lengths,
 )
 from dash_trl.config import DASHConfig
@@ -129,12 +130,14 @@ class DASHTrainer(GRPOTrainer):
         if servers:
             install(self)
 
-        self.ranks = Ranks(self.accelerator)
+        self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
         self.reward_funcs = [watch(func, name) for func, name in functions]
         if self.rollout_func is not None:
             rollout_func = self.rollout_func
-            self.rollout_func = lambda prompts, trainer: self.ranks.agree(partial(rollout_func, prompts, trainer))
+            self.rollout_func = lambda prompts, trainer: self.ranks.agree(
+                partial(checked_rollouts, rollout_func, prompts, trainer)
+            )
         adapter = getattr(self.model, "active_peft_config", None)
         self._passes = ModelPasses(
             self._text_models(),
@@ -253,22 +256,23 @@ class DASHTrainer(GRPOTrainer):
                     logps = self._reference_logps(inputs) if reference else self._logps(self.model, inputs)
                     known[name][rows, : logps.shape[1]] = logps[: len(rows), : known[name].shape[1]].float().cpu()
         if correct:
-            if survivors.sampling_per_token_logps is None:
+            sampled, mask = survivors.sampling_per_token_logps, survivors.loss_mask
+            if sampled is None:
                 raise ValueError(
                     "vllm_importance_sampling_correction=True needs the sampler's log-probs, but rollout_func returned "
                     "none: return them as 'logprobs', or set it to False."
                 )
             known["importance_sampling_ratio"] = importance_sampling_ratio(
                 known["old_per_token_logps"],
-                survivors.sampling_per_token_logps,
-                survivors.loss_mask,
+                sampled,
+                mask,
                 mode=self.vllm_importance_sampling_mode,
                 clip_min=self.vllm_importance_sampling_clip_min,
                 clip_max=self.vllm_importance_sampling_clip_max,
             )
+            gather, device = self.accelerator.gather, self.accelerator.device
+            self.recorder.log(sampler_metrics(sampled, mask, gather, device, **known))
         window.rollouts = survivors.with_log_probs(**known)
-        if correct:
-            self.recorder.log(sampler_metrics(window.rollouts, self.accelerator.gather, self.accelerator.device))
 
     def _logps(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -414,7 +418,8 @@ class DASHTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ within TRL's sampling
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        return sample(self, inputs) if self.model.training else super()._generate_and_score_completions(inputs)
+        method = super()._generate_and_score_completions
+        return sample(self, inputs, method.__func__) if self.model.training else method(inputs)
 
     def _tokenize_prompts(self, prompts: list) -> tuple:
         tokenize = super()._tokenize_prompts
@@ -480,8 +485,8 @@ class DASHTrainer(GRPOTrainer):
 
     def _will_log(self) -> bool:
         """Whether the optimizer step that is running will be logged, as far as that is known now."""
-        every_so_often = self.args.logging_strategy == "steps" and self.state.logging_steps > 1
-        return not every_so_often or (self.state.global_step + 1) % self.state.logging_steps == 0
+        step, every = self.state.global_step + 1, self.state.logging_steps
+        return self.args.logging_strategy != "steps" or step % every == 0 or step == 1 and self.args.logging_first_step
 
     # ------------------------------------------------------------------ what is known of the models before a pass
 

@@ -80,7 +80,8 @@ def main(output: str, model: str, *kinds: str) -> None:
             run(settings.pop("class", DASHTrainer), model, Path(output), **settings)
             failure = "nothing failed"
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
+            chain = [error, *([error.__cause__] if error.__cause__ else [])]
+            failure = " <- ".join(f"{type(one).__name__}: {one}" for one in chain)
             if kind == "communicates":
                 raise
         print("\nFAILED " + json.dumps([RANK, kind, failure]), flush=True)

@@ -39,9 +39,9 @@ def seen(monkeypatch):
         passes = []
         hook = trainer.model.register_forward_hook(lambda *args: passes.append(1))
         state = torch.get_rng_state()
-        for name, call in (("muted", lambda: sample(trainer, inputs)), ("plain", lambda: method(trainer, inputs))):
+        for name, call in (("muted", sample), ("plain", lambda trainer, inputs, method: method(trainer, inputs))):
             passes.clear()
-            found[name] = call() if name == "plain" else _with(monkeypatch, method, call)
+            found[name] = call(trainer, inputs, method)
             found[f"{name} passes"] = len(passes)
         hook.remove()
         torch.set_rng_state(state)
@@ -50,13 +50,6 @@ def seen(monkeypatch):
 
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", compare)
     return found
-
-
-def _with(monkeypatch, method, call):
-    """`call` while TRL's method is its own."""
-    with monkeypatch.context() as patch:
-        patch.setattr(GRPOTrainer, "_generate_and_score_completions", method)
-        return call()
 
 
 def test_sampling_is_trls_without_its_model_passes(tiny_model, tmp_path, seen):

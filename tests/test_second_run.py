@@ -66,7 +66,8 @@ def test_a_second_run_is_that_of_a_new_trainer(tiny_model, tmp_path, interrupted
     assert trainer._step == micro_steps
     weights = parameters(trainer.model)
     # What an interrupt elsewhere, or sampling with vLLM, may leave
-    trainer.recorder._seconds["train"] = trainer._current_train_step_time = 1e6
+    trainer.recorder._spans.append(("train", 0.0, 1e6))
+    trainer._current_train_step_time = 1e6
     trainer._entropy_window_stats, trainer._last_loaded_step = torch.ones(2), 0
     set_out(trainer, weights)
 

@@ -299,7 +299,7 @@ def test_zero3_two_ranks_and_all_servers_lost(model_path, tmp_path):
         assert max(rank["differences"]) < 1e-4 and len(rank["differences"]) == 2
         assert set(rank["versions"]) == {1}  # the second window's
         assert rank["synced"] == -1  # the end of training may load its best model
-        assert rank["error"] == "PoolError" or " failed with PoolError: " in rank["message"]
+        assert rank["error"] == "PoolError"
         assert rank["seconds"] < 20.0
         assert all(url in rank["message"] for url in rank["urls"])
 

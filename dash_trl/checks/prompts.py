@@ -70,6 +70,22 @@ def check_prompt(prompt: Any, place: str) -> None:
         )
 
 
+def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: Any) -> dict[str, Any]:
+    """What a user's `rollout_func` returns, if TRL can use it."""
+    output = rollout_func(prompts, trainer)
+    needed = {"prompt_ids", "completion_ids", "logprobs"}
+    if not isinstance(output, Mapping) or not needed <= output.keys():
+        found = sorted(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
+        raise ValueError(f"rollout_func returned {found}, but has to return a dict with {sorted(needed)}.")
+    for name in ("prompt_ids", "completion_ids"):
+        if len(output[name]) != len(prompts) or not all(map(len, output[name])):
+            raise ValueError(
+                f"rollout_func returned {len(output[name])} {name} for {len(prompts)} prompts, or an empty one: return "
+                "at least one token for each, such as the end-of-sequence token."
+            )
+    return dict(output)
+
+
 def check_batch(dataset: Any, args: DASHConfig) -> None:
     """Refuse a dataset with fewer prompts than one generation batch needs: TRL would train on nothing."""
     if isinstance(dataset, Dataset):

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dash_trl.rollout import CreditedRollouts, Survivors
+from dash_trl.rollout import CreditedRollouts
 from dash_trl.update import Filtered, MicroBatch, Pass, Segment
 
 logger = logging.getLogger(__name__)
@@ -80,16 +80,24 @@ class EmptyWindows:
             self._said = True
 
 
-def sampler_metrics(rollouts: Survivors, gather: Callable[[Tensor], Tensor], device: torch.device) -> dict[str, float]:
+def sampler_metrics(
+    sampling_per_token_logps: Tensor,
+    loss_mask: Tensor,
+    gather: Callable[[Tensor], Tensor],
+    device: torch.device,
+    *,
+    old_per_token_logps: Tensor,
+    importance_sampling_ratio: Tensor,
+    **others: Tensor,
+) -> dict[str, float]:
     """TRL's measures of the distance between the sampler and the trainer, over survivors.
 
     Args:
-        gather: concatenates a vector over the ranks.
+        sampling_per_token_logps, loss_mask, old_per_token_logps: [B, T]. importance_sampling_ratio: [B, T] or [B, 1].
+        gather: concatenates a vector over the ranks. others: what else is known of the rows.
     """
-    mask, ratio = rollouts.loss_mask.bool(), rollouts.importance_sampling_ratio
-    old, sampled = rollouts.old_per_token_logps, rollouts.sampling_per_token_logps
-    if old is None or sampled is None or ratio is None:
-        return {}
+    mask, ratio = loss_mask.bool(), importance_sampling_ratio
+    old, sampled = old_per_token_logps, sampling_per_token_logps
     delta = (old - sampled).abs()
     delta = delta[mask & ~delta.isnan()]
     ratio = ratio[mask] if ratio.shape == mask.shape else ratio.flatten()
@@ -117,11 +125,11 @@ def packing_metrics(micro_batches: Sequence[MicroBatch], lengths: Tensor, *, pad
     Args:
         lengths: [R, B, ·] of the window that the rows of `micro_batches` are positions of.
     """
-    table = lengths.tolist()
+    prompt_of, completion_of = (lengths[:, :, column].tolist() for column in (0, 1))
     real = processed = largest = 0
     for micro_batch in micro_batches:
         for rank, rows in enumerate(micro_batch.rows):
-            prompts, completions = ([table[rank][row][column] for row in rows] for column in (0, 1))
+            prompts, completions = ([of[rank][row] for row in rows] for of in (prompt_of, completion_of))
             tokens = sum(prompts) + sum(completions)
             size = tokens if padding_free or not rows else len(rows) * (max(prompts) + max(completions))
             real, processed, largest = real + tokens, processed + size, max(largest, size)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -17,16 +17,17 @@ class Recorder:
 
     Args:
         metrics: TRL's: name → values since the last log, which logs their mean.
-        device: that computes. A GPU is waited for at the ends of a phase, since its work goes on behind the calls.
-        logged: whether the optimizer step that is running will be logged: on a GPU only its seconds are recorded, so
-            that the other steps wait for nothing.
+        device: that computes. A GPU's work goes on behind the calls, so that it marks the ends of a phase itself, and
+            is waited for only where the seconds are logged.
+        logged: whether the optimizer step that ends will be logged.
     """
 
     def __init__(self, metrics: dict[str, list[float]], device: torch.device, logged: Callable[[], bool]):
         self.metrics = metrics
-        self._gpu = device if device.type == "cuda" else None
+        self._on_gpu = device.type == "cuda"
         self._logged = logged
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._spans: list[tuple[str, Any, Any]] = []  # (phase, its beginning, its end) since the last log
+        self._steps = 0  # since the last log
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """One more value of each; the log has the mean of those since the last one."""
@@ -44,19 +45,31 @@ class Recorder:
         Args:
             counts: `False`: they do not, as in an evaluation.
         """
-        counts = counts and (self._gpu is None or self._logged())
-        started = self._now() if counts else 0.0
+        started = self._mark()
         yield
         if counts:
-            self._seconds[phase] += self._now() - started
+            self._spans.append((phase, started, self._mark()))
 
     def end_step(self) -> None:
-        """An optimizer step is over: its seconds are logged."""
-        if self._gpu is None or self._logged():
-            self.log({f"time/{phase}": self._seconds.pop(phase, 0.0) for phase in PHASES})
-        self._seconds.clear()
+        """An optimizer step is over; where it will be logged, so are the seconds per step since the last log."""
+        self._steps += 1
+        if not self._logged():
+            return
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for phase, started, ended in self._spans:
+            seconds[phase] += self._between(started, ended)
+        self.log({f"time/{phase}": value / self._steps for phase, value in seconds.items()})
+        self._spans, self._steps = [], 0
 
-    def _now(self) -> float:
-        if self._gpu is not None:
-            torch.cuda.synchronize(self._gpu)
-        return time.perf_counter()
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, started: Any, ended: Any) -> float:
+        if not self._on_gpu:
+            return ended - started
+        ended.synchronize()
+        return started.elapsed_time(ended) / 1000

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -51,6 +51,10 @@ class WatchedReward:
     def _observe(self, output: Any, rows: int) -> list[float | None]:
         self.error, self.failure, self.mistake = None, "", None
         try:
+            output = list(output) if isinstance(output, Iterable) else output
+        except Exception as error:  # of a generator
+            return self._unscore(error, rows)
+        try:
             rewards = self._rewards(output, rows)
         except ValueError as mistake:
             self.mistake, self.failed = mistake, [True] * rows
@@ -63,7 +67,7 @@ class WatchedReward:
     def _rewards(self, output: Any, rows: int) -> list[float | None]:
         try:
             rewards = [None if value is None else float(value) for value in output]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"The reward function '{self.name}' returned {output!r:.200}, not a list of numbers ({error}). "
                 "Return one float (or None for 'not applicable') per completion."

@@ -1,0 +1,53 @@
+"""Seconds of phases: per optimizer step, whatever lies between two logs, and without waiting for a GPU in between."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+
+from dash_trl.monitoring.recorder import Recorder
+
+
+class Clock:
+    """Time that stands still but for `pass_`; in place of `time.perf_counter`, and of a GPU's events."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.waited = 0.0, 0
+        clock = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = clock.now
+
+            def synchronize(self):
+                clock.waited += 1
+
+            def elapsed_time(self, end):
+                return 1000 * (end.at - self.at)
+
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("torch.cuda.Event", Event)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_window_for_two_steps_and_a_log_every_four(device, monkeypatch):
+    clock, step, metrics = Clock(monkeypatch), 0, defaultdict(list)
+    recorder = Recorder(metrics, torch.device(device), lambda: step % 4 == 0)
+    for step in range(1, 9):  # noqa: B007 - read by the recorder
+        if step % 2:
+            with recorder.timed("generate"):
+                clock.now += 6.0
+        with recorder.timed("train"):
+            clock.now += 1.0
+        with recorder.timed("generate", counts=False):  # an evaluation
+            clock.now += 50.0
+        assert clock.waited == 0 or step > 4 or step == 4
+        recorder.end_step()
+        assert clock.waited == (6 * (step // 4) if device == "cuda" else 0)  # for the spans of a log only
+    assert metrics["time/generate"] == [3.0, 3.0] and metrics["time/train"] == [1.0, 1.0]
+    assert metrics["time/reward"] == [0.0, 0.0]
