@@ -145,9 +145,9 @@ def meet(
     """
     keys = [f"dash_trl/{meeting[-1]}/{one}" for one in range(count)]
     failed = [f"dash_trl/{name}/failed" for name in meeting]
-    store.set(keys[rank], _pickled(error))
-    if error is not None:
+    if error is not None:  # before it counts as having come: the others look for failures when all have
         store.set(failed[-1], keys[rank])
+    store.set(keys[rank], _pickled(error))
     started = said = time.monotonic()
     while not store.check(keys):
         around = [key for key in failed[:-1] if store.check([key])]
