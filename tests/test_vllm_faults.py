@@ -272,6 +272,7 @@ def vllm_pool(urls: list[str], send) -> VLLMPool:
     pool = object.__new__(VLLMPool)
     pool.accelerator, pool.model = Accelerator(cpu=True), torch.nn.Linear(2, 2)
     pool.urls, pool.server_timeout, pool.request_timeout = urls, 20.0, 20.0
+    pool.rank_timeout = 20.0
     pool._iter_named_params = lambda: iter(())
     pool._init_vllm()
     pool._weights = SimpleNamespace(send=send)
@@ -476,6 +477,7 @@ def test_ranks_begin_with_different_servers(fakes):
         pool = object.__new__(VLLMPool)
         pool.accelerator = SimpleNamespace(process_index=rank, num_processes=1, device=torch.device("cpu"))
         pool.urls, pool.server_timeout, pool.request_timeout = urls, 5.0, 5.0
+        pool.rank_timeout = 5.0
         pool._init_vllm()
         assert pool.pool.urls == [urls[(rank + i) % 3] for i in range(3)]
 

@@ -51,9 +51,9 @@ class Recorder:
             self._spans.append((phase, started, self._mark()))
 
     def end_step(self) -> None:
-        """An optimizer step is over; where it will be logged, so are the seconds per step since the last log."""
+        """An optimizer step is over: its seconds are logged; a GPU's with the next step that will be, per step."""
         self._steps += 1
-        if not self._logged():
+        if self._on_gpu and not self._logged():
             return
         seconds = dict.fromkeys(PHASES, 0.0)
         for phase, started, ended in self._spans:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
-from dash_trl.distributed import Ranks
+from dash_trl.distributed import TIMEOUT, Ranks
 from dash_trl.sampling.pool import API_KEY, PoolError, ServerPool
 from dash_trl.sampling.server import ServerError, VLLMServer
 from dash_trl.sampling.vllm_plugin import model_shape
@@ -51,6 +51,7 @@ class VLLMPool(VLLMGeneration):
     Args:
         urls: of the servers. request_timeout, server_timeout: see `ServerPool`.
         weight_sync: "file" or "nccl". weight_dir: where "file" writes; seen by trainer and servers under the same path.
+        rank_timeout: seconds that ranks wait for each other.
         others: the arguments of TRL's `VLLMGeneration`.
     """
 
@@ -61,19 +62,21 @@ class VLLMPool(VLLMGeneration):
         request_timeout: float = 600.0,
         weight_sync: str = "file",
         weight_dir: str = WEIGHT_DIR,
+        rank_timeout: float = TIMEOUT,
         **others: Any,
     ):
         self.urls = urls
         self.request_timeout = request_timeout
         self.weight_sync = weight_sync
         self.weight_dir = weight_dir
+        self.rank_timeout = rank_timeout
         super().__init__(mode="server", **others)
 
     def _init_vllm(self) -> None:
         """In place of TRL's client, which needs CUDA."""
         first = self.accelerator.process_index % max(1, len(self.urls))  # ranks begin with different servers
         urls = [*self.urls[first:], *self.urls[:first]]
-        self.ranks = Ranks(self.accelerator)
+        self.ranks = Ranks(self.accelerator, timeout=self.rank_timeout)
         self.pool = ServerPool(urls, server_timeout=self.server_timeout, request_timeout=self.request_timeout)
         self.pool.refit = self._refit
         self._weights: Weights | None = None
@@ -273,6 +276,7 @@ def install(trainer: Any) -> None:
         args.vllm_server_urls or [host],
         request_timeout=args.vllm_request_timeout,
         weight_sync=args.vllm_weight_sync,
+        rank_timeout=args.ddp_timeout,
         weight_dir=args.vllm_weight_dir or os.path.join(args.output_dir, WEIGHT_DIR),
         model=trainer.model,
         accelerator=trainer.accelerator,
