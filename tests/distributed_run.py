@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.sampling.weights.proof import model_log_probs
-from tests.tiny import ScriptedReward, pad, parameters, relative_difference, run
+from tests.tiny import ScriptedReward, leave, pad, parameters, relative_difference, run
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -288,10 +288,8 @@ def main() -> None:
         results["resumed"] = resumed(model, Path(output), start)
     if RANK == 0:
         print("RESULTS " + json.dumps(results), flush=True)
-    if torch.distributed.is_initialized():  # else gloo's threads may abort the process as it exits
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -17,7 +17,7 @@ import torch
 
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.process_rewards import ProcessRewardCallback
-from tests.tiny import ScriptedRollouts, run
+from tests.tiny import ScriptedRollouts, leave, run
 
 RANK = int(os.environ["RANK"])
 
@@ -89,4 +89,4 @@ def main(output: str, model: str, *kinds: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    torch.distributed.destroy_process_group()
+    leave()

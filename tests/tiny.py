@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
+import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from datasets import Dataset
@@ -182,3 +184,17 @@ def run(
         prepare(trainer)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
+
+
+def leave() -> NoReturn:
+    """The end of a rank's process.
+
+    DDP keeps its process group alive when that is destroyed, and gloo's threads in it now and then abort a process that
+    exits ("terminate called without an active exception"): so, without the end of the interpreter.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # the first rank keeps the store that the others read
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer
 from dash_trl.embedded.problems import arithmetic_dataset, arithmetic_reward
 from tests.distributed_run import whole
+from tests.tiny import leave
 
 
 class Watch(DASHCallback):
@@ -102,8 +103,8 @@ def main(path: str, output: str, where: str, groups: str) -> None:
     results = gather_object([result])
     if trainer.accelerator.is_main_process:
         print("RESULTS " + json.dumps(results), flush=True)
-    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave()
