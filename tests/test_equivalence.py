@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from tests.tiny import ScriptedReward, ScriptedRollouts, pad, parameters, relative_difference, run
+from tests.tiny import ScriptedReward, ScriptedRollouts, pad, parameters, prompts, relative_difference, run
 
 TOLERANCE = 1e-5
 LOSSES = ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
@@ -66,14 +66,36 @@ def test_one_step(tiny_model, tmp_path, loss_type, seed):
     ids=str,
 )
 def test_settings(tiny_model, tmp_path, settings):
-    from tests.tiny import prompts
-
     if settings.get("dataset") == "short":
         settings = {**settings, "dataset": prompts(6), "steps_per_generation": 1, "gradient_accumulation_steps": 4}
     difference, update, _, dash = compare(tiny_model, tmp_path, **{"learning_rate": 0.3, **settings})
     assert update > 1e-4
     assert difference <= TOLERANCE
     assert min(log.get("filter/kept_rows", 1) for log in dash.state.log_history) < 1
+
+
+@pytest.mark.parametrize("silent", [range(0), range(6, 10)], ids=["signal", "none in the step after it"])
+def test_the_rest_of_a_stream_joins_the_next_step(tiny_model, tmp_path, silent):
+    """A stream of 6 windows in steps of 4: Transformers makes no step of the last two, and keeps their gradients."""
+
+    class Reward(ScriptedReward):
+        calls = 0
+
+        def __call__(self, **kwargs):
+            self.calls += 1
+            constant = self.calls - 1 in silent
+            return [1.0] * len(kwargs["prompts"]) if constant else super().__call__(**kwargs)
+
+    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
+    settings = {"dataset": prompts(6).to_iterable_dataset(), "max_steps": 2, "steps_per_generation": 1}
+    ends = []
+    for trainer_class in (GRPOTrainer, DASHTrainer):
+        for max_steps in (1, 2):
+            settings |= {"reward": Reward(constant=0.3), "max_steps": max_steps}
+            ends.append(parameters(run(trainer_class, tiny_model, tmp_path, **settings).model))
+    difference, update = relative_difference(start, ends[1], ends[3])
+    assert update > 1e-3 and difference <= TOLERANCE
+    assert relative_difference(ends[0], ends[1], ends[0])[1] > 1e-3  # the second step was one
 
 
 def test_padded_layout(tiny_model, tmp_path):

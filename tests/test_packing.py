@@ -168,3 +168,23 @@ def test_a_window_sampled_within_an_optimizer_step_cannot_serve_its_beginning():
     assert not walk.sampled_after(4)
     walk.window_sampled(6)
     assert walk.completed(7, 1) == 4 and walk.sampled_after(4) and not walk.sampled_after(6)
+
+
+def test_what_no_optimizer_step_followed_is_part_of_the_next_one():
+    """The rest of a stream: Transformers then asks for micro-batches that there are not, and reads the stream again."""
+    walk = schedule(steps_per_generation=1)
+    walk.begin_optimizer_step(4, 1, 1)
+    walk.window_sampled(4)
+    assert len(walk.passes(4, table(1, 2, 1.0, seed=0), 1.0)[0]) == 1
+    for _ in range(2):
+        walk.begin_optimizer_step(5, 0, 1)
+    assert walk.ran_model and walk.completed(5, 1) == 4
+    walk.begin_optimizer_step(5, 2, 1)
+    silent = torch.zeros(1, 2, 3, dtype=torch.long)
+    walk.window_sampled(5)
+    assert walk.passes(5, silent, 0.0)[0] == []
+    walk.window_sampled(6)
+    assert len(walk.passes(6, silent, 0.0)[0]) == 1  # a dummy: gradients wait for their optimizer step
+    assert walk.completed(7, 1) == 4 and walk.completed(7, 2) == 7
+    walk.begin_optimizer_step(7, 2, 2)
+    assert not walk.ran_model

@@ -70,19 +70,23 @@ class Schedule:
         self.optimizer_step = range(0)
         self.ran_model = False  # on any rank, in this optimizer step
         self.segments: list[Segment] = []  # of this optimizer step, with and without survivors
-        self._global_step = 0
+        self._global_step, self._completed = -1, 0
         self._sampled_at: int | None = None
         self._planned: dict[int, list[Pass]] = {}
 
     def begin_optimizer_step(self, step: int, micro_steps: int, global_step: int) -> None:
         """The next `micro_steps` micro-steps, from `step` on, accumulate into one optimizer step.
 
+        Where there was none since the last call, they add to its gradients: Transformers makes none of the rest of a
+        stream, and of what ran before a callback ended the epoch.
+
         Args:
             global_step: optimizer steps before it.
         """
-        self._global_step = global_step
+        if global_step != self._global_step:
+            self._global_step, self._completed = global_step, step
+            self.ran_model = False
         self.optimizer_step = range(step, step + micro_steps)
-        self.ran_model = False
         self.segments = []
         self._planned.clear()
 
@@ -92,7 +96,7 @@ class Schedule:
 
     def completed(self, step: int, global_step: int) -> int:
         """The micro-steps whose optimizer step was taken, of the `step` that have run: not all just before it is."""
-        return self.optimizer_step.start if global_step == self._global_step else step
+        return self._completed if global_step == self._global_step else step
 
     def sampled_after(self, step: int) -> bool:
         """The window in use begins after micro-step `step`, so that a run that goes on at `step` cannot use it."""
