@@ -26,7 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 ABOVE_0 = math.nextafter(0.0, 1.0)  # the least positive number, as a lower bound
 
-# The numbers with which TRL fails after it has loaded the model, or trains on something else than was meant:
+# The numbers with which a run fails after it has loaded the model, or trains on something else than was meant:
 # (least, greatest, what the number does).
 LIMITS: dict[str, tuple[float, float, str]] = {
     "num_generations": (2, math.inf, "an advantage compares a prompt's completions"),
@@ -36,6 +36,7 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "gradient_accumulation_steps": (1, math.inf, "so many micro-steps make an optimizer step"),
     "steps_per_generation": (1, math.inf, "so many micro-batches are sampled at once"),
     "num_iterations": (1, math.inf, "so often is a generation used; never would train on nothing"),
+    "async_level": (0, math.inf, "so many windows at most does sampling run ahead of training"),
     "learning_rate": (0, math.inf, "it is the size of a step down the gradient"),
     "temperature": (ABOVE_0, math.inf, "logits are divided by it, in the loss, too"),
     "top_p": (ABOVE_0, 1, "it is a share of the probability"),
@@ -79,6 +80,9 @@ class DASHConfig(GRPOConfig):
             Token budget of one model pass (prompt and completion tokens; padding counts where the model cannot run
             padding-free). `None`: at most `per_device_train_batch_size` rows, as in TRL. Set it to what fits in
             memory; short rows then share a pass. A single row above the budget gets a pass of its own.
+        async_level (`int`, defaults to `0`):
+            So many generation windows at most (of `steps_per_generation × num_iterations` micro-steps each) does
+            sampling run ahead of training. `0`: a window is sampled when training comes to it.
         vllm_server_urls (`list[str]` or `None`, defaults to `None`):
             Sample from these vLLM servers (`python -m dash_trl.serve` starts some), e.g. `http://127.0.0.1:8000
             http://127.0.0.1:8001`. Implies `use_vllm=True` and `vllm_mode="server"`; TRL's `vllm_server_timeout` is how
@@ -117,6 +121,10 @@ class DASHConfig(GRPOConfig):
         metadata={"help": "Token budget of one model pass. `None`: rows as in TRL (`per_device_train_batch_size`)."},
     )
 
+    async_level: int = field(
+        default=0,
+        metadata={"help": "So many generation windows at most does sampling run ahead of training."},
+    )
     vllm_server_urls: list[str] | None = field(
         default=None,
         metadata={"help": "Sample from these vLLM servers, e.g. http://127.0.0.1:8000. Implies `use_vllm`."},
@@ -182,6 +190,8 @@ class DASHConfig(GRPOConfig):
                 raise ValueError(f"{one.name}={value!r} is text. Use {remedy}.")
             if kinds == {int} and isinstance(value, float):
                 raise ValueError(f"{one.name}={value!r} is a float, where an int is needed. Write it without a point.")
+            if kinds == {int} and isinstance(value, bool):
+                raise ValueError(f"{one.name}={value!r} is a truth value, where an int is needed. Write a number.")
             if isinstance(value, float) and math.isnan(value):
                 raise ValueError(f"{one.name}={value!r} is not a number. The default is {one.default!r}.")
 
@@ -195,7 +205,7 @@ class DASHConfig(GRPOConfig):
                 continue
             span = "above 0" if least == ABOVE_0 else f"at least {least}"
             span += "" if greatest == math.inf else f" and at most {greatest}"
-            raise ValueError(f"{name}={value!r} is not {span}: {meaning}. TRL's default is {defaults[name]!r}.")
+            raise ValueError(f"{name}={value!r} is not {span}: {meaning}. The default is {defaults[name]!r}.")
         weights: Any = [] if self.reward_weights is None else self.reward_weights
         finite = isinstance(weights, list | tuple) and all(isinstance(one, int | float) for one in weights)
         if not (finite and all(map(math.isfinite, weights))):

@@ -64,6 +64,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},
         r"generation_batch_size \(6\) .* multiple of num_generations=4",
     ),
+    "sampling that lags behind": ({"async_level": -1}, "async_level=-1 is not at least 0: .* run ahead of training"),
+    "half a window ahead": ({"async_level": 0.5}, "async_level=0.5 is a float, where an int is needed"),
+    "a truth value for a count": ({"async_level": True}, "async_level=True is a truth value, where an int is needed"),
+    "no word about the lead": ({"async_level": None}, "async_level=None is not at least 0.* default is 0"),
     # servers
     "no server": ({"vllm_server_urls": []}, "vllm_server_urls is empty"),
     "no address": ({"vllm_server_urls": ["localhost:8000"]}, "'localhost:8000', which is not the address of a server"),
