@@ -29,6 +29,7 @@ from dash_trl.checks import (
     check_arguments,
     check_callbacks,
     check_estimator,
+    check_first_step,
     check_prompt,
     check_prompt_lengths,
     checked_rollouts,
@@ -50,12 +51,14 @@ from dash_trl.rollout import (
     CreditedRollouts,
     EpochOrder,
     GenerationWindow,
+    PromptReader,
     RolloutBatch,
     SavedRun,
     ScoredRollouts,
     Shapes,
     Survivors,
     one_run,
+    open_epoch,
     why_a_new_window,
 )
 from dash_trl.sampling import install, without_client
@@ -291,7 +294,10 @@ class DASHTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ from a window to optimizer steps
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        read = self._reader.read(epoch_iterator, num_batches, step=self._step, state=self.state)
+        batches, num_items = super().get_batch_samples(read, num_batches, device)
+        if self.state.global_step == 0 and not isinstance(self.train_dataset, Sized):
+            self.ranks.agree(partial(check_first_step, len(batches), self.args))
         self._schedule.begin_optimizer_step(self._step, len(batches), self.state.global_step)
         return batches, num_items
 
@@ -464,7 +470,10 @@ class DASHTrainer(GRPOTrainer):
         )
         promise_events(self.state)
         self._begin_run()
-        return start if resume_from_checkpoint is None else self._resume(resume_from_checkpoint, start)
+        if resume_from_checkpoint is not None:
+            start = self._resume(resume_from_checkpoint, start)
+        self._reader.epoch = start[0]
+        return start
 
     def _begin_run(self) -> None:
         """Forget the run before: an interrupt leaves half a step behind, and `max_steps` the rest of a window."""
@@ -480,8 +489,19 @@ class DASHTrainer(GRPOTrainer):
             rows_per_step=args.per_device_train_batch_size,
             pack=self._pack,
         )
+        self._reader = PromptReader(
+            args.async_level,
+            window_batches=args.steps_per_generation * args.num_iterations,
+            step_batches=args.gradient_accumulation_steps,
+            sized=isinstance(self.train_dataset, Sized),
+            open_epoch=lambda epoch: open_epoch(self.callback_handler.train_dataloader, epoch),
+        )
         self._skipped = SkippedSteps(loss_scaling=args.fp16)
         begin_anew(self)
+
+    def _finalize_training(self, *args: Any) -> Any:
+        self._reader.close()
+        return super()._finalize_training(*args)
 
     def _will_log(self) -> bool:
         """Whether the optimizer step that is running will be logged, as far as that is known now."""

@@ -21,7 +21,7 @@ from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.sampling.weights.proof import model_log_probs
-from tests.tiny import ScriptedReward, leave, pad, parameters, relative_difference, run
+from tests.tiny import ScriptedReward, leave, pad, parameters, prompts, relative_difference, run
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -257,6 +257,25 @@ def resumed(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[st
     return {"difference": difference, "update": update, "ranks_agree": agree, "refused": gather_object([refused])}
 
 
+def read_ahead(model: str, output: Path) -> list[Any]:
+    """What is wrong with the prompts that each rank knows ahead, and how it goes on with them in its second epoch."""
+    from tests.test_prompts import Walk, check
+
+    shapes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
+    shapes |= {"num_generations": 2, "max_steps": 5}
+    wrong, goes_on = [], []
+    for dataset in (prompts(13), prompts(13).to_iterable_dataset()):
+        try:
+            check(model, output, dataset=dataset, **shapes)
+        except AssertionError as error:  # of this rank; both have walked to the end
+            wrong.append(str(error))
+        settings = {"dataset": dataset, **shapes, "async_level": 2}
+        whole = run(Walk, model, output, save_strategy="steps", save_steps=3, **settings)
+        rest = run(Walk, model, output, resume=str(output / "checkpoint-3"), **settings)
+        goes_on.append(rest.seen == whole.seen[-len(rest.seen) :] and whole.announced[-1] == rest.announced[-1] == [])
+    return gather_object([[wrong, goes_on]])
+
+
 def main() -> None:
     output, model, sliding, *larger = sys.argv[1:]
     # before ZeRO-3 makes it load partitions
@@ -286,6 +305,7 @@ def main() -> None:
     results["spoiled step"] = spoiled_step(model, Path(output), start)
     if not os.environ.get("ACCELERATE_USE_DEEPSPEED"):  # the windows are the same, the checkpoints take seconds
         results["resumed"] = resumed(model, Path(output), start)
+        results["read ahead"] = read_ahead(model, Path(output))
     if RANK == 0:
         print("RESULTS " + json.dumps(results), flush=True)
 

@@ -150,6 +150,20 @@ def test_a_stream_goes_on_where_it_was(tiny_model, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("levels", [(2, 2), (2, 0), (0, 3)], ids=str)
+def test_what_was_read_ahead_is_read_again(tiny_model, tmp_path, levels):
+    """From within a window, the last one of an epoch too, and from an epoch's end (two windows of two steps each)."""
+    settings = {"dataset": prompts(16), "max_steps": 7}
+    saves = {"save_strategy": "steps", "save_steps": 1, "async_level": levels[0]}
+    windows, _ = recorded(tiny_model, tmp_path, **settings, **saves)
+    assert len(windows) == 4
+    for at, begun in ((1, 1), (3, 2), (4, 2)):
+        checkpoint = str(tmp_path / f"checkpoint-{at}")
+        seen, resumed = recorded(tiny_model, tmp_path / "on", checkpoint, **settings, async_level=levels[1])
+        assert seen == windows[begun:] and resumed.state.global_step == 7
+        assert resumed._step == 28
+
+
 def test_a_checkpoint_from_within_a_step(tiny_model, tmp_path):
     """As `enable_jit_checkpoint` saves one, before the optimizer steps: the whole step is repeated."""
 

@@ -7,6 +7,12 @@ from dash_trl._lazy import lazy
 if TYPE_CHECKING:
     from dash_trl.checks.arguments import check_arguments, check_callbacks, check_estimator
     from dash_trl.checks.models import check_model
-    from dash_trl.checks.prompts import check_prompt, check_prompt_lengths, checked_rollouts, long_prompt_lengths
+    from dash_trl.checks.prompts import (
+        check_first_step,
+        check_prompt,
+        check_prompt_lengths,
+        checked_rollouts,
+        long_prompt_lengths,
+    )
 
 __getattr__, __dir__, __all__ = lazy(__name__)

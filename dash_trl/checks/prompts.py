@@ -98,6 +98,22 @@ def check_batch(dataset: Any, args: DASHConfig) -> None:
             )
 
 
+def check_first_step(batches: int, args: DASHConfig) -> None:
+    """Refuse a stream that is over before its first optimizer step: Transformers would read it again and again for one.
+
+    Args:
+        batches: a rank's micro-batches for that step.
+    """
+    if batches < args.gradient_accumulation_steps:
+        raise ValueError(
+            f"train_dataset, a stream, ends after {batches} micro-batches, but an optimizer step takes "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}, and Transformers takes none with the "
+            f"rest of a stream: there would never be one. {args.generation_batch_size // args.num_generations} prompts "
+            f"make {args.steps_per_generation * args.num_iterations} micro-batches. Use more prompts (or "
+            "`dataset.repeat(None)`), or lower gradient_accumulation_steps."
+        )
+
+
 def check_prompt_lengths(lengths: list[int], context: int | None, max_completion_length: int) -> None:
     """Refuse a prompt that leaves no room for an answer in the model's context.
 

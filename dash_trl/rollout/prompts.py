@@ -1,12 +1,18 @@
-"""The order of the prompts, reproducible from any epoch."""
+"""The order of the prompts, reproducible from any epoch, and a reader that looks ahead in it."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 from trl.trainer.utils import RepeatSampler
+
+Rows = list[dict[str, Any]]  # of the dataset: a rank's share of a generation batch, which is one item of its dataloader
 
 
 class EpochOrder(Sampler):
@@ -17,12 +23,16 @@ class EpochOrder(Sampler):
 
     Args:
         sampler: TRL's sampler.
-        epoch: the epoch that the next iteration belongs to, from 0.
+        epoch: the epoch, from 0, of an iteration that `set_epoch` has not told.
     """
 
     def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
         self.sampler = sampler
         self.epoch = epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """accelerate's dataloader calls it before each epoch; not through `skip_first_batches` on several ranks."""
+        self.epoch = lambda: epoch
 
     def __iter__(self) -> Iterator[int]:
         if self.sampler.shuffle and self.sampler.seed is not None:
@@ -33,3 +43,160 @@ class EpochOrder(Sampler):
 
     def __len__(self) -> int:
         return len(self.sampler)
+
+
+def open_epoch(dataloader: Any, epoch: int) -> Iterator[Rows]:
+    """Begin an epoch, from 0, as Transformers' `_run_epoch` does."""
+    if hasattr(dataloader, "set_epoch"):
+        dataloader.set_epoch(epoch)
+    sampler: Any = getattr(getattr(dataloader, "batch_sampler", None), "batch_sampler", None)
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    return iter(dataloader)
+
+
+@dataclass
+class _Epoch:
+    """An epoch that is being read: what was read of it and not handed out, and where the rest comes from."""
+
+    source: Iterator[Rows] | None  # None: it was read to its end
+    batches: deque[Rows] = field(default_factory=deque)
+
+
+class PromptReader:
+    """Hands Transformers its micro-batches, and has read on to the prompts of the next `async_level` windows.
+
+    A generation window is sampled from the first of its micro-batches; the others repeat the same prompts. Only so far
+    is read as prompts have to be known, and no further than micro-steps will run:
+
+        window          |------- n -------|----- n + 1 -----|----- n + 2 -----|       async_level = 2
+        optimizer step  |--------|--------|--------|--------|--------|--------|
+        handed out       ■■■■■■■■
+        read             ■■■■■■■■ ■■■■■■■■ ■■■■■■■■ ■■■■■■■■ ■
+
+    Stands behind `Trainer.get_batch_samples`. What it hands out is the same for every `async_level`: when an epoch has
+    been read to its end it opens the next one itself, and ignores the iterator that Transformers makes for that later,
+    which reads nothing until it is asked. All ranks read the same number of micro-batches at the same micro-step.
+    With `async_level` 0 nothing is read ahead and Transformers reads from its own iterators.
+
+    Args:
+        async_level: windows that are known ahead of the one that begins.
+        window_batches: micro-steps of a window, `steps_per_generation × num_iterations`.
+        step_batches: micro-steps of an optimizer step, `gradient_accumulation_steps`.
+        sized: the dataset has a length. Transformers then steps the optimizer with the rest of an epoch, too; with that
+            of a stream it does not: the next reading's first optimizer step has its gradients besides its own.
+        open_epoch: the number of an epoch, from 0 → an iterator over its micro-batches.
+
+    Attributes:
+        epoch: that Transformers is in; to be set to the one with which a run begins.
+    """
+
+    def __init__(
+        self,
+        async_level: int,
+        *,
+        window_batches: int,
+        step_batches: int,
+        sized: bool,
+        open_epoch: Callable[[int], Iterator[Rows]],
+    ):
+        self.async_level = async_level
+        self.window_batches = window_batches
+        self.step_batches = step_batches
+        self.sized = sized
+        self.open_epoch = open_epoch
+        self.epoch = 0
+        self._given: Iterator[Rows] | None = None  # Transformers' iterator of this epoch
+        self._epochs: deque[_Epoch] = deque()  # from this one to the one that is being read
+        self._start = 0  # the micro-step with which this optimizer step begins
+        self._handed: list[Rows] = []  # the micro-batches of this optimizer step
+        self._last: Rows = []  # read last
+
+    def read(self, epoch_iterator: Iterator[Rows], count: int, *, step: int, state: Any) -> Iterator[Rows]:
+        """The micro-batches of the optimizer step that begins, at most `count`: those of `epoch_iterator`.
+
+        Args:
+            epoch_iterator: what Transformers reads an epoch from; another one begins the next epoch.
+            step: micro-steps before it, the trainer's `_step`.
+            state: the `TrainerState`.
+        """
+        if self.async_level == 0:
+            return epoch_iterator
+        if epoch_iterator is not self._given:
+            if self._given is not None:
+                self.epoch += 1
+                self._epochs.popleft()  # with what is left of it, where a callback has ended it
+            self._given = epoch_iterator
+            if not self._epochs:
+                self._epochs.append(_Epoch(epoch_iterator))
+        self._start, self._handed = step, []
+        now = self._epochs[0]
+        while len(now.batches) < count and now.source is not None:
+            self._read_one(now)
+        self._handed = [now.batches.popleft() for _ in range(min(count, len(now.batches)))]
+        self._read_ahead(state)
+        return iter(self._handed)
+
+    def upcoming(self, step: int) -> list[Rows]:
+        """This rank's rows of the next `async_level` windows that begin after micro-step `step`; fewer at a run's end.
+
+        To be asked while the optimizer step that `read` began last is running. The rows are the very lists that will be
+        handed out (not to be changed), unless a callback ends the epoch or the run before that.
+        """
+        read = enumerate(chain(self._handed, *(epoch.batches for epoch in self._epochs)), self._start)
+        first = (batch for number, batch in read if number > step and number % self.window_batches == 0)
+        return list(islice(first, self.async_level))
+
+    def close(self) -> None:
+        """Let go of what was read ahead, and of the dataloader's workers."""
+        self._given = None
+        self._epochs.clear()
+        self._handed, self._last = [], []
+
+    def _read_ahead(self, state: Any) -> None:
+        """Up to the first micro-batch of the last window to be known, or of all that will run."""
+        window = (self._start + len(self._handed) - 1) // self.window_batches  # that begins last in this optimizer step
+        while (
+            self._next_micro_step() <= (window + self.async_level) * self.window_batches
+            and state.global_step + self._optimizer_steps() < state.max_steps
+        ):
+            reading = self._epochs[-1]
+            if reading.source is not None:
+                self._read_one(reading)
+            elif len(self._epochs) > 1 and not reading.batches:
+                return  # an empty epoch ends the run
+            elif self.epoch + len(self._epochs) < state.num_train_epochs:
+                self._epochs.append(_Epoch(self.open_epoch(self.epoch + len(self._epochs))))
+            else:
+                return
+
+    def _read_one(self, epoch: _Epoch) -> None:
+        assert epoch.source is not None
+        batch = next(epoch.source, None)
+        if batch is None:
+            epoch.source = None
+            return
+        if self._next_micro_step() % self.window_batches and _equal(batch, self._last):
+            batch = self._last  # so that a window's rows are in memory once
+        epoch.batches.append(batch)
+        self._last = batch
+
+    def _next_micro_step(self) -> int:
+        """That of the micro-batch which is read next."""
+        return self._start + len(self._handed) + sum(len(epoch.batches) for epoch in self._epochs)
+
+    def _optimizer_steps(self) -> int:
+        """That are made of what has been read: this one, and those ahead."""
+        steps = self._steps_of(len(self._handed), ended=True)
+        return steps + sum(self._steps_of(len(one.batches), ended=one.source is None) for one in self._epochs)
+
+    def _steps_of(self, batches: int, *, ended: bool) -> int:
+        whole, rest = divmod(batches, self.step_batches)
+        return whole + (rest > 0 and ended and self.sized)
+
+
+def _equal(one: Rows, other: Rows) -> bool:
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):  # of tensors and arrays, which have no one truth value
+        return False
