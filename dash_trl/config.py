@@ -10,11 +10,11 @@ from typing import Any, get_args, get_type_hints
 from trl import GRPOConfig
 
 from dash_trl.sampling import check_urls
-from dash_trl.update import OUTCOME_ESTIMATORS
+from dash_trl.update import OFF_POLICY_LOSSES, OUTCOME_ESTIMATORS
 
 # What TRL takes, and says after the first generation, or never.
 CHOICES: dict[str, tuple[str, ...]] = {
-    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", *OFF_POLICY_LOSSES),
     "scale_rewards": ("group", "batch", "none"),
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
@@ -47,6 +47,7 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "epsilon": (0, math.inf, "the ratio is clipped to [1 - epsilon, 1 + epsilon_high]"),
     "epsilon_high": (0, math.inf, "the ratio is clipped to [1 - epsilon, 1 + epsilon_high]"),
     "delta": (ABOVE_0, math.inf, "ratios are clipped to it"),
+    "aipo_delta": (1, math.inf, "below it no token would have a gradient that the policy itself has just sampled"),
     "sapo_temperature_pos": (ABOVE_0, math.inf, "the loss divides by it"),
     "sapo_temperature_neg": (ABOVE_0, math.inf, "the loss divides by it"),
     "top_entropy_quantile": (0, 1, "it is a share of the tokens"),
@@ -55,6 +56,22 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "vllm_importance_sampling_clip_min": (0, math.inf, "ratios are clipped to it"),
     "vllm_importance_sampling_clip_max": (ABOVE_0, math.inf, "ratios are clipped to it"),
     "vllm_gpu_memory_utilization": (ABOVE_0, 1, "it is a share of the GPU's memory"),
+}
+
+# What the losses of our own have no room for: option → what they have in its place.
+REFUSED: dict[str, dict[str, str]] = {
+    "aipo": {
+        "beta": "it has no KL term",
+        "entropy_coef": "it has no entropy bonus",
+        "use_adaptive_entropy": "it has no entropy bonus",
+        "top_entropy_quantile": "it counts every token",
+        "off_policy_mask_threshold": "it counts every token, an old one by its ratio",
+        "importance_sampling_level": "its ratio is one per token",
+        "epsilon": "its ratio is bounded by aipo_delta only",
+        "epsilon_high": "its ratio is bounded by aipo_delta only",
+        "delta": "its ratio is bounded by aipo_delta only",
+    },
+    "decoupled_ppo": {"importance_sampling_level": "its ratios are one per token"},
 }
 
 
@@ -76,6 +93,15 @@ class DASHConfig(GRPOConfig):
             How rewards become advantages. `"grpo"`: TRL's, by `scale_rewards` and `multi_objective_aggregation`. Or one
             that does without these two (`dash_trl.update.advantages`): `"rloo"`, `"reinforce_plus_plus"`,
             `"reinforce_plus_plus_baseline"`, `"opo"`, `"grpo_passk"`.
+        loss_type (`str`, defaults to `"dapo"`):
+            TRL's, or one for rollouts of older weights, which takes the sampler's log-probs (`docs/async.md`).
+            `"aipo"`: each token weighed by min(policy / sampler, `aipo_delta`), and nothing else. `"decoupled_ppo"`:
+            `"dapo"` around the weights at the start of the generation window, with
+            `vllm_importance_sampling_mode="token_truncate"` at `vllm_importance_sampling_clip_max`.
+        aipo_delta (`float`, defaults to `8.0`):
+            With `loss_type="aipo"`, the largest weight. A token above it has no gradient.
+        aipo_detached (`bool`, defaults to `False`):
+            The weight is a factor without gradient: a token above `aipo_delta` keeps that much of its own.
         max_tokens_per_microbatch (`int` or `None`, defaults to `None`):
             Token budget of one model pass (prompt and completion tokens; padding counts where the model cannot run
             padding-free). `None`: at most `per_device_train_batch_size` rows, as in TRL. Set it to what fits in
@@ -115,6 +141,14 @@ class DASHConfig(GRPOConfig):
             "help": "How rewards become advantages: 'grpo' is TRL's, by `scale_rewards`.",
             "choices": ["grpo", *OUTCOME_ESTIMATORS],
         },
+    )
+    aipo_delta: float = field(
+        default=8.0,
+        metadata={"help": "With loss_type='aipo': the largest importance weight; a token above has no gradient."},
+    )
+    aipo_detached: bool = field(
+        default=False,
+        metadata={"help": "With loss_type='aipo': the weight has no gradient of its own (TRL's 'cispo')."},
     )
     max_tokens_per_microbatch: int | None = field(
         default=None,
@@ -225,7 +259,35 @@ class DASHConfig(GRPOConfig):
                     """'{"name": "value"}'."""
                 )
 
+        self._check_loss()
         self._check_estimator()
+
+    def _check_loss(self) -> None:
+        defaults, loss = {one.name: one.default for one in fields(self)}, self.loss_type
+        for option, reason in REFUSED.get(loss, {}).items():
+            if (value := getattr(self, option)) != defaults[option]:
+                raise ValueError(
+                    f"{option}={value!r} has no place in loss_type={loss!r}: {reason}. Leave {option} out, or use one "
+                    "of TRL's losses."
+                )
+        for option in ("aipo_delta", "aipo_detached") if loss != "aipo" else ():
+            if (value := getattr(self, option)) != defaults[option]:
+                raise ValueError(
+                    f"{option}={value!r} does nothing with loss_type={loss!r}. Leave {option} out, or use "
+                    "loss_type='aipo'."
+                )
+        if loss == "decoupled_ppo":
+            mode, name = "token_truncate", "vllm_importance_sampling_mode"
+            if getattr(self, name) not in (mode, defaults[name]):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is another loss than loss_type='decoupled_ppo', which is 'dapo' "
+                    f"with {mode!r}. Leave {name} out, or use loss_type='dapo' with it."
+                )
+            if not self.vllm_importance_sampling_correction:
+                raise ValueError(
+                    "vllm_importance_sampling_correction=False leaves loss_type='decoupled_ppo' without its ratio to "
+                    "the sampler. Leave it out, or use loss_type='dapo', which is what remains."
+                )
 
     def _check_estimator(self) -> None:
         name = self.advantage_estimator

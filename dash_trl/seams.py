@@ -44,6 +44,20 @@ def sample(trainer: Any, examples: list[dict[str, Any]], method: Callable[..., d
     return method(muted, examples)
 
 
+def seen_as(trainer: Any, settings: dict[str, Any]) -> Any:
+    """The trainer as one of TRL's methods sees it that computes with other settings; itself where there are none.
+
+    Args:
+        settings: attributes of the trainer, and `delta`, which TRL reads from its `args`.
+    """
+    if not settings:
+        return trainer
+    others = {name: value for name, value in settings.items() if name != "delta"}
+    if "delta" in settings:
+        others["args"] = Instead(trainer.args, delta=settings["delta"])
+    return Instead(trainer, **others)
+
+
 def sampled_by(trainer: Any) -> int:
     """The optimizer step whose weights sample now; vLLM may hold those of an earlier one."""
     return trainer._last_loaded_step if trainer.use_vllm else trainer.state.global_step

@@ -39,8 +39,10 @@ from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks
 from dash_trl.monitoring import (
     EmptyWindows,
+    OffPolicyMetrics,
     PassMetrics,
     Recorder,
+    corrected_share,
     filter_metrics,
     packing_metrics,
     sampler_metrics,
@@ -62,13 +64,14 @@ from dash_trl.rollout import (
     why_a_new_window,
 )
 from dash_trl.sampling import install, without_client
-from dash_trl.seams import begin_anew, count_pass_time, relog_advantages, sample, sampled_by
+from dash_trl.seams import begin_anew, count_pass_time, relog_advantages, sample, sampled_by, seen_as
 from dash_trl.update import (
     MicroBatch,
     ModelPasses,
     ScaledCoefficient,
     Schedule,
     SkippedSteps,
+    behaviour_log_probs,
     checked_advantages,
     filter_rows,
     forget_plain_passes,
@@ -80,6 +83,8 @@ from dash_trl.update import (
     packing_flaw,
     plan_segment,
     regularizer_weight,
+    trl_settings,
+    unknown_log_probs,
 )
 
 logger = logging.getLogger(__name__)
@@ -134,6 +139,13 @@ class DASHTrainer(GRPOTrainer):
             install(self)
 
         self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)
+        self._loss_settings = trl_settings(args.loss_type, delta=args.aipo_delta, detached=args.aipo_detached)
+        self._sampler_is_old = args.loss_type == "aipo"  # its old log-probs are the sampler's
+        if self._sampler_is_old and self.use_vllm and self.vllm_importance_sampling_correction:
+            logger.warning(
+                "vllm_importance_sampling_correction=True is TRL's default and is off here: loss_type='aipo' weighs "
+                "tokens by their ratio to the sampler itself. Set it to False, and this is not said."
+            )
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
         self.reward_funcs = [watch(func, name) for func, name in functions]
         if self.rollout_func is not None:
@@ -239,17 +251,23 @@ class DASHTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _score(self, window: GenerationWindow) -> None:
-        """Old log-probs, importance-sampling ratio and reference log-probs, where TRL's rules ask for them."""
+        """Old log-probs, importance-sampling ratio and reference log-probs, where TRL's rules ask for them.
+
+        Of rows whose old log-probs are the sampler's, only those take a pass of which it did not report all.
+        """
         generate_every = self.args.steps_per_generation * self.num_iterations
-        correct = self.use_vllm and self.vllm_importance_sampling_correction
+        trl = seen_as(self, self._loss_settings)
+        correct = trl.use_vllm and trl.vllm_importance_sampling_correction
         names = []
-        if correct or self.args.gradient_accumulation_steps % generate_every != 0:
+        if correct or self._sampler_is_old or self.args.gradient_accumulation_steps % generate_every != 0:
             names.append("old_per_token_logps")
         if self.beta != 0.0:
             names.append("ref_per_token_logps")
-        survivors = window.rollouts
+        survivors, lengths = window.rollouts, window.lengths
+        if self._sampler_is_old:
+            lengths = self._unknown_rows(window)
         known = {name: torch.zeros(survivors.completion_ids.shape) for name in names}
-        plan = self._pack(window.lengths, 1)[0] if names else []
+        plan = self._pack(lengths, 1)[0] if names else []
         with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             for micro_batch in plan:
                 rows, inputs = self._rows(window, micro_batch)
@@ -258,24 +276,36 @@ class DASHTrainer(GRPOTrainer):
                     reference = name.startswith("ref")
                     logps = self._reference_logps(inputs) if reference else self._logps(self.model, inputs)
                     known[name][rows, : logps.shape[1]] = logps[: len(rows), : known[name].shape[1]].float().cpu()
+        sampled, mask = survivors.sampling_per_token_logps, survivors.loss_mask
+        if self._sampler_is_old:
+            assert sampled is not None, "checked where it was sampled"
+            known["old_per_token_logps"] = behaviour_log_probs(sampled, known["old_per_token_logps"])
         if correct:
-            sampled, mask = survivors.sampling_per_token_logps, survivors.loss_mask
-            if sampled is None:
-                raise ValueError(
-                    "vllm_importance_sampling_correction=True needs the sampler's log-probs, but rollout_func returned "
-                    "none: return them as 'logprobs', or set it to False."
-                )
+            assert sampled is not None, "checked where it was sampled"
+            log_probs, mode = (known["old_per_token_logps"], sampled, mask), trl.vllm_importance_sampling_mode
             known["importance_sampling_ratio"] = importance_sampling_ratio(
-                known["old_per_token_logps"],
-                sampled,
-                mask,
-                mode=self.vllm_importance_sampling_mode,
+                *log_probs,
+                mode=mode,
                 clip_min=self.vllm_importance_sampling_clip_min,
                 clip_max=self.vllm_importance_sampling_clip_max,
             )
             gather, device = self.accelerator.gather, self.accelerator.device
             self.recorder.log(sampler_metrics(sampled, mask, gather, device, **known))
+            ratio = known["importance_sampling_ratio"]
+            self.recorder.log(corrected_share(ratio, *log_probs, mode=mode, reduce_sum=self.ranks.sum))
         window.rollouts = survivors.with_log_probs(**known)
+
+    def _unknown_rows(self, window: GenerationWindow) -> Tensor:
+        """`window.lengths` of the rows with a token whose log-prob the sampler did not report; 0 for all others."""
+        survivors, lengths = window.rollouts, window.lengths
+        assert survivors.sampling_per_token_logps is not None, "checked where it was sampled"
+        unknown = torch.zeros(lengths.shape[1], dtype=torch.long)
+        rows = unknown_log_probs(survivors.sampling_per_token_logps, survivors.loss_mask).any(dim=1)
+        unknown[lengths[self.ranks.rank, :, 1] > 0] = rows.long()
+        lengths = lengths * self.ranks.gather(unknown).view(self.ranks.count, -1, 1)
+        kept, found = (int((one[..., 1] > 0).sum()) for one in (window.lengths, lengths))
+        self.recorder.log(self._off_policy.rescored(found, kept, say=self.accelerator.is_main_process))
+        return lengths
 
     def _logps(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -359,6 +389,8 @@ class DASHTrainer(GRPOTrainer):
         if is_last:
             self.recorder.end_step()
             self.recorder.log(self._pass_metrics.of_step(self._schedule.segments))
+            if self.use_vllm or self.rollout_func is not None:  # whose log-probs may be known
+                self.recorder.log(self._off_policy.of_step(self.ranks.sum))
         return loss
 
     @contextmanager
@@ -396,18 +428,24 @@ class DASHTrainer(GRPOTrainer):
         if not self.model.training:
             return log_probs(*batch, **kwargs)
         with self.accelerator.autocast() if self._passes.padding_free else nullcontext():
-            return self._passes.log_probs(log_probs, *batch, **kwargs)
+            found = self._passes.log_probs(log_probs, *batch, **kwargs)
+        self._off_policy.see(found[0])
+        return found
 
     def _compute_loss(self, model, inputs) -> Tensor:
         """TRL's, at the weight of this pass in the optimizer step."""
+        loss = partial(super()._compute_loss.__func__, seen_as(self, self._loss_settings))
         if not self.model.training:
-            return super()._compute_loss(model, inputs)
+            return loss(model, inputs)
         one, scale = inputs["pass"], inputs["loss_scale"]
         weight = regularizer_weight(one.tokens[self.ranks.rank], one.segment)
         with self._passes.laid_out(inputs), self._regularized(weight / scale if scale else 0.0):
             per_token = inputs["advantages"].dim() == 2
-            with self._pass_metrics.observe(self.recorder.metrics, one, scale, per_token=per_token):
-                return super()._compute_loss(model, inputs) * scale
+            with (
+                self._pass_metrics.observe(self.recorder.metrics, one, scale, per_token=per_token),
+                self._off_policy.observe(inputs),
+            ):
+                return loss(model, inputs) * scale
 
     @contextmanager
     def _regularized(self, scale: float) -> Iterator[None]:
@@ -424,8 +462,22 @@ class DASHTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ within TRL's sampling
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        method = super()._generate_and_score_completions
-        return sample(self, inputs, method.__func__) if self.model.training else method(inputs)
+        method = super()._generate_and_score_completions.__func__
+        if self.model.training:
+            return sample(self, inputs, method)
+        if not self._sampler_is_old:
+            return method(seen_as(self, self._loss_settings), inputs)
+        sampled = sample(self, inputs, method)
+        return {**sampled, "old_per_token_logps": self._sampler_log_probs(sampled)}
+
+    @torch.no_grad()
+    def _sampler_log_probs(self, sampled: dict[str, Any]) -> Tensor:
+        """[B, T] of a batch in evaluation, with the policy's own where the sampler did not report one."""
+        log_probs, mask = sampled["sampling_per_token_logps"], sampled["completion_mask"] * sampled.get("tool_mask", 1)
+        own = torch.zeros_like(log_probs)
+        if self.ranks.sum(unknown_log_probs(log_probs, mask).sum()):
+            own = self._logps(self.model, {**sampled, "layout": None})
+        return behaviour_log_probs(log_probs, own)
 
     def _tokenize_prompts(self, prompts: list) -> tuple:
         tokenize = super()._tokenize_prompts
@@ -483,6 +535,7 @@ class DASHTrainer(GRPOTrainer):
         self._failures = FailureWatch(self.reward_funcs, self.reward_func_names)
         self._empty_windows = EmptyWindows(args.gradient_filter_threshold)
         self._pass_metrics = PassMetrics(per_row=self.importance_sampling_level == "sequence")
+        self._off_policy = OffPolicyMetrics(args.aipo_delta if self._sampler_is_old else None)
         self._schedule = Schedule(
             steps_per_generation=args.steps_per_generation,
             num_iterations=args.num_iterations,

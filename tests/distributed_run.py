@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.sampling.weights.proof import model_log_probs
-from tests.tiny import ScriptedReward, leave, pad, parameters, prompts, relative_difference, run
+from tests.tiny import ScriptedReward, ScriptedRollouts, leave, log_probs, pad, parameters, prompts, relative_difference, run
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -229,6 +230,38 @@ def spoiled_step(model: str, output: Path, start: dict[str, torch.Tensor]) -> di
     return {"moved": far, "skipped": gather_object([counts])}
 
 
+class PartlyUnknown(ScriptedRollouts):
+    """Log-probs of the model, off by a little; on rank 0 some are NaN, or, `filled`, the model's own."""
+
+    def __init__(self, filled: bool):
+        super().__init__()
+        self.filled = filled
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        output = super().__call__(prompts, trainer)
+        chance = random.Random(RANK)
+
+        def report(value: float) -> float:
+            unknown, noise = RANK == 0 and chance.random() < 0.05, chance.gauss(0.0, 0.7)
+            return (value if self.filled else float("nan")) if unknown else value + noise
+
+        rows = zip(output["prompt_ids"], output["completion_ids"], strict=True)
+        return {**output, "logprobs": [[report(one) for one in log_probs(trainer.model, *row)] for row in rows]}
+
+
+def unknown_log_probs(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """AIPO where some rows of rank 0 take a pass, for which rank 1 runs dummies: as if they had been known."""
+    ends, logs = [], []
+    for filled in (False, True):
+        settings = {"loss_type": "aipo", "aipo_delta": 1.5, "max_tokens_per_microbatch": 30}
+        trainer = run(DASHTrainer, model, output, rollouts=PartlyUnknown(filled), **settings)
+        ends.append(whole(trainer))
+        logs.append({name: value for name, value in trainer.state.log_history[0].items() if "off_policy" in name})
+    difference, update = relative_difference(start, *ends)
+    agree = equal_on_all_ranks(ends[0])
+    return {"difference": difference, "update": update, "ranks_agree": agree, "off_policy": gather_object(logs)}
+
+
 def entropy_bonus(model: str, output: Path) -> dict[str, Any]:
     """What it adds to the logged loss, and the entropy: rank 1 has no row, and runs dummies."""
     logs = {}
@@ -300,6 +333,7 @@ def main() -> None:
     results["own rows"] = gather_object([own_rows(model, Path(output))])
     results["rows of all"] = gather_object([own_rows(model, Path(output), num_generations=32)])
     results["Monte Carlo values"] = gather_object([monte_carlo(trainer)])
+    results["unknown log-probs"] = unknown_log_probs(model, Path(output), start)
     results["entropy bonus"] = entropy_bonus(model, Path(output))
     results["silent AdamW step"] = silent_adamw_step(model, Path(output), start)
     results["spoiled step"] = spoiled_step(model, Path(output), start)

@@ -11,6 +11,7 @@ import inspect
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from dash_trl import DASHConfig, DASHTrainer
 from dash_trl.checks.prompts import check_dataset, check_prompt_lengths, long_prompt_lengths
 from dash_trl.config import CHOICES
 from dash_trl.sampling.weights.file import FileWeights
-from tests.tiny import ScriptedReward, prompts, run
+from tests.tiny import ScriptedReward, ScriptedRollouts, prompts, run
 
 
 def config(tmp_path, **settings) -> DASHConfig:
@@ -53,6 +54,7 @@ def build(tmp_path, model, *, dataset=None, settings=None, **kwargs) -> DASHTrai
 
 # ---------------------------------------------------------------------- in the config
 
+AIPO, DECOUPLED = {"loss_type": "aipo"}, {"loss_type": "decoupled_ppo"}
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     # DASH's own
     "a threshold below 0": ({"gradient_filter_threshold": -0.1}, "-0.1 is not a finite number >= 0.* Use 0.1"),
@@ -80,7 +82,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     # choices that TRL takes
     "a loss of other algorithms": (
         {"loss_type": "ppo"},
-        "loss_type='ppo' is unknown. Use 'grpo', .*'luspo' or 'vespo'",
+        "loss_type='ppo' is unknown. Use 'grpo', .*'aipo' or 'decoupled_ppo'",
     ),
     "a loss in capitals": ({"loss_type": "GRPO"}, "loss_type='GRPO' is unknown. Use 'grpo'"),
     "an unknown scale": ({"scale_rewards": "std"}, "scale_rewards='std' is unknown. Use 'group', 'batch' or 'none'"),
@@ -114,6 +116,52 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "a KL that is no number": ({"beta": float("nan")}, "beta=nan is not a number. The default is 0.0"),
     "an empty clipping range": ({"epsilon": -0.2}, "epsilon=-0.2 is not at least 0: the ratio is clipped"),
     "a weight of infinity": ({"reward_weights": [float("inf")]}, r"reward_weights=\[inf\] is not a list of finite"),
+    # the losses for old rollouts
+    "no ratio": ({**AIPO, "aipo_delta": 0.0}, "aipo_delta=0.0 is not at least 1: below it no token .* default is 8.0"),
+    "a ratio below 0": ({**AIPO, "aipo_delta": -8.0}, "aipo_delta=-8.0 is not at least 1"),
+    "a ratio that clips what is fresh": ({**AIPO, "aipo_delta": 0.5}, "aipo_delta=0.5 is not at least 1: .* gradient"),
+    "a ratio that is no number": ({**AIPO, "aipo_delta": float("nan")}, "aipo_delta=nan is not a number"),
+    "a ratio as text": ({**AIPO, "aipo_delta": "8"}, "aipo_delta='8' is text. Use a number"),
+    "a ratio of another loss": ({"aipo_delta": 4.0}, "aipo_delta=4.0 does nothing with loss_type='dapo'. Leave"),
+    "a form of another loss": ({"loss_type": "grpo", "aipo_detached": True}, "aipo_detached=True does nothing with"),
+    "aipo with KL": ({**AIPO, "beta": 0.04}, "beta=0.04 has no place in loss_type='aipo': it has no KL term. Leave"),
+    "aipo with an entropy bonus": ({**AIPO, "entropy_coef": 0.01}, "entropy_coef=0.01 .*: it has no entropy bonus"),
+    "aipo with a controlled one": ({**AIPO, "use_adaptive_entropy": True}, "use_adaptive_entropy=True .* no entropy"),
+    "aipo on some tokens": (
+        {**AIPO, "top_entropy_quantile": 0.2},
+        "top_entropy_quantile=0.2 .*: it counts every token",
+    ),
+    "aipo with a mask": ({**AIPO, "off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold=0.1 .* by its ratio"),
+    "aipo on sequences": (
+        {**AIPO, "importance_sampling_level": "sequence"},
+        "level='sequence' .*: its ratio is one per",
+    ),
+    "aipo with dapo's range": ({**AIPO, "epsilon": 0.1}, "epsilon=0.1 .*: its ratio is bounded by aipo_delta only"),
+    "aipo with its upper end": ({**AIPO, "epsilon_high": 0.3}, "epsilon_high=0.3 .* bounded by aipo_delta only"),
+    "aipo with TRL's delta": (
+        {**AIPO, "delta": 4.0},
+        "delta=4.0 has no place .* bounded by aipo_delta only. Leave delta",
+    ),
+    "detached, with TRL's bound": (
+        {**AIPO, "aipo_detached": True, "epsilon_high": 5.0},
+        "epsilon_high=5.0 has no place",
+    ),
+    "decoupled by sequences": (
+        {**DECOUPLED, "vllm_importance_sampling_mode": "sequence_truncate"},
+        "mode='sequence_truncate' is another loss than loss_type='decoupled_ppo', .* with 'token_truncate'. Leave",
+    ),
+    "decoupled by a mask": (
+        {**DECOUPLED, "vllm_importance_sampling_mode": "token_mask"},
+        "'token_mask' is another loss",
+    ),
+    "decoupled, uncorrected": (
+        {**DECOUPLED, "vllm_importance_sampling_correction": False},
+        "correction=False leaves loss_type='decoupled_ppo' without its ratio .* use loss_type='dapo'",
+    ),
+    "decoupled on sequences": (
+        {**DECOUPLED, "importance_sampling_level": "sequence"},
+        "importance_sampling_level='sequence' has no place in loss_type='decoupled_ppo': its ratios are one per token",
+    ),
 }
 
 
@@ -133,6 +181,9 @@ def test_settings(tmp_path, mistake):
         {"top_k": -1, "vllm_server_urls": ["http://localhost:8000"]},
         {"generation_kwargs": '{"top_p": 0.9}', "reward_weights": [1, 0.5], "logging_steps": 0.1},
         {"vllm_importance_sampling_clip_max": float("inf"), "learning_rate": 0.0, "filter_denominator": "kept"},
+        {**AIPO, "aipo_delta": 1, "vllm_importance_sampling_mode": "token_mask", "router_aux_loss_coef": 0.01},
+        {**AIPO, "aipo_delta": float("inf"), "aipo_detached": True, "vllm_importance_sampling_correction": False},
+        {**DECOUPLED, "vllm_importance_sampling_mode": "token_truncate", "epsilon_high": 0.28, "beta": 0.04},
     ],
     ids=str,
 )
@@ -158,7 +209,7 @@ def test_the_choices_are_trls():
                 constants = [one for other in node.comparators for one in ast.walk(other)]
                 compared[name] |= {one.value for one in constants if isinstance(one, ast.Constant)}
     assert {name: found - set(CHOICES[name]) for name, found in compared.items()} == dict.fromkeys(CHOICES, set())
-    assert compared["loss_type"] == set(CHOICES["loss_type"])
+    assert compared["loss_type"] == set(CHOICES["loss_type"]) - {"aipo", "decoupled_ppo"}
 
 
 # ---------------------------------------------------------------------- in the data, before a weight is loaded
@@ -393,6 +444,11 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"environment_factory": [print]},
         "environment_factory is set, but DASHTrainer trains single-turn",
     ),
+    "aipo without a sampler's log-probs": (
+        {"settings": AIPO},
+        "loss_type='aipo' compares the policy with the sampler, .* Sample with vLLM .*, or with a rollout_func",
+    ),
+    "decoupled PPO without them": ({"settings": DECOUPLED}, "loss_type='decoupled_ppo' compares the policy with"),
 }
 
 
@@ -469,6 +525,54 @@ def test_wrong_number_of_rewards(tmp_path, tiny_model):
 
     with pytest.raises(ValueError, match="'short' returned 1 rewards for 16 completions"):
         run(DASHTrainer, tiny_model, tmp_path, reward=short)
+
+
+class Rollouts(ScriptedRollouts):
+    def __init__(self, log_probs):
+        super().__init__(0)
+        self.log_probs = log_probs
+
+    def __call__(self, prompts, trainer):
+        output = super().__call__(prompts, trainer)
+        return {**output, "logprobs": self.log_probs(output["completion_ids"])}
+
+
+def corrected(trainer):
+    """As if it sampled from vLLM."""
+    trainer.use_vllm, trainer.vllm_generation = True, SimpleNamespace(sync_weights=lambda: None)
+
+
+LOG_PROBS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "none, with aipo": (
+        lambda ids: None,
+        AIPO,
+        "loss_type='aipo' needs the sampler's .* none: return .* as 'logprobs'",
+    ),
+    "none, with decoupled PPO": (
+        lambda ids: None,
+        DECOUPLED,
+        "loss_type='decoupled_ppo' needs the sampler's log-probs",
+    ),
+    "none to correct": (lambda ids: None, {"prepare": corrected}, "vllm_importance_sampling_correction=True needs the"),
+    "of too few tokens": (
+        lambda ids: [[-1.0] * len(ids[0][1:]), *([-1.0] * len(row) for row in ids[1:])],
+        AIPO,
+        r"logprobs of the lengths \[\d+, .*: return one for each token, NaN where",
+    ),
+    "of too few rows": (lambda ids: [[-1.0] * len(row) for row in ids[1:]], {}, "logprobs of the lengths"),
+}
+
+
+@pytest.mark.parametrize("mistake", LOG_PROBS)
+def test_log_probs_of_a_rollout_function(tmp_path, tiny_model, mistake):
+    """Said before a reward is asked for."""
+    log_probs, settings, said = LOG_PROBS[mistake]
+
+    def reward(**kwargs):
+        raise AssertionError("it came too late")
+
+    with pytest.raises(ValueError, match=said):
+        run(DASHTrainer, tiny_model, tmp_path, rollouts=Rollouts(log_probs), reward=reward, **settings)
 
 
 def test_what_is_right_passes(tmp_path, tiny_model):

@@ -80,11 +80,14 @@ def test_two_ranks(backend, tiny_model, tmp_path):
             assert rank["logged"] == credit[0]["logged"] and rank["logged"]["advantage/std"] > 0, name
         assert sum(rank["valued"] for rank in credit) > 0
     assert results.pop("Monte Carlo values") == [{"rows": [16, 16], "right": True}] * 2
+    nan, filled, *others = results["unknown log-probs"].pop("off_policy")
+    assert others == [nan, filled], "the figures are those of all ranks"
+    assert nan["off_policy/rescored_rows"] > 0.0 == filled["off_policy/rescored_rows"]
     if backend == "ddp":
         refused = results["resumed"].pop("refused")
         assert refused[0] == refused[1] and "generation_window_1.pt is missing" in refused[0]
         assert results.pop("read ahead") == [[[], [True, True]]] * 2
-    assert len(results) == 12 + 2 * len(larger) + (backend == "ddp")
+    assert len(results) == 13 + 2 * len(larger) + (backend == "ddp")
     for name, result in results.items():
         assert result["update"] > 1e-3, name
         assert result["ranks_agree"], name

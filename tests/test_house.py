@@ -13,7 +13,16 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "dash_trl"
 STARTERS = {"threading", "multiprocessing", "subprocess", "pebble"}
-UPDATE = ["advantages", "filtering", "packing", "schedule", "importance_sampling", "isolation", "regularizers"]
+UPDATE = [
+    "advantages",
+    "filtering",
+    "packing",
+    "schedule",
+    "importance_sampling",
+    "isolation",
+    "regularizers",
+    "losses",
+]
 PURE = [f"update.{name}" for name in (*UPDATE, "skipped_steps")]
 PURE += ["rollout.batch", "rollout.window", "rollout.resume", "monitoring.metrics", "monitoring.recorder"]
 PURE += ["process_rewards.credit", "process_rewards.diagnostics"]

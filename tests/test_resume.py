@@ -237,6 +237,7 @@ SHAPES = Shapes(
     shuffle_seed=0,
     beta_above_0=False,
     vllm_importance_sampling=False,
+    sampler_is_old=False,
 )
 SAVED = SavedRun(SHAPES, position=(0, 4), step=4, skipped_steps=0, window=None)
 

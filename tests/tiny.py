@@ -136,6 +136,7 @@ def run(
     constant: float = 0.5,
     reward: Any = None,
     logprobs: bool = False,
+    rollouts: Any = None,
     prepare: Any = None,
     resume: str | None = None,
     peft_config: Any = None,
@@ -176,7 +177,7 @@ def run(
         args=args,
         train_dataset=prompts(64) if dataset is None else dataset,
         processing_class=PreTrainedTokenizerFast.from_pretrained(model),
-        rollout_func=ScriptedRollouts(rollout_seed, logprobs=logprobs),
+        rollout_func=rollouts or ScriptedRollouts(rollout_seed, logprobs=logprobs),
         peft_config=peft_config,
         callbacks=callbacks,
     )

@@ -12,6 +12,7 @@ from dash_trl.callbacks import ROLLOUT_EVENTS, DASHCallback, misspelt
 from dash_trl.checks.models import check_model
 from dash_trl.checks.prompts import check_batch, check_dataset
 from dash_trl.config import DASHConfig
+from dash_trl.update import OFF_POLICY_LOSSES
 
 
 def check_arguments(
@@ -22,6 +23,12 @@ def check_arguments(
     check_supported(processing_class, **{name: others.get(name) for name in ("tools", "environment_factory")})
     check_callbacks(others.get("callbacks") or ())
     own_rollouts = others.get("rollout_func") is not None
+    if args.loss_type in OFF_POLICY_LOSSES and not (args.use_vllm or own_rollouts):
+        raise ValueError(
+            f"loss_type={args.loss_type!r} compares the policy with the sampler, and transformers' generate reports no "
+            "log-probs. Sample with vLLM (vllm_server_urls, or use_vllm=True), or with a rollout_func that returns "
+            "'logprobs'; or use one of TRL's losses."
+        )
     check_dataset(train_dataset, "train_dataset", own_rollouts)
     check_dataset(eval_dataset, "eval_dataset", own_rollouts)
     check_batch(train_dataset, args)

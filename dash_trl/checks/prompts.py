@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from dash_trl.config import DASHConfig
+from dash_trl.update import OFF_POLICY_LOSSES
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,21 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
             raise ValueError(
                 f"rollout_func returned {len(output[name])} {name} for {len(prompts)} prompts, or an empty one: return "
                 "at least one token for each, such as the end-of-sequence token."
+            )
+    log_probs, loss = output["logprobs"], trainer.args.loss_type
+    correct = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+    if log_probs is None and (loss in OFF_POLICY_LOSSES or correct):
+        cause = f"loss_type={loss!r}" if loss in OFF_POLICY_LOSSES else "vllm_importance_sampling_correction=True"
+        raise ValueError(
+            f"{cause} needs the sampler's log-probs, but rollout_func returned none: return those of every completion "
+            "token as 'logprobs', or use another loss and correction."
+        )
+    if log_probs is not None:
+        tokens, found = ([len(row) for row in rows] for rows in (output["completion_ids"], log_probs))
+        if tokens != found:
+            raise ValueError(
+                f"rollout_func returned logprobs of the lengths {found} for completion_ids of the lengths {tokens}: "
+                "return one for each token, NaN where it is not known."
             )
     return dict(output)
 

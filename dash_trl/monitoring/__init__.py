@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.monitoring.metrics import EmptyWindows, PassMetrics, filter_metrics, packing_metrics, sampler_metrics
+    from dash_trl.monitoring.metrics import (
+        EmptyWindows,
+        OffPolicyMetrics,
+        PassMetrics,
+        corrected_share,
+        filter_metrics,
+        packing_metrics,
+        sampler_metrics,
+    )
     from dash_trl.monitoring.plots import plot_run
     from dash_trl.monitoring.progress import MetricsFileCallback, RewardProgressCallback
     from dash_trl.monitoring.recorder import Recorder

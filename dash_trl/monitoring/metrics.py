@@ -7,12 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dash_trl.rollout import CreditedRollouts
-from dash_trl.update import Filtered, MicroBatch, Pass, Segment
+from dash_trl.update import Filtered, MicroBatch, Pass, Segment, importance_sampling_ratio, unknown_log_probs
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,105 @@ def sampler_metrics(
         "sampling/importance_sampling_ratio/mean": ranks[:, 3].mean().item(),
         "sampling/importance_sampling_ratio/max": ranks[:, 4].max().item(),
     }
+
+
+def corrected_share(
+    corrected: Tensor,
+    old_per_token_logps: Tensor,
+    sampling_per_token_logps: Tensor,
+    loss_mask: Tensor,
+    *,
+    mode: str,
+    reduce_sum: Callable[[Tensor], Tensor],
+) -> dict[str, float]:
+    """The share of the survivors' loss tokens, on all ranks, whose ratio to the sampler is truncated or masked.
+
+    A mode of sequences does that to all tokens of one: with `sequence_mask`, it is the share that is lost.
+
+    Args:
+        corrected: what `importance_sampling_ratio` made of the others, which are its arguments.
+        reduce_sum: adds a tensor up over the ranks.
+    """
+    others = old_per_token_logps, sampling_per_token_logps, loss_mask
+    changed = corrected != importance_sampling_ratio(*others, mode=mode, clip_min=None, clip_max=None)
+    clipped, tokens = reduce_sum(torch.stack([(changed & loss_mask.bool()).sum(), loss_mask.sum()])).tolist()
+    return {"off_policy/clipped_share": clipped / tokens} if tokens else {}
+
+
+class OffPolicyMetrics:
+    """How far the policy is from the sampler, per optimizer step, over the survivors' loss tokens on all ranks.
+
+    With r = π/μ of a token, π the policy that the step changes and μ the sampler's probability:
+
+        off_policy/ratio_mean       the mean of r; 1 is expected, since E_μ[r] = 1
+        off_policy/clipped_share    how many have r > bound
+        off_policy/kl               the mean of r − 1 − log r: the k3 estimator of KL(μ‖π), never below 0
+
+    (http://joschu.net/blog/kl-approx.html) It costs no pass: it sees the log-probs that TRL's loss asks for. Tokens
+    whose μ the sampler did not report are left out.
+
+    Args:
+        bound: of the loss; `None`: it has none, and there is no share.
+    """
+
+    def __init__(self, bound: float | None):
+        self._bound = bound
+        self._mu: tuple[Tensor, Tensor] | None = None  # of the pass that is running, and its loss mask
+        self._sums = torch.zeros(4)  # r, r > bound, r − 1 − log r, tokens
+        self._said = False
+
+    @contextmanager
+    def observe(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+        """Within it, TRL computes the loss of a pass, and `see` gets its log-probs."""
+        if (mu := inputs.get("sampling_per_token_logps")) is not None:
+            self._mu = mu, inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        try:
+            yield
+        finally:
+            self._mu = None
+
+    def see(self, log_probs: Tensor) -> None:
+        """
+        Args:
+            log_probs: [B, T], of the policy.
+        """
+        if self._mu is None:
+            return
+        mu, mask = self._mu
+        known = mask.bool() & ~unknown_log_probs(mu, mask)
+        log_ratio = torch.where(known, log_probs.detach().float() - mu, 0.0)  # where a token does not count, all are 0
+        ratio = log_ratio.exp() * known
+        clipped = ratio > (torch.inf if self._bound is None else self._bound)
+        sums = torch.stack([ratio.sum(), clipped.sum(), (log_ratio.expm1() - log_ratio).sum(), known.sum()])
+        self._sums = self._sums.to(sums.device) + sums
+
+    def of_step(self, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """The figures of the optimizer step that ends, none if it had no such token; begins anew.
+
+        Args:
+            reduce_sum: adds a tensor up over the ranks, all of which call this.
+        """
+        ratio, clipped, kl, tokens = reduce_sum(self._sums).tolist()
+        self._sums = torch.zeros(4)
+        if not tokens:
+            return {}
+        share = {} if self._bound is None else {"off_policy/clipped_share": clipped / tokens}
+        return {"off_policy/ratio_mean": ratio / tokens, **share, "off_policy/kl": kl / tokens}
+
+    def rescored(self, rows: int, of: int, *, say: bool) -> dict[str, float]:
+        """The share of the survivors that took a pass since the sampler had not reported all of their log-probs.
+
+        Args:
+            rows, of: on all ranks. say: the first time that there are any, in a warning.
+        """
+        if rows and say and not self._said:
+            logger.warning(
+                f"The sampler reported not all log-probs (NaN) of {rows} of {of} rows that are trained on. In their "
+                "place stand the policy's own, of the window's start. off_policy/rescored_rows in the log counts such "
+                "rows; if there are many, look for overflows in the sampler (float16?)."
+            )
+            self._said = True
+        return {"off_policy/rescored_rows": rows / of} if of else {}
 
 
 def packing_metrics(micro_batches: Sequence[MicroBatch], lengths: Tensor, *, padding_free: bool) -> dict[str, float]:

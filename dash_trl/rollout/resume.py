@@ -25,6 +25,7 @@ class Shapes:
         processes, prompts: ranks; rows of the training set, None for a stream.
         shuffle_seed: decides the order of the prompts, None where they are not shuffled.
         beta_above_0, vllm_importance_sampling: whether a window has reference log-probs, importance-sampling ratios.
+        sampler_is_old: whether its old log-probs are the sampler's.
         The others are `DASHConfig`'s.
     """
 
@@ -38,6 +39,7 @@ class Shapes:
     shuffle_seed: int | None
     beta_above_0: bool
     vllm_importance_sampling: bool
+    sampler_is_old: bool
 
     @classmethod
     def of(cls, args: Any, *, processes: int, prompts: int | None) -> Shapes:
@@ -46,7 +48,9 @@ class Shapes:
             "prompts": prompts,
             "shuffle_seed": args.seed if args.shuffle_dataset else None,
             "beta_above_0": args.beta != 0.0,
-            "vllm_importance_sampling": args.use_vllm and args.vllm_importance_sampling_correction,
+            "vllm_importance_sampling": args.loss_type == "decoupled_ppo"
+            or (args.use_vllm and args.vllm_importance_sampling_correction and args.loss_type != "aipo"),
+            "sampler_is_old": args.loss_type == "aipo",
         }
         return cls(**own, **{field.name: getattr(args, field.name) for field in fields(cls) if field.name not in own})
 

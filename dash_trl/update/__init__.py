@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from dash_trl.update.filtering import Filtered, filter_rows, loss_scale
     from dash_trl.update.importance_sampling import importance_sampling_ratio
     from dash_trl.update.isolation import computing_dtype, evaluating, isolation_flaw
+    from dash_trl.update.losses import (
+        OFF_POLICY_LOSSES,
+        behaviour_log_probs,
+        trl_settings,
+        unknown_log_probs,
+    )
     from dash_trl.update.packing import MicroBatch, fitted_bins, plan_segment
     from dash_trl.update.padding_free import (
         PackedLayout,

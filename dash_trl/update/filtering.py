@@ -17,7 +17,8 @@ from dash_trl.update.arguments import check_tensor
 from dash_trl.update.schedule import Segment
 
 # Losses that TRL averages over the rows of a micro-batch, and the one that it averages over its tokens. The others
-# (dapo, cispo, vespo) divide by the tokens of the whole generation batch and need no correction.
+# (dapo, cispo, vespo, and ours, which are computed as the first two) divide by the tokens of the whole generation batch
+# and need no correction.
 ROW_MEAN_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
 TOKEN_MEAN_LOSSES = ("bnpo",)
 
@@ -75,7 +76,7 @@ def loss_scale(loss_type: str, denominator: str, *, rows: int, tokens: int, segm
     *local* micro-batch in TRL; here by those of the segment, which differs by design but does not depend on packing.
 
     Args:
-        loss_type: TRL's.
+        loss_type: TRL's or ours.
         denominator: "all" or "kept".
         rows: rows of this micro-batch, dummies included (TRL's mean counts them too).
         tokens: loss tokens of this micro-batch on this rank.

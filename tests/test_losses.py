@@ -1,0 +1,346 @@
+"""The losses for old rollouts: against Python floats and autograd of their formulas, through a run of the trainer."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2MoeForCausalLM, TrainerCallback
+from trl import GRPOTrainer
+
+from dash_trl import DASHCallback, DASHTrainer
+from dash_trl.monitoring.metrics import corrected_share
+from dash_trl.update.importance_sampling import importance_sampling_ratio
+from dash_trl.update.losses import behaviour_log_probs, unknown_log_probs
+from tests import reference
+from tests.test_isolation import BLIND
+from tests.tiny import ScriptedRollouts, log_probs, parameters, prompts, relative_difference, run, save_tiny_model
+
+NAN = math.nan
+BOUND = 1.5
+LOSSES: dict[str, dict[str, Any]] = {
+    "aipo": {"loss_type": "aipo", "aipo_delta": BOUND},
+    "aipo, detached": {"loss_type": "aipo", "aipo_delta": BOUND, "aipo_detached": True},
+    "decoupled_ppo": {"loss_type": "decoupled_ppo", "vllm_importance_sampling_clip_max": BOUND},
+}
+EITHER = pytest.mark.parametrize("loss", LOSSES)
+
+
+class Sampler(ScriptedRollouts):
+    """Scripted completions with the log-probs of the trainer's model, `away` and noisy; some are not known."""
+
+    def __init__(self, noise: float, *, away: float = 0.0, unknown: float = 0.0, written: float = NAN):
+        super().__init__(0)
+        self.noise, self.away, self.unknown, self.written = noise, away, unknown, written
+
+    def __call__(self, prompts, trainer):
+        output = super().__call__(prompts, trainer)
+        chance = random.Random(f"{prompts}")
+
+        def report(value: float) -> float:
+            reported = value + self.away + chance.gauss(0.0, self.noise)
+            return self.written if chance.random() < self.unknown else reported
+
+        pairs = zip(output["prompt_ids"], output["completion_ids"], strict=True)
+        return {**output, "logprobs": [[report(one) for one in log_probs(trainer.model, *pair)] for pair in pairs]}
+
+
+class Watch(DASHCallback):
+    """The rollouts of the last window, and the parameters after each step; may give each token a credit of its own."""
+
+    def __init__(self, per_token: bool = False):
+        self.per_token, self.steps = per_token, []
+
+    def on_advantages(self, args, state, control, rollouts, **kwargs):
+        if self.per_token:
+            chance = torch.Generator().manual_seed(0)
+            rollouts.advantages = rollouts.advantages[:, None] * torch.randn(
+                rollouts.completion_ids.shape, generator=chance
+            )
+        self.rollouts = rollouts
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.steps.append(parameters(model))
+
+
+def rows_of(rollouts: Any) -> list[tuple[list[int], list[int], list[float], list[float]]]:
+    """(prompt, completion, advantage of each token, the sampler's log-probs) of each row with a signal."""
+    advantages = (
+        rollouts.advantages
+        if rollouts.advantages.dim() == 2
+        else rollouts.advantages[:, None].expand(rollouts.completion_ids.shape)
+    )
+    rows = []
+    for i in range(len(advantages)):
+        prompt, completion = rollouts.prompt_mask[i].bool(), rollouts.completion_mask[i].bool()
+        if advantages[i][completion].any():
+            ids = rollouts.prompt_ids[i][prompt].tolist(), rollouts.completion_ids[i][completion].tolist()
+            rows.append(
+                (*ids, advantages[i][completion].tolist(), rollouts.sampling_per_token_logps[i][completion].tolist())
+            )
+    return rows
+
+
+def with_parameters(model: str, values: dict[str, torch.Tensor]) -> Any:
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded.load_state_dict(values, strict=False)  # but for the tied head
+    return loaded
+
+
+def differentiable(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(dim=-1)[range(len(completion)), completion]
+
+
+def formula(loss: str, pi: torch.Tensor, prox: torch.Tensor, mu: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    """Σ over the tokens of a row, as the formulas are written."""
+    ratio = (pi - mu).exp()
+    if loss == "aipo":
+        return -(torch.minimum(ratio, torch.tensor(BOUND)) * advantage).sum()
+    if loss == "aipo, detached":
+        return -(ratio.clamp(max=BOUND).detach() * advantage * pi).sum()
+    u = (pi - prox).exp()
+    surrogate = torch.minimum(u * advantage, u.clamp(0.8, 1.2) * advantage)
+    return -((prox - mu).exp().clamp(max=BOUND) * surrogate).sum()
+
+
+@EITHER
+@pytest.mark.parametrize("denominator", ["all", "kept"])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_value_and_gradient(tiny_model, tmp_path, loss, denominator, per_token):
+    """Of two steps on one window: in the first π is π_prox, in the second it has moved away."""
+    watch, rate = Watch(per_token), 1.0
+    settings = {"num_iterations": 2, "max_steps": 2, "learning_rate": rate, "max_tokens_per_microbatch": 60}
+    settings |= {"filter_denominator": denominator, "callbacks": [watch], "rollouts": Sampler(0.7), **LOSSES[loss]}
+    trainer = run(DASHTrainer, tiny_model, tmp_path, **settings)
+    logs, rows = trainer.state.log_history, rows_of(watch.rollouts)
+    assert 0 < len(rows) < len(watch.rollouts)
+    tokens = int(watch.rollouts.completion_mask.sum()) if denominator == "all" else sum(len(row[1]) for row in rows)
+    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
+    proximal = [log_probs(with_parameters(tiny_model, start), *row[:2]) for row in rows]
+    advantages, sampler = [row[2] for row in rows], [row[3] for row in rows]
+    for before, after, log in zip([start, *watch.steps], watch.steps, logs, strict=False):
+        model = with_parameters(tiny_model, before)
+        policy = [log_probs(model, *row[:2]) for row in rows]
+        value = reference.off_policy_loss(loss, policy, proximal, sampler, advantages, tokens, bound=BOUND)
+        assert log["loss"] == pytest.approx(value, abs=1e-5)
+        for row, prox in zip(rows, proximal, strict=True):
+            known = map(torch.tensor, (prox, row[3], row[2]))
+            (formula(loss, differentiable(model, *row[:2]), *known) / tokens).backward()
+        expected = {name: before[name] - rate * value.grad for name, value in model.named_parameters()}
+        difference, update = relative_difference(before, expected, after)
+        assert update > 1e-3 and difference <= 1e-5
+        ratio, above, kl = reference.off_policy_figures(policy, sampler, BOUND)
+        if loss == "decoupled_ppo":
+            above = reference.off_policy_figures(proximal, sampler, BOUND)[1]
+        assert log["off_policy/ratio_mean"] == pytest.approx(ratio, rel=1e-4)
+        assert log["off_policy/kl"] == pytest.approx(kl, rel=1e-4)
+        assert log.get("off_policy/clipped_share", above) == pytest.approx(above, abs=1e-6) and 0.1 < above < 0.9
+    assert "off_policy/clipped_share" in logs[0]
+    moved = [math.exp(pi - prox) for one in zip(policy, proximal, strict=True) for pi, prox in zip(*one, strict=True)]
+    assert min(moved) < 0.8 and max(moved) > 1.2, "clip(u) has to matter"
+
+
+def test_above_the_bound_there_is_no_gradient(tiny_model, tmp_path):
+    """All ratios are e^5, advantages of both signs: AIPO stands still, its detached form takes δ times dapo's step."""
+    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
+    ends, watch = {}, Watch()
+    for name, settings in (
+        ("dapo", {"loss_type": "dapo"}),
+        ("aipo", {"loss_type": "aipo"}),
+        ("detached", {"loss_type": "aipo", "aipo_detached": True}),
+    ):
+        settings |= {"rollouts": Sampler(0.0, away=-5.0), "callbacks": [watch]}
+        trainer = run(DASHTrainer, tiny_model, tmp_path, **settings)
+        ends[name] = parameters(trainer.model)
+        assert trainer.state.log_history[0].get("off_policy/clipped_share", 1.0) == 1.0
+    signs = {math.copysign(1.0, row[2][0]) for row in rows_of(watch.rollouts)}
+    assert signs == {-1.0, 1.0}
+    assert all(torch.equal(start[name], ends["aipo"][name]) for name in start)
+    eightfold = {name: start[name] + 8.0 * (value - start[name]) for name, value in ends["dapo"].items()}
+    difference, update = relative_difference(start, eightfold, ends["detached"])
+    assert update > 1e-3 and difference <= 1e-5
+
+
+class Gradients(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.of = torch.cat([value.grad.flatten() for value in model.parameters()])
+
+
+@EITHER
+def test_a_sampler_that_is_the_policy_gives_trls_gradient(tiny_model, tmp_path, loss):
+    found = []
+    for trainer_class, settings in ((GRPOTrainer, {"loss_type": "dapo"}), (DASHTrainer, LOSSES[loss])):
+        gradients = Gradients()
+        trainer = run(trainer_class, tiny_model, tmp_path, rollouts=Sampler(0.0), callbacks=[gradients], **settings)
+        found.append(gradients.of)
+    trl, dash = found
+    assert trl.norm() > 0.1 and (dash - trl).norm() <= 1e-6 * trl.norm()
+    assert trainer.state.log_history[0]["off_policy/kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+class Scoring(DASHTrainer):
+    """Counts the rows that take a pass for old log-probs."""
+
+    scored = 0
+
+    def _logps(self, model, inputs):
+        self.scored += int(inputs["completion_mask"].any(dim=1).sum())
+        return super()._logps(model, inputs)
+
+
+@pytest.mark.parametrize("written", [NAN, -9999.0, -math.inf], ids=str)
+@pytest.mark.parametrize("loss", ["aipo", "aipo, detached"])
+def test_what_the_sampler_does_not_know(tiny_model, tmp_path, caplog, loss, written):
+    """Only such rows take a pass. The missing tokens' ratio is π/π_old, in the second step, too; it is said once."""
+    watch, rate = Watch(), 0.5
+    settings = {"num_iterations": 2, "max_steps": 4, "learning_rate": rate, "callbacks": [watch], **LOSSES[loss]}
+    with caplog.at_level("WARNING", logger="dash_trl"):
+        trainer = run(Scoring, tiny_model, tmp_path, rollouts=Sampler(0.7, unknown=0.04, written=written), **settings)
+    rows, logs = rows_of(watch.rollouts), trainer.state.log_history
+    known = [[value if value > -9999.0 else NAN for value in row[3]] for row in rows]
+    incomplete = [any(map(math.isnan, one)) for one in known]
+    assert 0 < sum(incomplete) < len(rows)
+    assert logs[2]["off_policy/rescored_rows"] == pytest.approx(sum(incomplete) / len(rows))
+    shares = [log["off_policy/rescored_rows"] * log["filter/kept_rows"] * 16 for log in (logs[0], logs[2])]
+    assert trainer.scored == pytest.approx(sum(shares))
+    (said,) = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
+    assert "The sampler reported not all log-probs (NaN) of" in said
+
+    tokens = int(watch.rollouts.completion_mask.sum())
+    proximal = [log_probs(with_parameters(tiny_model, watch.steps[1]), *row[:2]) for row in rows]
+    sampler = [
+        [p if math.isnan(m) else m for p, m in zip(*one, strict=True)] for one in zip(proximal, known, strict=True)
+    ]
+    for before, after, log in zip(watch.steps[1:], watch.steps[2:], logs[2:], strict=False):
+        model = with_parameters(tiny_model, before)
+        policy = [log_probs(model, *row[:2]) for row in rows]
+        advantages = [row[2] for row in rows]
+        value = reference.off_policy_loss(loss, policy, proximal, sampler, advantages, tokens, bound=BOUND)
+        assert log["loss"] == pytest.approx(value, abs=1e-5)
+        for row, prox, mu in zip(rows, proximal, sampler, strict=True):
+            terms = map(torch.tensor, (prox, mu, row[2]))
+            (formula(loss, differentiable(model, *row[:2]), *terms) / tokens).backward()
+        expected = {name: before[name] - rate * value.grad for name, value in model.named_parameters()}
+        difference, update = relative_difference(before, expected, after)
+        assert update > 1e-3 and difference <= 1e-5
+        figures = reference.off_policy_figures(policy, known, BOUND)
+        names = ("ratio_mean", "clipped_share", "kl")
+        assert [log[f"off_policy/{name}"] for name in names] == pytest.approx(figures, rel=1e-4)
+
+
+def test_a_sampler_that_knows_all_costs_no_pass(tiny_model, tmp_path):
+    settings = {"num_iterations": 2, "max_steps": 2, "loss_type": "aipo"}  # where TRL's dapo takes old log-probs
+    trainer = run(Scoring, tiny_model, tmp_path, rollouts=Sampler(0.7), **settings)
+    assert trainer.scored == 0 and trainer.state.log_history[0]["off_policy/rescored_rows"] == 0.0
+
+
+def test_a_token_without_loss_may_be_unknown():
+    """A rollout_func's own tokens, which the policy did not write."""
+    sampler, mask = torch.tensor([[NAN, -1.0], [-2.0, NAN]]), torch.tensor([[0, 1], [1, 1]])
+    assert unknown_log_probs(sampler, mask).tolist() == [[False, False], [False, True]]
+    assert behaviour_log_probs(sampler, torch.full((2, 2), -3.0)).tolist() == [[-3.0, -1.0], [-2.0, -3.0]]
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+class Evaluated(DASHTrainer):
+    def _generate_and_score_completions(self, inputs):
+        self.batch = super()._generate_and_score_completions(inputs)
+        return self.batch
+
+
+@EITHER
+def test_evaluation_computes_the_same_loss(tiny_model, tmp_path, loss):
+    """TRL samples and scores there; without us it would take its own log-probs for the sampler's."""
+    rollouts = Sampler(0.7, unknown=0.1 if loss != "decoupled_ppo" else 0.0)
+    trainer = run(Evaluated, tiny_model, tmp_path, rollouts=rollouts, learning_rate=0.1, **LOSSES[loss])
+    value = trainer.evaluate(prompts(2))["eval_loss"]
+    batch, policy, sampler, advantages = trainer.batch, [], [], []
+    for i, mask in enumerate(batch["completion_mask"].bool()):
+        prompt, completion = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()], batch["completion_ids"][i][mask]
+        policy.append(log_probs(trainer.model, prompt.tolist(), completion.tolist()))
+        reported = batch["sampling_per_token_logps"][i][mask].tolist()
+        sampler.append([p if math.isnan(m) else m for p, m in zip(policy[-1], reported, strict=True)])
+        advantages.append([batch["advantages"][i].item()] * len(completion))
+    tokens = sum(map(len, policy))
+    expected = reference.off_policy_loss(loss, policy, policy, sampler, advantages, tokens, bound=BOUND)
+    assert len(policy) == 8 and abs(expected) > 1e-3
+    assert value == pytest.approx(expected, abs=1e-5)
+
+
+# ---------------------------------------------------------------------- what else a run has
+
+
+def test_the_router_loss_stays(tmp_path):
+    moe = save_tiny_model(tmp_path / "moe", Qwen2MoeForCausalLM, BLIND["qwen2 moe"](0.2).config)
+    settings = {"rollouts": Sampler(0.0), "router_aux_loss_coef": 10.0, "learning_rate": 0.01}
+    dapo = run(DASHTrainer, moe, tmp_path, loss_type="dapo", **settings)
+    aipo = run(DASHTrainer, moe, tmp_path, loss_type="aipo", **{**settings, "rollouts": Sampler(0.0)})
+    start = parameters(AutoModelForCausalLM.from_pretrained(moe))
+    difference, update = relative_difference(start, parameters(dapo.model), parameters(aipo.model))
+    assert update > 1e-3 and difference <= 1e-5
+    assert aipo.state.log_history[0]["aux_loss"] == pytest.approx(dapo.state.log_history[0]["aux_loss"], rel=1e-5)
+
+
+def test_what_the_user_wrote_stays(tiny_model, tmp_path):
+    trainer = run(DASHTrainer, tiny_model, tmp_path, rollouts=Sampler(0.7), loss_type="aipo")
+    args = trainer.args.to_dict()
+    assert (args["loss_type"], args["delta"], args["epsilon"], args["epsilon_high"]) == ("aipo", None, 0.2, None)
+    assert type(trainer.args)(**{**args, "use_cpu": True, "generation_batch_size": None}).loss_type == "aipo"
+    assert (trainer.loss_type, trainer.epsilon_low, trainer.args.delta) == ("aipo", 0.2, None)
+
+
+def test_resumed_in_the_middle_of_a_window(tiny_model, tmp_path):
+    """Its old log-probs are the sampler's: with another loss they would be taken for the policy's."""
+    settings = {"steps_per_generation": 8, "max_steps": 2, "learning_rate": 0.2, "loss_type": "aipo"}
+    whole = run(
+        DASHTrainer, tiny_model, tmp_path, rollouts=Sampler(0.7), save_strategy="steps", save_steps=1, **settings
+    )
+    settings |= {"resume": str(tmp_path / "checkpoint-1"), "rollouts": Sampler(0.7)}
+    resumed = run(DASHTrainer, tiny_model, tmp_path, **settings)
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+    for other, said in (("dapo", "sampler_is_old=True"), ("decoupled_ppo", "vllm_importance_sampling=False")):
+        with pytest.raises(ValueError, match=said):
+            run(DASHTrainer, tiny_model, tmp_path, **{**settings, "loss_type": other})
+
+
+def test_the_figures_of_trls_losses(tiny_model, tmp_path):
+    """Wherever the sampler's log-probs are known; a share only where something is clipped or masked."""
+    names = ("off_policy/ratio_mean", "off_policy/kl", "off_policy/clipped_share", "off_policy/rescored_rows")
+    found = []
+    for rollouts in (None, Sampler(0.7)):
+        log = run(DASHTrainer, tiny_model, tmp_path, rollouts=rollouts).state.log_history[0]
+        found.append([name in log for name in names])
+    assert found == [[False] * 4, [True, True, False, False]]
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("low, high", [(None, 1.5), (0.8, None), (None, None)])
+def test_the_share_that_a_correction_changes(mode, low, high):
+    generator = torch.Generator().manual_seed(0)
+    old, sampler = (torch.randn(6, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = (torch.rand(6, 5, generator=generator) < 0.8).long()
+    sampler[0, 1] = NAN
+    others = (old, sampler, mask)
+    corrected = importance_sampling_ratio(*others, mode=mode, clip_min=low, clip_max=high)
+    figures = corrected_share(corrected, *others, mode=mode, reduce_sum=lambda counts: counts)
+    plain, bounded = (
+        reference.importance_ratio(*(one.tolist() for one in others), mode, *bounds)
+        for bounds in ((None, None), (low, high))
+    )
+    changed = [
+        (a if len(a) > 1 else a * 5)[t] != (b if len(b) > 1 else b * 5)[t]
+        for a, b, row in zip(plain, bounded, mask.tolist(), strict=True)
+        for t in range(5)
+        if row[t]
+    ]
+    assert figures == {"off_policy/clipped_share": pytest.approx(sum(changed) / len(changed))}
+    assert any(changed) == (low is not None or high is not None)
+    assert (
+        corrected_share(corrected[:0], *(one[:0] for one in others), mode=mode, reduce_sum=lambda counts: counts) == {}
+    )
