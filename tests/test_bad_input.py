@@ -557,9 +557,13 @@ LOG_PROBS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "of too few tokens": (
         lambda ids: [[-1.0] * len(ids[0][1:]), *([-1.0] * len(row) for row in ids[1:])],
         AIPO,
-        r"logprobs of the lengths \[\d+, .*: return one for each token, NaN where",
+        r"returned \d+ logprobs for the \d+ completion_ids of row 0: return one for each token, NaN where",
     ),
-    "of too few rows": (lambda ids: [[-1.0] * len(row) for row in ids[1:]], {}, "logprobs of the lengths"),
+    "of too few rows": (
+        lambda ids: [[-1.0] * len(row) for row in ids[:15]],
+        {},
+        "returned 0 logprobs for .* of row 15",
+    ),
 }
 
 

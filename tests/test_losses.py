@@ -295,6 +295,22 @@ def test_what_the_user_wrote_stays(tiny_model, tmp_path):
     assert (trainer.loss_type, trainer.epsilon_low, trainer.args.delta) == ("aipo", 0.2, None)
 
 
+@pytest.mark.parametrize("correction", [True, False])
+def test_trls_correction_is_off_with_a_word_about_it(tiny_model, tmp_path, monkeypatch, caplog, correction):
+    """No server is needed to be told; who has set it to False is not told."""
+    monkeypatch.setattr("dash_trl.trainer.install", lambda trainer: setattr(trainer, "use_vllm", True))
+    settings = {"vllm_server_urls": ["http://127.0.0.1:9"], "vllm_importance_sampling_correction": correction}
+    with caplog.at_level("WARNING", logger="dash_trl"):
+        run(Built, tiny_model, tmp_path, loss_type="aipo", **settings)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("dash_trl")]
+    assert ["is off here: loss_type='aipo' weighs tokens by" in one for one in said] == [True] * correction
+
+
+class Built(DASHTrainer):
+    def train(self, **kwargs):
+        pass
+
+
 def test_resumed_in_the_middle_of_a_window(tiny_model, tmp_path):
     """Its old log-probs are the sampler's: with another loss they would be taken for the policy's."""
     settings = {"steps_per_generation": 8, "max_steps": 2, "learning_rate": 0.2, "loss_type": "aipo"}

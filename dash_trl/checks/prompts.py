@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -93,12 +94,12 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
             "token as 'logprobs', or use another loss and correction."
         )
     if log_probs is not None:
-        tokens, found = ([len(row) for row in rows] for rows in (output["completion_ids"], log_probs))
-        if tokens != found:
-            raise ValueError(
-                f"rollout_func returned logprobs of the lengths {found} for completion_ids of the lengths {tokens}: "
-                "return one for each token, NaN where it is not known."
-            )
+        for row, (ids, reported) in enumerate(zip_longest(output["completion_ids"], log_probs, fillvalue=())):
+            if len(ids) != len(reported):
+                raise ValueError(
+                    f"rollout_func returned {len(reported)} logprobs for the {len(ids)} completion_ids of row {row}: "
+                    "return one for each token, NaN where it is not known."
+                )
     return dict(output)
 
 

@@ -186,8 +186,8 @@ class OffPolicyMetrics:
         log_ratio = torch.where(known, log_probs.detach().float() - mu, 0.0)  # where a token does not count, all are 0
         ratio = log_ratio.exp() * known
         clipped = ratio > (torch.inf if self._bound is None else self._bound)
-        sums = torch.stack([ratio.sum(), clipped.sum(), (log_ratio.expm1() - log_ratio).sum(), known.sum()])
-        self._sums = self._sums.to(sums.device) + sums
+        terms = torch.stack([ratio, clipped.float(), log_ratio.expm1() - log_ratio, known.float()])
+        self._sums = self._sums.to(terms.device) + terms.flatten(1).sum(dim=1)
 
     def of_step(self, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """The figures of the optimizer step that ends, none if it had no such token; begins anew.
