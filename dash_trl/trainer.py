@@ -473,9 +473,9 @@ class DASHTrainer(GRPOTrainer):
     @torch.no_grad()
     def _sampler_log_probs(self, sampled: dict[str, Any]) -> Tensor:
         """[B, T] of a batch in evaluation, with the policy's own where the sampler did not report one."""
-        log_probs, mask = sampled["sampling_per_token_logps"], sampled["completion_mask"] * sampled.get("tool_mask", 1)
+        log_probs = sampled["sampling_per_token_logps"]
         own = torch.zeros_like(log_probs)
-        if self.ranks.sum(unknown_log_probs(log_probs, mask).sum()):
+        if self.ranks.sum(unknown_log_probs(log_probs, sampled["completion_mask"]).sum()):
             own = self._logps(self.model, {**sampled, "layout": None})
         return behaviour_log_probs(log_probs, own)
 

@@ -14,7 +14,6 @@ from trl import GRPOTrainer
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.monitoring.metrics import corrected_share
 from dash_trl.update.importance_sampling import importance_sampling_ratio
-from dash_trl.update.losses import behaviour_log_probs, unknown_log_probs
 from tests import reference
 from tests.test_isolation import BLIND
 from tests.tiny import ScriptedRollouts, log_probs, parameters, prompts, relative_difference, run, save_tiny_model
@@ -157,6 +156,7 @@ def test_above_the_bound_there_is_no_gradient(tiny_model, tmp_path):
         trainer = run(DASHTrainer, tiny_model, tmp_path, **settings)
         ends[name] = parameters(trainer.model)
         assert trainer.state.log_history[0].get("off_policy/clipped_share", 1.0) == 1.0
+        assert trainer.state.log_history[0].get("clip_ratio/region_mean", 0.0) == 0.0  # so TRL's does not tell
     signs = {math.copysign(1.0, row[2][0]) for row in rows_of(watch.rollouts)}
     assert signs == {-1.0, 1.0}
     assert all(torch.equal(start[name], ends["aipo"][name]) for name in start)
@@ -238,11 +238,38 @@ def test_a_sampler_that_knows_all_costs_no_pass(tiny_model, tmp_path):
     assert trainer.scored == 0 and trainer.state.log_history[0]["off_policy/rescored_rows"] == 0.0
 
 
-def test_a_token_without_loss_may_be_unknown():
-    """A rollout_func's own tokens, which the policy did not write."""
-    sampler, mask = torch.tensor([[NAN, -1.0], [-2.0, NAN]]), torch.tensor([[0, 1], [1, 1]])
-    assert unknown_log_probs(sampler, mask).tolist() == [[False, False], [False, True]]
-    assert behaviour_log_probs(sampler, torch.full((2, 2), -3.0)).tolist() == [[-3.0, -1.0], [-2.0, -3.0]]
+class InAnEnvironment(Sampler):
+    """Every third token is the environment's: no loss counts it, and there is no log-prob of it."""
+
+    def __call__(self, prompts, trainer):
+        output = super().__call__(prompts, trainer)
+        own = [[int(t % 3 != 0) for t in range(len(ids))] for ids in output["completion_ids"]]
+        pairs = zip(output["logprobs"], own, strict=True)
+        return {
+            **output,
+            "env_mask": own,
+            "logprobs": [[p if m else NAN for p, m in zip(*one, strict=True)] for one in pairs],
+        }
+
+
+def test_a_token_without_loss_may_be_unknown(tiny_model, tmp_path):
+    watch = Watch()
+    settings = {"loss_type": "aipo", "aipo_delta": BOUND, "callbacks": [watch], "gradient_filter_threshold": 0.0}
+    trainer = run(Scoring, tiny_model, tmp_path, rollouts=InAnEnvironment(0.7), **settings)
+    log, model = trainer.state.log_history[0], AutoModelForCausalLM.from_pretrained(tiny_model)
+    policy, sampler, advantages = [], [], []
+    for prompt, completion, advantage, reported in rows_of(watch.rollouts):
+        own = [t for t in range(len(completion)) if t % 3 != 0]
+        values = log_probs(model, prompt, completion)
+        for rows, of in ((policy, values), (sampler, reported), (advantages, advantage)):
+            rows.append([of[t] for t in own])
+    tokens = int(watch.rollouts.loss_mask.sum())
+    value = reference.off_policy_loss("aipo", policy, policy, sampler, advantages, tokens, bound=BOUND)
+    assert log["loss"] == pytest.approx(value, abs=1e-5) and abs(value) > 1e-3
+    assert trainer.scored == 0 and log["off_policy/rescored_rows"] == 0.0
+    names = ("ratio_mean", "clipped_share", "kl")
+    figures = reference.off_policy_figures(policy, sampler, BOUND)
+    assert [log[f"off_policy/{name}"] for name in names] == pytest.approx(figures, rel=1e-4)
 
 
 # ---------------------------------------------------------------------- evaluation
