@@ -239,17 +239,13 @@ def test_a_sampler_that_knows_all_costs_no_pass(tiny_model, tmp_path):
 
 
 class InAnEnvironment(Sampler):
-    """Every third token is the environment's: no loss counts it, and there is no log-prob of it."""
+    """Every third token is the environment's: no loss counts it, and what is reported of it is a NaN or nonsense."""
 
     def __call__(self, prompts, trainer):
         output = super().__call__(prompts, trainer)
-        own = [[int(t % 3 != 0) for t in range(len(ids))] for ids in output["completion_ids"]]
-        pairs = zip(output["logprobs"], own, strict=True)
-        return {
-            **output,
-            "env_mask": own,
-            "logprobs": [[p if m else NAN for p, m in zip(*one, strict=True)] for one in pairs],
-        }
+        for row in output["logprobs"]:
+            row[::3] = [(NAN, -0.1)[t % 2] for t in range(len(row[::3]))]
+        return {**output, "env_mask": [[int(t % 3 != 0) for t in range(len(row))] for row in output["logprobs"]]}
 
 
 def test_a_token_without_loss_may_be_unknown(tiny_model, tmp_path):
