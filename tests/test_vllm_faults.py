@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -104,7 +105,7 @@ class Fake:
             message = "Worker failed with error ''CPUWorker' object has no attribute 'dash_weight_report''"
             return 500, json.dumps({"error": {"message": message}}).encode()
         results = {"no worker": [], "no report": [{"checksums": {}}]}.get(self.fault, [self.report])
-        return 200, json.dumps({"results": results}).encode()
+        return 200, json.dumps({"results": results, "success": True}).encode()
 
     def next_fault(self, first):
         if self.spared > 0 or self.times <= 0 or self.poison not in (None, first):
@@ -258,7 +259,9 @@ def test_a_prompt_that_no_server_can_answer_ends_the_run(fakes, monkeypatch):
         pool.complete(prompts(6, 2), SAMPLING)
 
 
-@pytest.mark.parametrize("fault", ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"])
+@pytest.mark.parametrize(
+    "fault", ["/collective_rpc", "/reset_prefix_cache?reset_running_requests=true", "/update_weight_version"]
+)
 def test_a_server_that_fails_to_load_weights_goes_on_sampling(fault, fakes):
     fake = fakes(fault)
     pool = ServerPool([fake.url])
@@ -272,7 +275,7 @@ def vllm_pool(urls: list[str], send) -> VLLMPool:
     pool = object.__new__(VLLMPool)
     pool.accelerator, pool.model = Accelerator(cpu=True), torch.nn.Linear(2, 2)
     pool.urls, pool.server_timeout, pool.request_timeout = urls, 20.0, 20.0
-    pool.rank_timeout = 20.0
+    pool.rank_timeout, pool.step, pool.timed = 20.0, lambda: 0, nullcontext
     pool._iter_named_params = lambda: iter(())
     pool._init_vllm()
     pool._weights = SimpleNamespace(send=send)

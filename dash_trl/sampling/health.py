@@ -23,7 +23,7 @@ from enum import StrEnum
 FAILURES_UNTIL_DEAD = 3  # in a row: one may be the request's fault, two a coincidence
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.5, 8.0  # seconds that a suspect rests, doubled with each failure
 PROBE_EVERY = 1.0  # seconds between looks at a dead server
-SEQUENCES_PER_SERVER = 1024  # in flight; vLLM's own largest batch, so that more would only wait in its queue
+SEQUENCES_PER_SERVER = 1024  # in flight, of all ranks; vLLM's own largest batch: more would only wait in its queue
 JOBS = 512  # in flight over all servers, each a connection: half of the open files that Linux grants a process
 
 
@@ -68,10 +68,12 @@ class Fleet:
 
     Args:
         urls: distinct; all servers are `dead` until they are seen to hold the current weights.
+        ranks: processes that share the servers, each of which may have an equal part of what they hold in flight.
     """
 
-    def __init__(self, urls: Iterable[str]):
+    def __init__(self, urls: Iterable[str], ranks: int = 1):
         self.servers = {url: Server(url) for url in urls}
+        self.ranks = ranks
         self.version = 0
         self.down_since: float | None = None
 
@@ -92,7 +94,7 @@ class Fleet:
     def _has_room(self, server: Server, sequences: int) -> bool:
         jobs = max(1, JOBS // len(self.servers))
         return not server.outstanding or (
-            len(server.outstanding) < jobs and server.sequences + sequences <= SEQUENCES_PER_SERVER
+            len(server.outstanding) < jobs and server.sequences + sequences <= SEQUENCES_PER_SERVER // self.ranks
         )
 
     def to_probe(self, now: float) -> list[str]:
@@ -105,7 +107,7 @@ class Fleet:
         return [server.url for server in self.servers.values() if server.state == State.REFITTING]
 
     def lost(self, since: float, now: float, timeout: float) -> bool:
-        """Whether a batch that began at `since` could give no server a prompt for `timeout` seconds."""
+        """Whether no server could be given a prompt for `timeout` seconds, counted from `since` at the earliest."""
         return self.down_since is not None and now - max(self.down_since, since) >= timeout
 
     def describe(self) -> str:

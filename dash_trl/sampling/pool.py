@@ -1,26 +1,28 @@
 """Work for several vLLM servers: every job is done exactly once, whatever fails.
 
-    jobs ──► the server with the fewest outstanding tokens ──► results, in the order of the jobs
-      ▲                        │ failed, hung, died
-      └────────────────────────┘
+    submit: jobs ──► backlog ──► the server with the fewest outstanding tokens ──► collect: results, in their order
+                        ▲                        │ failed, hung, died
+                        └────────────────────────┘
 
-By the rules of `health.Fleet`.
+Several batches may be in work at once, by the rules of `backlog.Backlog` and `health.Fleet`; both, and everything else
+that is written here while servers work, belong to the event loop's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 import weakref
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
 
+from dash_trl.sampling.backlog import Backlog, Job
 from dash_trl.sampling.health import Fleet, State
 from dash_trl.sampling.server import Completion, ServerError, VLLMServer
 from dash_trl.sampling.urls import check_urls
@@ -28,6 +30,7 @@ from dash_trl.workers import EventLoop
 
 logger = logging.getLogger(__name__)
 
+URGENT = -1  # the order of what the trainer waits for
 ATTEMPTS = 6  # of one job, before it is given up with the run
 TICK = 0.25  # seconds between looks at who may be tried again
 START_TOGETHER = 1.0  # seconds at most that a batch waits for all servers to be recognised
@@ -39,18 +42,19 @@ class PoolError(RuntimeError):
     """The servers could not do the work; the message names each of them and its last error."""
 
 
-@dataclass(eq=False)
-class Job:
-    """Something any server can do; equal to no other.
+class Batch:
+    """Jobs that were submitted together.
 
+    Args:
+        jobs: numbered from 0. began: seconds, on the loop's clock.
     Attributes:
-        ask: what to await of a server. tokens, sequences: the load that it is.
+        finished: (number of a job, its result), as they come; an exception in place of the rest.
     """
 
-    ask: Callable[[VLLMServer], Awaitable[Any]]
-    tokens: int
-    sequences: int = 1
-    failed_on: list[str] = field(default_factory=list)
+    def __init__(self, jobs: Sequence[Job], began: float):
+        self.jobs = jobs
+        self.began = began
+        self.finished: asyncio.Queue[tuple[int, Any] | BaseException] = asyncio.Queue()
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
@@ -65,16 +69,29 @@ class ServerPool:
     Args:
         urls: e.g. ["http://127.0.0.1:8000", "http://127.0.0.1:8001"].
         server_timeout: seconds without any usable server until a `PoolError`.
-        request_timeout: seconds for one answer; after that the server is suspected and the job goes elsewhere.
+        request_timeout: seconds in which a server that works on jobs has to answer one; else it is suspected, and they
+            go elsewhere. Those of a pause for new weights do not count, nor those for which a job waits here.
+        ranks: processes that share the servers.
     Raises:
         ValueError: no URL, not a URL, or one twice.
     """
 
-    def __init__(self, urls: Sequence[str], *, server_timeout: float = 240.0, request_timeout: float = 600.0):
+    def __init__(
+        self, urls: Sequence[str], *, server_timeout: float = 240.0, request_timeout: float = 600.0, ranks: int = 1
+    ):
         self.urls = check_urls(urls)
         self.server_timeout = server_timeout
         self.request_timeout = request_timeout
-        self.fleet = Fleet(self.urls)
+        self.fleet = Fleet(self.urls, ranks)
+        self.backlog = Backlog(self.fleet)
+        self.retried = 0  # requests that went to another server
+        self._batches: dict[Job, Batch] = {}  # of the jobs that are not done
+        self._requests: dict[Job, asyncio.Task[Any]] = {}
+        self._limits: dict[Job, asyncio.Timeout] = {}
+        self._worker: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._sending = False  # weights, to all servers
+        self._sent = -math.inf
         self.refit: Callable[[VLLMServer], Awaitable[int | None]] = self._without_weights
         self._recognising: dict[str, asyncio.Task[None]] = {}  # they outlive a batch: a large model is long in loading
         self._loop = EventLoop()
@@ -140,20 +157,194 @@ class ServerPool:
             ValueError: a server refused a request as invalid.
         """
 
-        def job(ids: Sequence[int], n: int, max_tokens: int | None = None) -> Job:
+        return self.run(self.completions(prompts, sampling))
+
+    def completions(
+        self,
+        prompts: Sequence[tuple[Sequence[int], int] | tuple[Sequence[int], int, int | None]],
+        sampling: dict[str, Any],
+    ) -> list[Job]:
+        """A job per prompt, whose result is its continuations; arguments as in `complete`."""
+
+        def job(number: int, ids: Sequence[int], n: int, max_tokens: int | None = None) -> Job:
             own = sampling if max_tokens is None else {**sampling, "max_tokens": max_tokens}
             tokens = n * (len(ids) + int(own.get("max_tokens") or 16))
-            return Job(lambda server: server.complete(ids, n, own), tokens, n)
+            return Job(tokens, n, ask=lambda server: server.complete(ids, n, own), number=number)
 
-        return self._collect([job(*prompt) for prompt in prompts])
+        return [job(number, *prompt) for number, prompt in enumerate(prompts)]
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Of every token but the first, at temperature 1; raises as `complete`."""
 
-        def job(ids: Sequence[int]) -> Job:
-            return Job(lambda server: server.log_probs(ids), len(ids))
+        def job(number: int, ids: Sequence[int]) -> Job:
+            return Job(len(ids), ask=lambda server: server.log_probs(ids), number=number)
 
-        return self._collect([job(ids) for ids in sequences])
+        return self.run([job(*one) for one in enumerate(sequences)])
+
+    # ------------------------------------------------------------------------------------------- batches in work
+
+    def submit(self, jobs: Sequence[Job], *, order: int) -> Batch:
+        """Work on these jobs from now on; `collect` waits for it.
+
+        Args:
+            jobs: numbered from 0. order: batches of a lower one go first.
+        """
+        for job in jobs:
+            job.order = order
+        return self._loop.run(self._submit(jobs))
+
+    def collect(self, batch: Batch) -> list[Any]:
+        """The results of a batch, in the order of its jobs; raises what went wrong, as `complete`."""
+        return self._loop.run(self._collect(batch))
+
+    def cancel(self) -> None:
+        """Nobody needs what is in work: it is taken back from the servers, too."""
+
+        async def cancel() -> None:
+            self._fail(set(self._batches.values()), PoolError("The work was cancelled."))
+
+        self._loop.run(cancel())
+
+    def run(self, jobs: Sequence[Job]) -> list[Any]:
+        """The results of these jobs, which go before all that was submitted: the trainer waits for them."""
+
+        async def run() -> list[Any]:
+            return await self._collect(await self._submit(jobs))
+
+        for job in jobs:
+            job.order = URGENT
+        return self._loop.run(run())
+
+    async def _submit(self, jobs: Sequence[Job]) -> Batch:
+        batch = Batch(jobs, time.monotonic())
+        self.fleet.begin(batch.began)
+        suspects = [url for url in self.fleet.to_probe(batch.began) if self.fleet.servers[url].state == State.SUSPECT]
+        if suspects:  # the first to answer would be given all the work
+            await asyncio.wait(self._look_at(suspects), timeout=START_TOGETHER)
+        self._batches.update(dict.fromkeys(jobs, batch))
+        self.backlog.add(jobs)
+        self._wake.set()
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.ensure_future(self._work())
+        return batch
+
+    async def _collect(self, batch: Batch) -> list[Any]:
+        results: list[Any] = [None] * len(batch.jobs)
+        try:
+            async for number, result in self._as_completed(batch):
+                results[number] = result
+        finally:  # where it fails, or is interrupted
+            self._drop(batch.jobs)
+        return results
+
+    async def _as_completed(self, batch: Batch) -> AsyncIterator[tuple[int, Any]]:
+        """(number of the job, result), each exactly once, as they finish."""
+        for _ in batch.jobs:
+            finished = await batch.finished.get()
+            if isinstance(finished, BaseException):
+                raise finished
+            yield finished
+
+    # ------------------------------------------------------------------------------- the work, on the loop's thread
+
+    async def _work(self) -> None:
+        """As long as a batch is in work."""
+        while self._batches:
+            try:
+                self._hand_out()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(TICK):
+                        await self._wake.wait()
+                self._take_in()
+            except Exception as error:  # what a server that was looked at raised, for example, concerns all
+                self._fail(set(self._batches.values()), error)
+
+    def _hand_out(self) -> None:
+        """Jobs to servers; and looks at those that are not trusted."""
+        self._wake.clear()
+        if not self._sending:
+            self._look_at(self.fleet.to_probe(time.monotonic()))
+        for job, url in self.backlog.assign():
+            self._requests[job] = asyncio.ensure_future(self._request(job, url))
+            self._requests[job].add_done_callback(lambda _: self._wake.set())
+        self._give_up()
+
+    def _take_in(self) -> None:
+        """Results from servers; and jobs from those that died."""
+        for job, task in [(job, task) for job, task in self._requests.items() if task.done()]:
+            if job in self._requests:  # its batch has not failed meanwhile
+                del self._requests[job]
+                self._answered(job, task)
+        lost = self.backlog.lost()
+        if lost:
+            logger.warning(f"{len(lost)} requests of vLLM servers that are taken for dead go to others.")
+        for job in lost:
+            if job in self._requests:
+                self._requests.pop(job).cancel()
+                self._count_failure(job, self.fleet.servers[job.failed_on[-1]].last_error)
+
+    async def _request(self, job: Job, url: str) -> Any:
+        try:
+            async with asyncio.timeout(None if self._sending else self.request_timeout) as self._limits[job]:
+                return await job.ask(self._servers[url])
+        except TimeoutError as error:
+            raise ServerError(f"answered no request for {self.request_timeout:g} s") from error
+        finally:
+            self._limits.pop(job, None)
+
+    def _answered(self, job: Job, task: asyncio.Task[Any]) -> None:
+        url, error = self.backlog.running[job], task.exception()
+        if error is None:
+            self.backlog.served(job)
+            batch = self._batches.pop(job)
+            batch.finished.put_nowait((job.number, task.result()))
+            # Those that are left may have been in its queue: it has the whole time again.
+            others = [other for other, at in self.backlog.running.items() if at == url]
+            self._set_limits(others, self.request_timeout)
+        elif isinstance(error, ServerError):
+            self.backlog.failed(job, str(error), time.monotonic(), gone=error.gone)
+            logger.warning(f"vLLM server {url} failed a request, which goes to another: {error}")
+            self._count_failure(job, str(error))
+        else:
+            self._fail({self._batches[job]}, error)
+
+    def _set_limits(self, jobs: Iterable[Job], seconds: float | None) -> None:
+        """Their servers have so long from now on, `None`: for ever, to answer a request."""
+        when = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        for job in jobs:
+            if job in self._limits and not self._limits[job].expired():
+                self._limits[job].reschedule(when)
+
+    def _count_failure(self, job: Job, error: str) -> None:
+        """Of those that a server had when it died, too: one of them may be what kills servers."""
+        self.retried += 1
+        if len(job.failed_on) >= ATTEMPTS:
+            what = f"A request failed {ATTEMPTS} times, at last with {job.failed_on[-1]}: {error}"
+            self._fail({self._batches[job]}, PoolError(self.message(what)))
+
+    def _give_up(self) -> None:
+        """Batches that no server could be given a job of for too long. While weights are sent nobody can."""
+        now = time.monotonic()
+        if self._sending or self.backlog.running:
+            return
+        for batch in set(self._batches.values()):
+            if self.fleet.lost(max(batch.began, self._sent), now, self.server_timeout):
+                text = f"No vLLM server could be used for {self.server_timeout:g} s"
+                self._fail({batch}, PoolError(self.message(text)))
+
+    def _fail(self, batches: Iterable[Batch], error: BaseException) -> None:
+        for batch in batches:
+            batch.finished.put_nowait(error)
+            self._drop(batch.jobs)
+
+    def _drop(self, jobs: Sequence[Job]) -> None:
+        self.backlog.drop(jobs)
+        for job in jobs:
+            self._batches.pop(job, None)
+            if job in self._requests:
+                self._requests.pop(job).cancel()
+
+    # ----------------------------------------------------------------------------------------------------- weights
 
     def on_each(self, ask: Callable[[VLLMServer], Awaitable[Any]], urls: Sequence[str] | None = None) -> dict[str, Any]:
         """`ask` of these servers (`None`: all) at once: url → its answer, or the exception that it raised."""
@@ -164,83 +355,43 @@ class ServerPool:
 
         return dict(zip(urls, self._loop.run(ask_all()), strict=True))
 
-    def _collect(self, jobs: list[Job]) -> list[Any]:
-        async def collect() -> list[Any]:
-            results: list[Any] = [None] * len(jobs)
-            async for i, result in self._as_completed(jobs):
-                results[i] = result
-            return results
+    def new_version(self, version: int) -> list[str]:
+        """Weights are about to be sent; `weights_sent` ends it. What is in flight goes on with them.
 
-        return self._loop.run(collect())
+        Waits for servers that are being given older ones, lest these come last; no other is until the end.
 
-    async def _as_completed(self, jobs: list[Job]) -> AsyncIterator[tuple[int, Any]]:
-        """(number of the job, result), each exactly once, as they finish."""
-        pending = deque(range(len(jobs)))
-        running: dict[asyncio.Task[Any], tuple[int, str]] = {}
-        fleet = self.fleet
-        began = time.monotonic()
-        fleet.begin(began)
-        suspects = self._look_at([url for url in fleet.to_probe(began) if fleet.servers[url].state == State.SUSPECT])
-        if suspects:  # the first to answer would be given all the work
-            await asyncio.wait(suspects, timeout=START_TOGETHER)
-        try:
-            while pending or running:
-                now = time.monotonic()
-                for number in list(pending):
-                    job = jobs[number]
-                    url = fleet.choose(job.sequences, avoid=job.failed_on)
-                    if url is not None:
-                        pending.remove(number)
-                        fleet.started(url, job, job.tokens, job.sequences)
-                        running[asyncio.ensure_future(job.ask(self._servers[url]))] = (number, url)
-                    elif not job.failed_on:
-                        break  # nobody has room
-                self._look_at(fleet.to_probe(now))
-                if fleet.lost(began, now, self.server_timeout) and not running:
-                    raise PoolError(self.message(f"No vLLM server could be used for {self.server_timeout:g} s"))
-                tasks = [*running, *self._recognising.values()] or [asyncio.ensure_future(asyncio.sleep(TICK))]
-                done, _ = await asyncio.wait(tasks, timeout=TICK, return_when=asyncio.FIRST_COMPLETED)
-                for task in done & running.keys():
-                    number, url = running.pop(task)
-                    error = task.exception()
-                    if error is None:
-                        fleet.served(url, jobs[number])
-                        yield number, task.result()
-                    elif isinstance(error, ServerError):
-                        fleet.failed(url, jobs[number], str(error), time.monotonic(), gone=error.gone)
-                        logger.warning(f"vLLM server {url} failed a request, which goes to another: {error}")
-                        self._count_failure(jobs[number], url, str(error))
-                        pending.appendleft(number)
-                    else:
-                        raise error
-                lost = [task for task, (_, url) in running.items() if fleet.servers[url].state == State.DEAD]
-                if lost:
-                    logger.warning(f"{len(lost)} requests of vLLM servers that are taken for dead go to others.")
-                for task in lost:
-                    number, url = running.pop(task)
-                    task.cancel()
-                    fleet.abandoned(url, jobs[number])
-                    self._count_failure(jobs[number], url, fleet.servers[url].last_error)
-                    pending.appendleft(number)
-        finally:
-            for task, (number, url) in running.items():
-                fleet.abandoned(url, jobs[number])
-                task.cancel()
+        Returns:
+            The servers that are to be given them; the dead get them when they answer again.
+        """
 
-    def _count_failure(self, job: Job, url: str, error: str) -> None:
-        """Of those that a server had when it died, too: one of them may be what kills servers."""
-        job.failed_on.append(url)
-        if len(job.failed_on) >= ATTEMPTS:
-            raise PoolError(self.message(f"A request failed {ATTEMPTS} times, at last with {url}: {error}"))
-
-    def settle(self) -> None:
-        """Wait for servers that are being given weights: before newer ones are sent, lest the old ones come last."""
-
-        async def wait() -> None:
+        async def begin() -> list[str]:
+            self._sending = True
             if self._recognising:
                 await asyncio.wait(self._recognising.values())
+            self._set_limits(self._limits, None)
+            self.fleet.new_version(version, time.monotonic())
+            return self.fleet.waiting()
 
-        self._loop.run(wait())
+        return self._loop.run(begin())
+
+    def weights_sent(self, version: int, errors: Mapping[str, str | None]) -> None:
+        """
+        Args:
+            errors: server → why it has not got the weights, None if it has.
+        """
+
+        async def end() -> None:
+            self._sending, self._sent = False, time.monotonic()
+            for url, error in errors.items():
+                if error is None:
+                    self.fleet.refitted(url, version, self._sent)
+                else:
+                    logger.warning(f"vLLM server {url} did not take the weights of version {version}: {error}")
+                    self.fleet.refit_failed(url, error, self._sent)
+            self._set_limits(self._limits, self.request_timeout)
+            self._wake.set()
+
+        self._loop.run(end())
 
     def _look_at(self, urls: Sequence[str]) -> list[asyncio.Task[None]]:
         """Starts to recognise servers, and raises what earlier looks raised."""

@@ -63,7 +63,7 @@ class VLLMServer:
 
     Args:
         session: of the event loop that awaits these methods; it carries the API key.
-        timeout: seconds for one answer.
+        timeout: seconds for one answer; for samples and scores the caller sets the limit, who knows of pauses.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, timeout: float):
@@ -75,7 +75,7 @@ class VLLMServer:
     # --------------------------------------------------------------------------------------- sampling and scoring
 
     async def complete(
-        self, prompt_ids: Sequence[int], n: int, sampling: dict[str, Any], *, timeout: float | None = None
+        self, prompt_ids: Sequence[int], n: int, sampling: dict[str, Any], *, timeout: float = math.inf
     ) -> list[Completion]:
         """`n` continuations of one prompt."""
         body = await self._completions(prompt_ids, {**sampling, "n": n, "logprobs": 0}, timeout)
@@ -121,7 +121,7 @@ class VLLMServer:
         await self.complete([0], 1, {"max_tokens": 1}, timeout=min(CONTROL_SECONDS, self.timeout))
 
     async def _completions(
-        self, prompt_ids: Sequence[int], options: dict[str, Any], timeout: float | None = None
+        self, prompt_ids: Sequence[int], options: dict[str, Any], timeout: float = math.inf
     ) -> dict[str, Any]:
         if self._model is None:
             models = self._field(await self._request("GET", "/v1/models"), "data", list)
@@ -172,8 +172,14 @@ class VLLMServer:
         await self._request("POST", "/resume", timeout=CONTROL_SECONDS, parse=False)
 
     async def end_weight_update(self, tag: str) -> None:
-        """After new weights: no prefix of the old ones may be reused, and the version is told."""
-        await self._request("POST", "/reset_prefix_cache", timeout=CONTROL_SECONDS, parse=False)
+        """After new weights, while it is paused: no prefix of the old ones may be reused, and the version is told.
+
+        vLLM takes the KV of requests in flight away when it pauses, and computes it again with the new weights.
+        """
+        options = {"reset_running_requests": "true"}  # where a pause leaves them their KV
+        done = await self._request("POST", "/reset_prefix_cache", params=options, timeout=CONTROL_SECONDS)
+        if not self._field(done, "success", bool):
+            raise ServerError("did not forget the prefixes of the old weights")
         await self._request(
             "POST", "/update_weight_version", json={"new_version": tag}, timeout=CONTROL_SECONDS, parse=False
         )
@@ -187,14 +193,16 @@ class VLLMServer:
     async def _request(
         self, method: str, path: str, *, timeout: float | None = None, parse: bool = True, **kwargs: Any
     ) -> Any:
-        limit = aiohttp.ClientTimeout(total=timeout or self.timeout, sock_connect=CONNECT_SECONDS)
+        seconds = self.timeout if timeout is None else timeout
+        total = None if seconds == math.inf else seconds
+        limit = aiohttp.ClientTimeout(total=total, sock_connect=CONNECT_SECONDS)
         try:
             async with self._session.request(method, self.url + path, timeout=limit, **kwargs) as response:
                 text = await response.text()
                 if response.status != 200:
                     raise self._refusal(method, path, response.status, text)
         except TimeoutError as error:
-            raise ServerError(f"{method} {path} took longer than {timeout or self.timeout:g} s") from error
+            raise ServerError(f"{method} {path} took longer than {seconds:g} s") from error
         except (aiohttp.ClientError, ConnectionError, UnicodeDecodeError) as error:
             here = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)  # too many open files
             gone = not here and isinstance(error, CONNECTION_LOST)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -21,8 +20,9 @@ from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.distributed import TIMEOUT, Ranks
-from dash_trl.sampling.pool import API_KEY, PoolError, ServerPool
-from dash_trl.sampling.server import ServerError, VLLMServer
+from dash_trl.sampling.backlog import Job
+from dash_trl.sampling.pool import API_KEY, Batch, PoolError, ServerPool
+from dash_trl.sampling.server import Completion, ServerError, VLLMServer
 from dash_trl.sampling.vllm_plugin import model_shape
 from dash_trl.sampling.weights import (
     FileWeights,
@@ -52,7 +52,12 @@ class VLLMPool(VLLMGeneration):
         urls: of the servers. request_timeout, server_timeout: see `ServerPool`.
         weight_sync: "file" or "nccl". weight_dir: where "file" writes; seen by trainer and servers under the same path.
         rank_timeout: seconds that ranks wait for each other.
+        step: tells the optimizer steps that the model's weights have had.
+        timed: a context in which the trainer waits, for "rollouts" or "weights".
         others: the arguments of TRL's `VLLMGeneration`.
+    Attributes:
+        policy_version: [rows, 2] int64, of what `generate` returned last: the optimizer steps of the oldest and of the
+            newest weights that may have sampled a row.
     """
 
     def __init__(
@@ -63,6 +68,8 @@ class VLLMPool(VLLMGeneration):
         weight_sync: str = "file",
         weight_dir: str = WEIGHT_DIR,
         rank_timeout: float = TIMEOUT,
+        step: Callable[[], int] = lambda: 0,
+        timed: Callable[[str], AbstractContextManager[Any]] = nullcontext[Any],
         **others: Any,
     ):
         self.urls = urls
@@ -70,6 +77,8 @@ class VLLMPool(VLLMGeneration):
         self.weight_sync = weight_sync
         self.weight_dir = weight_dir
         self.rank_timeout = rank_timeout
+        self.step = step
+        self.timed = timed
         super().__init__(mode="server", **others)
 
     def _init_vllm(self) -> None:
@@ -77,11 +86,21 @@ class VLLMPool(VLLMGeneration):
         first = self.accelerator.process_index % max(1, len(self.urls))  # ranks begin with different servers
         urls = [*self.urls[first:], *self.urls[:first]]
         self.ranks = Ranks(self.accelerator, timeout=self.rank_timeout)
-        self.pool = ServerPool(urls, server_timeout=self.server_timeout, request_timeout=self.request_timeout)
+        self.pool = ServerPool(
+            urls,
+            server_timeout=self.server_timeout,
+            request_timeout=self.request_timeout,
+            ranks=self.ranks.count,
+        )
         self.pool.refit = self._refit
         self._weights: Weights | None = None
         self._proven = False  # that servers which say that they have the weights compute with them
         self._snapshot: Snapshot | None = None
+        self._steps = {0: 0}  # version of the weights, one for each time that they were sent → optimizer step
+        self._window: int | None = None  # whose rows the next call of `generate` wants
+        self._to_submit: dict[int, list[list[int]]] = {}  # window → prompts, once the weights have been sent
+        self._in_flight: dict[int, tuple[list[list[int]], Batch]] = {}  # window → its prompts, and the work
+        self.policy_version = torch.zeros(0, 2, dtype=torch.long)
         self.ranks.agree(self.pool.wait_until_ready)
 
     # ------------------------------------------------------------------------------------------------ sampling
@@ -99,8 +118,67 @@ class VLLMPool(VLLMGeneration):
         Args:
             max_tokens: for each prompt, in place of `max_completion_length`.
         """
+        window, self._window = self._window, None
+        with self.timed("rollouts"):
+            jobs, groups = self.ranks.agree(
+                lambda: (
+                    self._now(prompts, num_generations, max_tokens)
+                    if window is None
+                    else self._of_window(window, prompts, num_generations)
+                )
+            )
+        rows = [completion for group in groups for completion in group]
+        versions = [[self._steps[one] for one in job.versions] for job in jobs for _ in range(job.sequences)]
+        self.policy_version = torch.tensor(versions).view(-1, 2)
+        log_probs = [[[value] for value in row.log_probs] for row in rows]
+        token_ids = [[[token] for token in row.token_ids] for row in rows]
+        return prompts, [row.token_ids for row in rows], log_probs, token_ids
+
+    def expect(self, window: int, prompts: dict[int, list[list[int]]]) -> None:
+        """The next call of `generate` is for a window's rows; before it, these windows are to be submitted.
+
+        Args:
+            prompts: number of a window → token ids of this rank's rows, for windows that were not submitted before.
+        """
+        self._window, self._to_submit = window, prompts
+
+    def forget_windows(self) -> None:
+        """What was submitted ahead is not needed any more."""
+        self._window, self._to_submit, self._in_flight = None, {}, {}
+        self.pool.cancel()
+
+    def _now(
+        self, prompts: list[list[int]], num_generations: int, max_tokens: Sequence[int] | None
+    ) -> tuple[list[Job], list[list[Completion]]]:
+        jobs = self._jobs(prompts, num_generations, max_tokens)
+        return jobs, self.pool.run(jobs)
+
+    def _of_window(
+        self, window: int, prompts: list[list[int]], num_generations: int
+    ) -> tuple[list[Job], list[list[Completion]]]:
+        """First submits, so that the servers have work during the window's last rows; then waits for these."""
+        for number, rows in self._to_submit.items():
+            self._in_flight[number] = rows, self.pool.submit(self._jobs(rows, num_generations), order=number)
+        self._to_submit = {}
+        expected, batch = self._in_flight.pop(window)
+        if expected != prompts:
+            raise RuntimeError(
+                f"Window {window} was sampled ahead for other prompts than the trainer has now. With async_level > 0 "
+                "a prompt may not change between the data set and the sampler."
+            )
+        return list(batch.jobs), self.pool.collect(batch)
+
+    def _jobs(
+        self, prompts: list[list[int]], num_generations: int, max_tokens: Sequence[int] | None = None
+    ) -> list[Job]:
+        """One for each group: equal neighbours, at most `num_generations` of them."""
         limits = [None] * len(prompts) if max_tokens is None else max_tokens
         runs = [(ids, len(list(rows)), most) for (ids, most), rows in groupby(zip(prompts, limits, strict=True))]
+        groups = [
+            (ids, min(num_generations, count - done), most)
+            for ids, count, most in runs
+            for done in range(0, count, num_generations)
+        ]
         sampling = {
             "repetition_penalty": self.repetition_penalty,
             "temperature": self.temperature,
@@ -112,11 +190,7 @@ class VLLMPool(VLLMGeneration):
         if self.structured_outputs_regex is not None:
             sampling["structured_outputs"] = {"regex": self.structured_outputs_regex}
         sampling.update(self.generation_kwargs)
-        groups = self.ranks.agree(lambda: self.pool.complete(runs, sampling))
-        rows = [completion for group in groups for completion in group]
-        log_probs = [[[value] for value in row.log_probs] for row in rows]
-        token_ids = [[[token] for token in row.token_ids] for row in rows]
-        return prompts, [row.token_ids for row in rows], log_probs, token_ids
+        return self.pool.completions(groups, sampling)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """log P of every token but the first under the servers' weights; called by all ranks, each with its own."""
@@ -131,6 +205,10 @@ class VLLMPool(VLLMGeneration):
             WeightMismatch: a server holds other weights than it was given, or computes with others.
             PoolError: a server cannot be reached at the start of the run.
         """
+        with self.timed("weights"):
+            self._sync_weights()
+
+    def _sync_weights(self) -> None:
         if self._proven:
             self._send_weights()
             return
@@ -205,13 +283,13 @@ class VLLMPool(VLLMGeneration):
         Returns:
             url → error of those that have not.
         """
-        self.ranks.agree(self.pool.settle)
-        fleet, version = self.pool.fleet, self.pool.fleet.version + 1
-        fleet.new_version(version, time.monotonic())
-        waiting = fleet.waiting()  # the dead get them when they answer again
+        version = self.pool.fleet.version + 1
+        self._steps[version] = self.step()
         weights = self._weights
         assert weights is not None
         parameters = scale_linear(self.model, self._iter_named_params(), scale, self._plain_name)
+        errors: dict[str, str | None] = {}
+        waiting: list[str] = []
 
         def send() -> Any:
             try:
@@ -221,14 +299,12 @@ class VLLMPool(VLLMGeneration):
                 for _ in parameters:
                     pass
 
-        self._snapshot, errors = self.ranks.agree(send, from_main=True)
-        for url in waiting:
-            error = errors.get(url, "the main process takes it for dead")
-            if error is None:
-                fleet.refitted(url, version, time.monotonic())
-            else:
-                logger.warning(f"vLLM server {url} did not take the weights of version {version}: {error}")
-                fleet.refit_failed(url, error, time.monotonic())
+        try:
+            waiting = self.ranks.agree(lambda: self.pool.new_version(version))
+            self._snapshot, errors = self.ranks.agree(send, from_main=True)
+        finally:
+            missing = "the main process takes it for dead, or failed"
+            self.pool.weights_sent(version, {url: errors.get(url, missing) for url in waiting})
         return {url: error for url, error in errors.items() if error is not None}
 
     def _plain_name(self, name: str) -> str:
@@ -271,12 +347,15 @@ def without_client(args: Any) -> Iterator[bool]:
 def install(trainer: Any) -> None:
     """Make a `GRPOTrainer` that was built `without_client` sample from the servers that its `args` name."""
     args = trainer.args
+    this: Any = weakref.proxy(trainer)
     host = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     trainer.vllm_generation = VLLMPool(
         args.vllm_server_urls or [host],
         request_timeout=args.vllm_request_timeout,
         weight_sync=args.vllm_weight_sync,
         rank_timeout=args.ddp_timeout,
+        step=lambda: this.state.global_step,
+        timed=lambda side: this.recorder.timed(f"wait_for_{side}", counts=this.model.training),
         weight_dir=args.vllm_weight_dir or os.path.join(args.output_dir, WEIGHT_DIR),
         model=trainer.model,
         accelerator=trainer.accelerator,
