@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -58,9 +59,13 @@ def seen_as(trainer: Any, settings: dict[str, Any]) -> Any:
     return Instead(trainer, **others)
 
 
-def sampled_by(trainer: Any) -> int:
-    """The optimizer step whose weights sample now; vLLM may hold those of an earlier one."""
-    return trainer._last_loaded_step if trainer.use_vllm else trainer.state.global_step
+def sampled_by(trainer: Any, rows: int) -> Tensor:
+    """[rows, 2] int64: the optimizer steps of the oldest and newest weights that sampled the last batch."""
+    own = getattr(getattr(trainer, "vllm_generation", None), "policy_version", None)  # of a `VLLMPool`
+    if own is not None and trainer.rollout_func is None:
+        return own
+    step = trainer._last_loaded_step if trainer.use_vllm else trainer.state.global_step
+    return torch.full((rows, 2), step)
 
 
 def begin_anew(trainer: Any) -> None:

@@ -46,6 +46,7 @@ from dash_trl.monitoring import (
     filter_metrics,
     packing_metrics,
     sampler_metrics,
+    staleness_metrics,
 )
 from dash_trl.rewards import FailureWatch, watch
 from dash_trl.rollout import (
@@ -55,6 +56,7 @@ from dash_trl.rollout import (
     GenerationWindow,
     PromptReader,
     RolloutBatch,
+    RunAhead,
     SavedRun,
     ScoredRollouts,
     Shapes,
@@ -116,6 +118,9 @@ class DASHTrainer(GRPOTrainer):
     _window: GenerationWindow | None  # that is being used
     _rewarded: Any  # of the last batch: the rewards of all ranks, the completions of this one
     _completion_lengths: Tensor | None  # of the last batch, all ranks: loss tokens
+    _to_submit: (
+        tuple[range, list[list[dict[str, Any]]]] | None
+    )  # windows; the rows of the one that begins, and the next
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -133,9 +138,9 @@ class DASHTrainer(GRPOTrainer):
     ):
         args = DASHConfig("dash-output") if args is None else args
         check_arguments(model, args, train_dataset, eval_dataset, processing_class, kwargs)
-        with without_client(args) as servers:
+        with without_client(args) as self._servers:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
-        if servers:
+        if self._servers:
             install(self)
 
         self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)
@@ -181,17 +186,31 @@ class DASHTrainer(GRPOTrainer):
 
     def _sample(self, examples: list[dict[str, Any]]) -> tuple[RolloutBatch, Tensor]:
         """This rank's rollouts, in CPU memory, and the loss tokens of all ranks."""
+        upcoming = self._reader.upcoming(self._step) if self.args.async_level else []
+        self._to_submit = self._ahead.begin(self.state.global_step, known=len(upcoming)), [examples, *upcoming]
         sampled = self._generate_and_score_completions(examples)
+        policy_version = sampled_by(self, len(examples))
+        self.ranks.agree(partial(self._ahead.check, int(policy_version.min())))
         own = self.ranks.own(len(examples))
         rollouts = RolloutBatch(
             **{name: value.cpu() for name, value in sampled.items() if name in SAMPLED_FIELDS},
             group=torch.arange(own.start, own.stop) // self.num_generations,
-            policy_version=torch.full((len(examples),), sampled_by(self)),
+            policy_version=policy_version,
             examples=examples,
             completions=self._rewarded[1],
         )
+        if self._servers:
+            self._log_servers(policy_version)
         self._dispatch("on_rollouts_sampled", rollouts)
         return rollouts, sampled["num_items_in_batch"].cpu()
+
+    def _log_servers(self, policy_version: Tensor) -> None:
+        """Healthy ones as the main process sees them, and sums over the ranks."""
+        metrics = self.vllm_generation.metrics()
+        names = [name for name in metrics if name != "servers/healthy"]
+        sums = self.ranks.sum(torch.tensor([metrics[name] for name in names])).tolist()
+        self.recorder.log({**metrics, **dict(zip(names, sums, strict=True))})
+        self.recorder.log(staleness_metrics(policy_version, self.state.global_step, self.ranks.gather))
 
     def _reward(self, rollouts: RolloutBatch) -> ScoredRollouts:
         scored = rollouts.with_rewards(self._rewarded[0][self.ranks.own(len(rollouts))].cpu())
@@ -490,6 +509,13 @@ class DASHTrainer(GRPOTrainer):
         return self.ranks.agree(checked)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
+        if self.args.async_level and self._to_submit is not None:  # else it is not for a window
+            (windows, examples), self._to_submit = self._to_submit, None
+            prompts = {
+                window: self._tokenize_prompts([row["prompt"] for row in examples[window - self._ahead.window]])[0]
+                for window in windows
+            }
+            self.vllm_generation.expect(self._ahead.window, prompts)
         return self.ranks.agree(partial(super()._generate_single_turn, *args, **kwargs))
 
     def _generate(self, prompts: list) -> tuple:
@@ -527,11 +553,19 @@ class DASHTrainer(GRPOTrainer):
         self._reader.epoch = start[0]
         return start
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:  # at its end, and where it is interrupted: servers shall not work for nobody
+            if self.args.async_level:
+                self.vllm_generation.forget_windows()
+
     def _begin_run(self) -> None:
         """Forget the run before: an interrupt leaves half a step behind, and `max_steps` the rest of a window."""
         args = self.args
-        self._window = self._rewarded = self._completion_lengths = None
-        self.recorder = Recorder(self._metrics["train"], self.accelerator.device, self._will_log)
+        self._window = self._rewarded = self._completion_lengths = self._to_submit = None
+        self._ahead = RunAhead(args.async_level)
+        self.recorder = Recorder(self._metrics["train"], self.accelerator.device, self._will_log, self._servers)
         self._failures = FailureWatch(self.reward_funcs, self.reward_func_names)
         self._empty_windows = EmptyWindows(args.gradient_filter_threshold)
         self._pass_metrics = PassMetrics(per_row=self.importance_sampling_level == "sequence")

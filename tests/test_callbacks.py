@@ -38,7 +38,7 @@ def test_events_come_in_order_and_only_to_dash_callbacks(tiny_model, tmp_path):
     run(DASHTrainer, tiny_model, tmp_path, callbacks=[Plain(), recorder], max_steps=2)
     names = [event[0] for event in recorder.events]
     assert names == ["sampled", "rewards", "advantages"] * 2
-    assert recorder.versions == [[0] * 16, [1] * 16]
+    assert recorder.versions == [[[0, 0]] * 16, [[1, 1]] * 16]
     assert recorder.events[0][1] is RolloutBatch and recorder.events[1][2] is ScoredRollouts
     assert recorder.events[1][1].shape == (16, 1) and recorder.events[2][2].shape == (16,)
     assert all(event[3] is not None for event in recorder.events)

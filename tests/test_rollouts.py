@@ -17,7 +17,7 @@ def rollouts() -> Survivors:
         completion_ids=torch.arange(15).view(3, 5) * completion_mask,
         completion_mask=completion_mask,
         group=torch.zeros(3, dtype=torch.long),
-        policy_version=torch.zeros(3, dtype=torch.long),
+        policy_version=torch.zeros(3, 2, dtype=torch.long),
         rewards=torch.tensor([[1.0, float("nan")], [float("nan"), float("nan")], [float("inf"), 1.0]]),
         advantages=torch.tensor([0.5, -0.5, 1.0]),
         importance_sampling_ratio=torch.ones(3, 1),

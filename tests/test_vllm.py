@@ -297,7 +297,7 @@ def test_zero3_two_ranks_and_all_servers_lost(model_path, tmp_path):
     for rank in ranks:
         assert rank["steps"] == 2 and rank["moved"] > 1e-4
         assert max(rank["differences"]) < 1e-4 and len(rank["differences"]) == 2
-        assert set(rank["versions"]) == {1}  # the second window's
+        assert all(row == [1, 1] for row in rank["versions"])  # the second window's
         assert rank["synced"] == -1  # the end of training may load its best model
         assert rank["error"] == "PoolError"
         assert rank["seconds"] < 20.0

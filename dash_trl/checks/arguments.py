@@ -29,6 +29,7 @@ def check_arguments(
             "log-probs. Sample with vLLM (vllm_server_urls, or use_vllm=True), or with a rollout_func that returns "
             "'logprobs'; or use one of TRL's losses."
         )
+    check_async(args, own_rollouts)
     check_dataset(train_dataset, "train_dataset", own_rollouts)
     check_dataset(eval_dataset, "eval_dataset", own_rollouts)
     check_batch(train_dataset, args)
@@ -53,6 +54,23 @@ def check_config(args: Any) -> None:
         raise ValueError(
             f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} has one ratio per sequence, but "
             "loss_type='vespo' weighs tokens. Use 'token_truncate' or 'token_mask'."
+        )
+
+
+def check_async(args: DASHConfig, own_rollouts: bool) -> None:
+    """Refuse to sample ahead where nothing could work meanwhile, or nobody knows how."""
+    if args.async_level == 0:
+        return
+    if not (args.use_vllm and args.vllm_mode == "server"):
+        raise ValueError(
+            f"async_level={args.async_level} lets servers sample while the trainer trains, but sampling shares the "
+            "trainer's device here. Name servers (vllm_server_urls; `python -m dash_trl.serve MODEL` starts some), or "
+            "leave async_level at 0."
+        )
+    if own_rollouts:
+        raise ValueError(
+            f"async_level={args.async_level} with a rollout_func: it samples when it is called, so that nothing can be "
+            "sampled ahead. Leave async_level at 0, or rollout_func out."
         )
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         filter_metrics,
         packing_metrics,
         sampler_metrics,
+        staleness_metrics,
     )
     from dash_trl.monitoring.plots import plot_run
     from dash_trl.monitoring.progress import MetricsFileCallback, RewardProgressCallback

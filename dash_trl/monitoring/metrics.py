@@ -218,6 +218,17 @@ class OffPolicyMetrics:
         return {"off_policy/rescored_rows": rows / of} if of else {}
 
 
+def staleness_metrics(policy_version: Tensor, step: int, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """How many optimizer steps older than the trainer's the oldest weights are that sampled a row, over all ranks.
+
+    Args:
+        policy_version: [B, 2], see `RolloutBatch`. step: optimizer steps taken before the window.
+        gather: concatenates over the ranks.
+    """
+    staleness = step - gather(policy_version[:, 0]).float()
+    return {"async/staleness_mean": staleness.mean().item(), "async/staleness_max": staleness.max().item()}
+
+
 def packing_metrics(micro_batches: Sequence[MicroBatch], lengths: Tensor, *, padding_free: bool) -> dict[str, float]:
     """Whether passes are padding-free, the share of processed positions that are padding, and the tokens of the largest
     pass, over all ranks.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 PHASES = ("generate", "reward", "logprobs", "train")
+WAITING = ("wait_for_rollouts", "wait_for_weights")  # for servers, which are within "generate"
 
 
 class Recorder:
@@ -20,10 +21,14 @@ class Recorder:
         device: that computes. A GPU's work goes on behind the calls, so that it marks the ends of a phase itself, and
             is waited for only where the seconds are logged.
         logged: whether the optimizer step that ends will be logged.
+        servers: sample, so that the trainer may wait for them.
     """
 
-    def __init__(self, metrics: dict[str, list[float]], device: torch.device, logged: Callable[[], bool]):
+    def __init__(
+        self, metrics: dict[str, list[float]], device: torch.device, logged: Callable[[], bool], servers: bool = False
+    ):
         self.metrics = metrics
+        self._phases = PHASES + WAITING if servers else PHASES
         self._on_gpu = device.type == "cuda"
         self._logged = logged
         self._spans: list[tuple[str, Any, Any]] = []  # (phase, its beginning, its end) since the last log
@@ -55,7 +60,7 @@ class Recorder:
         self._steps += 1
         if self._on_gpu and not self._logged():
             return
-        seconds = dict.fromkeys(PHASES, 0.0)
+        seconds = dict.fromkeys(self._phases, 0.0)
         for phase, started, ended in self._spans:
             seconds[phase] += self._between(started, ended)
         self.log({f"time/{phase}": value / self._steps for phase, value in seconds.items()})

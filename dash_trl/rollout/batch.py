@@ -44,7 +44,8 @@ class RolloutBatch:
         prompt_ids, prompt_mask: [B, P] int64, left-padded; mask 1 = token, 0 = padding.
         completion_ids, completion_mask: [B, T] int64, right-padded; mask 1 = token, 0 = padding.
         group: [B] int64, which prompt of the (global) generation batch a row answers.
-        policy_version: [B] int64, the optimizer step whose weights sampled the row.
+        policy_version: [B, 2] int64, the optimizer steps of the oldest and of the newest weights that may have sampled
+            the row: those of its request's dispatch and end, which differ if new weights came while it was in flight.
         tool_mask: [B, T], 1 = written by the policy; only where a `rollout_func` returned `env_mask`.
         sampling_per_token_logps: [B, T], the sampler's log-probs, where the sampler reports them.
         examples: the B dataset rows. completions: the B completions as the reward functions see them.

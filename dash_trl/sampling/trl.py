@@ -21,6 +21,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.distributed import TIMEOUT, Ranks
 from dash_trl.sampling.backlog import Job
+from dash_trl.sampling.health import State
 from dash_trl.sampling.pool import API_KEY, Batch, PoolError, ServerPool
 from dash_trl.sampling.server import Completion, ServerError, VLLMServer
 from dash_trl.sampling.vllm_plugin import model_shape
@@ -141,6 +142,13 @@ class VLLMPool(VLLMGeneration):
             prompts: number of a window → token ids of this rank's rows, for windows that were not submitted before.
         """
         self._window, self._to_submit = window, prompts
+
+    def metrics(self) -> dict[str, float]:
+        """Of this rank's servers and work: groups that wait for a server, and requests retried since the last call."""
+        retried, self.pool.retried = self.pool.retried, 0
+        healthy = sum(server.state == State.HEALTHY for server in self.pool.fleet.servers.values())
+        queued = len(self.pool.backlog.waiting)
+        return {"servers/healthy": healthy, "servers/retried_requests": retried, "async/queued_groups": queued}
 
     def forget_windows(self) -> None:
         """What was submitted ahead is not needed any more."""
