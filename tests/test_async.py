@@ -5,8 +5,9 @@ So dates are compared with tokens, not with what the trainer believes. `test_vll
 
 from __future__ import annotations
 
+import json
 import threading
-from collections import defaultdict
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,11 @@ import pytest
 import torch
 
 from dash_trl import DASHCallback, DASHTrainer
-from dash_trl.rollout.ahead import StaleRollouts
-from dash_trl.sampling.pool import PoolError
+from dash_trl.sampling.pool import ServerPool
+from dash_trl.sampling.trl import VLLMPool
 from dash_trl.sampling.weights.snapshot import Snapshot
 from tests.fake_server import Fake
-from tests.tiny import run
+from tests.tiny import prompts, run, tiny_tokenizer
 
 FIRST = 10  # the token of version 0
 SECONDS = 60.0  # that something is waited for which has to happen
@@ -28,11 +29,12 @@ class Dated(Fake):
     """Every completion is two tokens: the version when its request came, and when it was answered.
 
     Attributes:
-        arrived: the prompts of requests, in order. hold: requests are not answered while it is cleared.
+        arrived, answered: the prompts of requests, in order. hold: requests are not answered while it is cleared.
     """
 
     def __init__(self, **options: Any):
         self.arrived: list[tuple[int, ...]] = []
+        self.answered: list[tuple[int, ...]] = []
         self.version = 0
         self.changed = threading.Condition()
         self.hold = threading.Event()
@@ -43,20 +45,27 @@ class Dated(Fake):
         return None
 
     def answer(self, send: Any, request: dict[str, Any], fault: str | None) -> None:
-        came = self.version
-        if "prompt_logprobs" not in request and request["max_tokens"] > 1:  # else a trial or a score
-            with self.changed:
-                self.arrived.append(tuple(request["prompt"]))
-                self.changed.notify_all()
+        came, prompt = self.version, tuple(request["prompt"])
+        rollout = "prompt_logprobs" not in request and request["max_tokens"] > 1  # else a trial or a score
+        if rollout:
+            self._note(self.arrived, prompt)
             self.hold.wait(SECONDS)
         ids = [FIRST + came, FIRST + self.version][: request["max_tokens"]]
         choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}, "finish_reason": "stop"}
         choices = [{**choice, "index": i} for i in range(request["n"])]
-        send(200, __import__("json").dumps({"choices": choices}).encode())
+        send(200, json.dumps({"choices": choices}).encode())
+        if rollout:
+            self._note(self.answered, prompt)
 
-    def wait_for(self, requests: int) -> None:
+    def _note(self, prompts: list[tuple[int, ...]], prompt: tuple[int, ...]) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.arrived) >= requests, SECONDS), self.arrived
+            prompts.append(prompt)
+            self.changed.notify_all()
+
+    def wait_for(self, happened: Any) -> None:
+        """`happened()`: a condition on `arrived` and `answered`."""
+        with self.changed:
+            assert self.changed.wait_for(happened, SECONDS), (self.arrived, self.answered)
 
 
 class DatedWeights:
@@ -162,20 +171,223 @@ SEMANTICS = {
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("name", SEMANTICS)
 def test_window_n_is_sampled_by_the_weights_with_which_window_n_minus_k_began(name, level, tiny_model, tmp_path, fakes):
-    """Servers that answer at once; a step ends when the requests that may be under way have come."""
+    """Servers that answer at once: a step does not end before they have answered what may be under way."""
     settings, begins = SEMANTICS[name]
     fake, watch = fakes(), Watch()
     groups = settings["steps_per_generation"]  # of 4 rows
-    last = len(begins) - 1
-    watch.wait = lambda window: fake.wait_for(groups * (min(window + level, last) + 1))
+    under_way = [groups * (min(window + level, len(begins) - 1) + 1) for window in range(len(begins))]
+    watch.wait = lambda window: fake.wait_for(lambda: len(fake.answered) >= under_way[window])
     steps = begins[-1] + max(1, begins[-1] - begins[-2])
     _, watch, versions = asynchronous(tiny_model, tmp_path, [fake], level, max_steps=steps, watch=watch, **settings)
     assert [window.step for window in watch.windows] == begins
     for n, window in enumerate(watch.windows):
         sampled = torch.tensor([[versions[version] for version in row] for row in window.tokens.tolist()])
         assert (sampled == begins[max(0, n - level)]).all()
-        assert (window.believed == sampled).all()
+        assert (window.believed[:, 0] == sampled[:, 0]).all() and (window.believed[:, 1] >= sampled[:, 1]).all()
     assert len(fake.arrived) == groups * len(begins)  # nothing beyond the run's end
     behind = max(before - begins[max(0, window - level)] for before, window in watch.trained)
     per_window = begins[-1] - begins[-3]  # two windows' optimizer steps
     assert behind == (level + 1) * per_window // 2 - 1 if name in ("two steps per window", "three iterations") else True
+
+
+STEP = SEMANTICS["a window per step"][0]
+GROUPS = 4  # of a window of these settings
+
+
+def test_the_next_window_s_first_request_comes_before_a_step_ends(tiny_model, tmp_path, fakes):
+    fake, watch, come = fakes(), Watch(), []
+
+    def wait(window: int) -> None:
+        fake.wait_for(lambda: len(fake.arrived) > GROUPS * (window + 1) or window == 2)
+        come.append(len(fake.arrived))
+
+    watch.wait = wait
+    asynchronous(tiny_model, tmp_path, [fake], 1, max_steps=3, watch=watch, **STEP)
+    assert come[0] > GROUPS and come[1] > 2 * GROUPS and len(fake.arrived) == 3 * GROUPS
+
+
+def test_a_row_in_flight_while_weights_are_sent_has_an_oldest_and_a_newest(tiny_model, tmp_path, fakes):
+    """It is answered when the new ones have come; its limit of 1 s does not run meanwhile."""
+    fake, watch = fakes(), Watch()
+
+    def prepare(trainer: Any) -> None:
+        weights, send = trainer.vllm_generation._weights, trainer.vllm_generation._weights.send
+
+        def send_and_go_on(parameters: Any, version: int, on_each: Any) -> Any:
+            if version == 3:
+                fake.wait_for(lambda: len(fake.arrived) == 3 * GROUPS)
+                time.sleep(1.5)
+            sent = send(parameters, version, on_each)
+            if version == 3:
+                fake.hold.set()
+            return sent
+
+        weights.send = send_and_go_on
+
+    def hold(window: int) -> None:  # from when window 2 is submitted, at the beginning of window 1
+        if window == 1:
+            fake.wait_for(lambda: len(fake.arrived) == 3 * GROUPS)
+
+    def when_sampled(window: int) -> None:
+        fake.wait_for(lambda: len(fake.answered) == 2 * GROUPS)
+        fake.hold.clear()
+
+    watch.wait = lambda window: when_sampled(window) if window == 0 else hold(window)
+    settings = {"vllm_request_timeout": 1.0, "max_steps": 3, **STEP}
+    trainer, watch, versions = asynchronous(tiny_model, tmp_path, [fake], 1, watch=watch, prepare=prepare, **settings)
+    last = watch.windows[2]
+    assert [[versions[one] for one in row] for row in last.tokens.tolist()] == [[1, 2]] * 16
+    assert last.believed.tolist() == [[1, 2]] * 16
+    assert trainer.vllm_generation.pool.retried == 0 and len(fake.arrived) == 3 * GROUPS
+
+
+def test_what_is_waited_for_goes_first_then_the_windows_in_their_order(tiny_model, tmp_path, fakes, monkeypatch):
+    """A server with room for one group at a time; a callback that samples and scores for itself; an evaluation."""
+    monkeypatch.setattr("dash_trl.sampling.health.SEQUENCES_PER_SERVER", 4)
+    fake, own, held_out = fakes(), [], prompts(80).select(range(76, 80))
+
+    class Samples(Watch):
+        def on_rewards(self, args, state, control, rollouts, trainer, **kwargs):
+            own.append(trainer.vllm_generation.generate([[7, 8, 9]] * 4, None, 4)[1])
+
+    _, watch, _ = asynchronous(
+        tiny_model,
+        tmp_path,
+        [fake],
+        2,
+        max_steps=4,
+        watch=Samples(),
+        **STEP,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_dataset=held_out,
+        num_generations_eval=2,
+        per_device_eval_batch_size=8,
+    )
+    assert len(own) == 4 and all(len(rows) == 4 for rows in own)
+    evaluated = {tuple(ids) for ids in tiny_ids(held_out)}
+    windows = [ids for ids in fake.arrived if ids != (7, 8, 9)]
+    trained = [ids for window in watch.windows for ids in dict.fromkeys(map(tuple, tiny_ids(window.prompts)))]
+    assert [ids for ids in windows if ids in set(trained)] == trained
+    assert len([ids for ids in windows if ids in evaluated]) >= 4
+
+
+def test_a_failure_in_flight_is_raised_where_its_window_is_collected(tiny_model, tmp_path, fakes):
+    """And nothing is left on the servers."""
+    fake, watch = fakes(), Watch()
+    refuse = []
+    answer = fake.answer
+
+    def refusing(send: Any, request: dict[str, Any], fault: str | None) -> None:
+        if refuse and request["max_tokens"] > 1:
+            return send(400, b'{"error": "told to"}')
+        return answer(send, request, fault)
+
+    fake.answer = refusing
+    watch.wait = lambda window: refuse.append(window) if window == 0 else None
+    trainers = []
+    with pytest.raises(ValueError, match="answered 400"):
+        asynchronous(tiny_model, tmp_path, [fake], 1, max_steps=6, watch=watch, prepare=trainers.append, **STEP)
+    assert [window.step for window in watch.windows] == [0, 1]  # which was sampled when window 0 was
+    assert nothing_in_work(trainers[0])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_run_leaves_no_work_to_the_servers_and_can_be_begun_again(error, tiny_model, tmp_path, fakes):
+    fake, watch, trainers = fakes(), Watch(), []
+
+    def wait(window: int) -> None:
+        if window == 0:
+            fake.wait_for(lambda: len(fake.arrived) >= 3 * GROUPS)
+        elif trainers[0].state.global_step == 2 and not again:
+            fake.hold.clear()
+            raise error
+
+    again: list[bool] = []
+    watch.wait = wait
+    with pytest.raises(error):
+        asynchronous(tiny_model, tmp_path, [fake], 2, max_steps=8, watch=watch, prepare=trainers.append, **STEP)
+    assert nothing_in_work(trainers[0])
+    fake.hold.set()
+    again.append(True)
+    first = [window.prompts for window in watch.windows]
+    watch.windows.clear()
+    trainers[0].train()
+    assert [window.prompts for window in watch.windows][: len(first)] == first and len(watch.windows) == 8
+
+
+def tiny_ids(prompts: Any) -> list[list[int]]:
+    texts = prompts["prompt"] if hasattr(prompts, "column_names") else prompts
+    return tiny_tokenizer()(text=list(texts))["input_ids"]
+
+
+def nothing_in_work(trainer: Any) -> bool:
+    pool = trainer.vllm_generation.pool
+    return not (pool.backlog.waiting or pool.backlog.running or pool._requests or pool._batches)
+
+
+def test_a_server_s_queue_does_not_count_as_silence(fakes):
+    """A server that answers one request after the other, each in a sixth of the limit."""
+    fake = fakes()
+    pool = ServerPool([fake.url], server_timeout=20.0, request_timeout=3.0)
+    pool.wait_until_ready()
+    lock, answer = threading.Lock(), fake.answer
+
+    def one_at_a_time(*arguments: Any) -> None:
+        with lock:
+            time.sleep(0.5)
+            answer(*arguments)
+
+    fake.answer = one_at_a_time
+    assert len(pool.complete([([i, 1, 2], 1) for i in range(10)], {"max_tokens": 8})) == 10
+    assert pool.retried == 0
+
+
+def test_equal_neighbours_are_groups_of_their_own(fakes):
+    vllm = SimpleNamespace(
+        repetition_penalty=1.0,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=None,
+        max_completion_length=8,
+        structured_outputs_regex=None,
+        generation_kwargs={},
+        pool=ServerPool([fakes().url]),
+    )
+    rows = [[1, 2]] * 2 + [[3]] * 8 + [[4]] * 3  # of a group on two ranks, two prompts alike, a part of a group
+    jobs = VLLMPool._jobs(vllm, rows, 4)
+    assert [(job.sequences, job.number) for job in jobs] == [(2, 0), (4, 1), (4, 2), (3, 3)]
+
+
+def test_prompts_that_are_not_those_sampled_for_are_refused(tiny_model, tmp_path, fakes):
+    def prepare(trainer: Any) -> None:
+        expect = trainer.vllm_generation.expect
+        trainer.vllm_generation.expect = lambda window, prompts: expect(
+            window, {number: [[9, *ids] for ids in rows] for number, rows in prompts.items()}
+        )
+
+    with pytest.raises(RuntimeError, match="Window 0 was sampled ahead for other prompts"):
+        asynchronous(tiny_model, tmp_path, [fakes()], 1, max_steps=2, prepare=prepare, **STEP)
+
+
+def test_two_servers_one_of_which_dies_with_windows_in_flight(tiny_model, tmp_path, fakes):
+    """Nothing is lost or sampled twice, and no row is of weights that its windows may not have."""
+    both, watch = [fakes(), fakes()], Watch()
+
+    def wait(window: int) -> None:
+        if window == 0:
+            both[0].hold.clear()
+        elif window == 1:
+            both[0].hold.set()
+            both[0].server.shutdown()
+            both[0].server.server_close()
+
+    watch.wait = wait
+    _, watch, versions = asynchronous(
+        tiny_model, tmp_path, both, 2, max_steps=6, watch=watch, vllm_request_timeout=5.0, **STEP
+    )
+    assert [window.step for window in watch.windows] == list(range(6))
+    for n, window in enumerate(watch.windows):
+        oldest = torch.tensor([versions[row[0]] for row in window.tokens.tolist()])
+        assert (oldest >= max(0, n - 2)).all() and (window.believed[:, 0] <= oldest).all()

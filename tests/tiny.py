@@ -142,9 +142,10 @@ def run(
     peft_config: Any = None,
     callbacks: Any = None,
     dataset: Any = None,
+    eval_dataset: Any = None,
     **settings: Any,
 ) -> Any:
-    """Train `trainer_class` on scripted rollouts; the trainer afterwards."""
+    """Train `trainer_class` on scripted rollouts, or on those of servers; the trainer afterwards."""
     from trl import GRPOConfig
 
     from dash_trl import DASHConfig, DASHTrainer
@@ -171,13 +172,16 @@ def run(
         disable_tqdm=True,
     )
     args = config(**{**defaults, **settings})
+    if rollouts is None and "vllm_server_urls" not in settings:
+        rollouts = ScriptedRollouts(rollout_seed, logprobs=logprobs)
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(model),
         reward_funcs=ScriptedReward(constant=constant) if reward is None else reward,
         args=args,
         train_dataset=prompts(64) if dataset is None else dataset,
+        eval_dataset=eval_dataset,
         processing_class=PreTrainedTokenizerFast.from_pretrained(model),
-        rollout_func=rollouts or ScriptedRollouts(rollout_seed, logprobs=logprobs),
+        rollout_func=rollouts,
         peft_config=peft_config,
         callbacks=callbacks,
     )
