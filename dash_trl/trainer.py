@@ -118,9 +118,8 @@ class DASHTrainer(GRPOTrainer):
     _window: GenerationWindow | None  # that is being used
     _rewarded: Any  # of the last batch: the rewards of all ranks, the completions of this one
     _completion_lengths: Tensor | None  # of the last batch, all ranks: loss tokens
-    _to_submit: (
-        tuple[range, list[list[dict[str, Any]]]] | None
-    )  # windows; the rows of the one that begins, and the next
+    _policy_version: Tensor  # of the last batch
+    _to_submit: tuple[range, list[Any]] | None  # windows to sample; the examples of this one and of those after it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -189,18 +188,18 @@ class DASHTrainer(GRPOTrainer):
         upcoming = self._reader.upcoming(self._step) if self.args.async_level else []
         self._to_submit = self._ahead.begin(self.state.global_step, known=len(upcoming)), [examples, *upcoming]
         sampled = self._generate_and_score_completions(examples)
-        policy_version = sampled_by(self, len(examples))
-        self.ranks.agree(partial(self._ahead.check, int(policy_version.min())))
+        version = self._policy_version
+        self.ranks.agree(partial(self._ahead.check, int(version.min())))
         own = self.ranks.own(len(examples))
         rollouts = RolloutBatch(
             **{name: value.cpu() for name, value in sampled.items() if name in SAMPLED_FIELDS},
             group=torch.arange(own.start, own.stop) // self.num_generations,
-            policy_version=policy_version,
+            policy_version=version,
             examples=examples,
             completions=self._rewarded[1],
         )
         if self._servers:
-            self._log_servers(policy_version)
+            self._log_servers(version)
         self._dispatch("on_rollouts_sampled", rollouts)
         return rollouts, sampled["num_items_in_batch"].cpu()
 
@@ -526,6 +525,7 @@ class DASHTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
         """TRL's, [rows of all ranks, F], with every row NaN in which a function failed."""
+        self._policy_version = sampled_by(self, len(inputs))  # before a reward function asks the servers, too
         with self.recorder.timed("reward", counts=self.model.training):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self.ranks.agree(self._failures.raise_mistakes)
