@@ -62,7 +62,7 @@ def test_sampling_is_trls_without_its_model_passes(tiny_model, tmp_path, seen):
 
 def test_counters_and_logs_of_a_run(tiny_model, tmp_path):
     trainer = run(GRPOTrainer, tiny_model, tmp_path, max_steps=2)
-    assert trainer._step == 8 and sampled_by(trainer) == 2
+    assert trainer._step == 8 and sampled_by(trainer, 3).tolist() == [[2, 2]] * 3
     known = {"_current_train_step_time", "_entropy_window_stats", "_pending_metrics", "_pending_extra_logs"}
     assert known <= vars(trainer).keys()
     assert "self.state.global_step != self._last_loaded_step" in inspect.getsource(GRPOTrainer)  # set with vLLM only
