@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from dash_trl.checks.models import check_model
 from dash_trl.checks.prompts import check_batch, check_dataset
 from dash_trl.config import DASHConfig
 from dash_trl.update import OFF_POLICY_LOSSES
+
+logger = logging.getLogger(__name__)
 
 
 def check_arguments(
@@ -71,6 +74,20 @@ def check_async(args: DASHConfig, own_rollouts: bool) -> None:
         raise ValueError(
             f"async_level={args.async_level} with a rollout_func: it samples when it is called, so that nothing can be "
             "sampled ahead. Leave async_level at 0, or rollout_func out."
+        )
+    if args.loss_type in OFF_POLICY_LOSSES:
+        return
+    remedy = "Use loss_type='aipo', or 'decoupled_ppo' (docs/async.md)."
+    if not args.vllm_importance_sampling_correction:
+        logger.warning(
+            f"async_level={args.async_level} with vllm_importance_sampling_correction=False: rollouts of older weights "
+            f"are trained on as if they were of these. {remedy}"
+        )
+    elif args.vllm_importance_sampling_mode == "sequence_mask":
+        logger.warning(
+            f"async_level={args.async_level} with vllm_importance_sampling_mode='sequence_mask', TRL's default: it leaves "
+            f"out every sequence whose probability has changed {args.vllm_importance_sampling_clip_max:g}-fold, which "
+            f"long ones do by a few steps (off_policy/clipped_share tells). {remedy}"
         )
 
 
