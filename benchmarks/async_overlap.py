@@ -104,7 +104,9 @@ def windows(level: int, url: str, iterations: int) -> dict[str, list[float]]:
     ends = clock.ends[iterations - 1 :: iterations]
     found = {"window": [after - before for before, after in zip(ends, ends[1:], strict=False)]}
     for name in ("wait_for_rollouts", "wait_for_weights"):
-        found[name] = [log[f"time/{name}"] * iterations for log in trainer.state.log_history if f"time/{name}" in log][1:]
+        found[name] = [log[f"time/{name}"] * iterations for log in trainer.state.log_history if f"time/{name}" in log][
+            1:
+        ]
     return {name: values[level + 1 :] for name, values in found.items()}
 
 

@@ -85,9 +85,9 @@ def check_async(args: DASHConfig, own_rollouts: bool) -> None:
         )
     elif args.vllm_importance_sampling_mode == "sequence_mask":
         logger.warning(
-            f"async_level={args.async_level} with vllm_importance_sampling_mode='sequence_mask', TRL's default: it leaves "
-            f"out every sequence whose probability has changed {args.vllm_importance_sampling_clip_max:g}-fold, which "
-            f"long ones do by a few steps (off_policy/clipped_share tells). {remedy}"
+            f"async_level={args.async_level} with vllm_importance_sampling_mode='sequence_mask', TRL's default: it "
+            f"leaves out every sequence whose probability is {args.vllm_importance_sampling_clip_max:g} times that of "
+            f"the sampler, as happens to long ones by a few steps (off_policy/clipped_share tells). {remedy}"
         )
 
 
