@@ -31,6 +31,7 @@ from trl import GRPOConfig, GRPOTrainer, TrlParser
 from trl.generation import vllm_generation
 
 from dash_trl import DASHConfig, DASHTrainer
+from dash_trl.checks.arguments import check_async
 from dash_trl.checks.prompts import check_dataset, check_prompt_lengths, long_prompt_lengths
 from dash_trl.config import CHOICES
 from dash_trl.sampling.weights.file import FileWeights
@@ -444,6 +445,17 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"environment_factory": [print]},
         "environment_factory is set, but DASHTrainer trains single-turn",
     ),
+    "sampling ahead on the trainer's device": (
+        {"settings": {"async_level": 1}},
+        "async_level=1 lets servers sample while the trainer trains, .* Name servers .*, or leave async_level at 0",
+    ),
+    "sampling ahead by a rollout_func": (
+        {
+            "settings": {"async_level": 2, "vllm_server_urls": ["http://127.0.0.1:9"]},
+            "rollout_func": lambda prompts, trainer: {},
+        },
+        "async_level=2 with a rollout_func: it samples when it is called",
+    ),
     "aipo without a sampler's log-probs": (
         {"settings": AIPO},
         "loss_type='aipo' compares the policy with the sampler, .* Sample with vLLM .*, or with a rollout_func",
@@ -486,6 +498,20 @@ def test_vllm_that_is_not_installed(tmp_path, tiny_model, unloadable, monkeypatc
 def test_named_servers_are_used(tmp_path):
     args = DASHConfig(str(tmp_path), use_cpu=True, bf16=False, vllm_server_urls=["http://localhost:8000"])
     assert args.use_vllm and args.vllm_mode == "server"
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({}, "'sequence_mask', TRL's default: it leaves out every sequence whose probability is 3 times"),
+        ({"vllm_importance_sampling_correction": False}, "=False: rollouts of older weights are trained on as if"),
+        ({"vllm_importance_sampling_mode": "token_truncate"}, None),
+        ({"loss_type": "decoupled_ppo"}, None),
+    ],
+)
+def test_stale_rollouts_with_a_loss_for_fresh_ones_are_warned_of(settings, said, tmp_path, caplog):
+    check_async(config(tmp_path, async_level=1, vllm_server_urls=["http://localhost:8000"], **settings), False)
+    assert said in caplog.text if said else not caplog.records
 
 
 def test_a_server_that_is_not_there(tmp_path, tiny_model):
