@@ -107,8 +107,9 @@ class DASHConfig(GRPOConfig):
             padding-free). `None`: at most `per_device_train_batch_size` rows, as in TRL. Set it to what fits in
             memory; short rows then share a pass. A single row above the budget gets a pass of its own.
         async_level (`int`, defaults to `0`):
-            So many generation windows at most (of `steps_per_generation × num_iterations` micro-steps each) does
-            sampling run ahead of training. `0`: a window is sampled when training comes to it.
+            So many generation windows at most do the servers sample ahead of training: window n is trained on rollouts
+            of the weights with which window n − `async_level` began, or newer. Above 0 it takes servers, and a loss that
+            bears it ("aipo", "decoupled_ppo"); see docs/async.md. `0`: a window is sampled when training comes to it.
         vllm_server_urls (`list[str]` or `None`, defaults to `None`):
             Sample from these vLLM servers (`python -m dash_trl.serve` starts some), e.g. `http://127.0.0.1:8000
             http://127.0.0.1:8001`. Implies `use_vllm=True` and `vllm_mode="server"`; TRL's `vllm_server_timeout` is how
@@ -157,7 +158,7 @@ class DASHConfig(GRPOConfig):
 
     async_level: int = field(
         default=0,
-        metadata={"help": "So many generation windows at most does sampling run ahead of training."},
+        metadata={"help": "So many generation windows at most do the servers sample ahead of training."},
     )
     vllm_server_urls: list[str] | None = field(
         default=None,

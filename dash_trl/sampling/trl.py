@@ -264,7 +264,7 @@ class VLLMPool(VLLMGeneration):
         if modes != {"processed_logprobs"}:
             logger.warning(
                 f"The servers' --logprobs-mode is {modes}, so that the log-probs of samples ignore temperature and "
-                "top_p, and the importance-sampling correction is biased. Start them with "
+                "top_p, and every ratio to the sampler (the correction, loss_type='aipo') is biased. Start them with "
                 "--logprobs-mode processed_logprobs."
             )
         if self.weight_sync == "nccl":
