@@ -108,8 +108,8 @@ class DASHConfig(GRPOConfig):
             memory; short rows then share a pass. A single row above the budget gets a pass of its own.
         async_level (`int`, defaults to `0`):
             So many generation windows at most do the servers sample ahead of training: window n is trained on rollouts
-            of the weights with which window n − `async_level` began, or newer. Above 0 it takes servers, and a loss that
-            bears it ("aipo", "decoupled_ppo"); see docs/async.md. `0`: a window is sampled when training comes to it.
+            of the weights with which window n − `async_level` began, or newer. Above 0 it takes servers, and a loss
+            that bears it ("aipo", "decoupled_ppo"); see docs/async.md. `0`: a window is sampled when it is needed.
         vllm_server_urls (`list[str]` or `None`, defaults to `None`):
             Sample from these vLLM servers (`python -m dash_trl.serve` starts some), e.g. `http://127.0.0.1:8000
             http://127.0.0.1:8001`. Implies `use_vllm=True` and `vllm_mode="server"`; TRL's `vllm_server_timeout` is how

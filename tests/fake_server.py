@@ -71,6 +71,9 @@ class Fake:
         class Listener(ThreadingHTTPServer):
             request_queue_size = 128  # else connections that come together wait a second
 
+            def handle_error(self, request, client_address):
+                pass  # a client that went away
+
         self.server = Listener(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
