@@ -22,7 +22,17 @@ from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.sampling.weights.proof import model_log_probs
-from tests.tiny import ScriptedReward, ScriptedRollouts, leave, log_probs, pad, parameters, prompts, relative_difference, run
+from tests.tiny import (
+    ScriptedReward,
+    ScriptedRollouts,
+    leave,
+    log_probs,
+    pad,
+    parameters,
+    prompts,
+    relative_difference,
+    run,
+)
 
 RANK = int(os.environ.get("RANK", 0))
 
