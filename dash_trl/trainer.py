@@ -118,7 +118,7 @@ class DASHTrainer(GRPOTrainer):
     _window: GenerationWindow | None  # that is being used
     _rewarded: Any  # of the last batch: the rewards of all ranks, the completions of this one
     _completion_lengths: Tensor | None  # of the last batch, all ranks: loss tokens
-    _policy_version: Tensor  # of the last batch
+    _policy_version: Any  # of the last batch, see `RolloutBatch`
     _to_submit: tuple[range, list[Any]] | None  # windows to sample; the examples of this one and of those after it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -556,14 +556,15 @@ class DASHTrainer(GRPOTrainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._inner_training_loop(*args, **kwargs)
-        finally:  # at its end, and where it is interrupted: servers shall not work for nobody
-            if self.args.async_level:
+        finally:  # also where it is interrupted: neither servers nor the dataloader's workers shall work for nobody
+            self._reader.close()
+            if self._servers:
                 self.vllm_generation.forget_windows()
 
     def _begin_run(self) -> None:
         """Forget the run before: an interrupt leaves half a step behind, and `max_steps` the rest of a window."""
         args = self.args
-        self._window = self._rewarded = self._completion_lengths = self._to_submit = None
+        self._window = self._rewarded = self._policy_version = self._completion_lengths = self._to_submit = None
         self._ahead = RunAhead(args.async_level)
         self.recorder = Recorder(self._metrics["train"], self.accelerator.device, self._will_log, self._servers)
         self._failures = FailureWatch(self.reward_funcs, self.reward_func_names)
@@ -585,10 +586,6 @@ class DASHTrainer(GRPOTrainer):
         )
         self._skipped = SkippedSteps(loss_scaling=args.fp16)
         begin_anew(self)
-
-    def _finalize_training(self, *args: Any) -> Any:
-        self._reader.close()
-        return super()._finalize_training(*args)
 
     def _will_log(self) -> bool:
         """Whether the optimizer step that is running will be logged, as far as that is known now."""

@@ -360,15 +360,23 @@ def test_equal_neighbours_are_groups_of_their_own(fakes):
     assert [(job.sequences, job.number) for job in jobs] == [(2, 0), (4, 1), (4, 2), (3, 3)]
 
 
-def test_prompts_that_are_not_those_sampled_for_are_refused(tiny_model, tmp_path, fakes):
-    def prepare(trainer: Any) -> None:
-        expect = trainer.vllm_generation.expect
-        trainer.vllm_generation.expect = lambda window, prompts: expect(
-            window, {number: [[9, *ids] for ids in rows] for number, rows in prompts.items()}
-        )
+class EndsTheFirstEpoch(Watch):
+    def on_step_end(self, args, state, control, **kwargs):
+        super().on_step_end(args, state, control, **kwargs)
+        control.should_epoch_stop = state.global_step == 2
 
-    with pytest.raises(RuntimeError, match="Window 0 was sampled ahead for other prompts"):
-        asynchronous(tiny_model, tmp_path, [fakes()], 1, max_steps=2, prepare=prepare, **STEP)
+
+def test_windows_that_were_announced_and_do_not_come_are_thrown_away(tiny_model, tmp_path, fakes, caplog):
+    """A callback ends the epoch: the next one's prompts come, as without async_level."""
+    orders = []
+    for level in (0, 2):
+        watch = EndsTheFirstEpoch()
+        settings = {"max_steps": 5, "dataset": prompts(12), **STEP}  # 3 windows of an epoch
+        trainer, watch, _ = asynchronous(tiny_model, tmp_path, [fakes()], level, watch=watch, **settings)
+        orders.append([window.prompts for window in watch.windows])
+        assert nothing_in_work(trainer)
+    assert orders[0] == orders[1] and len(orders[0]) == 5
+    assert caplog.text.count("Window 2 was sampled ahead for other prompts") == 1 == caplog.text.count("thrown away")
 
 
 def test_two_servers_one_of_which_dies_with_windows_in_flight(tiny_model, tmp_path, fakes):

@@ -150,8 +150,8 @@ def test_the_seams_of_trl():
         "_clip_grad_norm": "self, model",
         "_get_grad_norm": "self, model, grad_norm",
         "_save_rng_state": "self, output_dir",
+        "_inner_training_loop": "self, batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval",
         "_prepare_for_training": "self, max_steps, train_dataloader, resume_from_checkpoint",
-        "_finalize_training": "self, trial, num_train_samples, start_time",
     }.items():
         assert ", ".join(inspect.signature(getattr(Trainer, name)).parameters) == parameters, name
 

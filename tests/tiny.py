@@ -171,6 +171,8 @@ def run(
         report_to="none",
         disable_tqdm=True,
     )
+    # Without servers, sampling ahead is refused; but the prompts can be read ahead.
+    read_ahead = 0 if "vllm_server_urls" in settings else settings.pop("async_level", 0)
     args = config(**{**defaults, **settings})
     if rollouts is None and "vllm_server_urls" not in settings:
         rollouts = ScriptedRollouts(rollout_seed, logprobs=logprobs)
@@ -185,6 +187,8 @@ def run(
         peft_config=peft_config,
         callbacks=callbacks,
     )
+    if read_ahead:
+        args.async_level = read_ahead
     if prepare is not None:
         prepare(trainer)
     trainer.train(resume_from_checkpoint=resume)

@@ -168,12 +168,15 @@ class VLLMPool(VLLMGeneration):
         for number, rows in self._to_submit.items():
             self._in_flight[number] = rows, self.pool.submit(self._jobs(rows, num_generations), order=number)
         self._to_submit = {}
-        expected, batch = self._in_flight.pop(window)
-        if expected != prompts:
-            raise RuntimeError(
-                f"Window {window} was sampled ahead for other prompts than the trainer has now. With async_level > 0 "
-                "a prompt may not change between the data set and the sampler."
-            )
+        announced, batch = self._in_flight.pop(window, ([], None))
+        if batch is None or announced != prompts:
+            if batch is not None:  # nor are the others those that will come
+                logger.warning(
+                    f"Window {window} was sampled ahead for other prompts than it has now (has a callback ended the "
+                    "epoch, or changed the rows?). What was sampled ahead is thrown away."
+                )
+                self.forget_windows()
+            batch = self.pool.submit(self._jobs(prompts, num_generations), order=window)
         return list(batch.jobs), self.pool.collect(batch)
 
     def _jobs(
