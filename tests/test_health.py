@@ -132,6 +132,22 @@ def test_a_server_may_wait_for_the_next_weights():
     assert fleet.waiting() == [A, B]
 
 
+def test_a_server_that_waits_for_the_next_weights_is_nobody_s_hope():
+    """It was restarted unseen: whoever waits for it waits for ever, and so would the run."""
+    fleet = ready(A, B, C)
+    fleet.started(B, 0, 1, 1)
+    fleet.begin(1.0)
+    fleet.answered(A)
+    fleet.answered(C)
+    fleet.refitted(C, 1, 1.0)
+    fleet.waits(A, 2.0)
+    assert fleet.waiting() == [A] and fleet.choose(1, avoid=[B]) is None  # C, which had no work, is looked at first
+    fleet.refit_failed(C, "gone", 3.0)
+    assert fleet.choose(1, avoid=[B]) == B
+    fleet.failed(B, 0, "gone", 4.0, gone=True)
+    assert fleet.lost(0.0, 9.0, timeout=5.0)
+
+
 def test_a_server_that_is_gone_is_dead_at_once_and_probes_do_not_make_it_healthy():
     fleet = ready(A, B)
     fleet.started(B, 0, 1, 1)
@@ -153,6 +169,7 @@ def test_the_fewest_outstanding_tokens_and_not_where_it_failed_before():
     fleet.started(B, 2, 1, SEQUENCES_PER_SERVER)
     assert fleet.choose(1, avoid=[A]) is None  # it waits for B, which has no room
     assert fleet.choose(1) == A
+    assert fleet.choose(1, kept=[A]) is None and fleet.able() == [A, B] and fleet.able(avoid=[A]) == [B]
 
 
 def test_the_connections_of_a_process_are_limited():

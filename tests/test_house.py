@@ -24,9 +24,10 @@ UPDATE = [
     "losses",
 ]
 PURE = [f"update.{name}" for name in (*UPDATE, "skipped_steps")]
-PURE += ["rollout.batch", "rollout.window", "rollout.resume", "monitoring.metrics", "monitoring.recorder"]
+PURE += [f"rollout.{name}" for name in ("ahead", "batch", "window", "resume")]
+PURE += ["monitoring.metrics", "monitoring.recorder"]
 PURE += ["process_rewards.credit", "process_rewards.diagnostics"]
-PURE += ["sampling.health", "sampling.weights.checksum", "sampling.urls", "sampling.server"]
+PURE += ["sampling.backlog", "sampling.health", "sampling.weights.checksum", "sampling.urls", "sampling.server"]
 
 
 @pytest.mark.parametrize("module", PURE)

@@ -165,6 +165,40 @@ def test_newer_weights_wait_for_those_that_a_server_is_being_given(fakes):
     assert {server.state for server in pool.fleet.servers.values()} == {"dead"}  # the main process sent to nobody
 
 
+def test_who_had_no_work_while_weights_were_sent_is_looked_at_before_it_is_given_what_waits(fakes):
+    """It may have been restarted since it took them; nobody held a connection to it."""
+    fake, looks = fakes(), []
+    pool = ServerPool([fake.url], server_timeout=20.0)
+    pool.wait_until_ready()
+
+    async def refit(server):
+        looks.append(len(fake.served))
+        return 1
+
+    pool.refit = refit
+    pool.new_version(1)
+    batch = pool.submit(pool.completions(prompts(1, 1), SAMPLING), order=0)
+    pool.weights_sent(1, {fake.url: None})
+    assert pool.collect(batch) == expected(1, 1)
+    assert looks == [len(fake.served) - 1]
+
+
+def test_a_server_that_has_to_wait_for_the_next_weights_is_none_that_could_be_used(fakes):
+    """Over NCCL: it was restarted unseen, and what has the current weights as far as is known has not."""
+    pool = ServerPool([fakes().url], server_timeout=0.5)
+    pool.wait_until_ready()
+
+    async def refit(server):
+        return None
+
+    pool.refit = refit
+    end = threading.Timer(20.0, pool.cancel)
+    end.start()
+    with pytest.raises(PoolError, match="No vLLM server could be used for 0.5 s(.|\n)*is refitting"):
+        pool.complete(prompts(1, 1), SAMPLING)
+    end.cancel()
+
+
 def test_a_server_that_was_restarted_unseen_gets_the_weights_first(fakes):
     """Nobody saw it: its connections are closed, it answers, and says nothing of its weights unasked."""
     fake, other = fakes(), fakes()
@@ -395,10 +429,10 @@ def test_both_servers_work_and_no_prompt_is_asked_twice(fakes):
     assert all(len(fake.served) >= 15 for fake in both)
 
 
-def test_more_work_than_the_servers_take_at_once_waits_here(fakes, monkeypatch):
-    monkeypatch.setattr("dash_trl.sampling.health.SEQUENCES_PER_SERVER", 4)
+def test_more_work_than_the_servers_take_at_once_waits_here(fakes):
     slow, fast = fakes(delay=0.3), fakes()
     pool = ServerPool([slow.url, fast.url], server_timeout=5.0)
+    pool.fleet.most_sequences = 4
     assert pool.complete(prompts(40, 2), SAMPLING) == expected(40, 2)
     assert len(fast.served) > 3 * len(slow.served)  # what waits goes to who is free
 

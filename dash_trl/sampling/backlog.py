@@ -62,15 +62,18 @@ class Backlog:
     def assign(self) -> list[tuple[Job, str]]:
         """Gives jobs to servers, in the order of their places, until nobody has room; returns those given."""
         given = []
+        kept: set[str] = set()  # for a job that waits for room there, lest smaller ones fill it for ever
         for job in tuple(self.waiting):
-            url = self.fleet.choose(job.sequences, avoid=job.failed_on)
+            url = self.fleet.choose(job.sequences, avoid=job.failed_on, kept=kept)
             if url is not None:
                 self.waiting.remove(job)
                 self.running[job] = url
                 self.fleet.started(url, job, job.tokens, job.sequences)
                 job.versions = self.fleet.version, self.fleet.version
                 given.append((job, url))
-            elif not job.failed_on:
+            elif job.failed_on:
+                kept.update(self.fleet.able(avoid=job.failed_on))
+            else:
                 break
         return given
 

@@ -16,7 +16,7 @@ beginning: before that nobody may have looked, and what begins later puts nothin
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -69,32 +69,42 @@ class Fleet:
     Args:
         urls: distinct; all servers are `dead` until they are seen to hold the current weights.
         ranks: processes that share the servers, each of which may have an equal part of what they hold in flight.
+        sequences: in flight on a server, of all ranks. jobs: in flight on all servers, of this process.
     """
 
-    def __init__(self, urls: Iterable[str], ranks: int = 1):
+    def __init__(self, urls: Iterable[str], ranks: int = 1, *, sequences: int = SEQUENCES_PER_SERVER, jobs: int = JOBS):
         self.servers = {url: Server(url) for url in urls}
-        self.ranks = ranks
+        self.most_sequences = sequences // ranks
+        self.most_jobs = max(1, jobs // len(self.servers))
         self.version = 0
         self.down_since: float | None = None
 
     # -------------------------------------------------------------------------------------------------- questions
 
-    def choose(self, sequences: int, avoid: Iterable[str] = ()) -> str | None:
-        """The server with the fewest outstanding tokens among those that may be given a prompt; None = wait.
+    def able(self, avoid: Iterable[str] = ()) -> list[str]:
+        """The servers that may be given a job as soon as they have room.
 
         Args:
-            sequences: that the job will add. avoid: servers on which it failed before; taken if there is no other.
+            avoid: servers on which it failed before; taken if no other has the current weights.
         """
         current = [server for server in self.servers.values() if self._current(server)]
         avoid = set(avoid)
         current = [server for server in current if server.url not in avoid] or current
-        ready = [server for server in current if server.state == State.HEALTHY and self._has_room(server, sequences)]
+        return [server.url for server in current if server.state == State.HEALTHY]
+
+    def choose(self, sequences: int, avoid: Iterable[str] = (), kept: Collection[str] = ()) -> str | None:
+        """The server with the fewest outstanding tokens among those that may be given a prompt; None = wait.
+
+        Args:
+            sequences: that the job will add. avoid: see `able`. kept: servers on which others wait for room.
+        """
+        able = [self.servers[url] for url in self.able(avoid) if url not in kept]
+        ready = [server for server in able if self._has_room(server, sequences)]
         return min(ready, key=lambda server: server.tokens).url if ready else None
 
     def _has_room(self, server: Server, sequences: int) -> bool:
-        jobs = max(1, JOBS // len(self.servers))
         return not server.outstanding or (
-            len(server.outstanding) < jobs and server.sequences + sequences <= SEQUENCES_PER_SERVER // self.ranks
+            len(server.outstanding) < self.most_jobs and server.sequences + sequences <= self.most_sequences
         )
 
     def to_probe(self, now: float) -> list[str]:
@@ -167,6 +177,12 @@ class Fleet:
         else:
             self._die(server, now)
             self._note_loss(now)
+
+    def waits(self, url: str, now: float) -> None:
+        """It answers a probe, but has other weights, and can be given none before the next ones are sent to all."""
+        self.servers[url].version = None
+        self._doubt_the_idle(now)
+        self._note_loss(now)
 
     def refit_failed(self, url: str, error: str, now: float) -> None:
         """It did not answer a probe, or did not take the weights."""

@@ -388,6 +388,7 @@ class ServerPool:
                 else:
                     logger.warning(f"vLLM server {url} did not take the weights of version {version}: {error}")
                     self.fleet.refit_failed(url, error, self._sent)
+            self.fleet.begin(self._sent)  # jobs may wait here: who had none may have become another since it took them
             self._set_limits(self._limits, self.request_timeout)
             self._wake.set()
 
@@ -412,7 +413,8 @@ class ServerPool:
             self.fleet.answered(url)
             version = await self.refit(server)
             if version is None:
-                return  # it waits for the next weights
+                self.fleet.waits(url, time.monotonic())
+                return
             if doubtful:
                 await server.try_out()
             self.fleet.refitted(url, version, time.monotonic())
