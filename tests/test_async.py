@@ -241,10 +241,12 @@ def test_a_row_in_flight_while_weights_are_sent_has_an_oldest_and_a_newest(tiny_
     assert trainer.vllm_generation.pool.retried == 0 and len(fake.arrived) == 3 * GROUPS
 
 
-def test_what_is_waited_for_goes_first_then_the_windows_in_their_order(tiny_model, tmp_path, fakes, monkeypatch):
+def test_what_is_waited_for_goes_first_then_the_windows_in_their_order(tiny_model, tmp_path, fakes):
     """A server with room for one group at a time; a callback that samples and scores for itself; an evaluation."""
-    monkeypatch.setattr("dash_trl.sampling.health.SEQUENCES_PER_SERVER", 4)
     fake, own, held_out = fakes(), [], prompts(80).select(range(76, 80))
+
+    def prepare(trainer: Any) -> None:
+        trainer.vllm_generation.pool.fleet.most_sequences = 4
 
     class Samples(Watch):
         def on_rewards(self, args, state, control, rollouts, trainer, **kwargs):
@@ -257,6 +259,7 @@ def test_what_is_waited_for_goes_first_then_the_windows_in_their_order(tiny_mode
         2,
         max_steps=4,
         watch=Samples(),
+        prepare=prepare,
         **STEP,
         eval_strategy="steps",
         eval_steps=1,
