@@ -284,13 +284,16 @@ class ServerPool:
                 self._count_failure(job, self.fleet.servers[job.failed_on[-1]].last_error)
 
     async def _request(self, job: Job, url: str) -> Any:
+        limit = asyncio.timeout(None if self._sending else self.request_timeout)
+        self._limits[job] = limit
         try:
-            async with asyncio.timeout(None if self._sending else self.request_timeout) as self._limits[job]:
+            async with limit:
                 return await job.ask(self._servers[url])
         except TimeoutError as error:
             raise ServerError(f"answered no request for {self.request_timeout:g} s") from error
         finally:
-            self._limits.pop(job, None)
+            if self._limits.get(job) is limit:  # not that of its next attempt
+                del self._limits[job]
 
     def _answered(self, job: Job, task: asyncio.Task[Any]) -> None:
         url, error = self.backlog.running[job], task.exception()
@@ -300,7 +303,7 @@ class ServerPool:
             batch.finished.put_nowait((job.number, task.result()))
             # Those that are left may have been in its queue: it has the whole time again.
             others = [other for other, at in self.backlog.running.items() if at == url]
-            self._set_limits(others, self.request_timeout)
+            self._set_limits(others, None if self._sending else self.request_timeout)
         elif isinstance(error, ServerError):
             self.backlog.failed(job, str(error), time.monotonic(), gone=error.gone)
             logger.warning(f"vLLM server {url} failed a request, which goes to another: {error}")
@@ -402,6 +405,7 @@ class ServerPool:
             if url not in self._recognising:
                 self._recognising[url] = asyncio.ensure_future(self._recognise(url))
                 self._recognising[url].add_done_callback(_retrieve)  # though this batch may end before it
+                self._recognising[url].add_done_callback(lambda _: self._wake.set())
         return [self._recognising[url] for url in urls]
 
     async def _recognise(self, url: str) -> None:
