@@ -261,7 +261,7 @@ def test_servers_that_cannot_be_this_trainer_s(fault, error, message, fakes, mon
     [
         (None, None),
         ("quantised", "a lost update would go unnoticed"),
-        ("logprobs_mode", "the importance-sampling correction is biased"),
+        ("logprobs_mode", "every ratio to the sampler (the correction, loss_type='aipo') is biased"),
     ],
 )
 def test_servers_that_can_but_with_less(fault, message, fakes, monkeypatch, caplog):
