@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import os
 import re
 import subprocess
@@ -16,9 +18,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl.embedded.problems import arithmetic_dataset
+from dash_trl import DASHConfig, DASHTrainer
+from dash_trl.embedded.problems import arithmetic_dataset, arithmetic_reward
+from dash_trl.embedded.run import embedded_defaults
 from dash_trl.embedded.warm_up import embedded_model
 from dash_trl.sampling.trl import VLLMPool
 from dash_trl.sampling.weights.snapshot import WeightMismatch
@@ -71,15 +76,18 @@ def prompts(pool: VLLMPool, count: int, n: int) -> list[list[int]]:
 
 
 @torch.no_grad()
+def differences(model: Any, prompt: list[int], completion: list[int], sampled: list[list[float]]) -> Tensor:
+    """[tokens], of the sampled tokens' log-probs from those that the model gives them."""
+    ids = torch.tensor([prompt + completion])
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    expected = logits.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+    return (expected - torch.tensor([value for (value,) in sampled])).abs()
+
+
 def largest_difference(model: Any, rows: list[list[int]], completions: list[list[int]], log_probs: list) -> float:
-    """Of the sampled tokens' log-probs from those that the model gives the same tokens, one row at a time."""
-    largest = 0.0
-    for prompt, completion, sampled in zip(rows, completions, log_probs, strict=True):
-        ids = torch.tensor([prompt + completion])
-        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        expected = logits.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
-        largest = max(largest, (expected - torch.tensor([value for (value,) in sampled])).abs().max().item())
-    return largest
+    """Over the rows, one at a time."""
+    by_row = zip(rows, completions, log_probs, strict=True)
+    return max(differences(model, *row).max().item() for row in by_row)
 
 
 def change(model: Any, seed: int) -> None:
@@ -112,6 +120,36 @@ def test_sampled_log_probs_are_the_trainers_through_three_syncs(servers, model, 
         assert token_ids == [[[token] for token in row] for row in completions]
         assert largest_difference(model, rows, completions, log_probs) <= 1e-4
     assert len({tuple(row) for row in completions[:4]}) > 1  # four samples, not one four times
+
+
+def test_a_row_across_a_sync_is_of_the_old_weights_up_to_a_token_and_then_of_the_new_ones(servers, model, tmp_path):
+    """And a new request for its prompt, a prefix that the servers knew, is of the new ones."""
+    step = 0
+    pool = make_pool(servers.urls, model, tmp_path, longest=1900, step=lambda: step)  # seconds of work
+    pool.generation_kwargs = {"ignore_eos": True}
+    pool.sync_weights()
+    (short,), old = prompts(pool, 1, 1), copy.deepcopy(model)
+    rows = [*[short] * 2, *[12 * short] * 2]
+    before = {url: generated_tokens(url) for url in servers.urls}
+    pool.expect(0, {0: [], 1: rows})
+    assert pool.generate([], None, 2) == ([], [], [], [])  # of a window without rows: nothing to wait for
+    in_work = pool.pool.backlog.running
+    wait_until(lambda: len(in_work) == 2 and all(generated_tokens(url) > before[url] + 40 for url in in_work.values()))
+    change(model, 1)
+    step = 7
+    pool.sync_weights()
+    pool.expect(1, {})
+    _, completions, log_probs, _ = pool.generate(rows, None, 2)
+    assert pool.policy_version.tolist() == [[0, 7]] * 4
+    for row in zip(rows, completions, log_probs, strict=True):
+        of_old, of_new = (differences(weights, *row) <= 1e-4 for weights in (old, model))
+        begins, ends = of_old.cumprod(0).sum(), of_new.flip(0).cumprod(0).sum()  # tokens of either without a gap
+        assert len(of_old) == 1900 <= begins + ends and max(begins, ends) < 1900
+
+    pool.generation_kwargs, pool.max_completion_length = {}, 48
+    _, completions, log_probs, _ = pool.generate(rows, None, 2)
+    assert pool.policy_version.tolist() == [[7, 7]] * 4
+    assert largest_difference(model, rows, completions, log_probs) <= 1e-4
 
 
 def test_both_servers_work_and_every_group_comes_once_and_in_order(servers, model, tmp_path):
@@ -239,7 +277,8 @@ def test_a_killed_server_loses_nothing_and_comes_back_with_the_weights(servers, 
 # ----------------------------------------------------------------------------------------------------------- whole runs
 
 
-def launch(arguments: list[str], timeout: int = 400, **environment: str) -> str:
+def launch(arguments: list[str], timeout: int = 400, killed: bool = False, **environment: str) -> str:
+    """What it printed. `killed`: it does not come to its end."""
     done = subprocess.run(
         [sys.executable, "-m", *map(str, arguments)],
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **environment},
@@ -248,8 +287,14 @@ def launch(arguments: list[str], timeout: int = 400, **environment: str) -> str:
         text=True,
         timeout=timeout,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert (done.returncode != 0) == killed, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
+
+
+def results(stdout: str) -> list[dict[str, Any]]:
+    """Of each rank."""
+    (line,) = [line for line in stdout.splitlines() if line.startswith("RESULTS ")]
+    return json.loads(line.removeprefix("RESULTS "))
 
 
 def port() -> str:
@@ -291,8 +336,7 @@ def test_zero3_two_ranks_and_all_servers_lost(model_path, tmp_path):
         config = ROOT / "tests" / "accelerate" / "zero3.yaml"
         script = ["accelerate.commands.launch", "--config_file", config, "--main_process_port", port()]
         stdout = launch([*script, ROOT / "tests" / "vllm_run.py", model_path, tmp_path, ",".join(mortal.urls), groups])
-    (line,) = [line for line in stdout.splitlines() if line.startswith("RESULTS ")]
-    ranks = json.loads(line.removeprefix("RESULTS "))
+    ranks = results(stdout)
     assert len(ranks) == 2
     for rank in ranks:
         assert rank["steps"] == 2 and rank["moved"] > 1e-4
@@ -304,10 +348,65 @@ def test_zero3_two_ranks_and_all_servers_lost(model_path, tmp_path):
         assert all(url in rank["message"] for url in rank["urls"])
 
 
+def test_sampling_one_window_ahead_learns(servers, model_path, tmp_path):
+    settings = {"output_dir": str(tmp_path), "max_steps": 10, "learning_rate": 3e-4, "lr_scheduler_type": "constant"}
+    settings |= {"vllm_server_urls": servers.urls, "async_level": 1, "disable_tqdm": True}
+    args = DASHConfig(**{**embedded_defaults(), **settings})
+    data = arithmetic_dataset("train", 512)
+    trainer = DASHTrainer(model=model_path, reward_funcs=arithmetic_reward, args=args, train_dataset=data)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    assert [log["async/staleness_mean"] for log in logs] == [0.0] + [1.0] * 9
+    assert all(math.isfinite(log["loss"]) and math.isfinite(log["grad_norm"]) for log in logs)
+    rewards = [log["reward"] for log in logs]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.1
+
+
+def within_bound(windows: list[dict[str, Any]], level: int) -> bool:
+    """Window n is of the weights with which window n − k began, or of newer ones."""
+    begun = [window["step"] for window in windows]
+    return all(
+        begun[max(0, n - level)] <= one["oldest"] <= one["newest"] <= one["step"] for n, one in enumerate(windows)
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_two_windows_ahead_is_killed_and_resumed(ranks, servers, model_path, tmp_path):
+    """All of it, with a window finished and a window in flight; and on two ranks, in another run, a server."""
+    torchrun = ["torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port()}"]
+    script = [f"{__package__}.async_run"] if ranks == 1 else [*torchrun, ROOT / "tests" / "async_run.py"]
+    script += [model_path, tmp_path, ",".join(servers.urls)]
+    environment = {"ACCELERATE_USE_CPU": "true"}
+    synchronous = [rank["synchronous"] for rank in results(launch([*script, "killed"], killed=True, **environment))]
+    killed = [json.loads((tmp_path / f"killed-{rank}.json").read_text()) for rank in range(ranks)]
+    try:
+        group = [servers.commands[1].process.pid] if ranks == 2 else []
+        went_on = results(launch([*script, "resumed", *group], **environment))
+    finally:
+        if not servers.commands[1].running:
+            servers.restart(1)
+            servers.wait_until_ready()
+    for before, whole, after in zip(killed, synchronous, went_on, strict=True):
+        assert (before["step"], before["finished"], before["running"]) == (3, {"2": True, "3": False}, 4)
+        prompts = [window["prompts"] for window in whole["windows"]]
+        assert len(prompts) == 6 and whole["steps"] == after["resumed"]["steps"] == 12
+        assert [window["prompts"] for window in before["windows"] + after["resumed"]["windows"]] == prompts
+        assert all(within_bound(one["windows"], 2) for one in (before, after["resumed"]))
+        assert within_bound(whole["windows"], 0) and not within_bound(after["resumed"]["windows"], 1)
+        assert after["resumed"]["ranks_agree"]
+        if ranks == 2:
+            died = after["a server died"]
+            assert died["had"] == [2, 2]  # requests of each rank, when it died
+            assert died["retried"] == 4 and died["healthy"] == 1
+            assert died["steps"] == 12 and died["ranks_agree"] and all(map(math.isfinite, died["losses"]))
+            assert [window["prompts"] for window in died["windows"]] == prompts
+            assert within_bound(died["windows"], 2) and not within_bound(died["windows"], 1)
+
+
 def test_colocated(model_path, tmp_path):
     """TRL's own mode, through the same buffer."""
     stdout = launch([f"{__package__}.vllm_run", model_path, tmp_path, "colocate", ""], VLLM_CPU_KVCACHE_SPACE="1")
-    (line,) = [line for line in stdout.splitlines() if line.startswith("RESULTS ")]
-    (rank,) = json.loads(line.removeprefix("RESULTS "))
+    (rank,) = results(stdout)
     assert rank["steps"] == 2 and rank["moved"] > 1e-4
     assert max(rank["differences"]) < 0.01 and len(rank["differences"]) == 2  # TRL loads the model in bfloat16
