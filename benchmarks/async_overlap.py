@@ -10,7 +10,8 @@ optimizer steps, medians after the first k + 2 windows. From the run with k = 0,
 of the window. `max_stage`: the longer of generation and of the trainer's own share, training and weights, to which the
 sum would shrink if all overlapped; `over_limit`: k = 1 over it.
 
-TRL's experimental AsyncGRPOTrainer is not beside it: {trl}
+TRL's experimental AsyncGRPOTrainer is not beside it: it takes FlashAttention 3 kernels from the hub and sends weights by
+NCCL only, neither of which a CPU has.
 """
 
 from __future__ import annotations
