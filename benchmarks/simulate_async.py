@@ -1,0 +1,419 @@
+"""What it buys that sampling runs ahead, and where: a simulation that drives the trainer's own state machines.
+
+    python benchmarks/simulate_async.py --json simulate_async.json --plot docs/async.png         # a minute, on one core
+
+`RunAhead` says which windows are submitted, `Backlog` and `Fleet` which job goes to which server; only trainer, servers
+and time are simulated, by events:
+
+- A window is 64 groups of 8 responses, a group one request. Lengths in tokens are lognormal, median 500, σ 0.8, half of
+  the variance between prompts, and cut at 4,096; they are the same for every k.
+- A server writes one token of each running response in a decoding step of 10 ms × (1 + running / 128): Qwen2.5-7B reads
+  15 GB of weights in each, and for each response 57 kB × 2,000 tokens of KV cache, so that 132 of them double it. It
+  runs as many at once as it has seats, and is given as many; what has no seat (a group larger than that) waits there.
+- A *stage* is the mean time in which these servers generate a window alone, k = 0. Training a window takes as long, or
+  half of it. New weights are sent before each window, while trainer and servers stand still for a share of a stage.
+
+The tables say the time per window, in stages, over the middle 20 of 32 windows, beside the bound: the longer stage and
+the sending. `idle`: % of the time in which the trainer does not train, and in which a server has no response running.
+Differences of 0.02 are those between 20 windows and others.
+
+1. 1 to 64 servers of 1 to 1,024 seats.
+2. What sending weights costs.
+3. Windows of the groups that are finished first, whatever window they were submitted for, which favours the short ones:
+   by how much those in the first 1, 8, 32 windows are shorter than all, and how many groups are older than k permits
+   (mean of 8 seeds). Such a run goes on submitting to its end, and loses what is not finished then.
+4. More responses in flight than seats. A group counts whole until its longest response ends, so that a server that is
+   given no more than it can seat has free seats which nobody may take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import random
+import statistics
+from collections import defaultdict, deque
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import count, product
+from pathlib import Path
+from typing import Any
+
+from dash_trl.rollout.ahead import RunAhead, StaleRollouts
+from dash_trl.sampling.backlog import Backlog, Job
+from dash_trl.sampling.health import Fleet
+
+GROUPS, GROUP = 64, 8
+MEDIAN, SIGMA, LONGEST = 500, 0.8, 4096
+STEP, DOUBLED_BY = 0.010, 128  # seconds of a decoding step of few responses; as many more double it
+WINDOWS, WARM = 32, 6
+LEVELS = range(5)
+SERVERS, SEATS = (1, 4, 16, 64), (1, 8, 64, 1024)
+TRAINING = (1.0, 0.5)  # stages
+SYNCS = (0.0, 0.05, 0.1, 0.2)  # stages
+IN_FLIGHT = (1, 1.5, 2, 4)
+FEW, SOME, MANY = (1, 8), (4, 64), (16, 64)  # seats for 512 responses
+EARLY, SEEDS = (1, 8, WINDOWS), 8
+
+
+@lru_cache(maxsize=1024)
+def lengths_of(window: int, groups: int, seed: int, sigma: float) -> list[list[int]]:
+    """Tokens of each response of each group."""
+    draw, half = random.Random(f"{seed} {window}"), sigma * math.sqrt(0.5)
+    lengths = []
+    for _ in range(groups):
+        prompt = draw.gauss(0.0, half)
+        lengths.append([round(MEDIAN * math.exp(draw.gauss(prompt, half))) for _ in range(GROUP)])
+    return [[min(max(length, 1), LONGEST) for length in group] for group in lengths]
+
+
+class Server:
+    """Decodes. Of each running response the heap has the decoding step, counted from the beginning, that ends it."""
+
+    def __init__(self, seats: int):
+        self.seats = seats
+        self.steps = self.now = self.busy = self.filled = 0.0  # busy: seconds; filled: seconds × responses
+        self.running: list[tuple[float, int, Job]] = []
+        self.queue: deque[tuple[int, Job]] = deque()
+        self._numbers = count()
+
+    @property
+    def pace(self) -> float:
+        return STEP * (1 + len(self.running) / DOUBLED_BY)
+
+    def go_on(self, now: float) -> None:
+        """Decodes until then, which is no later than the next end of a response."""
+        if self.running:
+            self.steps += (now - self.now) / self.pace
+            self.busy += now - self.now
+            self.filled += (now - self.now) * len(self.running)
+        self.now = now
+
+    def ended(self) -> list[Job]:
+        """The job of each response that has ended; others take their seats."""
+        jobs = []
+        while self.running and self.running[0][0] <= self.steps + 1e-6:
+            jobs.append(heapq.heappop(self.running)[2])
+        self._seat()
+        return jobs
+
+    def take(self, job: Job) -> None:
+        self.queue.extend((length, job) for length in job.ask)
+        self._seat()
+
+    def _seat(self) -> None:
+        while self.queue and len(self.running) < self.seats:
+            length, job = self.queue.popleft()
+            heapq.heappush(self.running, (self.steps + length, next(self._numbers), job))
+
+    def next_end(self) -> float:
+        return self.now + (self.running[0][0] - self.steps) * self.pace if self.running else math.inf
+
+
+@dataclass(frozen=True)
+class Setup:
+    """
+    k: windows that sampling runs ahead. seats: of each server. train, sync: seconds. groups: of a window.
+    sigma: of the logarithm of lengths. in_flight: responses that a server may be given, over its seats.
+    by_completion: a window is made of the groups that are finished first, not of its own.
+    """
+
+    k: int
+    servers: int
+    seats: int
+    train: float = 0.0
+    sync: float = 0.0
+    groups: int = GROUPS
+    sigma: float = SIGMA
+    in_flight: float = 1.0
+    by_completion: bool = False
+    seed: int = 0
+
+
+@dataclass
+class Run:
+    """A value for each window. begins: seconds. busy, filled: of the servers until it begins.
+    lengths: means of what is trained on. too_old: groups in it whose weights are older than k permits.
+    """
+
+    begins: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    filled: list[float] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)
+    too_old: list[int] = field(default_factory=list)
+
+
+class Simulation:
+    """The trainer's thread, and the servers."""
+
+    def __init__(self, setup: Setup):
+        self.setup = setup
+        self.now = 0.0
+        self.servers = {f"server {number}": Server(setup.seats) for number in range(setup.servers)}
+        self.fleet = Fleet(self.servers, sequences=round(setup.seats * setup.in_flight))
+        self.backlog = Backlog(self.fleet)
+        self.ahead = RunAhead(setup.k)
+        self.left: dict[Job, int] = {}  # responses
+        self.finished: defaultdict[int, list[Job]] = defaultdict(list)  # and not trained on; see `_shelf`
+        self._ends: list[tuple[float, int, str]] = []
+        self._last: dict[str, int] = {}  # the number of the server's entry that holds; earlier ones are void
+        self._numbers = count()
+
+    def run(self) -> Run:
+        run = Run()
+        for window in range(WINDOWS):
+            run.begins.append(self.now)
+            run.busy.append(sum(server.busy for server in self.servers.values()))
+            run.filled.append(sum(server.filled for server in self.servers.values()))
+            self.send_weights()
+            # A run that takes what is finished goes on sampling: what it has not trained on at its end is lost.
+            left = self.setup.k if self.setup.by_completion else WINDOWS - 1 - window
+            for number in self.ahead.begin(window, known=left):
+                self.submit(number)
+            jobs = self.collect(window)
+            run.too_old.append(sum(map(self.is_too_old, jobs)))
+            run.lengths.append(statistics.fmean(length for job in jobs for length in job.ask))
+            self.advance(self.now + self.setup.train)
+        return run
+
+    def send_weights(self) -> None:
+        """All stand still: requests in flight go on with the new ones."""
+        self.fleet.new_version(self.fleet.version + 1, self.now)
+        self.now += self.setup.sync
+        for url, server in self.servers.items():
+            server.now = self.now
+            self.fleet.refitted(url, self.fleet.version, self.now)
+            self._expect_end(url)
+
+    def submit(self, window: int) -> None:
+        self.fleet.begin(self.now)
+        for url in self.fleet.to_probe(self.now):
+            self.fleet.answered(url)
+            self.fleet.refitted(url, self.fleet.version, self.now)
+        groups = lengths_of(window, self.setup.groups, self.setup.seed, self.setup.sigma)
+        most = GROUP * LONGEST  # tokens: nobody knows how long they become
+        jobs = [Job(most, GROUP, ask=one, order=window, number=number) for number, one in enumerate(groups)]
+        self.left |= dict.fromkeys(jobs, GROUP)
+        self.backlog.add(jobs)
+        self.hand_out()
+
+    def collect(self, window: int) -> list[Job]:
+        size, finished = self.setup.groups, self.finished[self._shelf(window)]
+        while len(finished) < size:
+            self.next_event()
+        jobs, finished[:] = finished[:size], finished[size:]
+        return jobs
+
+    def _shelf(self, window: int) -> int:
+        """Where its groups wait: one for each window, or one for all."""
+        return 0 if self.setup.by_completion else window
+
+    def is_too_old(self, job: Job) -> bool:
+        try:
+            self.ahead.check(job.versions[0] - 1)  # version 1 is of step 0
+        except StaleRollouts:
+            return True
+        return False
+
+    # ---- events
+
+    def hand_out(self) -> None:
+        for job, url in self.backlog.assign():
+            self.servers[url].go_on(self.now)
+            self.servers[url].take(job)
+            self._expect_end(url)
+
+    def _expect_end(self, url: str) -> None:
+        self._last[url] = number = next(self._numbers)
+        heapq.heappush(self._ends, (self.servers[url].next_end(), number, url))
+
+    def next_event(self) -> None:
+        """The next response ends."""
+        end, number, url = heapq.heappop(self._ends)
+        if number != self._last[url]:
+            return
+        assert end < math.inf, "the trainer waits, and no server has work"
+        self.now = end
+        self.servers[url].go_on(end)
+        ended = self.servers[url].ended()
+        for job in ended:
+            self.left[job] -= 1
+        done = [job for job in dict.fromkeys(ended) if not self.left[job]]
+        for job in done:
+            del self.left[job]
+            self.backlog.served(job)
+            self.finished[self._shelf(job.order)].append(job)
+        self._expect_end(url)
+        if done:
+            self.hand_out()
+
+    def advance(self, until: float) -> None:
+        while self._ends[0][0] <= until:
+            self.next_event()
+        self.now = until
+        for server in self.servers.values():
+            server.go_on(until)
+
+
+# ------------------------------------------------------------------------------------------------------- the figures
+
+
+def simulate(setup: Setup) -> Run:
+    return Simulation(setup).run()
+
+
+def figures(run: Run, setup: Setup) -> dict[str, float]:
+    """Seconds per window, and shares: of the time that is idle, of the seats that are taken."""
+    first, last = WARM, WINDOWS - WARM
+    seconds = run.begins[last] - run.begins[first]
+    busy = (run.busy[last] - run.busy[first]) / setup.servers
+    filled = (run.filled[last] - run.filled[first]) / setup.servers / setup.seats
+    return {
+        "seconds": seconds / (last - first),
+        "trainer_idle": max(0.0, 1 - setup.train * (last - first) / seconds),
+        "servers_idle": max(0.0, 1 - busy / seconds),
+        "seats_filled": filled / seconds,
+    }
+
+
+def stage_of(setup: Setup) -> float:
+    """Seconds in which these servers generate a window alone."""
+    alone = replace(setup, k=0, train=0.0, sync=0.0, by_completion=False)
+    return figures(simulate(alone), alone)["seconds"]
+
+
+def table_of_levels(name: str, setup: Setup, stage: float) -> dict[str, Any]:
+    """Prints a line, each k a column; returns its figures, in seconds."""
+    rows = {k: figures(simulate(one), one) for k in LEVELS for one in [replace(setup, k=k)]}
+    bound = max(stage, setup.train) + setup.sync
+    cells = [
+        f"{row['seconds'] / stage:7.2f} {100 * row['trainer_idle']:3.0f} {100 * row['servers_idle']:3.0f}"
+        for row in rows.values()
+    ]
+    print(f"{name} {stage:7.0f} {bound / stage:6.2f} " + " ".join(cells), flush=True)
+    return {"stage": stage, "bound": bound, **{f"k{k}": row for k, row in rows.items()}}
+
+
+def heading(name: str) -> str:
+    columns = "".join(f"{f'k = {k}':>8}{'idle':>8}" for k in LEVELS)
+    return f"{name} {'stage s':>7} {'bound':>6}{columns}"
+
+
+def by_fleet(seed: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for share in TRAINING:
+        print(f"\n1. Training takes {share:g} of a stage, sending weights nothing\n{heading('servers × seats')}")
+        for servers, seats in product(SERVERS, SEATS):
+            setup = Setup(0, servers, seats, seed=seed)
+            stage = stage_of(setup)
+            name = f"{servers:7} × {seats:5}"
+            results[f"{servers} × {seats}, training {share:g}"] = table_of_levels(
+                name, replace(setup, train=share * stage), stage
+            )
+    return results
+
+
+def by_sync(seed: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    setup = Setup(0, *SOME, seed=seed)
+    stage = stage_of(setup)
+    print(f"\n2. {setup.servers} servers × {setup.seats} seats\n{heading('training sending')}")
+    for share, sync in product(TRAINING, SYNCS):
+        results[f"training {share:g}, sending {sync:g}"] = table_of_levels(
+            f"{share:8g} {sync:7g}", replace(setup, train=share * stage, sync=sync * stage), stage
+        )
+    return results
+
+
+def compare_orders(setup: Setup) -> dict[str, float]:
+    """Windows of their own groups, and of those finished first: time in stages; how short, how old the latter are."""
+    stage = stage_of(setup)
+    setup = replace(setup, train=setup.train * stage)
+    own, first = simulate(setup), simulate(replace(setup, by_completion=True))
+    of_all = statistics.fmean(own.lengths)
+    return {
+        "prompts": figures(own, setup)["seconds"] / stage,
+        "completion": figures(first, setup)["seconds"] / stage,
+        **{f"bias_{n}": statistics.fmean(first.lengths[:n]) / of_all - 1 for n in EARLY},
+        "too_old": sum(first.too_old) / (WINDOWS * GROUPS),
+    }
+
+
+def by_order(seed: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    print(
+        "\n3. Windows in the order of prompts, and of completion; of the latter, mean length in the first, % too old\n"
+        f"{'servers × seats':>15} {'training':>8} {'k':>2} {'prompts':>8} {'completion':>10} "
+        + " ".join(f"{f'first {n}':>9}" for n in EARLY)
+        + f" {'too old':>8}"
+    )
+    for (servers, seats), share, k in product((SOME, MANY), TRAINING, (1, 2, 4)):
+        runs = [compare_orders(Setup(k, servers, seats, train=share, seed=one)) for one in range(seed, seed + SEEDS)]
+        mean = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
+        results[f"{servers} × {seats}, training {share:g}, k = {k}"] = mean
+        print(
+            f"{servers:7} × {seats:5} {share:8g} {k:2} {mean['prompts']:8.2f} {mean['completion']:10.2f} "
+            + " ".join(f"{100 * mean[f'bias_{n}']:+8.1f}%" for n in EARLY)
+            + f" {100 * mean['too_old']:7.1f}%",
+            flush=True,
+        )
+    return results
+
+
+def by_in_flight(seed: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    print(
+        "\n4. One server, 4 responses of a window for each seat, k = 1, training half a stage: window, % of seats taken"
+    )
+    print(f"{'seats':>5} " + " ".join(f"{f'{share:g} × in flight':>16}" for share in IN_FLIGHT))
+    for seats in (64, 256, 1024):
+        setup = Setup(1, 1, seats, groups=4 * seats // GROUP, seed=seed)
+        stage = stage_of(setup)
+        setup = replace(setup, train=stage / 2)
+        rows = [figures(simulate(one), one) for share in IN_FLIGHT for one in [replace(setup, in_flight=share)]]
+        results[str(seats)] = {f"{share:g}": row for share, row in zip(IN_FLIGHT, rows, strict=True)} | {"stage": stage}
+        cells = [f"{row['seconds'] / stage:12.2f} {100 * row['seats_filled']:3.0f}" for row in rows]
+        print(f"{seats:5} " + " ".join(cells), flush=True)
+    return results
+
+
+def plot(by_fleet: dict[str, Any], picture: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, share, title in zip(panels, TRAINING, ("as long as", "half as long as"), strict=True):
+        for (servers, seats), color in ((FEW, "tab:orange"), (SOME, "tab:blue"), (MANY, "tab:green")):
+            row = by_fleet[f"{servers} × {seats}, training {share:g}"]
+            times = [row[f"k{k}"]["seconds"] / row["stage"] for k in LEVELS]
+            responses = f"{GROUPS * GROUP / servers / seats:g} responses a seat"
+            panel.plot(LEVELS, times, "o-", color=color, label=f"{servers} × {seats}: {responses}")
+        panel.axhline(1.0, color="black", linestyle="--", linewidth=1, label="bound: the longer stage")
+        panel.axhline(share, color="black", linestyle=":", linewidth=1, label="training alone")
+        panel.set(title=f"training takes {title} generation", xlabel="k (async_level)", xticks=list(LEVELS))
+        panel.set_ylim(0, 2.1)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("time per window\n(1 = generating one alone)")
+    panels[1].legend(loc="upper right", frameon=False, title="servers × requests at once")
+    figure.savefig(picture, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="draw seconds per window against k into this file")
+    parser.add_argument("--seed", type=int, default=0, help="of the lengths of responses")
+    arguments = parser.parse_args()
+    tables = {table.__name__: table(arguments.seed) for table in (by_fleet, by_sync, by_order, by_in_flight)}
+    if arguments.plot:
+        plot(tables["by_fleet"], arguments.plot)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(tables, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
