@@ -2,16 +2,17 @@
 
     python benchmarks/async_overlap.py --json async_overlap.json          # ~8 minutes on 2 cores
 
-Both stages are made about equally long: the server samples a window of 16 groups of 8 completions, whose lengths are
-lognormal (a group's is the same in every run; the longest is 6 times the median), while the trainer computes on as many
-rows of the window as take that long. Runs with k = 0, 1, 2 take turns; a window's seconds are those between two ends of
-optimizer steps, medians after the first k + 2 windows. From the run with k = 0, where stages follow each other:
-`generation`: that the trainer waits for a window's rollouts; `weights`: that a weight sync takes; `training`: the rest
-of the window. `max_stage`: the longer of generation and of the trainer's own share, training and weights, to which the
-sum would shrink if all overlapped; `over_limit`: k = 1 over it.
+The server samples windows of 16 groups of 8 completions, whose lengths are lognormal (a group's is the same in every
+run; the longest is 6 times the median); the trainer learns from all of their rows. On a machine where one takes much
+longer than the other, `--iterations` makes training longer: the gain is largest where they are equal. Runs
+with k = 0, 1, 2 take turns; a window's seconds are those between two ends of windows, medians after the first k + 2
+windows. From the run with k = 0, where stages follow each other: `generation`: that the trainer waits for a window's
+rollouts; `weights`: that a weight sync takes; `training`: the rest of the window. `max_stage`: the longer of generation
+and of the trainer's own share, training and weights, to which the sum would shrink if all overlapped;
+`over_limit`: k = 1 over it.
 
-TRL's experimental AsyncGRPOTrainer is not beside it: it takes FlashAttention 3 kernels from the hub and sends weights by
-NCCL only, neither of which a CPU has.
+TRL's experimental AsyncGRPOTrainer is not beside it: it takes FlashAttention 3 kernels from the hub, and sends weights
+by NCCL only, neither of which a CPU has.
 """
 
 from __future__ import annotations

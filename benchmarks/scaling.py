@@ -99,7 +99,7 @@ def whole_way(rows: int) -> Stages:
             completion_ids=completion_mask * 8,
             completion_mask=completion_mask,
             group=torch.arange(rows) // GROUP,
-            policy_version=torch.zeros(rows, dtype=torch.long),
+            policy_version=torch.zeros(rows, 2, dtype=torch.long),
             examples=[{}] * rows,
         ).with_rewards(rewards[:rows])
         batch.validate(like=batch.tensors(), culprit="nobody")

@@ -119,7 +119,7 @@ class DASHTrainer(GRPOTrainer):
     _rewarded: Any  # of the last batch: the rewards of all ranks, the completions of this one
     _completion_lengths: Tensor | None  # of the last batch, all ranks: loss tokens
     _policy_version: Any  # of the last batch, see `RolloutBatch`
-    _to_submit: tuple[range, list[Any]] | None  # windows to sample; the examples of this one and of those after it
+    _tokenized: Any  # the prompts of the window that begins, where it is sampled ahead: what TRL's method returned
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -185,11 +185,14 @@ class DASHTrainer(GRPOTrainer):
 
     def _sample(self, examples: list[dict[str, Any]]) -> tuple[RolloutBatch, Tensor]:
         """This rank's rollouts, in CPU memory, and the loss tokens of all ranks."""
-        upcoming = self._reader.upcoming(self._step) if self.args.async_level else []
-        self._to_submit = self._ahead.begin(self.state.global_step, known=len(upcoming)), [examples, *upcoming]
+        by_pool = self._servers and self.rollout_func is None
+        if by_pool:
+            self._run_ahead(examples)
         sampled = self._generate_and_score_completions(examples)
+        self._tokenized = None
         version = self._policy_version
-        self.ranks.agree(partial(self._ahead.check, int(version.min())))
+        if by_pool:
+            self.ranks.agree(partial(self._ahead.check, int(version.min())))
         own = self.ranks.own(len(examples))
         rollouts = RolloutBatch(
             **{name: value.cpu() for name, value in sampled.items() if name in SAMPLED_FIELDS},
@@ -198,17 +201,39 @@ class DASHTrainer(GRPOTrainer):
             examples=examples,
             completions=self._rewarded[1],
         )
-        if self._servers:
+        if by_pool:
             self._log_servers(version)
         self._dispatch("on_rollouts_sampled", rollouts)
         return rollouts, sampled["num_items_in_batch"].cpu()
 
+    def _run_ahead(self, examples: list[dict[str, Any]]) -> None:
+        """Announce the prompts of the window that begins, and of those that may be sampled ahead, to the servers' pool.
+
+        They are tokenized once: a chat template may tell the time.
+        """
+        number, rows = self._ahead.window + 1, [examples, *self._reader.upcoming(self._step)]
+        other = number in self._announced and self._announced[number][0] is not examples
+        if other:
+            if self.accelerator.is_main_process:
+                logger.warning(
+                    f"Window {number} has other prompts than those that were read ahead for it, as where a callback "
+                    "ends an epoch. What was sampled ahead is thrown away."
+                )
+            self.vllm_generation.forget_windows()
+            self._announced.clear()
+        windows = self._ahead.begin(self.state.global_step, known=len(rows) - 1, anew=other)
+        for window in windows:
+            own = rows[window - number]
+            self._announced[window] = own, self._tokenize_prompts([row["prompt"] for row in own])
+        self.vllm_generation.expect(number, {window: self._announced[window][1][0] for window in windows})
+        _, self._tokenized = self._announced.pop(number)
+
     def _log_servers(self, policy_version: Tensor) -> None:
         """Healthy ones as the main process sees them, and sums over the ranks."""
-        metrics = self.vllm_generation.metrics()
-        names = [name for name in metrics if name != "servers/healthy"]
-        sums = self.ranks.sum(torch.tensor([metrics[name] for name in names])).tolist()
-        self.recorder.log({**metrics, **dict(zip(names, sums, strict=True))})
+        healthy, *counts = self.vllm_generation.metrics()
+        retried, queued = self.ranks.sum(torch.tensor(counts)).tolist()
+        self.recorder.log({"servers/healthy": healthy, "async/queued_groups": queued})
+        self.recorder.total("servers/retried_requests", retried)
         self.recorder.log(staleness_metrics(policy_version, self.state.global_step, self.ranks.gather))
 
     def _reward(self, rollouts: RolloutBatch) -> ScoredRollouts:
@@ -498,6 +523,9 @@ class DASHTrainer(GRPOTrainer):
         return behaviour_log_probs(log_probs, own)
 
     def _tokenize_prompts(self, prompts: list) -> tuple:
+        if self._tokenized is not None:
+            known, self._tokenized = self._tokenized, None
+            return known
         tokenize = super()._tokenize_prompts
 
         def checked() -> tuple:
@@ -508,13 +536,6 @@ class DASHTrainer(GRPOTrainer):
         return self.ranks.agree(checked)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
-        if self.args.async_level and self._to_submit is not None:  # else it is not for a window
-            (windows, examples), self._to_submit = self._to_submit, None
-            prompts = {
-                window: self._tokenize_prompts([row["prompt"] for row in examples[window - self._ahead.window]])[0]
-                for window in windows
-            }
-            self.vllm_generation.expect(self._ahead.window, prompts)
         return self.ranks.agree(partial(super()._generate_single_turn, *args, **kwargs))
 
     def _generate(self, prompts: list) -> tuple:
@@ -564,8 +585,9 @@ class DASHTrainer(GRPOTrainer):
     def _begin_run(self) -> None:
         """Forget the run before: an interrupt leaves half a step behind, and `max_steps` the rest of a window."""
         args = self.args
-        self._window = self._rewarded = self._policy_version = self._completion_lengths = self._to_submit = None
+        self._window = self._rewarded = self._policy_version = self._completion_lengths = self._tokenized = None
         self._ahead = RunAhead(args.async_level)
+        self._announced: dict[int, tuple[list[Any], Any]] = {}  # window to come → its examples, and them tokenized
         self.recorder = Recorder(self._metrics["train"], self.accelerator.device, self._will_log, self._servers)
         self._failures = FailureWatch(self.reward_funcs, self.reward_func_names)
         self._empty_windows = EmptyWindows(args.gradient_filter_threshold)

@@ -5,6 +5,7 @@ So dates are compared with tokens, not with what the trainer believes. `test_vll
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.sampling.pool import ServerPool
+from dash_trl.sampling.server import ServerError
 from dash_trl.sampling.trl import VLLMPool
 from dash_trl.sampling.weights.snapshot import Snapshot
 from tests.fake_server import Fake
@@ -171,7 +174,10 @@ SEMANTICS = {
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("name", SEMANTICS)
 def test_window_n_is_sampled_by_the_weights_with_which_window_n_minus_k_began(name, level, tiny_model, tmp_path, fakes):
-    """Servers that answer at once: a step does not end before they have answered what may be under way."""
+    """Servers that answer at once: a step does not end before they have answered what may be under way.
+
+    No step has a signal, since all completions of a group are equal: it counts, and its weights are sent.
+    """
     settings, begins = SEMANTICS[name]
     fake, watch = fakes(), Watch()
     groups = settings["steps_per_generation"]  # of 4 rows
@@ -379,7 +385,8 @@ def test_windows_that_were_announced_and_do_not_come_are_thrown_away(tiny_model,
         orders.append([window.prompts for window in watch.windows])
         assert nothing_in_work(trainer)
     assert orders[0] == orders[1] and len(orders[0]) == 5
-    assert caplog.text.count("Window 2 was sampled ahead for other prompts") == 1 == caplog.text.count("thrown away")
+    assert caplog.text.count("Window 2 has other prompts than those that were read ahead for it") == 1
+    assert caplog.text.count("thrown away") == 1
 
 
 def test_two_servers_one_of_which_dies_with_windows_in_flight(tiny_model, tmp_path, fakes):
@@ -402,3 +409,127 @@ def test_two_servers_one_of_which_dies_with_windows_in_flight(tiny_model, tmp_pa
     for n, window in enumerate(watch.windows):
         oldest = torch.tensor([versions[row[0]] for row in window.tokens.tolist()])
         assert (oldest >= max(0, n - 2)).all() and (window.believed[:, 0] <= oldest).all()
+
+
+# ------------------------------------------------------------------------------------- the pool, while weights are sent
+
+
+def pool_of(fakes: list[Dated], **options: Any) -> ServerPool:
+    pool = ServerPool([fake.url for fake in fakes], server_timeout=20.0, **options)
+
+    async def refit(server: Any) -> int:
+        return pool.fleet.version
+
+    pool.refit = refit
+    pool.wait_until_ready()
+    return pool
+
+
+SAMPLING = {"max_tokens": 8}
+
+
+def test_what_a_server_writes_with_half_loaded_weights_is_not_taken(fakes):
+    """Its load fails, and it goes on with what it has; that is known when all have loaded."""
+    bad, good = fakes(), fakes()
+    pool = pool_of([bad, good])
+    bad.hold.clear()
+    good.hold.clear()
+    jobs = pool.completions([([i, 5], 1) for i in range(4)], SAMPLING)
+    batch = pool.submit(jobs, order=0)
+    for fake in (bad, good):
+        fake.wait_for(lambda fake=fake: len(fake.arrived) == 2)
+    pool.new_version(1)
+    bad.version = 77
+    bad.hold.set()
+    bad.wait_for(lambda: len(bad.answered) == 2)
+    good.version = bad.version = 1  # what comes after
+    pool.weights_sent(1, {bad.url: "500 while loading", good.url: None})
+    good.hold.set()
+    tokens = {token - FIRST for (row,) in pool.collect(batch) for token in row.token_ids}
+    assert tokens <= {0, 1} and pool.retried == 2
+
+
+def test_a_server_with_work_is_not_tried_out_behind_it(fakes):
+    """A failed request says little of it, and a trial would wait for all that it has."""
+    fake = fakes()
+    pool, answer = pool_of([fake]), fake.answer
+    trials = fake.asked["/v1/completions"]
+    failing = [True]
+
+    def failing_once(send: Any, request: dict[str, Any], fault: str | None) -> None:
+        if request["prompt"][0] == 3 and failing:
+            failing.pop()
+            return send(500, b"{}")
+        return answer(send, request, fault)
+
+    fake.answer = failing_once
+    fake.hold.clear()
+    batch = pool.submit(pool.completions([([i, 5], 1) for i in range(4)], SAMPLING), order=0)
+    fake.wait_for(lambda: len(fake.arrived) == 4)  # the failed one, too, again
+    assert fake.asked["/v1/completions"] == trials + 5
+    fake.hold.set()
+    assert len(pool.collect(batch)) == 4 and pool.retried == 1
+
+
+def test_weights_do_not_wait_for_a_look_at_who_does_not_answer(fakes):
+    alive, away = fakes(), fakes()
+    pool, looked, end = pool_of([alive, away]), threading.Event(), threading.Event()
+
+    async def probe() -> None:
+        looked.set()
+        while not end.is_set():
+            await asyncio.sleep(0.01)
+        raise ServerError("away")
+
+    pool._servers[away.url].probe = probe
+    alive.hold.clear()
+    batch = pool.submit(pool.completions([([i, 5], 1) for i in range(2)], SAMPLING), order=0)
+    assert looked.wait(SECONDS)
+    timer = threading.Timer(SECONDS, end.set)
+    timer.start()
+    assert alive.url in pool.new_version(1) and not end.is_set()
+    pool.weights_sent(1, {alive.url: None, away.url: "away"})
+    end.set()
+    timer.cancel()
+    alive.hold.set()
+    assert len(pool.collect(batch)) == 2
+
+
+def test_the_proof_of_weights_has_a_limit():
+    fake = Fake("hangs")
+    pool = ServerPool([fake.url], request_timeout=0.5)
+    (error,) = pool.on_each(lambda server: server.log_probs([1, 2, 3])).values()
+    assert isinstance(error, ServerError) and "took longer than 0.5 s" in str(error)
+    fake.stop()
+
+
+def test_a_window_is_tokenized_once(tiny_model, tmp_path, fakes, monkeypatch):
+    """A chat template may tell the time: what was sampled for has to be what is trained on."""
+    tokenize, calls = GRPOTrainer._tokenize_prompts, []
+
+    def telling_the_time(self: Any, prompts: list[str]) -> tuple:
+        calls.append(prompts)
+        return tokenize(self, [f"{len(calls)} {prompt}" for prompt in prompts])
+
+    monkeypatch.setattr(GRPOTrainer, "_tokenize_prompts", telling_the_time)
+    fake = fakes()
+    _, watch, _ = asynchronous(tiny_model, tmp_path, [fake], 2, max_steps=4, **STEP)
+    assert len(calls) - 1 == len(watch.windows) == 4  # the constructor looks at lengths
+    assert len(fake.arrived) == 4 * GROUPS
+
+
+def test_an_evaluation_after_a_failed_run_is_none_of_its_windows(tiny_model, tmp_path, fakes, monkeypatch):
+    tokenize, calls, trainers = GRPOTrainer._tokenize_prompts, [], []
+
+    def failing_once(self: Any, prompts: list[str]) -> tuple:
+        calls.append(prompts)
+        if len(calls) == 4:
+            raise ValueError("a bad row")
+        return tokenize(self, prompts)
+
+    monkeypatch.setattr(GRPOTrainer, "_tokenize_prompts", failing_once)
+    held_out = prompts(80).select(range(76, 80))
+    settings = {"eval_dataset": held_out, "num_generations_eval": 2, "per_device_eval_batch_size": 8, **STEP}
+    with pytest.raises(ValueError, match="a bad row"):
+        asynchronous(tiny_model, tmp_path, [fakes()], 1, max_steps=6, prepare=trainers.append, **settings)
+    assert "eval_loss" in trainers[0].evaluate() and nothing_in_work(trainers[0])

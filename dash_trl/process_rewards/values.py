@@ -298,9 +298,9 @@ NO_SERVERS = (
 class ServerValue(AnswerLogProbValue):
     """`AnswerLogProbValue` from the trainer's vLLM servers: a request per boundary and answer.
 
-    The servers hold the weights that sampled, and are idle while the trainer works. They read each prefix anew, where
-    a tree reads it once: worth it where servers are many and the trainer is the bottleneck. Their `--max-model-len`
-    needs room for the force prompt and the answer behind the longest completion.
+    The servers hold the trainer's weights; without `async_level` they are idle while it works. They read each prefix
+    anew, where a tree reads it once: worth it where servers are many and the trainer is the bottleneck. Their
+    `--max-model-len` needs room for the force prompt and the answer behind the longest completion.
     """
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:

@@ -30,18 +30,19 @@ class RunAhead:
         self.submitted = 0
         self._begun: deque[int] = deque(maxlen=level + 1)  # the optimizer steps at which the last windows began
 
-    def begin(self, step: int, known: int) -> range:
+    def begin(self, step: int, known: int, *, anew: bool = False) -> range:
         """The next window begins.
 
         Args:
             step: optimizer steps taken; the servers have, or are given now, the weights that these made.
             known: the windows after it whose prompts are known.
+            anew: what was submitted is thrown away, and submitted again.
         Returns:
             The windows that are to be submitted now, in this order.
         """
         self.window += 1
         self._begun.append(step)
-        first = self.submitted
+        first = self.window if anew else self.submitted
         self.submitted = max(first, self.window + min(known, self.level) + 1)
         return range(first, self.submitted)
 

@@ -70,7 +70,7 @@ class ServerPool:
         urls: e.g. ["http://127.0.0.1:8000", "http://127.0.0.1:8001"].
         server_timeout: seconds without any usable server until a `PoolError`.
         request_timeout: seconds in which a server that works on jobs has to answer one; else it is suspected, and they
-            go elsewhere. Those of a pause for new weights do not count, nor those for which a job waits here.
+            go elsewhere. Those of a weight sync do not count, nor those for which a job waits here.
         ranks: processes that share the servers.
     Raises:
         ValueError: no URL, not a URL, or one twice.
@@ -90,6 +90,7 @@ class ServerPool:
         self._limits: dict[Job, asyncio.Timeout] = {}
         self._worker: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
+        self._refitting: set[str] = set()  # those that are being given the weights that others have
         self._sending = False  # weights, to all servers
         self._sent = -math.inf
         self.refit: Callable[[VLLMServer], Awaitable[int | None]] = self._without_weights
@@ -169,7 +170,7 @@ class ServerPool:
         def job(number: int, ids: Sequence[int], n: int, max_tokens: int | None = None) -> Job:
             own = sampling if max_tokens is None else {**sampling, "max_tokens": max_tokens}
             tokens = n * (len(ids) + int(own.get("max_tokens") or 16))
-            return Job(tokens, n, ask=lambda server: server.complete(ids, n, own), number=number)
+            return Job(tokens, n, ask=lambda server: server.complete(ids, n, own, timeout=math.inf), number=number)
 
         return [job(number, *prompt) for number, prompt in enumerate(prompts)]
 
@@ -177,7 +178,7 @@ class ServerPool:
         """Of every token but the first, at temperature 1; raises as `complete`."""
 
         def job(number: int, ids: Sequence[int]) -> Job:
-            return Job(len(ids), ask=lambda server: server.log_probs(ids), number=number)
+            return Job(len(ids), ask=lambda server: server.log_probs(ids, timeout=math.inf), number=number)
 
         return self.run([job(*one) for one in enumerate(sequences)])
 
@@ -249,15 +250,18 @@ class ServerPool:
 
     async def _work(self) -> None:
         """As long as a batch is in work."""
-        while self._batches:
-            try:
-                self._hand_out()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(TICK):
-                        await self._wake.wait()
-                self._take_in()
-            except Exception as error:  # what a server that was looked at raised, for example, concerns all
-                self._fail(set(self._batches.values()), error)
+        try:
+            while self._batches:
+                try:
+                    self._hand_out()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(TICK):
+                            await self._wake.wait()
+                    self._take_in()
+                except Exception as error:  # what a server that was looked at raised, for example, concerns all
+                    self._fail(set(self._batches.values()), error)
+        finally:  # nobody shall wait for what nobody works on
+            self._fail(set(self._batches.values()), PoolError("The work was cancelled."))
 
     def _hand_out(self) -> None:
         """Jobs to servers; and looks at those that are not trusted."""
@@ -270,18 +274,23 @@ class ServerPool:
         self._give_up()
 
     def _take_in(self) -> None:
-        """Results from servers; and jobs from those that died."""
-        for job, task in [(job, task) for job, task in self._requests.items() if task.done()]:
-            if job in self._requests:  # its batch has not failed meanwhile
-                del self._requests[job]
-                self._answered(job, task)
+        """Jobs from servers that died; and results from the others.
+
+        Not while weights are sent: where that fails, a server goes on with what it has loaded, and is dead at the end.
+        """
+        if self._sending:
+            return
         lost = self.backlog.lost()
         if lost:
             logger.warning(f"{len(lost)} requests of vLLM servers that are taken for dead go to others.")
         for job in lost:
-            if job in self._requests:
+            if job in self._requests:  # its batch has not failed meanwhile
                 self._requests.pop(job).cancel()
                 self._count_failure(job, self.fleet.servers[job.failed_on[-1]].last_error)
+        for job, task in [(job, task) for job, task in self._requests.items() if task.done()]:
+            if job in self._requests:
+                del self._requests[job]
+                self._answered(job, task)
 
     async def _request(self, job: Job, url: str) -> Any:
         limit = asyncio.timeout(None if self._sending else self.request_timeout)
@@ -296,14 +305,15 @@ class ServerPool:
                 del self._limits[job]
 
     def _answered(self, job: Job, task: asyncio.Task[Any]) -> None:
-        url, error = self.backlog.running[job], task.exception()
+        url = self.backlog.running[job]
+        error = ServerError("its request was cancelled") if task.cancelled() else task.exception()
         if error is None:
             self.backlog.served(job)
             batch = self._batches.pop(job)
             batch.finished.put_nowait((job.number, task.result()))
             # Those that are left may have been in its queue: it has the whole time again.
             others = [other for other, at in self.backlog.running.items() if at == url]
-            self._set_limits(others, None if self._sending else self.request_timeout)
+            self._set_limits(others, self.request_timeout)
         elif isinstance(error, ServerError):
             self.backlog.failed(job, str(error), time.monotonic(), gone=error.gone)
             logger.warning(f"vLLM server {url} failed a request, which goes to another: {error}")
@@ -361,7 +371,7 @@ class ServerPool:
     def new_version(self, version: int) -> list[str]:
         """Weights are about to be sent; `weights_sent` ends it. What is in flight goes on with them.
 
-        Waits for servers that are being given older ones, lest these come last; no other is until the end.
+        Waits for servers that are being given older ones, lest these come last; no other is looked at until the end.
 
         Returns:
             The servers that are to be given them; the dead get them when they answer again.
@@ -369,6 +379,9 @@ class ServerPool:
 
         async def begin() -> list[str]:
             self._sending = True
+            for url, look in list(self._recognising.items()):
+                if url not in self._refitting and not look.done():  # it may take long where nobody answers
+                    self._recognising.pop(url).cancel()
             if self._recognising:
                 await asyncio.wait(self._recognising.values())
             self._set_limits(self._limits, None)
@@ -415,11 +428,15 @@ class ServerPool:
             await server.probe()
             doubtful = known.version is None or known.failures > 0
             self.fleet.answered(url)
-            version = await self.refit(server)
+            self._refitting.add(url)
+            try:
+                version = await self.refit(server)
+            finally:
+                self._refitting.discard(url)
             if version is None:
                 self.fleet.waits(url, time.monotonic())
                 return
-            if doubtful:
+            if doubtful and not known.outstanding:  # else its next answer will tell, behind which a trial would wait
                 await server.try_out()
             self.fleet.refitted(url, version, time.monotonic())
             if doubtful:

@@ -63,7 +63,7 @@ class VLLMServer:
 
     Args:
         session: of the event loop that awaits these methods; it carries the API key.
-        timeout: seconds for one answer; for samples and scores the caller sets the limit, who knows of pauses.
+        timeout: seconds for one answer.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, timeout: float):
@@ -75,9 +75,13 @@ class VLLMServer:
     # --------------------------------------------------------------------------------------- sampling and scoring
 
     async def complete(
-        self, prompt_ids: Sequence[int], n: int, sampling: dict[str, Any], *, timeout: float = math.inf
+        self, prompt_ids: Sequence[int], n: int, sampling: dict[str, Any], *, timeout: float | None = None
     ) -> list[Completion]:
-        """`n` continuations of one prompt."""
+        """`n` continuations of one prompt.
+
+        Args:
+            timeout: seconds, in place of the server's own.
+        """
         body = await self._completions(prompt_ids, {**sampling, "n": n, "logprobs": 0}, timeout)
         choices = sorted(self._choices(body, n), key=lambda choice: self._field(choice, "index", int))
         return [self._completion(choice, sampling.get("max_tokens")) for choice in choices]
@@ -101,9 +105,9 @@ class VLLMServer:
             raise ServerError(f"answered a log-prob that is {NOT_FINITE}")
         return Completion(ids, [float(one) for one in log_probs])
 
-    async def log_probs(self, ids: Sequence[int]) -> list[float]:
+    async def log_probs(self, ids: Sequence[int], *, timeout: float | None = None) -> list[float]:
         """log P(ids[t] | ids[:t]) for t = 1 … len(ids) − 1, at temperature 1."""
-        body = await self._completions(ids, {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0})
+        body = await self._completions(ids, {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}, timeout)
         (choice,) = self._choices(body, 1)
         entries = self._field(choice, "prompt_logprobs", list)
         if len(entries) != len(ids):
@@ -121,7 +125,7 @@ class VLLMServer:
         await self.complete([0], 1, {"max_tokens": 1}, timeout=min(CONTROL_SECONDS, self.timeout))
 
     async def _completions(
-        self, prompt_ids: Sequence[int], options: dict[str, Any], timeout: float = math.inf
+        self, prompt_ids: Sequence[int], options: dict[str, Any], timeout: float | None = None
     ) -> dict[str, Any]:
         if self._model is None:
             models = self._field(await self._request("GET", "/v1/models"), "data", list)

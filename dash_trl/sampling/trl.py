@@ -100,7 +100,7 @@ class VLLMPool(VLLMGeneration):
         self._steps = {0: 0}  # version of the weights, one for each time that they were sent → optimizer step
         self._window: int | None = None  # whose rows the next call of `generate` wants
         self._to_submit: dict[int, list[list[int]]] = {}  # window → prompts, once the weights have been sent
-        self._in_flight: dict[int, tuple[list[list[int]], Batch]] = {}  # window → its prompts, and the work
+        self._in_flight: dict[int, Batch] = {}  # window → the work on it
         self.policy_version = torch.zeros(0, 2, dtype=torch.long)
         self.ranks.agree(self.pool.wait_until_ready)
 
@@ -120,14 +120,12 @@ class VLLMPool(VLLMGeneration):
             max_tokens: for each prompt, in place of `max_completion_length`.
         """
         window, self._window = self._window, None
-        with self.timed("rollouts"):
-            jobs, groups = self.ranks.agree(
-                lambda: (
-                    self._now(prompts, num_generations, max_tokens)
-                    if window is None
-                    else self._of_window(window, prompts, num_generations)
-                )
-            )
+        if window is None:  # of an evaluation, or a callback
+            jobs = self._jobs(prompts, num_generations, max_tokens)
+            groups = self.ranks.agree(lambda: self.pool.run(jobs))
+        else:
+            with self.timed("rollouts"):
+                jobs, groups = self.ranks.agree(lambda: self._of_window(window, num_generations))
         rows = [completion for group in groups for completion in group]
         versions = [[self._steps[one] for one in job.versions] for job in jobs for _ in range(job.sequences)]
         self.policy_version = torch.tensor(versions).view(-1, 2)
@@ -143,40 +141,23 @@ class VLLMPool(VLLMGeneration):
         """
         self._window, self._to_submit = window, prompts
 
-    def metrics(self) -> dict[str, float]:
-        """Of this rank's servers and work: groups that wait for a server, and requests retried since the last call."""
-        retried, self.pool.retried = self.pool.retried, 0
-        healthy = sum(server.state == State.HEALTHY for server in self.pool.fleet.servers.values())
-        queued = len(self.pool.backlog.waiting)
-        return {"servers/healthy": healthy, "servers/retried_requests": retried, "async/queued_groups": queued}
+    def metrics(self) -> tuple[int, int, int]:
+        """Of this rank: servers that can be used, requests retried so far, groups that wait for a server."""
+        fleet = self.pool.fleet
+        usable = [one for one in fleet.servers.values() if one.state != State.DEAD and one.version == fleet.version]
+        return len(usable), self.pool.retried, len(self.pool.backlog.waiting)
 
     def forget_windows(self) -> None:
         """What was submitted ahead is not needed any more."""
         self._window, self._to_submit, self._in_flight = None, {}, {}
         self.pool.cancel()
 
-    def _now(
-        self, prompts: list[list[int]], num_generations: int, max_tokens: Sequence[int] | None
-    ) -> tuple[list[Job], list[list[Completion]]]:
-        jobs = self._jobs(prompts, num_generations, max_tokens)
-        return jobs, self.pool.run(jobs)
-
-    def _of_window(
-        self, window: int, prompts: list[list[int]], num_generations: int
-    ) -> tuple[list[Job], list[list[Completion]]]:
+    def _of_window(self, window: int, num_generations: int) -> tuple[list[Job], list[list[Completion]]]:
         """First submits, so that the servers have work during the window's last rows; then waits for these."""
         for number, rows in self._to_submit.items():
-            self._in_flight[number] = rows, self.pool.submit(self._jobs(rows, num_generations), order=number)
+            self._in_flight[number] = self.pool.submit(self._jobs(rows, num_generations), order=number)
         self._to_submit = {}
-        announced, batch = self._in_flight.pop(window, ([], None))
-        if batch is None or announced != prompts:
-            if batch is not None:  # nor are the others those that will come
-                logger.warning(
-                    f"Window {window} was sampled ahead for other prompts than it has now (has a callback ended the "
-                    "epoch, or changed the rows?). What was sampled ahead is thrown away."
-                )
-                self.forget_windows()
-            batch = self.pool.submit(self._jobs(prompts, num_generations), order=window)
+        batch = self._in_flight.pop(window)
         return list(batch.jobs), self.pool.collect(batch)
 
     def _jobs(
