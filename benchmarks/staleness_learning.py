@@ -1,0 +1,228 @@
+"""What staleness costs each loss: the embedded task with rollouts of exactly k windows ago, and no servers.
+
+    python benchmarks/staleness_learning.py --json staleness_learning.json          # ~MINUTES minutes on 2 cores
+    python benchmarks/staleness_learning.py --seeds 2 --levels 0 8 --rates 1e-3     # a look, ~MINUTES minutes
+
+Before each window the policy's weights are copied; a second model samples the window with the copy of k windows ago (of
+the first weights in the first k windows) and reports the log-probs μ that it sampled with. A window is one optimizer
+step, so that a rollout is exactly k steps old. With the same seed all losses and all k have the same problems in the
+same order, the same first weights and the same random numbers in sampling. The losses (docs/async.md):
+
+    dapo             TRL's default without a correction: what k weights ago wrote counts as written by these
+    sequence_mask    dapo with TRL's default correction: sequences with Π π_prox/μ > 3 are left out
+    ppo              dapo with μ as the old log-probs, PPO's clip at 0.2 around the sampler: AReaL's "naive PPO"
+    decoupled_ppo, aipo, aipo_detached
+
+`accuracy` is sampled, at temperature 1, after the last step: 256 held-out problems, 4 completions each; `cost`: minus
+the accuracy at k = 0 of the same loss and seed. Means and 95 % intervals (Student's t over seeds). `clipped`: the share
+of the survivors' tokens that the loss truncates or masks (`off_policy/clipped_share`; ppo: TRL's clip ratio, of all
+tokens), `kl`: `off_policy/kl`, means over the steps. Each learning rate decays to 0, as in the embedded run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("CI", "1")  # no telemetry in a timed run
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # that a rollout_func is experimental
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+from transformers.utils import logging as transformers_logging
+
+from dash_trl import DASHConfig, DASHTrainer
+from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
+from dash_trl.evaluation import accuracy
+
+LEVELS, SEEDS = (0, 1, 2, 4, 8), 3
+RATES = (1.5e-4, 1e-3)  # the embedded run's, and one at which staleness shows
+STEPS, PROMPTS, LONGEST, SAMPLES = 40, 8, 48, 4
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # by the number of seeds
+
+# Loss → options, and what TRL's loss sees in place of the trainer's own settings (`trl_settings`).
+LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "dapo": ({"loss_type": "dapo"}, None),
+    "sequence_mask": ({"loss_type": "dapo"}, {"use_vllm": True}),  # to which TRL binds its correction
+    "ppo": ({"loss_type": "aipo"}, {"loss_type": "dapo", "vllm_importance_sampling_correction": False}),
+    "decoupled_ppo": ({"loss_type": "decoupled_ppo"}, None),
+    "aipo": ({"loss_type": "aipo"}, None),
+    "aipo_detached": ({"loss_type": "aipo", "aipo_detached": True}, None),
+}
+
+
+class Stale:
+    """A `rollout_func` that samples with the weights of `level` windows ago."""
+
+    def __init__(self, path: str, level: int, seed: int):
+        self.model = AutoModelForCausalLM.from_pretrained(path).eval()
+        self.kept: deque[dict[str, torch.Tensor]] = deque(maxlen=level + 1)
+        self.window, self.seed = 0, seed
+
+    @torch.no_grad()
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list]:
+        tokenizer, temperature = trainer.processing_class, trainer.temperature
+        self.kept.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
+        self.model.load_state_dict(self.kept[0])
+        inputs = tokenizer.apply_chat_template(
+            prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(1000 * self.seed + self.window)  # the same for all losses and levels
+            found = self.model.generate(
+                **inputs,
+                do_sample=True,
+                temperature=temperature,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=LONGEST,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        self.window += 1
+        width = inputs["input_ids"].shape[1]
+        completions = found.sequences[:, width:]
+        logits = torch.stack(found.logits, dim=1).float() / temperature
+        log_probs = logits.log_softmax(dim=-1).gather(2, completions.unsqueeze(2)).squeeze(2)
+        ended = (completions == tokenizer.eos_token_id).int()
+        lengths = ((ended.cumsum(dim=1) - ended) == 0).sum(dim=1).tolist()
+        masks = inputs["attention_mask"].bool()
+        return {
+            "prompt_ids": [ids[mask].tolist() for ids, mask in zip(inputs["input_ids"], masks, strict=True)],
+            "completion_ids": [ids[:length].tolist() for ids, length in zip(completions, lengths, strict=True)],
+            "logprobs": [values[:length].tolist() for values, length in zip(log_probs, lengths, strict=True)],
+        }
+
+
+def run(loss: str, level: int, seed: int, rate: float, steps: int) -> dict[str, Any]:
+    """One training; in a process of its own, with one thread."""
+    torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    path = embedded_model()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    options, settings = LOSSES[loss]
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as output:
+        config = {**embedded_defaults(), "output_dir": output, "seed": seed, "max_steps": steps, "learning_rate": rate}
+        config |= {"gradient_accumulation_steps": PROMPTS, "max_completion_length": LONGEST, "disable_tqdm": True}
+        trainer = DASHTrainer(
+            model=AutoModelForCausalLM.from_pretrained(path),
+            processing_class=tokenizer,
+            reward_funcs=arithmetic_reward,
+            args=DASHConfig(**{**config, **options}),
+            train_dataset=arithmetic_dataset("train", seed=seed),
+            rollout_func=Stale(path, level, seed),
+        )
+        if settings is not None:
+            trainer._loss_settings = settings
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        log = trainer.state.log_history
+    trained = time.perf_counter() - started
+    held_out, sampling = arithmetic_dataset("test"), {"num_samples": SAMPLES, "max_new_tokens": LONGEST}
+    final = accuracy(trainer.model, tokenizer, held_out, arithmetic_reward, batch_size=256, **sampling)
+
+    def mean(name: str) -> float:
+        values = [entry[name] for entry in log if name in entry]
+        return statistics.mean(values) if values else 0.0
+
+    return {
+        "loss": loss,
+        "level": level,
+        "seed": seed,
+        "rate": rate,
+        "accuracy": final,
+        "clipped": mean("clip_ratio/region_mean" if loss == "ppo" else "off_policy/clipped_share"),
+        "kl": mean("off_policy/kl"),
+        "rewards": [entry["reward"] for entry in log if "reward" in entry],
+        "seconds": trained,
+    }
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """(mean, half of the 95 % interval)."""
+    return statistics.mean(values), T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+
+
+def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each (rate, loss, level) with at least two seeds."""
+    rows = []
+    for rate, loss, level in sorted({(one["rate"], list(LOSSES).index(one["loss"]), one["level"]) for one in runs}):
+        of = {
+            k: {one["seed"]: one for one in runs if (one["rate"], one["loss"], one["level"]) == (rate, name, k)}
+            for name in [list(LOSSES)[loss]]
+            for k in (0, level)
+        }
+        cells = of[level]
+        if len(cells) < 2:
+            continue
+        paired = [cells[seed]["accuracy"] - of[0][seed]["accuracy"] for seed in sorted(cells.keys() & of[0].keys())]
+        rows.append(
+            {
+                "rate": rate,
+                "loss": list(LOSSES)[loss],
+                "level": level,
+                "accuracy": interval([one["accuracy"] for one in cells.values()]),
+                "cost": interval(paired) if level and len(paired) > 1 else None,
+                "clipped": statistics.mean(one["clipped"] for one in cells.values()),
+                "kl": statistics.mean(one["kl"] for one in cells.values()),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures to this file, after each run")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="2 to 8")
+    parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
+    parser.add_argument("--levels", type=int, nargs="+", default=list(LEVELS))
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES), metavar="LOSS")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
+    arguments = parser.parse_args()
+    embedded_model()
+    grid = [
+        (loss, level, seed, rate, arguments.steps)
+        for rate in reversed(arguments.rates)
+        for seed in range(arguments.seeds)
+        for level in arguments.levels
+        for loss in arguments.losses
+    ]
+    runs: list[dict[str, Any]] = []
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.workers, mp_context=spawn) as workers:
+        for done in as_completed([workers.submit(run, *one) for one in grid]):
+            one = done.result()
+            runs.append(one)
+            print(
+                f"{len(runs):3d}/{len(grid)} {one['rate']:g} {one['loss']:14} k = {one['level']} seed {one['seed']}: "
+                f"{one['accuracy']:.3f}, clipped {one['clipped']:.4f}, kl {one['kl']:.4f}, {one['seconds']:.0f} s",
+                flush=True,
+            )
+            if arguments.json:
+                figures = {"steps": arguments.steps, "summary": summary(runs), "runs": runs}
+                arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+    print(f"\n{'rate':>8} {'loss':14} {'k':>2} {'accuracy':>15} {'cost':>15} {'clipped':>8} {'kl':>8}")
+    for row in summary(runs):
+        cost = "{:+.3f} ± {:.3f}".format(*row["cost"]) if row["cost"] else ""
+        print(
+            f"{row['rate']:8g} {row['loss']:14} {row['level']:2d} {'{:.3f} ± {:.3f}'.format(*row['accuracy']):>15} "
+            f"{cost:>15} {row['clipped']:8.4f} {row['kl']:8.4f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
