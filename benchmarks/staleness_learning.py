@@ -1,7 +1,7 @@
 """What staleness costs each loss: the embedded task with rollouts of exactly k windows ago, and no servers.
 
-    python benchmarks/staleness_learning.py --json staleness_learning.json          # ~MINUTES minutes on 2 cores
-    python benchmarks/staleness_learning.py --seeds 2 --levels 8 --rates 6e-4       # a look, ~MINUTES minutes
+    python benchmarks/staleness_learning.py --json staleness_learning.json          # ~16 minutes on 2 cores
+    python benchmarks/staleness_learning.py --seeds 2 --levels 8 --rates 6e-4       # a look, 3 minutes
 
 Before each window the policy's weights are copied; a second model samples the window with the copy of k windows ago (of
 the first weights in the first k windows) and reports the log-probs μ that it sampled with. A window is one optimizer
@@ -157,7 +157,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each (rate, loss, level) with at least two seeds, in the order of the runs' beginning."""
+    """A row for each (rate, loss, level) with at least two seeds."""
     cells: dict[tuple[float, str, int], dict[int, dict[str, Any]]] = {}
     for one in runs:
         cells.setdefault((one["rate"], one["loss"], one["level"]), {})[one["seed"]] = one
@@ -184,7 +184,7 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file, after each run")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="2 to 8")
+    parser.add_argument("--seeds", type=int, default=SEEDS, choices=T_95, metavar="2-8")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="learning rates")
     parser.add_argument("--levels", type=int, nargs="+", help="k above 0; by default, of 1, 2, 4, 8")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES), metavar="LOSS")
