@@ -13,12 +13,12 @@ same order, the same first weights and the same random numbers in sampling. The 
     ppo              dapo with μ as the old log-probs, PPO's clip at 0.2 around the sampler: AReaL's "naive PPO"
     decoupled_ppo, aipo, aipo_detached
 
-At k = 0 all of them have the same gradient (`tests/test_losses.py`), so that dapo alone is run there, for all.
+At k = 0 all of them have dapo's gradient, so that dapo alone is run there, for all.
 `accuracy` is sampled, at temperature 1, after the last step: 256 held-out problems, 4 completions each. `change`: minus
 the accuracy at k = 0 with the same seed. Means and 95 % intervals (Student's t over seeds). `clipped`: the share of the
 survivors' tokens that the loss truncates or masks (`off_policy/clipped_share`; ppo: TRL's clip ratio, of all tokens);
-`kl`: `off_policy/kl`; means over the steps. Learning rates decay to 0, as in the embedded run: 6e-4, which at k = 0
-learns as well as any, and shortly, with the largest k only, the embedded run's own.
+`kl`: `off_policy/kl`; means over the steps. Learning rates decay to 0, as in the embedded run: 6e-4, with which k = 0
+still learns about as well, and, with the largest k only, the embedded run's own.
 """
 
 from __future__ import annotations
