@@ -43,9 +43,26 @@ def model_path() -> str:
 
 
 @pytest.fixture(scope="session")
-def servers(model_path) -> Iterator[Servers]:
+def slow_file(tmp_path_factory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        file = tmp_path_factory.mktemp("servers") / "slow"
+        patch.setenv("DASH_TRL_SLOW_TOKENS", str(file))
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        yield file
+
+
+@pytest.fixture
+def slow_tokens(slow_file) -> Iterator[Path]:
+    """While this file exists, `servers` take their time for a token."""
+    yield slow_file
+    slow_file.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="session")
+def servers(model_path, slow_file) -> Iterator[Servers]:
     """Two servers; a test that kills one restarts it."""
-    with Servers(model_path, 2, port=8100, options=DTYPE) as running:
+    options = (*DTYPE, "--logits-processors", "tests.slow_tokens:SlowTokens")
+    with Servers(model_path, 2, port=8100, options=options) as running:
         running.wait_until_ready()
         yield running
 
@@ -122,29 +139,37 @@ def test_sampled_log_probs_are_the_trainers_through_three_syncs(servers, model, 
     assert len({tuple(row) for row in completions[:4]}) > 1  # four samples, not one four times
 
 
-def test_a_row_across_a_sync_is_of_the_old_weights_up_to_a_token_and_then_of_the_new_ones(servers, model, tmp_path):
+def test_a_row_across_a_sync_is_of_the_old_weights_up_to_a_token_and_then_of_the_new_ones(
+    servers, slow_tokens, model, tmp_path
+):
     """And a new request for its prompt, a prefix that the servers knew, is of the new ones."""
     step = 0
-    pool = make_pool(servers.urls, model, tmp_path, longest=1900, step=lambda: step)  # seconds of work
+    pool = make_pool(servers.urls, model, tmp_path, longest=300, step=lambda: step)
     pool.generation_kwargs = {"ignore_eos": True}
     pool.sync_weights()
     (short,), old = prompts(pool, 1, 1), copy.deepcopy(model)
     rows = [*[short] * 2, *[12 * short] * 2]
     before = {url: generated_tokens(url) for url in servers.urls}
+    slow_tokens.touch()
     pool.expect(0, {0: [], 1: rows})
     assert pool.generate([], None, 2) == ([], [], [], [])  # of a window without rows: nothing to wait for
-    in_work = pool.pool.backlog.running
-    wait_until(lambda: len(in_work) == 2 and all(generated_tokens(url) > before[url] + 40 for url in in_work.values()))
+
+    def both_groups_have_begun() -> bool:
+        in_work = list(pool.pool.backlog.running.values())
+        return len(in_work) == 2 and all(generated_tokens(url) >= before[url] + 8 for url in in_work)
+
+    wait_until(both_groups_have_begun)
     change(model, 1)
     step = 7
     pool.sync_weights()
+    slow_tokens.unlink()
     pool.expect(1, {})
     _, completions, log_probs, _ = pool.generate(rows, None, 2)
     assert pool.policy_version.tolist() == [[0, 7]] * 4
     for row in zip(rows, completions, log_probs, strict=True):
         of_old, of_new = (differences(weights, *row) <= 1e-4 for weights in (old, model))
         begins, ends = of_old.cumprod(0).sum(), of_new.flip(0).cumprod(0).sum()  # tokens of either without a gap
-        assert len(of_old) == 1900 <= begins + ends and max(begins, ends) < 1900
+        assert len(of_old) == 300 <= begins + ends and max(begins, ends) < 300
 
     pool.generation_kwargs, pool.max_completion_length = {}, 48
     _, completions, log_probs, _ = pool.generate(rows, None, 2)
