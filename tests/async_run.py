@@ -87,7 +87,7 @@ class InFlight(Watch):
 
     def finished(self) -> dict[int, bool]:
         """Window → whether all its rows have come; of those that were submitted and not trained on."""
-        batches = {window: batch for window, (_, batch) in self.trainer.vllm_generation._in_flight.items()}
+        batches = self.trainer.vllm_generation._in_flight
         return {window: batch.finished.qsize() == len(batch.jobs) for window, batch in batches.items()}
 
     def running(self) -> list[str]:
