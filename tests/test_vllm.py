@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -303,7 +304,7 @@ def test_a_killed_server_loses_nothing_and_comes_back_with_the_weights(servers, 
 
 
 def launch(arguments: list[str], timeout: int = 400, killed: bool = False, **environment: str) -> str:
-    """What it printed. `killed`: it does not come to its end."""
+    """What it printed. `killed`: it ends in SIGKILL."""
     done = subprocess.run(
         [sys.executable, "-m", *map(str, arguments)],
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **environment},
@@ -312,7 +313,8 @@ def launch(arguments: list[str], timeout: int = 400, killed: bool = False, **env
         text=True,
         timeout=timeout,
     )
-    assert (done.returncode != 0) == killed, done.stdout[-2000:] + done.stderr[-4000:]
+    by_signal = done.returncode == -signal.SIGKILL or "Signal 9 (SIGKILL)" in done.stderr  # as torchrun says it
+    assert by_signal if killed else done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
 
@@ -422,8 +424,8 @@ def test_a_run_two_windows_ahead_is_killed_and_resumed(ranks, servers, model_pat
         assert after["resumed"]["ranks_agree"]
         if ranks == 2:
             died = after["a server died"]
-            assert died["had"] == [2, 2]  # requests of each rank, when it died
-            assert died["retried"] == 4 and died["healthy"] == 1
+            assert min(died["had"]) > 0  # requests of each rank, when it died
+            assert died["retried"] == sum(died["had"]) and died["healthy"] == 1
             assert died["steps"] == 12 and died["ranks_agree"] and all(map(math.isfinite, died["losses"]))
             assert [window["prompts"] for window in died["windows"]] == prompts
             assert within_bound(died["windows"], 2) and not within_bound(died["windows"], 1)
