@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,17 +171,21 @@ def test_servers_get_all_rollouts_at_once_and_no_weights(trainer, monkeypatch):
     asked = []
 
     class Servers:
-        def complete(self, prompts, sampling):
+        def completions(self, prompts, sampling):
             asked.append((prompts, sampling["max_tokens"]))
             assert all(0 < most <= sampling["max_tokens"] for _, _, most in prompts)
+            return [SimpleNamespace(prompt=one, versions=(0, 0), sequences=one[1]) for one in prompts]
+
+        def run(self, jobs):
             return [
-                [Completion(rest(ids, number)[:most], [-1.0] * most) for number in range(n)] for ids, n, most in prompts
+                [Completion(rest(ids, number)[:most], [-1.0] * most) for number in range(n)]
+                for ids, n, most in (job.prompt for job in jobs)
             ]
 
     pool = object.__new__(VLLMPool)  # TRL's settings, without its constructor
     names = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
     vars(pool).update({name: getattr(trainer, name) for name in names}, generation_kwargs={}, pool=Servers())
-    vars(pool).update(structured_outputs_regex=None, ranks=Ranks(trainer.accelerator))
+    vars(pool).update(structured_outputs_regex=None, ranks=Ranks(trainer.accelerator), _window=None, _steps={0: 0})
     monkeypatch.setattr(pool, "sync_weights", None)
     monkeypatch.setattr(trainer, "_generate_single_turn", None)
     monkeypatch.setattr(trainer, "vllm_generation", pool, raising=False)

@@ -238,9 +238,5 @@ def test_evaluation_is_told_from_training(tiny_model, tmp_path):
     evaluation = Dataset.from_dict({"prompt": ["1 + 2 = "] * 4, "answer": [-1] * 4})
     settings = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "max_steps": 12}
 
-    class WithEvaluation(DASHTrainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, eval_dataset=evaluation, **kwargs)
-
     with pytest.raises(RuntimeError, match="'reward' failed on every completion that it applied to in 10 batches"):
-        run(WithEvaluation, tiny_model, tmp_path, reward=reward, **settings)
+        run(DASHTrainer, tiny_model, tmp_path, reward=reward, eval_dataset=evaluation, **settings)

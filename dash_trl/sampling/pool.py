@@ -51,7 +51,7 @@ class Batch:
         finished: (number of a job, its result), as they come; an exception in place of the rest.
     """
 
-    def __init__(self, jobs: Sequence[Job], began: float):
+    def __init__(self, jobs: list[Job], began: float):
         self.jobs = jobs
         self.began = began
         self.finished: asyncio.Queue[tuple[int, Any] | BaseException] = asyncio.Queue()

@@ -128,7 +128,7 @@ class VLLMPool(VLLMGeneration):
                 jobs, groups = self.ranks.agree(lambda: self._of_window(window, num_generations))
         rows = [completion for group in groups for completion in group]
         versions = [[self._steps[one] for one in job.versions] for job in jobs for _ in range(job.sequences)]
-        self.policy_version = torch.tensor(versions).view(-1, 2)
+        self.policy_version = torch.tensor(versions, dtype=torch.long).view(-1, 2)
         log_probs = [[[value] for value in row.log_probs] for row in rows]
         token_ids = [[[token] for token in row.token_ids] for row in rows]
         return prompts, [row.token_ids for row in rows], log_probs, token_ids
@@ -158,7 +158,7 @@ class VLLMPool(VLLMGeneration):
             self._in_flight[number] = self.pool.submit(self._jobs(rows, num_generations), order=number)
         self._to_submit = {}
         batch = self._in_flight.pop(window)
-        return list(batch.jobs), self.pool.collect(batch)
+        return batch.jobs, self.pool.collect(batch)
 
     def _jobs(
         self, prompts: list[list[int]], num_generations: int, max_tokens: Sequence[int] | None = None
