@@ -1,6 +1,6 @@
 """What `async_level` buys: a real vLLM server on one core, the trainer on another, long-tailed lengths.
 
-    python benchmarks/async_overlap.py --json async_overlap.json          # ~8 minutes on 2 cores
+    python benchmarks/async_overlap.py --json async_overlap.json          # ~4 minutes on 2 cores
 
 The server samples windows of 16 groups of 8 completions, whose lengths are lognormal (a group's is the same in every
 run; the longest is 6 times the median); the trainer learns from all of their rows. On a machine where one takes much
