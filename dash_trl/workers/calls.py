@@ -17,7 +17,7 @@ class Call:
         done: gets the call as soon as it has its outcome, once, on any thread. It must not raise, nor take long.
     Attributes:
         value: what the function returned. error: what it raised, or why it has no value. One of them, once it is done.
-        cancelled: nobody waits for it; a backend does not start it any more, and need not finish it.
+        cancelled: nobody waits for it; a backend does not start it any more, and need not finish it. Set from outside.
     """
 
     __slots__ = ("_done", "_finished", "arguments", "cancelled", "error", "function", "timeout", "value")
@@ -45,6 +45,10 @@ class Call:
             self._finished = True
         self.value, self.error = value, error
         self._done(self)
+
+
+class GivenUp(RuntimeError):
+    """A call was not made: too many before it hang."""
 
 
 class Backend(Protocol):

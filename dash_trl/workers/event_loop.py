@@ -27,6 +27,10 @@ class EventLoop:
             future.cancel()
             raise
 
+    def call(self, function: Callable[[], Any]) -> None:
+        """Runs a function soon on the loop's thread; does not wait for it."""
+        self._loop.call_soon_threadsafe(function)
+
     def close(self, last: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         """Runs one more coroutine, to close what lives in the loop, and ends the thread."""
         if self._loop.is_running():

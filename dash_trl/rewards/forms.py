@@ -1,0 +1,217 @@
+"""The forms of reward functions that a user may write, told apart by their signatures.
+
+| form | signature | called |
+|---|---|---|
+| TRL's | `reward(completions, **columns) -> list` | once with the whole batch, by keyword |
+| per sample | `reward(completion, answer) -> score` | for each completion, with what it names |
+| verl's | `compute_score(data_source, solution_str, ground_truth, extra_info=None) -> score` | for each completion |
+| stateful | an object, or its class, with a method `compute_score` of one of the last two forms | for each completion |
+
+A per-sample function names any of `prompt`, `completion`, `completion_ids` and the data set's columns; one with
+`**columns` gets them all. In verl's, `solution_str` is the completion's text, `ground_truth` the column of that name or
+`answer`, `data_source` the column of that name or None, `extra_info` the row. A stateful object may have
+`post_process_scores(scores) -> scores`, for the scores of a whole group, and `close()`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dash_trl.rewards.math import completion_text
+
+ROW = ("prompt", "completion", "completion_ids")  # of a completion, beside the data set's columns
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+FORMS = (
+    "A reward function is one of: reward(completions, **columns) -> list, called with the batch as in TRL; "
+    "reward(completion, answer, ...) -> score, called for each completion with the columns that it names; "
+    "compute_score(data_source, solution_str, ground_truth, extra_info) -> score; or an object with such a method "
+    "compute_score."
+)
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a reward function says of one completion.
+
+    Attributes:
+        value: None = it does not apply to this one.
+        notes: what it says beside: numbers, which become metrics, and texts, which are kept with logged completions.
+    """
+
+    value: float | None
+    notes: Mapping[str, float | str] = field(default_factory=dict)
+
+
+def read_score(returned: Any) -> Score:
+    """What a per-sample function may return, read.
+
+    A number or None; beside it, in a tuple, a dict of notes, or the prompt and the explanation of a judge, or all of
+    these; or one dict, with the number as `score` (verl's).
+
+    Raises:
+        ValueError: for anything else, and for NaN and ±inf.
+    """
+    notes: dict[str, Any] = {}
+    if isinstance(returned, Mapping):
+        if "score" not in returned:
+            raise ValueError(f"returned a dict without 'score': {returned!r:.200}")
+        notes = dict(returned)
+        returned = notes.pop("score")
+    elif isinstance(returned, tuple):
+        value, *beside = returned or (returned,)
+        if beside and isinstance(beside[-1], Mapping):
+            notes = dict(beside.pop())
+        if len(beside) == 2:
+            notes = {"prompt": str(beside[0]), "explanation": str(beside[1]), **notes}
+        elif beside:
+            raise ValueError(f"returned {returned!r:.200}: neither (score, notes) nor (score, prompt, explanation)")
+        returned = value
+    return Score(_number(returned), {str(name): _note(name, value) for name, value in notes.items()})
+
+
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"returned {value!r:.200}, which is no score")
+    return number
+
+
+def _note(name: Any, value: Any) -> float | str:
+    if value is None or isinstance(value, str):
+        return "" if value is None else value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"returned the note {name!r} = {value!r:.100}, neither a number nor a text") from None
+
+
+@dataclass(frozen=True)
+class RewardForm:
+    """A reward function and how it is called.
+
+    Attributes:
+        name: TRL names its metrics after it.
+        function: what is called.
+        batch: it is TRL's, and gets the whole batch.
+        asynchronous: it is a coroutine function.
+        names: by which a per-sample function takes its arguments; None: it takes all.
+        required: those of the names that have no default.
+        post_process: of a group's scores, if it has one.
+        close: ends what it holds, if it has one.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    batch: bool
+    asynchronous: bool
+    names: tuple[str, ...] | None = None
+    required: tuple[str, ...] = ()
+    post_process: Callable[[list[float]], Iterable[float]] | None = None
+    close: Callable[[], Any] | None = None
+
+    def arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Of one call, for a completion: its prompt, completion, completion_ids and columns.
+
+        Raises:
+            ValueError: if it names a column that there is not.
+        """
+        if self.names is None:
+            return dict(row)
+        if "solution_str" in self.names:
+            row = {**_as_in_verl(row), **row}
+        missing = [name for name in self.required if name not in row]
+        if missing:
+            raise ValueError(self.lacks(missing[0], [name for name in row if name not in ROW]))
+        return {name: row[name] for name in self.names if name in row}
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Raises a ValueError if it names a column that the data set does not have."""
+        known = {*columns, *ROW}
+        if "answer" in known:
+            known.add("ground_truth")
+        if "solution_str" in self.required:
+            known.update(("data_source", "solution_str", "extra_info"))
+        for name in self.required:
+            if name not in known:
+                raise ValueError(self.lacks(name, columns))
+
+    def lacks(self, name: str, columns: Sequence[str]) -> str:
+        wanted = "'answer' (its ground_truth)" if name == "ground_truth" else repr(name)
+        return (
+            f"The reward function '{self.name}' asks for {wanted}, but the data set has the columns {sorted(columns)}. "
+            "Rename the column or the parameter, or give the parameter a default."
+        )
+
+
+def _as_in_verl(row: Mapping[str, Any]) -> dict[str, Any]:
+    found = {
+        "data_source": None,
+        "solution_str": completion_text(row["completion"]),
+        "extra_info": {name: value for name, value in row.items() if name not in ("completion", "completion_ids")},
+    }
+    return {**found, "ground_truth": row["answer"]} if "answer" in row else found
+
+
+def form_of(function: Any) -> RewardForm:
+    """How a reward function is called, from its signature.
+
+    Raises:
+        ValueError: if it has none of the forms.
+    """
+    owner = function
+    if isinstance(owner, type):
+        if not any({"compute_score", "__call__"} & vars(kind).keys() for kind in owner.__mro__):
+            raise ValueError(f"The class {owner.__name__} has no method compute_score. {FORMS}")
+        try:
+            owner = function = owner()
+        except TypeError as error:
+            raise ValueError(
+                f"The reward class {owner.__name__} cannot be made without arguments ({error}): pass an object of it."
+            ) from error
+    name = getattr(owner, "__name__", None) or type(owner).__name__
+    if hasattr(owner, "compute_score"):
+        function = owner.compute_score
+    elif hasattr(owner, "post_process_scores"):
+        raise ValueError(f"{name} has post_process_scores, but no method compute_score. {FORMS}")
+    if not callable(function):
+        raise ValueError(f"{function!r:.100} is no reward function. {FORMS}")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise ValueError(f"The signature of the reward function '{name}' cannot be read. {FORMS}") from None
+
+    named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    rest = any(one.kind == one.VAR_KEYWORD for one in parameters)
+    shown = f"{name}({', '.join(map(str, parameters))})"
+    for one in parameters:
+        if one.kind == one.POSITIONAL_ONLY and one.default is one.empty:
+            raise ValueError(f"{shown} takes {one.name!r} by position only, but arguments come by keyword. {FORMS}")
+    whole = "completions" in named or "prompts" in named
+    single = "completion" in named or "solution_str" in named
+    stateful = owner is not function and hasattr(owner, "compute_score")
+    if whole and single or stateful and whole or not (whole or single or rest or "completion_ids" in named):
+        raise ValueError(f"{shown} has none of the forms. {FORMS}")
+    batch = not single and not stateful
+    wanted = {"solution_str"} if "solution_str" in named else {"completion"}
+    if stateful and not single and not rest:
+        raise ValueError(f"{shown} does not look at the completion: it lacks a parameter {wanted.pop()}. {FORMS}")
+    return RewardForm(
+        name=name,
+        function=function,
+        batch=batch,
+        asynchronous=inspect.iscoroutinefunction(function)
+        or inspect.iscoroutinefunction(getattr(function, "__call__", None)),
+        names=None if rest and not batch and "solution_str" not in named else tuple(named),
+        required=() if batch else tuple(one.name for one in named.values() if one.default is one.empty),
+        post_process=getattr(owner, "post_process_scores", None),
+        close=getattr(owner, "close", None),
+    )
