@@ -32,6 +32,7 @@ from dash_trl.checks import (
     check_first_step,
     check_prompt,
     check_prompt_lengths,
+    check_rewards,
     checked_rollouts,
     long_prompt_lengths,
 )
@@ -48,7 +49,7 @@ from dash_trl.monitoring import (
     sampler_metrics,
     staleness_metrics,
 )
-from dash_trl.rewards import FailureWatch, watch
+from dash_trl.rewards import AgentReward, FailureWatch, unpack, watch
 from dash_trl.rollout import (
     SAMPLED_FIELDS,
     CreditedRollouts,
@@ -136,7 +137,9 @@ class DASHTrainer(GRPOTrainer):
         **kwargs: Any,
     ):
         args = DASHConfig("dash-output") if args is None else args
+        reward_funcs = unpack(reward_funcs)
         check_arguments(model, args, train_dataset, eval_dataset, processing_class, kwargs)
+        check_rewards(reward_funcs, args, train_dataset, eval_dataset)
         with without_client(args) as self._servers:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if self._servers:
@@ -152,6 +155,10 @@ class DASHTrainer(GRPOTrainer):
             )
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
         self.reward_funcs = [watch(func, name) for func, name in functions]
+        for func in self.reward_funcs:
+            if isinstance(func, AgentReward):
+                func.agent.divide(self.ranks.count)
+                func.group_size = self._group_size
         if self.rollout_func is not None:
             rollout_func = self.rollout_func
             self.rollout_func = lambda prompts, trainer: self.ranks.agree(
@@ -543,6 +550,9 @@ class DASHTrainer(GRPOTrainer):
             output = super()._generate(prompts)
         self.ranks.agree(partial(check_prompt_lengths, [len(ids) for ids in output[0]], self._context, 0))
         return output
+
+    def _group_size(self) -> int:
+        return self.num_generations if self.model.training else self.num_generations_eval
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
         """TRL's, [rows of all ranks, F], with every row NaN in which a function failed."""

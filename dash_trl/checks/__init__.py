@@ -14,5 +14,6 @@ if TYPE_CHECKING:
         checked_rollouts,
         long_prompt_lengths,
     )
+    from dash_trl.checks.rewards import check_rewards
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -24,20 +24,21 @@ class WatchedReward:
     """A reward function and what became of its last call.
 
     Attributes:
-        failed: one bool per row of the last call.
+        failed: one bool per row of the last call. raised: where by an exception.
         failure: what went wrong in it, in words; empty if nothing did.
-        error: its exception, if it raised.
-        mistake: what it returned is no list of rewards. It waits for `raise_mistakes`: raised within TRL's method on
-            one rank, it would leave the others in the collective that follows.
+        error: its exception, or the first one, if there was any.
+        mistake: what ends the run, as that it returned no list of rewards. It waits for `raise_mistakes`: raised within
+            TRL's method on one rank, it would leave the others in the collective that follows.
     """
 
     def __init__(self, func: Callable[..., Any], name: str):
         self.func = func
         self.name = self.__name__ = name
         self.failed: list[bool] = []
+        self.raised: list[bool] = []
         self.failure = ""
-        self.error: Exception | None = None
-        self.mistake: ValueError | None = None
+        self.error: BaseException | None = None
+        self.mistake: Exception | None = None
         self._warned = False
 
     def __call__(self, **kwargs: Any) -> list[float | None]:
@@ -49,7 +50,7 @@ class WatchedReward:
         return self._observe(output, rows)
 
     def _observe(self, output: Any, rows: int) -> list[float | None]:
-        self.error, self.failure, self.mistake = None, "", None
+        self.error, self.failure, self.mistake, self.raised = None, "", None, [False] * rows
         try:
             output = list(output) if isinstance(output, Iterable) else output
         except Exception as error:  # of a generator
@@ -79,9 +80,9 @@ class WatchedReward:
             )
         return rewards
 
-    def _unscore(self, error: Exception, rows: int) -> list[float | None]:
-        self.error, self.mistake, self.failed = error, None, [True] * rows
-        self._warn(f"raised {type(error).__name__}: {error} on a call with {rows} completions")
+    def _unscore(self, error: BaseException, rows: int) -> list[float | None]:
+        self.error, self.mistake, self.failed, self.raised = error, None, [True] * rows, [True] * rows
+        self._warn(f"{described(error)} on a call with {rows} completions")
         return [None] * rows
 
     def _warn(self, failure: str) -> None:
@@ -108,10 +109,10 @@ class WatchedAsyncReward(WatchedReward):
 
 
 def watch(func: Any, name: str) -> Any:
-    """`func` watched; a reward model (which has no way to say "not applicable") is returned as it is."""
+    """`func` watched; one that is, and a model (which has no way to say "not applicable"), is returned as it is."""
     from trl.trainer.utils import is_async_callable  # here: importing trl takes seconds
 
-    if isinstance(func, torch.nn.Module):
+    if isinstance(func, (torch.nn.Module, WatchedReward)):
         return func
     return (WatchedAsyncReward if is_async_callable(func) else WatchedReward)(func, name)
 
@@ -120,7 +121,7 @@ def raise_mistakes(funcs: Sequence[Any]) -> None:
     """Raise what a watched function returned in its last call in place of rewards, if it did."""
     for func in funcs:
         if isinstance(func, WatchedReward) and func.mistake is not None:
-            raise func.mistake
+            raise func.mistake from func.mistake.__cause__ or func.error
 
 
 def failed_rows(funcs: Sequence[Any], rewards: Tensor, gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -137,7 +138,7 @@ def failed_rows(funcs: Sequence[Any], rewards: Tensor, gather: Callable[[Tensor]
         local = torch.zeros(rows, 2 * count, dtype=torch.bool)
         for i, func in watched.items():
             local[:, i] = torch.tensor(func.failed)
-            local[:, count + i] = func.error is not None
+            local[:, count + i] = torch.tensor(func.raised)
         failed, raised = gather(local.to(rewards.device)).chunk(2, dim=1)
     else:
         failed = raised = torch.zeros_like(rewards, dtype=torch.bool)
@@ -202,6 +203,10 @@ class FailureWatch:
             f"The reward function '{self._names[i]}' failed on every completion {where}; at last it {failure}. Nothing "
             "can be learned from it: correct it, or leave it out of reward_funcs."
         ) from error
+
+
+def described(error: BaseException) -> str:
+    return f"raised {type(error).__name__}: {error}"
 
 
 def _named(rewards: Sequence[float | None]) -> str:

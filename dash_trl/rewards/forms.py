@@ -16,7 +16,6 @@ A per-sample function names any of `prompt`, `completion`, `completion_ids` and 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +52,7 @@ def read_score(returned: Any) -> Score:
     these; or one dict, with the number as `score` (verl's).
 
     Raises:
-        ValueError: for anything else, and for NaN and ±inf.
+        ValueError: for anything else. NaN and ±inf are numbers here; they leave the completion unscored.
     """
     notes: dict[str, Any] = {}
     if isinstance(returned, Mapping):
@@ -77,12 +76,11 @@ def _number(value: Any) -> float | None:
     if value is None:
         return None
     try:
-        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+        if not isinstance(value, (str, bytes)):
+            return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"returned {value!r:.200}, which is no score")
-    return number
+        pass
+    raise ValueError(f"returned {value!r:.200}, which is no score")
 
 
 def _note(name: Any, value: Any) -> float | str:
@@ -208,8 +206,7 @@ def form_of(function: Any) -> RewardForm:
         name=name,
         function=function,
         batch=batch,
-        asynchronous=inspect.iscoroutinefunction(function)
-        or inspect.iscoroutinefunction(getattr(function, "__call__", None)),
+        asynchronous=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
         names=None if rest and not batch and "solution_str" not in named else tuple(named),
         required=() if batch else tuple(one.name for one in named.values() if one.default is one.empty),
         post_process=getattr(owner, "post_process_scores", None),

@@ -184,7 +184,7 @@ class ServerPool:
 
     # ------------------------------------------------------------------------------------------- batches in work
 
-    def submit(self, jobs: Sequence[Job], *, order: int) -> Batch:
+    def submit(self, jobs: list[Job], *, order: int) -> Batch:
         """Work on these jobs from now on; `collect` waits for it.
 
         Args:
@@ -206,7 +206,7 @@ class ServerPool:
 
         self._loop.run(cancel())
 
-    def run(self, jobs: Sequence[Job]) -> list[Any]:
+    def run(self, jobs: list[Job]) -> list[Any]:
         """The results of these jobs, which go before all that was submitted: the trainer waits for them."""
 
         async def run() -> list[Any]:
@@ -216,7 +216,7 @@ class ServerPool:
             job.order = URGENT
         return self._loop.run(run())
 
-    async def _submit(self, jobs: Sequence[Job]) -> Batch:
+    async def _submit(self, jobs: list[Job]) -> Batch:
         batch = Batch(jobs, time.monotonic())
         self.fleet.begin(batch.began)
         suspects = [url for url in self.fleet.to_probe(batch.began) if self.fleet.servers[url].state == State.SUSPECT]

@@ -1,7 +1,7 @@
 """`AsyncCalls`: coroutine functions, many at once on an event loop of their own.
 
-    submit ──► waiting calls ──► a task on the loop's thread ──► Call.finish
-                                   └─ over its time: cancelled; where it blocks the loop, the whole loop is replaced
+submit ──► waiting calls ──► a task on the loop's thread ──► Call.finish
+                               └─ over its time: cancelled; where it blocks the loop, the whole loop is replaced
 """
 
 from __future__ import annotations
@@ -131,10 +131,7 @@ class _Lane:
         return [call for call, begun in calls if begun], [call for call, begun in calls if not begun]
 
     def close(self) -> None:
-        self._loop.close(self._nothing)
-
-    async def _nothing(self) -> None:
-        pass
+        self._loop.close()
 
     def _fill(self) -> None:
         while len(self._running) < self._count and not self._given_up:

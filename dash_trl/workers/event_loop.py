@@ -27,15 +27,20 @@ class EventLoop:
             future.cancel()
             raise
 
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Runs a coroutine, without waiting for it."""
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def call(self, function: Callable[[], Any]) -> None:
         """Runs a function soon on the loop's thread; does not wait for it."""
         self._loop.call_soon_threadsafe(function)
 
-    def close(self, last: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """Runs one more coroutine, to close what lives in the loop, and ends the thread."""
+    def close(self, last: Callable[[], Coroutine[Any, Any, Any]] | None = None) -> None:
+        """Cancels what runs, runs one more coroutine, to close what lives in the loop, and ends the thread."""
         if self._loop.is_running():
             self.run(self._cancel_others())
-            self.run(last())
+            if last is not None:
+                self.run(last())
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _cancel_others(self) -> None:

@@ -110,7 +110,7 @@ class ThreadCalls:
             self._unfinished -= 1
 
     def _watch(self) -> None:
-        """Sleeps until the first deadline, or for the shortest timeout: no call that starts meanwhile is over before."""
+        """Sleeps until the first deadline, at most for the shortest timeout: what starts meanwhile has longer."""
         while True:
             self._running.wait()
             self._running.clear()

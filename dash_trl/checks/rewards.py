@@ -1,0 +1,30 @@
+"""Reward functions, before a weight is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dash_trl.rewards import AgentReward
+
+
+def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any) -> None:
+    """Refuse functions that ask for columns which there are not, or for groups that no rank has whole.
+
+    Args:
+        rewards: as `dash_trl.rewards.unpack` gives them.
+    """
+    evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    known = [getattr(dataset, "column_names", None) for dataset in (train_dataset, *evaluated)]
+    for one in rewards or ():
+        if not isinstance(one, AgentReward):
+            continue
+        for columns in filter(None, known):
+            if isinstance(columns, list) and not one.form.batch:
+                one.form.check_columns(columns)
+        rows = args.per_device_train_batch_size * args.steps_per_generation
+        if one.form.post_process is not None and rows % args.num_generations:
+            raise ValueError(
+                f"'{one.name}' has post_process_scores for whole groups, but a process has {rows} completions "
+                f"(per_device_train_batch_size x steps_per_generation), no multiple of num_generations="
+                f"{args.num_generations}: change one of the three."
+            )

@@ -1,0 +1,82 @@
+"""`AgentReward`: one of an agent's functions as TRL calls it, on the main thread, with the whole batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dash_trl.rewards.failures import WatchedReward, described
+from dash_trl.rewards.forms import RewardForm, Score
+from dash_trl.workers import GivenUp
+
+if TYPE_CHECKING:
+    from dash_trl.rewards.agent import RewardAgent
+
+LOGS = ("log_extra", "log_metric")  # TRL's, handed to reward functions; neither may be called from other threads
+
+
+class AgentReward(WatchedReward):
+    """Waits for the agent's outcomes of a batch and returns its column.
+
+    Args:
+        number: among the agent's functions.
+    Attributes:
+        group_size: of the batches that TRL calls it with.
+    """
+
+    def __init__(self, form: RewardForm, agent: RewardAgent, number: int):
+        super().__init__(form.function, form.name)
+        self.form, self.agent, self.number = form, agent, number
+        self.group_size: Callable[[], int] = lambda: 1
+        self._texts: set[str] = set()  # columns of the logged completions: once there, they are written always
+
+    def __call__(self, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:
+        outcomes = self.agent.outcomes(self.number, batch, self.group_size())
+        logs = dict(zip(LOGS, (log_extra, log_metric), strict=True))
+        if not self.form.batch:
+            rewards = self._observe_each(outcomes)
+            self._log(outcomes, log_extra, log_metric)
+        elif isinstance(outcomes[0], BaseException):
+            rewards = self._unscore(outcomes[0], len(outcomes))
+        else:
+            for name, arguments in outcomes[0].logged:
+                logs[name](*arguments)
+            rewards = self._observe(outcomes[0].output, len(outcomes))
+        self._end_the_run()
+        return rewards
+
+    def _observe_each(self, outcomes: Sequence[Score | BaseException]) -> list[float | None]:
+        errors = [one if isinstance(one, BaseException) else None for one in outcomes]
+        values = [math.nan if isinstance(one, BaseException) else one.value for one in outcomes]
+        self.mistake, self.failure, self.error = None, "", next(filter(None, errors), None)
+        self.raised = [error is not None for error in errors]
+        self.failed = [value is not None and not math.isfinite(value) for value in values]
+        if any(self.failed):
+            first = self.failed.index(True)
+            error = errors[first]
+            why = f"returned {values[first]}" if error is None else described(error)
+            self._warn(f"failed on {sum(self.failed)} of {len(values)} completions; on the first it {why}")
+        return [None if failed else value for value, failed in zip(values, self.failed, strict=True)]
+
+    def _log(self, outcomes: Sequence[Score | BaseException], log_extra: Any, log_metric: Any) -> None:
+        """Numbers beside the scores as metrics, texts with the logged completions."""
+        notes: list[Mapping[str, Any]] = [{} if isinstance(one, BaseException) else one.notes for one in outcomes]
+        for name, value in (note for one in notes for note in one.items()):
+            if isinstance(value, str):
+                self._texts.add(name)
+            elif log_metric is not None:
+                log_metric(f"rewards/{self.name}/{name}", value)
+        if log_extra is not None:
+            for name in sorted(self._texts):
+                log_extra(f"{self.name}/{name}", [str(one.get(name, "")) for one in notes])
+
+    def _end_the_run(self) -> None:
+        """Where it has to: on all ranks, after TRL's method (see `WatchedReward.mistake`)."""
+        if isinstance(self.error, GivenUp):
+            self.mistake = RuntimeError(
+                f"The reward function '{self.name}' hangs: {self.error}. A thread cannot be ended. Give the function a "
+                "time limit of its own, or run it in processes, which can: RewardAgent(..., backend='process')."
+            )
+        elif self.agent.on_error == "raise" and any(self.failed):
+            self.mistake = RuntimeError(f"The reward function '{self.name}' {self.failure} (on_error='raise').")

@@ -1,0 +1,81 @@
+"""`Request`: the outcomes of a batch as they come, and which of its groups are complete."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from dash_trl.workers import Call
+
+
+class Request:
+    """What several reward functions say of N completions; each outcome is kept at its own row, whenever it comes.
+
+    Args:
+        functions: F, how many. rows: N. group_size: G adjacent rows are a group; the last one may be smaller.
+        on_group: (function, group), called on any thread when a function's outcomes of a group are there. It has to
+            call `complete` for it, then or later. None: they are complete at once.
+    Attributes:
+        outcomes: [F][N], `Score` or exception; None = has not come.
+        calls: that were made for it.
+    """
+
+    def __init__(
+        self, functions: int, rows: int, group_size: int, on_group: Callable[[Request, int, int], None] | None = None
+    ):
+        self.outcomes: list[list[Any]] = [[None] * rows for _ in range(functions)]
+        self.calls: list[Call] = []
+        self.group_size = group_size
+        self._on_group = on_group or Request.complete
+        groups = range(0, rows, group_size)
+        self._rows_left = [[min(group_size, rows - start) for start in groups] for _ in range(functions)]
+        self._functions_left = [functions] * len(groups)
+        self._lock = threading.Lock()
+        self._complete: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._handed_out = 0
+
+    def rows_of(self, group: int) -> range:
+        return range(len(self.outcomes[0]))[group * self.group_size : (group + 1) * self.group_size]
+
+    def put(self, function: int, first: int, outcomes: Sequence[Any]) -> None:
+        """The outcomes of a function for rows from `first` on, each once; from any thread."""
+        left, size = self._rows_left[function], self.group_size
+        with self._lock:
+            self.outcomes[function][first : first + len(outcomes)] = outcomes
+            done = []
+            for row in range(first, first + len(outcomes)):
+                left[row // size] -= 1
+                if not left[row // size]:
+                    done.append(row // size)
+        for group in done:
+            self._on_group(self, function, group)
+
+    def complete(self, function: int, group: int) -> None:
+        """A function has nothing more to say of a group."""
+        with self._lock:
+            self._functions_left[group] -= 1
+            last = not self._functions_left[group]
+        if last:
+            self._complete.put(group)
+
+    def groups(self) -> Iterator[int]:
+        """Numbers of groups, each once, as soon as all functions have said what they say of it; waits for the next."""
+        while self._handed_out < len(self._functions_left):
+            group = self._complete.get()
+            self._handed_out += 1
+            yield group
+
+    def wait(self) -> None:
+        """Until all groups are complete; where that is interrupted, nothing more is started."""
+        try:
+            for _ in self.groups():
+                pass
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        for call in self.calls:
+            call.cancelled = True

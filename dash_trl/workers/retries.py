@@ -1,0 +1,68 @@
+"""`RetriedCalls`: calls that are made again after errors that pass, on a backend of any kind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from dash_trl.workers.calls import Backend, Call, GivenUp
+from dash_trl.workers.event_loop import EventLoop
+
+LONGEST_PAUSE = 30.0  # seconds; the first pauses are shorter: random, up to 1, 2, 4, ...
+
+
+class RetriedCalls:
+    """A `Backend` over another. Between two attempts a call takes no room there from others.
+
+    Args:
+        transient: exceptions after which a call is made again. retries: how often at most.
+    """
+
+    def __init__(self, backend: Backend, transient: tuple[type[BaseException], ...], retries: int):
+        self._backend, self._loop = backend, EventLoop()
+        self._retrying = AsyncRetrying(
+            stop=stop_after_attempt(1 + retries),
+            wait=wait_random_exponential(max=LONGEST_PAUSE),
+            retry=retry_if_exception_type(transient),
+            reraise=True,
+        )
+
+    def submit(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            self._loop.start(self._finish(call))
+
+    def close(self) -> None:
+        self._backend.close()
+        self._loop.close()
+
+    async def _finish(self, call: Call) -> None:
+        error: BaseException = GivenUp("the agent was closed")
+        value = None
+        try:
+            async for attempt in self._retrying.copy():
+                with attempt:
+                    if call.cancelled:
+                        return
+                    value = await self._attempt(call)
+            call.finish(value)
+        except Exception as raised:
+            error = raised
+        finally:
+            call.finish(error=error)  # counts where there is no value
+
+    async def _attempt(self, call: Call) -> Any:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Call] = loop.create_future()
+
+        def done(one: Call) -> None:
+            loop.call_soon_threadsafe(partial(future.set_result, one))
+
+        self._backend.submit([Call(call.function, call.arguments, timeout=call.timeout, done=done)])
+        outcome = await future
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
