@@ -561,6 +561,8 @@ class DASHTrainer(GRPOTrainer):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self.ranks.agree(self._failures.raise_mistakes)
         rewards = self._failures.unscore(rewards, self.accelerator.gather, counts=self.model.training)
+        if self.model.training:
+            self.recorder.log({f"rewards/{name}/failed": share for name, share in self._failures.failed.items()})
         self._rewarded = rewards, completions
         return rewards
 

@@ -100,9 +100,14 @@ class RewardAgent:
         for backend in self._backends.values():
             backend.close()
         self._backends.clear()
-        for one in self._own:
-            if one.form.close is not None:
-                one.form.close()
+        for close in dict.fromkeys(one.form.close for one in self._own if one.form.close is not None):
+            close()
+
+    def __enter__(self) -> RewardAgent:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     # ------------------------------------------------------------------------------------------------ a batch
 

@@ -49,7 +49,9 @@ class AgentReward(WatchedReward):
     def _observe_each(self, outcomes: Sequence[Score | BaseException]) -> list[float | None]:
         errors = [one if isinstance(one, BaseException) else None for one in outcomes]
         values = [math.nan if isinstance(one, BaseException) else one.value for one in outcomes]
-        self.mistake, self.failure, self.error = None, "", next(filter(None, errors), None)
+        self.mistake, self.failure = None, ""
+        # One that was not even called tells most.
+        self.error = next(filter(None, sorted(errors, key=lambda error: not isinstance(error, GivenUp))), None)
         self.raised = [error is not None for error in errors]
         self.failed = [value is not None and not math.isfinite(value) for value in values]
         if any(self.failed):

@@ -154,10 +154,13 @@ class FailureWatch:
 
     Args:
         funcs: as in `failed_rows`. names: TRL's, of each.
+    Attributes:
+        failed: name → share of the last batch's completions that it failed on; of functions that ever failed.
     """
 
     def __init__(self, funcs: Sequence[Any], names: Sequence[str]):
         self._funcs, self._names = list(funcs), list(names)
+        self.failed: dict[str, float] = {}
         self._first = True
         self._in_a_row = [0] * len(self._funcs)  # batches in which a function failed wherever it applied
 
@@ -176,6 +179,8 @@ class FailureWatch:
         """
         failed, raised = failed_rows(self._funcs, rewards, gather)
         if counts:
+            shares = dict(zip(self._names, failed.float().mean(dim=0).tolist(), strict=True))
+            self.failed = {name: share for name, share in shares.items() if share or name in self.failed}
             self._judge(rewards, failed, raised)
         rewards[failed.any(dim=1)] = torch.nan
         return rewards

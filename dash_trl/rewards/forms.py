@@ -199,9 +199,6 @@ def form_of(function: Any) -> RewardForm:
     if whole and single or stateful and whole or not (whole or single or rest or "completion_ids" in named):
         raise ValueError(f"{shown} has none of the forms. {FORMS}")
     batch = not single and not stateful
-    wanted = {"solution_str"} if "solution_str" in named else {"completion"}
-    if stateful and not single and not rest:
-        raise ValueError(f"{shown} does not look at the completion: it lacks a parameter {wanted.pop()}. {FORMS}")
     return RewardForm(
         name=name,
         function=function,

@@ -1,0 +1,226 @@
+"""The forms of reward functions, and what they may return."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy
+import pytest
+import torch
+
+from dash_trl.rewards import RewardAgent, Score, form_of, read_score
+from dash_trl.rewards.agent import unpack
+
+ROW = {"prompt": "1 + 2 = ", "completion": [{"role": "assistant", "content": "3"}], "completion_ids": [7], "answer": 3}
+
+
+class Judge:
+    def compute_score(self, completion, answer):
+        return len(completion) + answer
+
+
+class Everything:
+    def compute_score(self, **row):
+        return row
+
+
+class Verl:
+    def compute_score(self, data_source, solution_str, ground_truth, extra_info=None):
+        return data_source, solution_str, ground_truth, extra_info
+
+
+class NeedsAnArgument:
+    def __init__(self, url):
+        self.url = url
+
+    def compute_score(self, completion):
+        return 1.0
+
+
+class NoMethod:
+    def score(self, completion):
+        return 1.0
+
+
+class OnlyPostProcess:
+    def post_process_scores(self, scores):
+        return scores
+
+
+class Named:
+    __name__ = "unit_tests"
+
+    async def __call__(self, completion):
+        return 1.0
+
+
+async def coroutine(completion):
+    return 1.0
+
+
+BATCH = [
+    lambda completions, **kwargs: [],
+    lambda prompts, completions, answer: [],
+    lambda completion_ids, **kwargs: [],  # TRL's own documentation has this one
+    lambda **kwargs: [],
+    functools.partial(lambda completions, scale, **kwargs: [], scale=2),
+]
+
+
+@pytest.mark.parametrize("function", BATCH)
+def test_trls_form(function):
+    assert form_of(function).batch
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (lambda completion: 0, {"completion": ROW["completion"]}),
+        (lambda answer, completion, completion_ids: 0, {k: ROW[k] for k in ("answer", "completion", "completion_ids")}),
+        (lambda completion, level=1: 0, {"completion": ROW["completion"]}),
+        (lambda completion, **columns: 0, ROW),
+        (Judge, {"completion": ROW["completion"], "answer": 3}),
+        (Judge(), {"completion": ROW["completion"], "answer": 3}),
+        (Everything, ROW),
+        (
+            Verl,
+            {
+                "data_source": None,
+                "solution_str": "3",
+                "ground_truth": 3,
+                "extra_info": {"prompt": "1 + 2 = ", "answer": 3},
+            },
+        ),
+        (lambda solution_str, ground_truth: 0, {"solution_str": "3", "ground_truth": 3}),
+    ],
+)
+def test_what_a_per_sample_function_is_called_with(function, arguments):
+    form = form_of(function)
+    assert not form.batch and form.arguments(ROW) == arguments
+    form.check_columns(["prompt", "answer"])
+
+
+def test_columns_of_verl_win_over_what_stands_for_them():
+    row = {**ROW, "data_source": "gsm8k", "ground_truth": "4"}
+    arguments = form_of(Verl).arguments(row)
+    assert (arguments["data_source"], arguments["ground_truth"]) == ("gsm8k", "4")
+
+
+@pytest.mark.parametrize(("function", "name"), [(Judge, "Judge"), (Named(), "unit_tests"), (coroutine, "coroutine")])
+def test_names(function, name):
+    assert form_of(function).name == name
+
+
+@pytest.mark.parametrize("function", [coroutine, Named(), functools.partial(coroutine)])
+def test_coroutine_functions_are_known(function):
+    assert form_of(function).asynchronous
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda text, answer: 0, "none of the forms. A reward function is one of"),
+        (lambda completion, completions: 0, "none of the forms"),
+        (lambda: 0, "none of the forms"),
+        (lambda completion, /, answer: 0, "takes 'completion' by position only"),
+        (print, "none of the forms|cannot be read"),
+        (3, "3 is no reward function"),
+        (NoMethod, "The class NoMethod has no method compute_score"),
+        (NoMethod(), "is no reward function"),
+        (NeedsAnArgument, r"NeedsAnArgument cannot be made without arguments .*pass an object"),
+        (OnlyPostProcess(), "OnlyPostProcess has post_process_scores, but no method compute_score"),
+        (type("Blind", (), {"compute_score": lambda self, answer: 0}), r"Blind\(answer\) has none of the forms"),
+    ],
+)
+def test_what_has_no_form(function, message):
+    with pytest.raises(ValueError, match=message):
+        form_of(function)
+
+
+def test_a_column_that_is_not_there():
+    form = form_of(lambda completion, anwser: 0)
+    with pytest.raises(ValueError, match=r"asks for 'anwser', but the data set has the columns \['answer', 'prompt'\]"):
+        form.check_columns(["prompt", "answer"])
+    with pytest.raises(ValueError, match="asks for 'anwser'"):
+        form.arguments(ROW)
+    with pytest.raises(ValueError, match=r"asks for 'answer' \(its ground_truth\)"):
+        form_of(Verl).check_columns(["prompt", "solution"])
+
+
+@pytest.mark.parametrize(
+    ("returned", "score"),
+    [
+        (1, Score(1.0)),
+        (True, Score(1.0)),
+        (None, Score(None)),
+        (numpy.float32(0.5), Score(0.5)),
+        (torch.tensor(0.5), Score(0.5)),
+        (math.inf, Score(math.inf)),
+        ((0.5, {"length": 3}), Score(0.5, {"length": 3.0})),
+        ((None, {"text": "so"}), Score(None, {"text": "so"})),
+        ((1.0, "Is it right?", "Yes."), Score(1.0, {"prompt": "Is it right?", "explanation": "Yes."})),
+        ((1, "a", None, {"n": 2}), Score(1.0, {"prompt": "a", "explanation": "None", "n": 2.0})),
+        ({"score": 0.25, "accuracy": True, "found": "4"}, Score(0.25, {"accuracy": 1.0, "found": "4"})),
+    ],
+)
+def test_what_a_function_may_return(returned, score):
+    assert read_score(returned) == score
+
+
+@pytest.mark.parametrize(
+    "returned",
+    ["1.0", b"1", [1.0], (), (1.0, "a"), (1.0, 2.0), {}, {"value": 1}, torch.ones(2), (1.0, {"a": [1]}), object()],
+)
+def test_what_it_may_not_return(returned):
+    with pytest.raises(ValueError, match=r"returned"):
+        read_score(returned)
+
+
+def test_trl_gets_a_flat_list():
+    batch, model = BATCH[0], torch.nn.Linear(2, 2)
+    agent = RewardAgent([Judge, model])
+    flat = unpack([batch, agent, "owner/model", coroutine, Judge])
+    assert flat[0] is batch and flat[1:3] == agent.rewards and flat[2] is model and flat[3] == "owner/model"
+    assert [one.__name__ for one in flat[4:]] == ["coroutine", "Judge"]
+    assert unpack(None) is None and unpack(batch) == [batch]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backend": "threads"}, r"backend='threads' does not exist: choose one of \('thread', 'asyncio'"),
+        ({"on_error": "ignore"}, "on_error='ignore' does not exist"),
+        ({"timeout": 0}, "timeout=0 would end every call"),
+        ({"timeout": math.nan}, "timeout=nan would end every call"),
+        ({"max_concurrency": 0}, "max_concurrency=0 lets no call start"),
+        ({"rate_limit": -1}, "rate_limit=-1 lets no call start"),
+        ({"retries": -1}, "retries=-1 is negative"),
+        ({"transient": (404,)}, "transient names 404, which is no class of exceptions"),
+        ({"backend": "process", "rate_limit": 5}, "rate_limit=5 is not kept by backend='process'"),
+        ({"backend": "asyncio"}, "'Judge' is no coroutine function, as needed for backend='asyncio'"),
+    ],
+)
+def test_settings_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RewardAgent([Judge], **settings)
+
+
+@pytest.mark.parametrize(
+    ("functions", "backend", "message"),
+    [
+        ([], None, "has no reward function"),
+        ([coroutine], "thread", "'coroutine' is a coroutine function: it needs backend='asyncio'"),
+        ([BATCH[0]], "process", "has TRL's form and gets the whole batch. Write it per sample"),
+        ([lambda text: 0], None, "none of the forms"),
+    ],
+)
+def test_functions_that_cannot_be(functions, backend, message):
+    with pytest.raises(ValueError, match=message):
+        RewardAgent(functions, backend=backend)
+
+
+def test_ray_that_is_missing(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"Ray is not installed: pip install 'dash_trl\[ray\]'"):
+        RewardAgent([Judge], backend="ray")
