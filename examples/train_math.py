@@ -37,27 +37,76 @@ from dash_trl.checks import check_model
 from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
 from dash_trl.evaluation import accuracy
 from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback, plot_run
+from dash_trl.rewards import DEFAULT_NAME, load_reward
 
 
 @dataclass
 class MathArguments(ScriptArguments):
-    """TRL's dataset arguments, and the prompt."""
+    """TRL's dataset arguments, the prompt, and a reward of one's own."""
 
     prompt_template: str | None = field(
         default=None,
         metadata={"help": "A name in dash_trl.data.PROMPT_TEMPLATES, or a text with {problem}. Default: 'boxed'."},
     )
+    reward_path: str | None = field(
+        default=None, metadata={"help": "A Python file with a reward function, in place of the accuracy of the answer."}
+    )
+    reward_name: str = field(
+        default=DEFAULT_NAME, metadata={"help": "What it is called there: a function, a class, or a RewardAgent."}
+    )
 
 
-def main(argv: list[str], own_arguments: tuple[Any, ...] = (), make_callbacks: Any = None) -> None:
+class Mathematics:
+    """What is trained on. Another script may have another task (`train_code.py`), with what is other than here."""
+
+    Arguments = MathArguments  # of the task; each field is a flag
+
+    def __init__(self, script: MathArguments):
+        self.script = script
+        self.own_reward = None if script.reward_path is None else load_reward(script.reward_path, script.reward_name)
+
+    @staticmethod
+    def embedded_defaults() -> dict[str, Any]:
+        """Settings of the run without a model and a dataset."""
+        return embedded_defaults()
+
+    def embedded_model(self, progress: bool) -> str:
+        """The directory of a small model that was warmed up for the embedded problems."""
+        return embedded_model(progress=progress)
+
+    def embedded_problems(self, split: str, seed: int = 0) -> Any:
+        return arithmetic_dataset(split, seed=seed)
+
+    def load(self, split: str, chat: bool) -> Any:
+        return load_math_dataset(
+            self.script.dataset_name,
+            config=self.script.dataset_config,
+            split=split,
+            prompt_template=self.script.prompt_template,
+            chat=chat,
+        )
+
+    def reward(self) -> Any:
+        return self.own_reward or (arithmetic_reward if self.script.dataset_name is None else MathAccuracyReward())
+
+    def is_right(self, completions: list[Any], **columns: Any) -> list[float]:
+        """By which the embedded model is measured, on problems that it was not trained on."""
+        return arithmetic_reward(completions, **columns)
+
+
+def main(
+    argv: list[str], own_arguments: tuple[Any, ...] = (), make_callbacks: Any = None, make_task: Any = Mathematics
+) -> None:
     """Train; another script may add dataclasses of flags, and callbacks made of them (`train_math_process.py`)."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("dash_trl").setLevel(logging.INFO)
-    script, args, model_args, *own = parse(argv, (MathArguments, DASHConfig, ModelConfig, *own_arguments))
+    types = (make_task.Arguments, DASHConfig, ModelConfig, *own_arguments)
+    script, args, model_args, *own = parse(argv, types, make_task.embedded_defaults())
     check_effects(script, args, model_args)
+    task = make_task(script)
     if model_args.model_name_or_path is None:
         with args.main_process_first(local=False, desc="warm-up of the embedded model"):
-            model_args.model_name_or_path = embedded_model(progress=args.should_save)
+            model_args.model_name_or_path = task.embedded_model(progress=args.should_save)
     with_model_arguments(args, model_args)
     check_model(model_args.model_name_or_path, args)  # before the tokenizer, whose own error says less
     tokenizer = AutoTokenizer.from_pretrained(
@@ -66,12 +115,12 @@ def main(argv: list[str], own_arguments: tuple[Any, ...] = (), make_callbacks: A
         trust_remote_code=args.trust_remote_code,
         padding_side="left",
     )
-    train_dataset, eval_dataset, reward = load_task(script, args, tokenizer)
+    train_dataset, eval_dataset = load_problems(task, args, tokenizer)
 
     metrics = Path(args.output_dir) / "metrics.jsonl"
     trainer = DASHTrainer(
         model=model_args.model_name_or_path,
-        reward_funcs=reward,
+        reward_funcs=task.reward(),
         args=args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
@@ -85,9 +134,9 @@ def main(argv: list[str], own_arguments: tuple[Any, ...] = (), make_callbacks: A
         trainer.add_callback(RewardProgressCallback)
 
     measured = script.dataset_name is None and args.should_save and not sharded(trainer)
-    before = measure(trainer, tokenizer) if measured else {}
+    before = measure(trainer, tokenizer, task) if measured else {}
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    after = measure(trainer, tokenizer) if measured else {}
+    after = measure(trainer, tokenizer, task) if measured else {}
     trainer.save_model(args.output_dir)
     if args.should_save:
         for name, value in before.items():
@@ -100,8 +149,8 @@ def main(argv: list[str], own_arguments: tuple[Any, ...] = (), make_callbacks: A
     trainer.accelerator.end_training()  # ends the process group: without it gloo may abort at exit
 
 
-def parse(argv: Sequence[str], types: Sequence[Any]) -> tuple[Any, ...]:
-    """One instance of each dataclass. Without a model, the settings of the embedded one are the defaults."""
+def parse(argv: Sequence[str], types: Sequence[Any], without_model: dict[str, Any]) -> tuple[Any, ...]:
+    """One instance of each dataclass. Without a model, other settings are the defaults."""
     # TRL knows `--config FILE` only: it would take the next flag for the file, and does not see `--config=FILE`.
     config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config.add_argument("--config", action="append", nargs="?", const="")
@@ -115,7 +164,7 @@ def parse(argv: Sequence[str], types: Sequence[Any]) -> tuple[Any, ...]:
     given, _ = parser.parse_known_args(flags)  # by argparse, which takes --model-name-or-path and abbreviations, too
     embedded = given.model_name_or_path is None and settings.get("model_name_or_path") is None
     # Every step on the bar, in the metrics file and in the plot; TRL's default is every tenth.
-    parser.set_defaults_with_config(**({"logging_steps": 1} | (embedded_defaults() if embedded else {})))
+    parser.set_defaults_with_config(**({"logging_steps": 1} | (without_model if embedded else {})))
     return parser.parse_args_and_config(flags if file is None else ["--config", file, *flags])
 
 
@@ -154,6 +203,11 @@ def check_effects(script: MathArguments, args: DASHConfig, model_args: ModelConf
     for name, reason in WITHOUT_EFFECT.items():
         if name in changed:
             raise ValueError(f"{name}={changed[name]} has no effect: {reason}. Remove it.")
+    if script.reward_path is None and "reward_name" in changed:
+        raise ValueError(
+            f"reward_name={script.reward_name!r} has no effect without --reward_path, the file that has it."
+        )
+    changed = {name: value for name, value in changed.items() if not name.startswith("reward_")}
     model, dataset = model_args.model_name_or_path, script.dataset_name
     if model is not None and dataset is None:
         raise ValueError(
@@ -187,28 +241,20 @@ def evaluates(args: DASHConfig) -> bool:
     return args.eval_strategy != "no" or args.eval_on_start
 
 
-def load_task(script: MathArguments, args: DASHConfig, tokenizer: Any) -> tuple[Any, Any, Any]:
-    """(training problems, evaluation problems or None, reward function)."""
+def load_problems(task: Mathematics, args: DASHConfig, tokenizer: Any) -> tuple[Any, Any]:
+    """For training; for the evaluation, or None."""
+    script = task.script
     if script.dataset_name is None:
-        evaluation = arithmetic_dataset("test") if evaluates(args) else None
-        return arithmetic_dataset("train", seed=args.seed), evaluation, arithmetic_reward
-
-    def load(split: str) -> Any:
-        return load_math_dataset(
-            script.dataset_name,
-            config=script.dataset_config,
-            split=split,
-            prompt_template=script.prompt_template,
-            chat=tokenizer.chat_template is not None,
-        )
-
+        evaluation = task.embedded_problems("test") if evaluates(args) else None
+        return task.embedded_problems("train", seed=args.seed), evaluation
+    chat = tokenizer.chat_template is not None
     with args.main_process_first(local=False, desc="loading the dataset"):
-        train = load(script.dataset_train_split)
+        train = task.load(script.dataset_train_split, chat)
         try:
-            evaluation = load(script.dataset_test_split) if evaluates(args) else None
+            evaluation = task.load(script.dataset_test_split, chat) if evaluates(args) else None
         except ValueError as error:
             raise ValueError(f"--dataset_test_split, for the evaluation: {error}") from error
-    return train, evaluation, MathAccuracyReward()
+    return train, evaluation
 
 
 def with_model_arguments(args: DASHConfig, model_args: ModelConfig) -> None:
@@ -226,7 +272,7 @@ def sharded(trainer: DASHTrainer) -> bool:
     return trainer.is_fsdp_enabled or (trainer.is_deepspeed_enabled and trainer.accelerator.num_processes > 1)
 
 
-def measure(trainer: DASHTrainer, tokenizer: Any) -> dict[str, float]:
+def measure(trainer: DASHTrainer, tokenizer: Any, task: Mathematics) -> dict[str, float]:
     """Accuracy on the held-out problems: two samples each at temperature 1, and the greedy answer."""
     model: AutoModelForCausalLM = trainer.accelerator.unwrap_model(trainer.model)
     length = trainer.args.max_completion_length
@@ -234,8 +280,8 @@ def measure(trainer: DASHTrainer, tokenizer: Any) -> dict[str, float]:
         name: accuracy(
             model,
             tokenizer,
-            arithmetic_dataset("test"),
-            arithmetic_reward,
+            task.embedded_problems("test"),
+            task.is_right,
             num_samples=samples,
             temperature=temperature,
             max_new_tokens=length,

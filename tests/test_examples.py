@@ -14,6 +14,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from dash_trl.embedded.warm_up import embedded_model
+from dash_trl.rewards import load_reward
 
 ROOT = Path(__file__).parents[1]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -155,6 +156,8 @@ FILES = {
         (["--dataset_config", "main"], "dataset_config='main' has no effect without"),
         (["--prompt_template", "plain"], "prompt_template='plain' has no effect without"),
         (["--model_revision", "v2"], "model_revision='v2' has no effect without"),
+        (["--reward_name", "judge"], "reward_name='judge' has no effect without --reward_path"),
+        (["--reward_path", "nowhere.py"], "reward_path='nowhere.py' is no Python file"),
         (["--dataset_streaming"], "dataset_streaming=True has no effect: all problems are read"),
         ([*MODEL, *DATA, "--dataset_streaming"], "dataset_streaming=True has no effect: all problems are read"),
         ([*MODEL, *DATA, "--ignore_bias_buffers"], "ignore_bias_buffers=True has no effect"),
@@ -191,7 +194,7 @@ def test_the_paper_s_runs_are_no_mistakes(train_math):
     types = (train_math.MathArguments, train_math.DASHConfig, train_math.ModelConfig)
     one_process = ["--use_cpu", "--bf16=False", "--per_device_train_batch_size=8"]  # where the paper has four
     for file in sorted((ROOT / "examples" / "configs").glob("*.yaml")):
-        script, args, model = train_math.parse([f"--config={file}", *one_process], types)
+        script, args, model = train_math.parse([f"--config={file}", *one_process], types, {})
         train_math.check_effects(script, args, model)
         assert (model.model_name_or_path, args.logging_steps) == (
             yaml.safe_load(file.read_text())["model_name_or_path"],
@@ -205,9 +208,55 @@ def test_the_paper_s_runs_are_no_mistakes(train_math):
 )
 def test_what_asks_for_an_evaluation_gets_its_data(train_math, arguments, rows):
     types = (train_math.MathArguments, train_math.DASHConfig, train_math.ModelConfig)
-    script, args, _ = train_math.parse([*arguments, *flags(SMALL)], types)
-    evaluation = train_math.load_task(script, args, None)[1]
+    script, args, _ = train_math.parse([*arguments, *flags(SMALL)], types, {})
+    evaluation = train_math.load_problems(train_math.Mathematics(script), args, None)[1]
     assert (evaluation and len(evaluation)) == rows
+
+
+OWN_REWARDS = """
+from helper import WORTH
+
+def compute_score(data_source, solution_str, ground_truth):
+    return WORTH * (ground_truth in solution_str)
+
+class Length:
+    def compute_score(self, completion):
+        return len(completion[-1]["content"]), {"digits": 1.0}
+"""
+
+
+@pytest.fixture
+def own_rewards(tmp_path):
+    (tmp_path / "helper.py").write_text("WORTH = 3")
+    (tmp_path / "own.py").write_text(OWN_REWARDS)
+    return tmp_path / "own.py"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reward", "values"),
+    [([], "compute_score", {0.0, 3.0}), (["--reward_name", "Length"], "Length", None)],
+)
+def test_a_reward_of_one_s_own(own_rewards, tmp_path, arguments, reward, values):
+    launch(*flags({**SMALL, "reward_path": own_rewards, "output_dir": tmp_path}), *arguments)
+    first = steps(tmp_path)[0]
+    assert f"rewards/{reward}/mean" in first
+    assert values is None or 0 < first[f"rewards/{reward}/mean"] < 3
+    assert values is not None or first["rewards/Length/digits"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        (OWN_REWARDS, "compute_scores", r"defines no 'compute_scores'; it has \['compute_score'\]"),
+        (OWN_REWARDS, "x", r"it has \['compute_score', 'Length'\]"),
+        ("import nothing_like_it", "x", "fails when it is run: ModuleNotFoundError"),
+        ("def x(:", "x", "fails when it is run: SyntaxError"),
+    ],
+)
+def test_files_without_the_reward(own_rewards, text, name, message):
+    own_rewards.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_reward(own_rewards, name)
 
 
 def test_accelerate_launch_shows_the_mistake(tmp_path):

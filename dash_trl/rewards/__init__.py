@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dash_trl.rewards.answers import last_boxed, last_hashes
     from dash_trl.rewards.failures import FailureWatch, WatchedReward, failed_rows, raise_mistakes, watch
     from dash_trl.rewards.forms import RewardForm, Score, form_of, read_score
+    from dash_trl.rewards.load import DEFAULT_NAME, load_reward
     from dash_trl.rewards.math import MathAccuracyReward, completion_text
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -23,8 +23,7 @@ from torch import nn
 
 from dash_trl.rewards.agent_reward import LOGS, AgentReward
 from dash_trl.rewards.forms import RewardForm, Score, form_of, read_score
-from dash_trl.rewards.request import Request
-from dash_trl.workers import AsyncCalls, Backend, Call, Pace, RetriedCalls, ThreadCalls, default_workers
+from dash_trl.workers import AsyncCalls, Backend, Call, Pace, Request, RetriedCalls, ThreadCalls, default_workers
 
 BACKENDS = ("thread", "asyncio", "process", "ray")
 ON_ERROR = ("unscore", "raise")

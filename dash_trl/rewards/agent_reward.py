@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dash_trl.rewards.failures import WatchedReward, described
 from dash_trl.rewards.forms import RewardForm, Score
 from dash_trl.workers import GivenUp
-
-if TYPE_CHECKING:
-    from dash_trl.rewards.agent import RewardAgent
 
 LOGS = ("log_extra", "log_metric")  # TRL's, handed to reward functions; neither may be called from other threads
 
@@ -20,12 +17,12 @@ class AgentReward(WatchedReward):
     """Waits for the agent's outcomes of a batch and returns its column.
 
     Args:
-        number: among the agent's functions.
+        agent: the `RewardAgent`. number: of the function, among the agent's.
     Attributes:
         group_size: of the batches that TRL calls it with.
     """
 
-    def __init__(self, form: RewardForm, agent: RewardAgent, number: int):
+    def __init__(self, form: RewardForm, agent: Any, number: int):
         super().__init__(form.function, form.name)
         self.form, self.agent, self.number = form, agent, number
         self.group_size: Callable[[], int] = lambda: 1

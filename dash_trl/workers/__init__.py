@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dash_trl.workers.pace import Pace
     from dash_trl.workers.processes import OutOfWork, Task, WorkerDied, default_workers, run_within, shared_workers
     from dash_trl.workers.programs import Command
+    from dash_trl.workers.request import Request
     from dash_trl.workers.retries import RetriedCalls
     from dash_trl.workers.threads import ThreadCalls
 

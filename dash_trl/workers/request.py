@@ -1,4 +1,4 @@
-"""`Request`: the outcomes of a batch as they come, and which of its groups are complete."""
+"""`Request`: the outcomes of a batch of calls as they come, and which of its groups are complete."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dash_trl.workers import Call
+from dash_trl.workers.calls import Call
 
 
 class Request:
-    """What several reward functions say of N completions; each outcome is kept at its own row, whenever it comes.
+    """What F functions say of N rows; each outcome is kept at its own place, whenever it comes.
 
     Args:
-        functions: F, how many. rows: N. group_size: G adjacent rows are a group; the last one may be smaller.
+        functions: F. rows: N. group_size: G adjacent rows are a group; the last one may be smaller.
         on_group: (function, group), called on any thread when a function's outcomes of a group are there. It has to
             call `complete` for it, then or later. None: they are complete at once.
     Attributes:
-        outcomes: [F][N], `Score` or exception; None = has not come.
+        outcomes: [F][N]; None = has not come.
         calls: that were made for it.
     """
 
