@@ -217,7 +217,7 @@ OWN_REWARDS = """
 from helper import WORTH
 
 def compute_score(data_source, solution_str, ground_truth):
-    return WORTH * (ground_truth in solution_str)
+    return WORTH * (len(solution_str + ground_truth) % 2)
 
 class Length:
     def compute_score(self, completion):

@@ -24,9 +24,7 @@ def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
     file = Path(path).expanduser()
     spec = importlib.util.spec_from_file_location(f"reward_file_{file.stem}", file)
     if not file.is_file() or spec is None or spec.loader is None:
-        raise ValueError(
-            f"reward_path={str(path)!r} is no Python file (looked for {file.absolute()}): correct the path."
-        )
+        raise ValueError(f"reward_path={str(path)!r} is no Python file, looked for at {file.absolute()}.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(file.parent.absolute()))  # as for a script: it may import its neighbours
