@@ -20,7 +20,7 @@ class Call:
         cancelled: nobody waits for it; a backend does not start it any more, and need not finish it. Set from outside.
     """
 
-    __slots__ = ("_done", "_finished", "arguments", "cancelled", "error", "function", "timeout", "value")
+    __slots__ = ("_done", "arguments", "cancelled", "error", "function", "timeout", "value")
     _lock = threading.Lock()
 
     def __init__(
@@ -35,16 +35,15 @@ class Call:
         self.value: Any = None
         self.error: BaseException | None = None
         self.cancelled = False
-        self._done, self._finished = done, False
+        self._done: Callable[[Call], None] | None = done
 
     def finish(self, value: Any = None, error: BaseException | None = None) -> None:
         """Its outcome. The first one counts: a thread that was given up may still bring a second one."""
         with self._lock:
-            if self._finished:
-                return
-            self._finished = True
-        self.value, self.error = value, error
-        self._done(self)
+            done, self._done = self._done, None  # once; and whoever waits does not live on in a circle of references
+        if done is not None:
+            self.value, self.error = value, error
+            done(self)
 
 
 class GivenUp(RuntimeError):
