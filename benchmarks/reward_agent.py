@@ -2,7 +2,7 @@
 
     python benchmarks/reward_agent.py --json reward_agent.json          # ~1 minute on 2 cores
 
-`per_second`: 100,000 scores in one batch, groups of 8. `latency_ms`: of one score, the median of 100, with warm workers.
+`per_second`: 100,000 scores in one batch, groups of 8. `latency_ms`: the median of 100 single ones, workers warm.
 `memory_mb`: by which the process has grown from the first batch to the fifth, its peak resident set; it counts what a
 batch itself holds only where the first was smaller. `waiting`: 2,000 scores that each wait for 0.1 s, at 256 at a time:
 seconds over 0.1 s × 2,000 / 256, which is the least.

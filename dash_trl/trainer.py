@@ -155,10 +155,10 @@ class DASHTrainer(GRPOTrainer):
             )
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
         self.reward_funcs = [watch(func, name) for func, name in functions]
-        for func in self.reward_funcs:
-            if isinstance(func, AgentReward):
-                func.agent.divide(self.ranks.count)
-                func.group_size = self._group_size
+        by_agents = [func for func in self.reward_funcs if isinstance(func, AgentReward)]
+        for func in by_agents:
+            func.agent.join(self.ranks.count, list(dict.fromkeys(one.agent for one in by_agents)))
+            func.group_size = self._group_size
         if self.rollout_func is not None:
             rollout_func = self.rollout_func
             self.rollout_func = lambda prompts, trainer: self.ranks.agree(

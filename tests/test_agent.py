@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import os
 import random
+import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -14,6 +20,7 @@ from datasets import Dataset
 from dash_trl import DASHConfig, DASHTrainer, RewardAgent
 from dash_trl.checks import check_rewards
 from dash_trl.rewards import Score, unpack
+from tests.agent_run import TIMEOUT, picked, value
 from tests.tiny import run
 
 NAN = math.nan
@@ -212,7 +219,7 @@ def test_never_more_calls_than_allowed_over_all_ranks(asynchronous):
         return 1.0
 
     with RewardAgent(awaits if asynchronous else waits, max_concurrency=12) as agent:
-        agent.divide(3)
+        agent.join(3, [agent])
         scores(agent, 64)
     assert max(most) == 4
 
@@ -221,7 +228,7 @@ def test_starts_keep_their_distance():
     """20 starts at 100 per second over 2 ranks, 50 for this one: 0.38 s at the least; the clock may only add to it."""
     starts = []
     with RewardAgent(lambda completion: starts.append(time.monotonic()), rate_limit=100) as agent:
-        agent.divide(2)
+        agent.join(2, [agent])
         scores(agent, 20)
     assert sorted(starts)[-1] - min(starts) >= 0.36
 
@@ -458,3 +465,55 @@ def test_post_process_scores_needs_whole_groups():
     args.num_generations = 4
     with pytest.raises(ValueError, match=r"whole groups, but a process has 6 completions .* no multiple of num_gen"):
         check_rewards(unpack(Centred()), args, None, None)
+
+
+# ------------------------------------------------------------------------------------------ faults, on 1 and 2 ranks
+
+ROOT = Path(__file__).parents[1]
+BACKENDS = ("thread", "asyncio")
+REASONS = {
+    "raise": "raised ConnectionError: away",
+    "die": "raised WorkerDied",
+    "NaN": "returned nan",
+    "inf": "returned -inf",
+    "wrong type": "returned (1.0, 2.0)",
+    "hang": f"raised TimeoutError: took more than {TIMEOUT:g} s",
+}
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def befallen(request, tiny_model, tmp_path_factory):
+    """What each function said on each rank of one run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CI": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    launch = ["torch.distributed.run", f"--nproc_per_node={request.param}", "--master_addr=127.0.0.1"]
+    script = [str(ROOT / "tests" / "agent_run.py"), str(tmp_path_factory.mktemp("agent")), tiny_model, *BACKENDS]
+    command = [sys.executable, "-m", *launch, f"--master_port={port}", *script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    lines = [line.removeprefix("SEEN ") for line in done.stdout.splitlines() if line.startswith("SEEN ")]
+    assert done.returncode == 0 and len(lines) == request.param, done.stdout[-2000:] + done.stderr[-4000:]
+    return [json.loads(line)[2] for line in lines]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("fault", [*REASONS, "None", "slow"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_row_has_its_score_or_a_reason(befallen, backend, fault):
+    if fault == "die" and backend in ("thread", "asyncio"):
+        return  # that is the trainer's own process
+    befell = 0
+    for rank in befallen:
+        ids, returned, failed, raised, failure = rank[f"{backend} {fault}"]
+        faulty = [row == 0 if fault == "hang" else picked(one) for row, one in enumerate(ids)]
+        befell += sum(faulty)
+        right = [value(one) for one in ids]
+        if fault == "slow":
+            assert returned == right and not any(failed)
+            continue
+        assert returned == [None if bad else one for bad, one in zip(faulty, right, strict=True)]
+        assert failed == [bad and fault != "None" for bad in faulty]
+        assert raised == [bad and fault not in ("None", "NaN", "inf") for bad in faulty]
+        assert REASONS.get(fault, "") in failure and bool(failure) == any(failed)
+    assert befell, "the fault befell no row"

@@ -22,7 +22,7 @@ from trl import GRPOTrainer
 
 from dash_trl.process_rewards.arguments import is_whole
 from dash_trl.process_rewards.values import ValueRequest, server_pool
-from dash_trl.rewards import WatchedReward, failed_rows, raise_mistakes
+from dash_trl.rewards import AgentReward, WatchedReward, failed_rows, raise_mistakes
 from dash_trl.update import weighted_rewards
 
 
@@ -80,7 +80,8 @@ class MonteCarloValue:
         for (call, mine), sampled in zip(calls, self._continuations(calls, trainer), strict=True):
             rows = self._repeat(mine)
             completions = [[*row.completion, *ids[: row.room]] for row, ids in zip(rows, sampled, strict=True)]
-            rewards = _rewards(trainer, [row.request.example or {} for row in rows], completions)
+            examples = [row.request.example or {} for row in rows]
+            rewards = _rewards(trainer, examples, completions, group_size=self.num_rollouts)
             total = weighted_rewards(rewards, trainer.reward_weights)
             for prefix, mean in zip(call, total.view(-1, self.num_rollouts).nanmean(dim=1).tolist(), strict=True):
                 means[prefix.rank, prefix.row, prefix.boundary] = mean
@@ -147,13 +148,18 @@ def _at_most(tokens: int, trainer: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _rewards(trainer: Any, examples: list[dict[str, Any]], completion_ids: list[list[int]]) -> torch.Tensor:
+def _rewards(
+    trainer: Any, examples: list[dict[str, Any]], completion_ids: list[list[int]], group_size: int
+) -> torch.Tensor:
     """[N, F], the rows of all ranks, by TRL's own method; NaN = not applicable, a row of NaN is unscored."""
     prompts = [example["prompt"] for example in examples]
     texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     conversational = not isinstance(prompts[0], str)
     completions = [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
     with _apart(trainer):
+        for func in trainer.reward_funcs:
+            if isinstance(func, AgentReward):
+                func.group_size = lambda: group_size
         rewards = GRPOTrainer._calculate_rewards(trainer, examples, prompts, completions, completion_ids)
         trainer.ranks.agree(partial(raise_mistakes, trainer.reward_funcs))
         failed, _ = failed_rows(trainer.reward_funcs, rewards, trainer.accelerator.gather)

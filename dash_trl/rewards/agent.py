@@ -84,15 +84,21 @@ class RewardAgent:
                 self._own.append(one)
             self.rewards.append(one)
         self._ranks = 1
+        self._team: Sequence[RewardAgent] = [self]
         self._backends: dict[str, Backend] = {}
         self._request: Request | None = None
         self._completions: Any = None  # that the request is for
         self._left: set[int] = set()  # functions that TRL has not called for it
         atexit.register(self.close)
 
-    def divide(self, ranks: int) -> None:
-        """The limits are of the whole run; this is one of so many processes."""
-        self._ranks = ranks
+    def join(self, ranks: int, team: Sequence[RewardAgent]) -> None:
+        """What a trainer tells it.
+
+        Args:
+            ranks: processes of the run, of whose limits this one has its share.
+            team: all agents of the trainer: they begin together.
+        """
+        self._ranks, self._team = ranks, team
 
     def close(self) -> None:
         """Ends threads, processes, and what functions hold. A later call starts them again."""
@@ -175,18 +181,22 @@ class RewardAgent:
         self._start("thread", [call])
 
     def outcomes(self, number: int, batch: Mapping[str, Any], group_size: int) -> list[Any]:
-        """Of one of the functions, when all are there. The first that TRL calls with a batch starts all of them."""
-        completions = batch["completions"]
-        if self._request is None or self._completions is not completions:
+        """Of one function, when all are there. The first that TRL calls with a batch starts those of all agents."""
+        if self._request is None or self._completions is not batch["completions"]:
             rows = _rows(batch)
-            self._request, self._completions = self.submit(rows, group_size=group_size, batch=batch), completions
-            self._left = {one.number for one in self._own}
+            for agent in self._team:
+                agent._begin(rows, group_size, batch)
         request = self._request
+        assert request is not None, "it has begun"
         request.wait()
         self._left.discard(number)
         if not self._left:
             self._request = self._completions = None
         return request.outcomes[number]
+
+    def _begin(self, rows: Sequence[Mapping[str, Any]], group_size: int, batch: Mapping[str, Any]) -> None:
+        self._request, self._completions = self.submit(rows, group_size=group_size, batch=batch), batch["completions"]
+        self._left = {one.number for one in self._own}
 
     # ----------------------------------------------------------------------------------------------- backends
 
