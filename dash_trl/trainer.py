@@ -49,7 +49,7 @@ from dash_trl.monitoring import (
     sampler_metrics,
     staleness_metrics,
 )
-from dash_trl.rewards import AgentReward, FailureWatch, unpack, watch
+from dash_trl.rewards import AgentReward, FailureWatch, RewardTeam, unpack, watch
 from dash_trl.rollout import (
     SAMPLED_FIELDS,
     CreditedRollouts,
@@ -157,8 +157,8 @@ class DASHTrainer(GRPOTrainer):
         self.reward_funcs = [watch(func, name) for func, name in functions]
         by_agents = [func for func in self.reward_funcs if isinstance(func, AgentReward)]
         for func in by_agents:
-            func.agent.join(self.ranks.count, list(dict.fromkeys(one.agent for one in by_agents)))
             func.group_size = self._group_size
+        self._reward_team = RewardTeam(list(dict.fromkeys(func.agent for func in by_agents)), self.ranks.count)
         if self.rollout_func is not None:
             rollout_func = self.rollout_func
             self.rollout_func = lambda prompts, trainer: self.ranks.agree(

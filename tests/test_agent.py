@@ -219,7 +219,7 @@ def test_never_more_calls_than_allowed_over_all_ranks(asynchronous):
         return 1.0
 
     with RewardAgent(awaits if asynchronous else waits, max_concurrency=12) as agent:
-        agent.join(3, [agent])
+        agent.share(3)
         scores(agent, 64)
     assert max(most) == 4
 
@@ -228,7 +228,7 @@ def test_starts_keep_their_distance():
     """20 starts at 100 per second over 2 ranks, 50 for this one: 0.38 s at the least; the clock may only add to it."""
     starts = []
     with RewardAgent(lambda completion: starts.append(time.monotonic()), rate_limit=100) as agent:
-        agent.join(2, [agent])
+        agent.share(2)
         scores(agent, 20)
     assert sorted(starts)[-1] - min(starts) >= 0.36
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.rewards.agent import RewardAgent, unpack
+    from dash_trl.rewards.agent import RewardAgent, RewardTeam, unpack
     from dash_trl.rewards.agent_reward import AgentReward
     from dash_trl.rewards.answers import last_boxed, last_hashes
     from dash_trl.rewards.failures import FailureWatch, WatchedReward, failed_rows, raise_mistakes, watch

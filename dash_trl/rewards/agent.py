@@ -15,14 +15,14 @@ import atexit
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from dash_trl.rewards.agent_reward import LOGS, AgentReward
-from dash_trl.rewards.forms import RewardForm, Score, form_of, read_score
+from dash_trl.rewards.forms import RewardForm, form_of
+from dash_trl.rewards.outcomes import Returned, note_call, outcome_of, processed_outcomes, processed_scores
 from dash_trl.workers import AsyncCalls, Backend, Call, Pace, Request, RetriedCalls, ThreadCalls, default_workers
 
 BACKENDS = ("thread", "asyncio", "process", "ray")
@@ -76,36 +76,28 @@ class RewardAgent:
         self.max_concurrency, self.rate_limit = max_concurrency, rate_limit
         self.transient, self.retries, self.on_error = transient, retries, on_error
         self.rewards: list[Any] = []
-        self._own: list[AgentReward] = []
+        self.own: list[AgentReward] = []
         for one in functions:
             if not is_reward_model(one):
-                one = AgentReward(form_of(one), self, len(self._own))
+                one = AgentReward(form_of(one), self, len(self.own))
                 _check_backend(one.form, backend)
-                self._own.append(one)
+                self.own.append(one)
             self.rewards.append(one)
+        self.team = RewardTeam([self])  # a trainer makes one of all its agents
         self._ranks = 1
-        self._team: Sequence[RewardAgent] = [self]
         self._backends: dict[str, Backend] = {}
-        self._request: Request | None = None
-        self._completions: Any = None  # that the request is for
-        self._left: set[int] = set()  # functions that TRL has not called for it
         atexit.register(self.close)
 
-    def join(self, ranks: int, team: Sequence[RewardAgent]) -> None:
-        """What a trainer tells it.
-
-        Args:
-            ranks: processes of the run, of whose limits this one has its share.
-            team: all agents of the trainer: they begin together.
-        """
-        self._ranks, self._team = ranks, team
+    def share(self, ranks: int) -> None:
+        """The limits are of the whole run, of which this is one of so many processes."""
+        self._ranks = ranks
 
     def close(self) -> None:
         """Ends threads, processes, and what functions hold. A later call starts them again."""
         for backend in self._backends.values():
             backend.close()
         self._backends.clear()
-        for close in dict.fromkeys(one.form.close for one in self._own if one.form.close is not None):
+        for close in dict.fromkeys(one.form.close for one in self.own if one.form.close is not None):
             close()
 
     def __enter__(self) -> RewardAgent:
@@ -116,94 +108,94 @@ class RewardAgent:
 
     # ------------------------------------------------------------------------------------------------ a batch
 
-    def submit(
-        self, rows: Sequence[Mapping[str, Any]], *, group_size: int = 1, batch: Mapping[str, Any] | None = None
-    ) -> Request:
-        """Starts all functions on all rows, without waiting.
+    def submit(self, rows: Sequence[Mapping[str, Any]], *, group_size: int = 1) -> Request:
+        """Starts all functions on all rows, without waiting: for use without a trainer.
 
         Args:
             rows: of each completion its `prompt`, `completion`, `completion_ids` and columns.
             group_size: so many adjacent rows are completions of one prompt.
-            batch: what functions of TRL's form are called with; needed where there are any.
         """
-        request = Request(len(self._own), len(rows), group_size, self._on_group)
-        calls: dict[str, list[Call]] = {}
-        for number, one in enumerate(self._own):
-            made = calls.setdefault(self._kind(one.form), [])
+        for one in self.own:
             if one.form.batch:
-                made.append(self._batch_call(request, number, len(rows), batch or {}))
+                raise ValueError(f"'{one.name}' has TRL's form: only a trainer can call it, with the whole batch.")
+        request = Request(len(self.own), len(rows), group_size)
+        self.start(request, 0, 0, rows)
+        return request
+
+    def start(self, request: Request, function: int, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Starts the per-sample functions on some rows, without waiting.
+
+        Args:
+            request: gets the outcomes, of the functions from number `function` on, at the rows from `first` on.
+            rows: see `submit`.
+        """
+        calls: dict[str, list[Call]] = {}
+        for number, one in enumerate(self.own, function):
+            if one.form.batch:
                 continue
-            for row, known in enumerate(rows):
+            made = calls.setdefault(self._kind(one.form), [])
+            for row, known in enumerate(rows, first):
                 try:
                     arguments = one.form.arguments(known)
                 except ValueError as error:  # a column that only some rows have
-                    request.put(number, row, [error])
+                    self._put(request, one.form, number, row, [error])
                     continue
-                done = partial(self._row_done, request, number, row)
+                done = partial(self._row_done, request, one.form, number, row)
                 made.append(Call(one.form.function, arguments, timeout=self.timeout, done=done))
         for kind, made in calls.items():
-            request.calls += made
-            self._start(kind, made)
-        return request
+            self._start(request, kind, made)
 
-    def _batch_call(self, request: Request, number: int, rows: int, batch: Mapping[str, Any]) -> Call:
-        """TRL's logs belong to the main thread: what a function writes there on another one is kept until then."""
-        logged: list[tuple[str, tuple]] = []
+    def start_batch(self, request: Request, function: int, batch: Mapping[str, Any]) -> None:
+        """Starts the functions of TRL's form on the whole batch, as TRL calls them.
 
-        def done(call: Call) -> None:
-            outcome = call.error if call.error is not None else Returned(call.value, logged)
-            request.put(number, 0, [outcome] * rows)
+        TRL's logs belong to the main thread: what a function writes there on another one is kept until then.
+        """
+        rows = len(batch["completions"])
+        for number, one in enumerate(self.own, function):
+            if one.form.batch:
+                logged: list[tuple[str, tuple]] = []
+                later = {name: partial(note_call, logged, name) for name in LOGS}
+                done = partial(self._batch_done, request, one.form, number, rows, logged)
+                call = Call(one.form.function, {**batch, **later}, timeout=self.timeout * rows, done=done)
+                self._start(request, self._kind(one.form), [call])
 
-        later = {name: partial(_note_call, logged, name) for name in LOGS}
-        function = self._own[number].form.function
-        return Call(function, {**batch, **later}, timeout=self.timeout * rows, done=done)
+    def _row_done(self, request: Request, form: RewardForm, number: int, row: int, call: Call) -> None:
+        self._put(request, form, number, row, [outcome_of(call)])
 
-    def _row_done(self, request: Request, number: int, row: int, call: Call) -> None:
-        request.put(number, row, [_outcome(call)])
+    def _batch_done(
+        self, request: Request, form: RewardForm, number: int, rows: int, logged: list[tuple[str, tuple]], call: Call
+    ) -> None:
+        outcome = call.error if call.error is not None else Returned(call.value, logged)
+        self._put(request, form, number, 0, [outcome] * rows)
 
-    def _on_group(self, request: Request, number: int, group: int) -> None:
-        """A stateful function may look at the scores of the group once more."""
-        post_process = self._own[number].form.post_process
-        if post_process is None:
-            request.complete(number, group)
-            return
+    def _put(self, request: Request, form: RewardForm, number: int, first: int, outcomes: Sequence[Any]) -> None:
+        """A stateful function may look at the scores of a group once more, before it is complete."""
+        for group in request.put(number, first, outcomes):
+            if form.post_process is None:
+                request.complete(number, group)
+            else:
+                self._post_process(request, form.post_process, number, group)
+
+    def _post_process(self, request: Request, function: Callable[[Any], Any], number: int, group: int) -> None:
         rows = request.rows_of(group)
         outcomes = [request.outcomes[number][row] for row in rows]
         scores = [math.nan if isinstance(one, BaseException) or one.value is None else one.value for one in outcomes]
 
         def done(call: Call) -> None:
-            for row, new in zip(rows, _processed(call, outcomes), strict=True):
+            for row, new in zip(rows, processed_outcomes(call, outcomes), strict=True):
                 request.outcomes[number][row] = new
             request.complete(number, group)
 
-        call = Call(_call_with, {"function": post_process, "scores": scores}, timeout=self.timeout, done=done)
-        request.calls.append(call)
-        self._start("thread", [call])
-
-    def outcomes(self, number: int, batch: Mapping[str, Any], group_size: int) -> list[Any]:
-        """Of one function, when all are there. The first that TRL calls with a batch starts those of all agents."""
-        if self._request is None or self._completions is not batch["completions"]:
-            rows = _rows(batch)
-            for agent in self._team:
-                agent._begin(rows, group_size, batch)
-        request = self._request
-        assert request is not None, "it has begun"
-        request.wait()
-        self._left.discard(number)
-        if not self._left:
-            self._request = self._completions = None
-        return request.outcomes[number]
-
-    def _begin(self, rows: Sequence[Mapping[str, Any]], group_size: int, batch: Mapping[str, Any]) -> None:
-        self._request, self._completions = self.submit(rows, group_size=group_size, batch=batch), batch["completions"]
-        self._left = {one.number for one in self._own}
+        call = Call(processed_scores, {"function": function, "scores": scores}, timeout=self.timeout, done=done)
+        self._start(request, "thread", [call])
 
     # ----------------------------------------------------------------------------------------------- backends
 
     def _kind(self, form: RewardForm) -> str:
         return self.backend or ("asyncio" if form.asynchronous else "thread")
 
-    def _start(self, kind: str, calls: Sequence[Call]) -> None:
+    def _start(self, request: Request, kind: str, calls: Sequence[Call]) -> None:
+        request.calls += calls
         if kind not in self._backends:
             backend = self._make(kind)
             self._backends[kind] = RetriedCalls(backend, self.transient, self.retries) if self.transient else backend
@@ -225,44 +217,49 @@ class RewardAgent:
         return RayCalls(share)
 
 
-@dataclass(frozen=True)
-class Returned:
-    """What a function of TRL's form returned for a whole batch, and the calls of TRL's logs that it made meanwhile."""
+class RewardTeam:
+    """Agents whose functions begin together; a group is complete when all of them have spoken of it.
 
-    output: Any
-    logged: Sequence[tuple[str, tuple]]
+    Args:
+        agents: of a trainer, each once. ranks: processes of the run.
+    """
 
+    def __init__(self, agents: Sequence[RewardAgent], ranks: int = 1):
+        self.agents = list(agents)
+        counts = [len(agent.own) for agent in agents]
+        self._first = {id(agent): sum(counts[:i]) for i, agent in enumerate(agents)}  # of its functions
+        self._functions = sum(counts)
+        self._request: Request | None = None
+        self._completions: Any = None  # of the batch that the request is for
+        self._left: set[int] = set()  # functions that TRL has not called with it
+        for agent in agents:
+            agent.team = self
+            agent.share(ranks)
 
-def _note_call(logged: list[tuple[str, tuple]], name: str, *arguments: Any) -> None:
-    logged.append((name, arguments))
+    def begin(self, rows: int, group_size: int) -> Request:
+        """Of so many rows, whose functions are started by `start`, and of TRL's form by the call that TRL makes."""
+        return Request(self._functions, rows, group_size)
 
+    def start(self, request: Request, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Starts all per-sample functions on some rows of a request, from row `first` on, without waiting."""
+        for agent in self.agents:
+            agent.start(request, self._first[id(agent)], first, rows)
 
-def _outcome(call: Call) -> Score | BaseException:
-    if call.error is not None:
-        return call.error
-    try:
-        return read_score(call.value)
-    except ValueError as error:
-        return error
-
-
-def _call_with(function: Callable[[Any], Any], scores: list[float]) -> list[float]:
-    processed = [float(value) for value in function(scores)]
-    if len(processed) != len(scores):
-        raise ValueError(f"post_process_scores returned {len(processed)} scores for {len(scores)}")
-    return processed
-
-
-def _processed(call: Call, outcomes: Sequence[Any]) -> list[Any]:
-    """Outcomes with new scores; one that had none, and got none, stays as it was."""
-    if call.error is not None:
-        return [call.error] * len(outcomes)
-    return [
-        old
-        if math.isnan(value) and (isinstance(old, BaseException) or old.value is None)
-        else Score(value, {} if isinstance(old, BaseException) else old.notes)
-        for value, old in zip(call.value, outcomes, strict=True)
-    ]
+    def outcomes(self, one: AgentReward, batch: Mapping[str, Any]) -> list[Any]:
+        """Of a function, when all are there. The first that TRL calls with a batch starts all of them."""
+        if self._request is None or self._completions is not batch["completions"]:
+            rows = _rows(batch)
+            self._request, self._completions = self.begin(len(rows), one.group_size()), batch["completions"]
+            self._left = set(range(self._functions))
+            for agent in self.agents:
+                agent.start_batch(self._request, self._first[id(agent)], batch)
+            self.start(self._request, 0, rows)
+        request, number = self._request, self._first[id(one.agent)] + one.number
+        request.wait()
+        self._left.discard(number)
+        if not self._left:
+            self._request = self._completions = None
+        return request.outcomes[number]
 
 
 def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ class AgentReward(WatchedReward):
         self._texts: set[str] = set()  # columns of the logged completions: once there, they are written always
 
     def __call__(self, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:
-        outcomes = self.agent.outcomes(self.number, batch, self.group_size())
+        outcomes = self.agent.team.outcomes(self, batch)
         logs = dict(zip(LOGS, (log_extra, log_metric), strict=True))
         if not self.form.batch:
             rewards = self._observe_each(outcomes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dash_trl.workers.calls import Call
@@ -15,20 +15,15 @@ class Request:
 
     Args:
         functions: F. rows: N. group_size: G adjacent rows are a group; the last one may be smaller.
-        on_group: (function, group), called on any thread when a function's outcomes of a group are there. It has to
-            call `complete` for it, then or later. None: they are complete at once.
     Attributes:
         outcomes: [F][N]; None = has not come.
         calls: that were made for it.
     """
 
-    def __init__(
-        self, functions: int, rows: int, group_size: int, on_group: Callable[[Request, int, int], None] | None = None
-    ):
+    def __init__(self, functions: int, rows: int, group_size: int):
         self.outcomes: list[list[Any]] = [[None] * rows for _ in range(functions)]
         self.calls: list[Call] = []
         self.group_size = group_size
-        self._on_group = on_group or Request.complete
         groups = range(0, rows, group_size)
         self._rows_left = [[min(group_size, rows - start) for start in groups] for _ in range(functions)]
         self._functions_left = [functions] * len(groups)
@@ -39,8 +34,12 @@ class Request:
     def rows_of(self, group: int) -> range:
         return range(len(self.outcomes[0]))[group * self.group_size : (group + 1) * self.group_size]
 
-    def put(self, function: int, first: int, outcomes: Sequence[Any]) -> None:
-        """The outcomes of a function for rows from `first` on, each once; from any thread."""
+    def put(self, function: int, first: int, outcomes: Sequence[Any]) -> list[int]:
+        """The outcomes of a function for rows from `first` on, each once; from any thread.
+
+        Returns:
+            The groups of which it has now said all; each has to be told to `complete`, then or later.
+        """
         left, size = self._rows_left[function], self.group_size
         with self._lock:
             self.outcomes[function][first : first + len(outcomes)] = outcomes
@@ -49,8 +48,7 @@ class Request:
                 left[row // size] -= 1
                 if not left[row // size]:
                     done.append(row // size)
-        for group in done:
-            self._on_group(self, function, group)
+        return done
 
     def complete(self, function: int, group: int) -> None:
         """A function has nothing more to say of a group."""

@@ -1,0 +1,51 @@
+"""What comes of a call: a `Score`, what a batch function `Returned`, or the exception that says why there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dash_trl.rewards.forms import Score, read_score
+from dash_trl.workers import Call
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a function of TRL's form returned for a whole batch, and the calls of TRL's logs that it made meanwhile."""
+
+    output: Any
+    logged: Sequence[tuple[str, tuple]]
+
+
+def note_call(logged: list[tuple[str, tuple]], name: str, *arguments: Any) -> None:
+    logged.append((name, arguments))
+
+
+def outcome_of(call: Call) -> Score | BaseException:
+    if call.error is not None:
+        return call.error
+    try:
+        return read_score(call.value)
+    except ValueError as error:
+        return error
+
+
+def processed_scores(function: Callable[[Any], Any], scores: list[float]) -> list[float]:
+    processed = [float(value) for value in function(scores)]
+    if len(processed) != len(scores):
+        raise ValueError(f"post_process_scores returned {len(processed)} scores for {len(scores)}")
+    return processed
+
+
+def processed_outcomes(call: Call, outcomes: Sequence[Any]) -> list[Any]:
+    """Outcomes with new scores; one that had none, and got none, stays as it was."""
+    if call.error is not None:
+        return [call.error] * len(outcomes)
+    return [
+        old
+        if math.isnan(value) and (isinstance(old, BaseException) or old.value is None)
+        else Score(value, {} if isinstance(old, BaseException) else old.notes)
+        for value, old in zip(call.value, outcomes, strict=True)
+    ]
