@@ -10,10 +10,11 @@ import time
 
 import pytest
 
-from dash_trl.workers import processes as workers
+from dash_trl.workers import process_calls
 from dash_trl.workers.event_loop import EventLoop
 from dash_trl.workers.feeder import Feeder
-from dash_trl.workers.processes import MEMORY, Workers
+from dash_trl.workers.process_calls import ProcessCalls, call_all
+from dash_trl.workers.processes import MEMORY
 from dash_trl.workers.programs import Command
 
 
@@ -24,11 +25,18 @@ def check_limit() -> None:
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == MEMORY
 
 
+def worker_pid(prepare) -> int:
+    """Of a worker that has prepared itself so."""
+    backend = ProcessCalls(1, prepare=prepare)
+    (call,) = call_all(backend.submit, os.getpid, [{}], timeout=60.0)
+    backend.close()
+    assert call.error is None
+    return call.value
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux is known to limit a process's address space")
 def test_a_worker_s_memory_is_limited(caplog):
-    pool = Workers(1, check_limit)
-    pool.submit(caplog, os.getpid, timeout=60.0).result()
-    pool.leave(caplog)
+    assert worker_pid(check_limit) != os.getpid()
     assert not caplog.records
 
 
@@ -39,11 +47,9 @@ def test_where_memory_cannot_be_limited_workers_work_and_it_is_said_once(lacking
     """As on macOS, in a real worker: Python runs this file as it starts."""
     (tmp_path / "sitecustomize.py").write_text(f"import resource\n{lacking}\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    workers._say_unlimited.cache_clear()
-    pool = Workers(1, os.getpid)
+    process_calls._say_unlimited.cache_clear()
     for _ in range(2):
-        assert pool.submit(caplog, os.getpid, timeout=60.0).result() != os.getpid()
-        pool.leave(caplog)
+        assert worker_pid(os.getpid) != os.getpid()
     assert caplog.text.count("sets no limit to the memory of a worker process (4 GiB elsewhere)") == 1
 
 

@@ -34,8 +34,6 @@ import logging
 import math
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +47,10 @@ from dash_trl.rewards.spelling import (
     split_units,
     squeeze,
 )
-from dash_trl.workers import OutOfWork, Task, WorkerDied, default_workers, run_within, shared_workers
+from dash_trl.workers import OutOfWork, WorkerDied, call_all, default_workers, run_within, shared_workers
 
 logger = logging.getLogger(__name__)
 
-CHUNK_ROWS = 32  # rows per task: a task costs ~1 ms of messages, a row 0.1 to 4 ms
 CPU_SECONDS = 4.0  # to read or to compare one answer; of some hundred answers, the dearest took 0.7 s, the next 0.25 s
 TIMEOUT = 30.0  # seconds by the clock for a row: more than twice the CPU time that reading, comparing and judging take
 
@@ -293,16 +290,8 @@ def _prepare_worker() -> None:
     score_answer(r"So $x=\boxed{\frac{1}{2}}$", "0.25")
 
 
-def _score_chunk(verify: Verify, rows: Sequence[tuple[str, str]]) -> list[float | str]:
-    """One entry per row: its score, or why it has none. Runs in a worker."""
-    return [_score_row(verify, *row) for row in rows]
-
-
-def _score_row(verify: Verify, completion: str, gold: str) -> float | str:
-    try:
-        return float(verify(completion, gold))
-    except Exception as error:  # whatever sympy raises: this row failed, its neighbours did not
-        return f"{type(error).__name__}: {error}"[:300]
+def _score_row(verify: Verify, completion: str, gold: str) -> float:
+    return float(verify(completion, gold))
 
 
 # ------------------------------------------------------------------------------------------------------- the reward
@@ -341,9 +330,8 @@ class MathAccuracyReward:
                 f"verify = {verify.__qualname__} is defined in the main script, which the worker processes do not run: "
                 "move it into a module and import it from there."
             )
-        for package in ("math_verify", "pebble"):
-            if importlib.util.find_spec(package) is None:
-                raise ImportError(f"MathAccuracyReward needs {package}: pip install {package.replace('_', '-')}")
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError("MathAccuracyReward needs math_verify: pip install math-verify")
         self.timeout = timeout
         self.workers = workers or default_workers()
         self.verify = verify
@@ -371,47 +359,17 @@ class MathAccuracyReward:
 
     def _score(self, rows: Sequence[tuple[str, str]]) -> list[float | str]:
         """One outcome per row: its score, or why it has none."""
-        outcomes: list[float | str] = ["not scored"] * len(rows)
-        size = max(1, min(CHUNK_ROWS, math.ceil(len(rows) / (2 * self.workers))))
-        everything = list(range(len(rows)))
-        pending = self._run(rows, [everything[i : i + size] for i in everything[::size]], outcomes)
-        pending = self._run(rows, [[i] for i in pending], outcomes)
-        for i in pending:  # a dying worker can take the whole pool along: one after another, a failure is the row's own
-            self._run(rows, [[i]], outcomes)
-        return outcomes
+        submit = functools.partial(shared_workers(self.workers, _prepare_worker).submit, user=self)
+        arguments = [{"verify": self.verify, "completion": completion, "gold": gold} for completion, gold in rows]
+        calls = call_all(submit, _score_row, arguments, timeout=self.timeout)
+        return [call.value if call.error is None else self._reason(call.error) for call in calls]
 
-    def _run(self, rows: Sequence[tuple[str, str]], chunks: list[list[int]], outcomes: list[float | str]) -> list[int]:
-        """Runs chunks of row numbers concurrently and fills in their outcomes.
-
-        Returns:
-            The rows to be run again: those that shared a task, or a pool, with the one that failed.
-        """
-        workers = shared_workers(self.workers, _prepare_worker)
-        tasks: list[Task] = []
-        again: list[int] = []
-        try:
-            for chunk in chunks:
-                tasks.append(
-                    workers.submit(self, _score_chunk, self.verify, [rows[i] for i in chunk], timeout=self.timeout)
-                )
-            for chunk, task in zip(chunks, tasks, strict=True):
-                try:
-                    scores = task.result()
-                except TimeoutError:
-                    scores, final = [f"timeout after {self.timeout} s"] * len(chunk), len(chunk) == 1
-                except WorkerDied as error:
-                    scores, final = [f"crash of its worker, {error}"] * len(chunk), len(chunk) == 1
-                except (BrokenProcessPool, CancelledError, RuntimeError, OSError) as error:
-                    scores, final = [f"loss of its worker: {error}"] * len(chunk), False
-                else:
-                    final = True
-                for i, score in zip(chunk, scores, strict=True):
-                    outcomes[i] = score
-                again += [] if final else chunk
-        finally:
-            for task in tasks:  # after an interrupt; a finished task cannot be cancelled
-                task.cancel()
-        return again
+    def _reason(self, error: BaseException) -> str:
+        if isinstance(error, TimeoutError):
+            return f"timeout after {self.timeout} s"
+        if isinstance(error, WorkerDied):
+            return f"crash of its worker, {error}"
+        return f"{type(error).__name__}: {error}"[:300]
 
     def _tell_failures(self, rows: Sequence[tuple[str, str]], outcomes: Sequence[float | str]) -> None:
         """Logs the first failure of each kind; the trainer's metrics count them all."""

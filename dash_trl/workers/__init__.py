@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from dash_trl.workers.event_loop import EventLoop
     from dash_trl.workers.feeder import Feeder
     from dash_trl.workers.pace import Pace
-    from dash_trl.workers.processes import OutOfWork, Task, WorkerDied, default_workers, run_within, shared_workers
+    from dash_trl.workers.process_calls import ProcessCalls, WorkerDied, call_all, shared_workers
+    from dash_trl.workers.processes import OutOfWork, default_workers, run_within
     from dash_trl.workers.programs import Command
     from dash_trl.workers.request import Request
     from dash_trl.workers.retries import RetriedCalls

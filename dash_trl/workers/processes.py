@@ -1,32 +1,43 @@
 """Worker processes for what may hang, crash or take too much memory.
 
-    Workers.submit(function, rows, timeout) ──► a worker process ──► Task.result()
-                                                   └─ killed at the timeout, with the parent, above MEMORY
+    start_worker(prepare) ──► a process that prepares itself, then makes the calls that come over its socket
+                                └─ killed by whoever started it, with it, above MEMORY
 
-Pebble's pool, because it kills a worker whose task exceeds its time, which concurrent.futures cannot.
+What goes over the socket is in frames of bytes, see `to_frame`:
+
+    ──► calls: [(number of a function, the function where it is new, arguments), ...]
+    ◄── ready: whether its memory is limited; once, when it has prepared itself
+    ◄── begun: b"", when it has read such calls and loaded their functions; then an `Outcome` for each, in order
 """
 
 from __future__ import annotations
 
-import functools
-import logging
+import ctypes
+import multiprocessing
 import os
+import pickle
 import signal
+import socket
+import struct
+import sys
 import threading
+import traceback
 import types
-import weakref
-from collections.abc import Callable
-from concurrent.futures import Future, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator
 from multiprocessing import context, popen_spawn_posix, spawn
+from multiprocessing.connection import wait
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from dash_trl.workers.wire import loads, outcome_of
 
 MEMORY = 4 << 30  # bytes of address space of a worker: 10^{10^{10}} must not take the trainer's before its timeout
 DEFAULT_MAX_WORKERS = 8  # per process; more do not pay for a batch of a few hundred rows
 OUT_OF_WORK_AGAIN = 0.1  # CPU seconds after which a call that caught `OutOfWork` gets it again
-POOL_CHECK_SECONDS = 0.5  # between looks at whether a pool that we wait for still lives
+FUNCTIONS_KEPT = 32  # by a worker, by whoever sends them: functions made anew for each call must not fill the memory
+KILLED_SECONDS = 5.0  # to wait for the end of a process after SIGKILL: one in a system call that hangs does not end
+BEGUN = b""
+_LENGTH = struct.Struct("<Q")
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def default_workers() -> int:
@@ -36,114 +47,177 @@ def default_workers() -> int:
     return max(1, min(DEFAULT_MAX_WORKERS, cpus // ranks))
 
 
-class WorkerDied(RuntimeError):
-    """The worker of this call exited: a crash, or more memory than it may have."""
+# ------------------------------------------------------------------------------------------------ who started it
 
 
-class Task:
-    """One call on its way through a pool."""
+class WorkerProcess:
+    """A process and the socket to it. It makes calls in the order in which they are sent.
 
-    def __init__(self, pool: Any, future: Future):
-        self._pool = pool
-        self._future = future
-
-    def result(self) -> Any:
-        """Waits for the value.
-
-        Raises:
-            TimeoutError: it took too long, and its worker was killed.
-            WorkerDied: its worker died.
-            BrokenProcessPool: the pool stopped before the call was handed to a worker.
-            Exception: what the call raised.
-        """
-        from pebble import ProcessExpired
-
-        # pebble forgets the tasks it has not yet handed out when its pool breaks or stops: do not wait for these.
-        while not wait([self._future], timeout=POOL_CHECK_SECONDS).done:
-            if not self._pool.active and not self._future.done():
-                raise BrokenProcessPool("the worker pool stopped")
-        try:
-            return self._future.result()
-        except ProcessExpired as error:
-            raise WorkerDied(f"exit code {error.exitcode}") from error
-
-    def cancel(self) -> None:
-        self._future.cancel()
-
-
-class Workers:
-    """A pool of `count` processes: it starts at the first task and stops when its last user leaves.
-
-    Pebble's own exit handler ends the processes of a pool that nobody left.
+    Args:
+        prepare: runs in it first; importable. Its time is no call's.
+    Attributes:
+        known: numbers of the functions that it has.
     """
 
-    def __init__(self, count: int, prepare: Callable[[], None]):
-        self.count = count
-        self.prepare = prepare
-        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._pool: Any = None
-        self._lock = threading.Lock()
+    def __init__(self, prepare: Callable[[], object]):
+        self.socket, theirs = socket.socketpair()
+        try:
+            self.process = _LightProcess(target=_work, args=(theirs, prepare), name="dash_trl worker")
+            self.process.start()
+        except BaseException:
+            self.socket.close()
+            raise
+        finally:
+            theirs.close()
+        self.socket.setblocking(False)
+        self.known: list[int] = []
+        self._incoming, self._outgoing = bytearray(), bytearray()
 
-    def submit(self, user: object, function: Callable[..., Any], *args: Any, timeout: float) -> Task:
-        """Hands `function(*args)` to a worker; all of them importable, picklable, and free of the main script."""
-        from pebble import ProcessPool
+    @property
+    def wants_to_send(self) -> bool:
+        return bool(self._outgoing)
 
-        with self._lock:
-            self._users.add(user)
-            if self._pool is not None and not self._pool.active:
-                self._stop()
-            if self._pool is None:
-                self._pool = ProcessPool(
-                    self.count, initializer=_start, initargs=(self.prepare,), context=_LightSpawnContext()
-                )
-                self._pool.schedule(_limit_memory).add_done_callback(_look_at_limit)
-            return Task(self._pool, self._pool.schedule(function, args=args, timeout=timeout))
+    def send(self, calls: list[tuple[int, bytes, bytes]]) -> None:
+        """Calls as (number of its function, the function, its arguments), as far as the socket takes them now.
 
-    def leave(self, user: object) -> None:
-        """Stops the processes when their last user leaves."""
-        with self._lock:
-            self._users.discard(user)
-            if not self._users:
-                self._stop()
+        Raises:
+            OSError: it is dead.
+        """
+        batch: list[tuple[int, bytes | None, bytes]] = []
+        for number, function, arguments in calls:
+            batch.append((number, None if number in self.known else function, arguments))
+            if number not in self.known:
+                self.known = [*self.known, number][-FUNCTIONS_KEPT:]
+        self._outgoing += to_frame(pickle.dumps(batch, pickle.HIGHEST_PROTOCOL))
+        self.send_more()
 
-    def _stop(self) -> None:
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
-            self._pool = None
+    def send_more(self) -> None:
+        """Raises OSError: it is dead."""
+        try:
+            del self._outgoing[: self.socket.send(self._outgoing)]
+        except BlockingIOError:
+            pass
+
+    def receive(self) -> Iterator[bytes]:
+        """The frames that are there now.
+
+        Raises:
+            OSError: it is dead.
+        """
+        try:
+            data = self.socket.recv(1 << 18)
+        except BlockingIOError:
+            return
+        if not data:
+            raise ConnectionResetError("the worker's end is closed")
+        self._incoming += data
+        while len(self._incoming) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._incoming)[0]
+            if len(self._incoming) < end:
+                return
+            frame = bytes(self._incoming[_LENGTH.size : end])
+            del self._incoming[:end]
+            yield frame
+
+    def kill(self) -> None:
+        """Ends it, whatever it does; one that has already ended keeps its exit code."""
+        self.process.kill()
+
+    def bury(self) -> str:
+        """After `kill`: waits for its end, so that nothing of it is left; says how it ended."""
+        self.socket.close()
+        self.process.join(KILLED_SECONDS)
+        code = self.process.exitcode
+        if code is None:
+            return "does not end"
+        self.process.close()
+        if code >= 0:
+            return f"exit code {code}"
+        try:
+            return f"killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"killed by signal {-code}"
 
 
-def _look_at_limit(limited: Future) -> None:
-    """Asked of one worker, since the parent cannot try it: a limit below what a process has is refused or deadly."""
-    if not limited.cancelled() and limited.exception() is None and not limited.result():
-        _say_unlimited()
+def prepare_nothing() -> None:
+    pass
 
 
-@functools.cache  # once, for all pools
-def _say_unlimited() -> None:
-    logger.warning(
-        f"This system sets no limit to the memory of a worker process ({MEMORY >> 30} GiB elsewhere): a row that needs "
-        "more may slow down or end the whole run before its timeout."
-    )
+def to_frame(data: bytes) -> bytes:
+    return _LENGTH.pack(len(data)) + data
 
 
-_shared: dict[tuple[int, Callable[[], None]], Workers] = {}
+# ------------------------------------------------------------------------------------------------ inside a worker
 
 
-# A forked child owns neither the processes nor the pool's threads: it starts its own.
-os.register_at_fork(after_in_child=_shared.clear)
+def _work(parent: socket.socket, prepare: Callable[[], object]) -> None:
+    code = 1
+    try:
+        _serve(parent, prepare)
+        sys.stdout.flush()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)  # at once: that the socket closes tells the parent, who kills what still ends
 
 
-def shared_workers(count: int, prepare: Callable[[], None]) -> Workers:
-    """The pool of this process with so many workers that `prepare` themselves in this way."""
-    return _shared.setdefault((count, prepare), Workers(count, prepare))
-
-
-def _start(prepare: Callable[[], None]) -> None:
-    """Runs before the first task, whose timeout must not include imports."""
-    _limit_memory()
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+def _serve(parent: socket.socket, prepare: Callable[[], object]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    parent.set_inheritable(False)
+    limited = _limit_memory()
+    _die_with_parent()
     prepare()
+    pid = os.getpid()
+    frames = parent.makefile("rb")
+    parent.sendall(to_frame(pickle.dumps(limited)))
+    functions: dict[int, Callable[..., Any]] = {}
+    while header := frames.read(_LENGTH.size):
+        batch = pickle.loads(frames.read(_LENGTH.unpack(header)[0]))
+        calls = []
+        for number, function, arguments in batch:
+            if function is not None:
+                functions[number] = _load(function)
+                while len(functions) > FUNCTIONS_KEPT:  # the oldest, as in `WorkerProcess.known`
+                    del functions[next(iter(functions))]
+            calls.append((functions[number], arguments))
+        parent.sendall(to_frame(BEGUN))
+        for function, arguments in calls:
+            outcome = outcome_of(function, arguments)
+            if os.getpid() != pid:  # it forked, and its child came back: the outcome is its parent's to send
+                os._exit(1)
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it left behind would strike another call
+            parent.sendall(to_frame(pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL)))
+
+
+def _load(function: bytes) -> Callable[..., Any]:
+    """The function; one that cannot be loaded becomes one that says so."""
+    try:
+        return loads(function)
+    except BaseException as error:
+        reason = f"the function cannot be loaded in a worker process: {type(error).__name__}: {error}"
+
+    def fail(**_: Any) -> None:
+        raise ImportError(reason)
+
+    return fail
+
+
+def _die_with_parent() -> None:
+    """A trainer killed with SIGKILL runs no exit handler, and its workers would go on forever.
+
+    Linux's kernel sees to it, also where C code holds the interpreter; it would be late for a parent that is dead by
+    now, and there are other systems.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def _limit_memory() -> bool:
@@ -184,15 +258,7 @@ def run_within(cpu_seconds: float, function: Callable[..., Any], *args: Any) -> 
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-def _die_with_parent() -> None:
-    """A trainer killed with SIGKILL runs no exit handler, and its workers would wait for tasks forever."""
-    import multiprocessing
-    from multiprocessing.connection import wait as wait_for
-
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait_for([parent.sentinel])
-        os._exit(1)
+# ------------------------------------------------------------------------------------------------------- spawning
 
 
 def _launch_without_main() -> Callable[..., None]:
@@ -216,12 +282,8 @@ class _LightPopen(popen_spawn_posix.Popen):
 
 
 class _LightProcess(context.SpawnProcess):
+    """Spawned, since forking a parent with torch's threads can deadlock the child."""
+
     @staticmethod
     def _Popen(process_obj: Any) -> _LightPopen:
         return _LightPopen(process_obj)
-
-
-class _LightSpawnContext(context.SpawnContext):
-    """Spawn, since forking a parent with torch's threads can deadlock the child."""
-
-    Process = _LightProcess

@@ -1,0 +1,374 @@
+"""The backends of rewards: whatever a call does, it ends once, with its own outcome, and takes no other along."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from dash_trl.workers.calls import Backend, Call
+from dash_trl.workers.process_calls import ProcessCalls, WorkerDied
+
+ROOT = Path(__file__).parents[1]
+MINUTES = 300.0  # for what takes no time, on a machine however busy
+SOON = 0.5  # after which a call that hangs is given up
+
+
+class Asked(Exception):
+    """Raised as asked."""
+
+
+class Unsendable(Exception):
+    def __init__(self) -> None:
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+class Unreadable(Exception):
+    """Its pickle calls it with one argument."""
+
+    def __init__(self, code: int, text: str):
+        super().__init__(f"{text} {code}")
+
+
+def hang() -> None:
+    while True:
+        time.sleep(1)
+
+
+def hang_deaf() -> None:
+    for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    hang()
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+def fork() -> None:
+    """The child comes back from the call, too."""
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+
+
+# What a call does, and its outcome: a value, or the type of its error and what that says.
+ANYWHERE = {
+    "a value": (lambda: "mine", "mine"),
+    "None": (lambda: None, None),
+    "NaN": (lambda: math.nan, math.nan),
+    "inf": (lambda: -math.inf, -math.inf),
+    "raise": (lambda: raise_(Asked("as asked")), (Asked, "as asked")),
+    "hang": (hang, (TimeoutError, "took more than 0.5 s")),
+}
+IN_A_PROCESS = {
+    "hang in C": (lambda: sum(range(10**15)), (TimeoutError, "took more than 0.5 s")),
+    "hang, deaf to signals": (hang_deaf, (TimeoutError, "took more than 0.5 s")),
+    "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), (WorkerDied, "killed by SIGKILL")),
+    "segmentation fault": (lambda: ctypes.string_at(0), (WorkerDied, "killed by SIGSEGV")),
+    "os._exit": (lambda: os._exit(0), (WorkerDied, "exit code 0")),
+    "sys.exit": (lambda: sys.exit(3), (RuntimeError, "SystemExit: 3")),
+    "out of memory": (lambda: len(bytearray(64 << 30)), (MemoryError, "")),
+    "value that cannot be sent": (threading.Lock, (TypeError, "returned a lock, which cannot be sent back")),
+    "error that cannot be sent": (lambda: raise_(Unsendable()), (RuntimeError, "Unsendable: holds a lock")),
+    "error that cannot be read": (lambda: raise_(Unreadable(7, "code")), (RuntimeError, "Unreadable: code 7")),
+    "fork": (fork, None),
+}
+FAULTS = {**ANYWHERE, **IN_A_PROCESS}
+
+
+def act(what: str, i: int) -> object:
+    return i if what == "own number" else FAULTS[what][0]()
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {"process": lambda: ProcessCalls(2)}
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request) -> Iterator[Backend]:
+    backend = BACKENDS[request.param]()
+    yield backend
+    backend.close()
+
+
+class Sheet:
+    """Calls and how often each of them was finished."""
+
+    def __init__(self, function: Callable, arguments: Sequence[dict], timeout: float | Sequence[float] = MINUTES):
+        self.order: list[int] = []
+        self._one = threading.Semaphore(0)
+        timeouts = [timeout] * len(arguments) if isinstance(timeout, float) else timeout
+        self.calls = [
+            Call(function, one, timeout=seconds, done=lambda _, i=i: self._done(i))
+            for i, (one, seconds) in enumerate(zip(arguments, timeouts, strict=True))
+        ]
+
+    def _done(self, i: int) -> None:
+        self.order.append(i)
+        self._one.release()
+
+    def wait(self, count: int | None = None) -> list[Call]:
+        for _ in range(len(self.calls) if count is None else count):
+            assert self._one.acquire(timeout=MINUTES), f"of {len(self.calls)} calls, {sorted(self.order)} are done"
+        return self.calls
+
+    def run(self, backend: Backend) -> list[Call]:
+        backend.submit(self.calls)
+        self.wait()
+        assert sorted(self.order) == list(range(len(self.calls)))
+        return self.calls
+
+
+def check(call: Call, expected: object) -> None:
+    if isinstance(expected, tuple):
+        kind, text = expected
+        assert type(call.error) is kind and text in str(call.error) and call.value is None, repr(call.error)
+    else:
+        assert call.error is None, repr(call.error)
+        assert call.value == expected or call.value != call.value and expected != expected
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_call_ends_with_its_own_outcome_and_takes_no_other_along(backend, what):
+    fault, count = 9, 20
+    arguments = [{"what": what if i == fault else "own number", "i": i} for i in range(count)]
+    calls = Sheet(act, arguments, [SOON if "hang" in what and i == fault else MINUTES for i in range(count)]).run(
+        backend
+    )
+    for i, call in enumerate(calls):
+        check(call, FAULTS[what][1] if i == fault else i)
+
+
+def test_all_faults_at_once(backend):
+    whats = [*FAULTS, *["own number"] * len(FAULTS) * 2]
+    random.Random(0).shuffle(whats)
+    arguments = [{"what": what, "i": i} for i, what in enumerate(whats)]
+    calls = Sheet(act, arguments, [SOON if "hang" in what else MINUTES for what in whats]).run(backend)
+    for i, (what, call) in enumerate(zip(whats, calls, strict=True)):
+        check(call, FAULTS[what][1] if what in FAULTS else i)
+
+
+def note(path: str, i: int, last: int) -> int:
+    """Some are slow, the first come last, and some take their worker with them; each writes that it was called."""
+    with open(path, "a") as file:
+        file.write(f"{i}\n")
+    if i % 100 == 7:
+        time.sleep(0.2)
+    if i % 50 == 11:
+        os._exit(1)
+    return last - i
+
+
+def test_each_is_called_once_whatever_becomes_of_its_neighbours(backend, tmp_path):
+    count = 400
+    calls = Sheet(note, [{"path": str(tmp_path / "log"), "i": i, "last": count} for i in range(count)]).run(backend)
+    for i, call in enumerate(calls):
+        check(call, (WorkerDied, "exit code 1") if i % 50 == 11 else count - i)
+    assert Counter(map(int, (tmp_path / "log").read_text().split())) == Counter(range(count))
+
+
+def meet(folder: str, i: int, wait_for: int | None) -> int:
+    """Returns after another one has."""
+    while wait_for is not None and not Path(folder, str(wait_for)).exists():
+        time.sleep(0.01)
+    Path(folder, str(i)).touch()
+    return i
+
+
+def test_what_comes_back_in_reverse_order_belongs_to_its_call(backend, tmp_path):
+    sheet = Sheet(meet, [{"folder": str(tmp_path), "i": i, "wait_for": 1 if i == 0 else None} for i in range(2)])
+    assert [call.value for call in sheet.run(backend)] == [0, 1]
+    assert sheet.order == [1, 0]
+
+
+def test_an_error_tells_where_in_the_worker_it_was_raised(backend):
+    (call,) = Sheet(act, [{"what": "raise", "i": 0}]).run(backend)
+    assert "in raise_\n    raise error" in "".join(call.error.__notes__)
+
+
+def test_what_is_too_large_for_a_socket_at_once(backend):
+    """Both ways at the same time, while neither side reads."""
+    arguments = [{"text": str(i % 10) * (1 << 20)} for i in range(48)]
+    calls = Sheet(lambda text: text[::-1], arguments).run(backend)
+    assert all(call.value == one["text"] for call, one in zip(calls, arguments, strict=True))
+
+
+def test_functions_that_are_made_anew_for_each_call(backend):
+    for first in (0, 40):
+        sheets = [Sheet(lambda x, i=i: x * i, [{"x": 3}]) for i in range(first, first + 60)]
+        assert [sheet.run(backend)[0].value for sheet in sheets] == [3 * i for i in range(first, first + 60)]
+
+
+class Stateful:
+    """It compares by value, so that it has no hash."""
+
+    def __init__(self) -> None:
+        self.base = 40
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stateful)
+
+    def __call__(self, x: int) -> int:
+        return self.base + x
+
+    def compute_score(self, x: int) -> int:
+        return self.base - x
+
+
+def test_methods_and_callable_objects(backend):
+    for function, value in ((Stateful(), 42), (Stateful().compute_score, 38)):
+        assert [call.value for call in Sheet(function, [{"x": 2}] * 3).run(backend)] == [value] * 3
+
+
+def test_a_function_that_cannot_be_sent_is_refused_at_once(backend):
+    lock = threading.Lock()
+
+    def guarded() -> None:
+        lock.acquire()
+
+    with pytest.raises(
+        ValueError, match=r"'.*guarded' cannot be sent to another process \(TypeError: .*Make that within"
+    ):
+        backend.submit(Sheet(guarded, [{}]).calls)
+
+
+def test_arguments_that_cannot_be_sent_are_their_call_s_error(backend):
+    good, bad = Sheet(repr_of, [{"x": 1}, {"x": threading.Lock()}]).run(backend)
+    check(good, "1")
+    check(bad, (ValueError, "its arguments cannot be sent to another process: TypeError: cannot pickle"))
+
+
+def repr_of(x: object) -> str:
+    return repr(x)
+
+
+def test_cancelled_calls_are_left_out(backend, tmp_path):
+    sheet = Sheet(meet, [{"folder": str(tmp_path), "i": i, "wait_for": None} for i in range(4)])
+    sheet.calls[1].cancelled = sheet.calls[2].cancelled = True
+    backend.submit(sheet.calls)
+    sheet.wait(2)
+    check(Sheet(repr_of, [{"x": 1}]).run(backend)[0], "1")
+    assert sorted(sheet.order) == [0, 3] and not (tmp_path / "1").exists()
+
+
+def test_a_call_may_be_submitted_when_another_is_done(backend):
+    sheet = Sheet(repr_of, [{"x": 2}])
+    first = Call(repr_of, {"x": 1}, timeout=MINUTES, done=lambda _: backend.submit(sheet.calls))
+    backend.submit([first])
+    check(sheet.wait()[0], "2")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_close_ends_what_hangs_and_a_later_call_starts_again(name, tmp_path):
+    backend = BACKENDS[name]()
+    sheet = Sheet(meet, [{"folder": str(tmp_path), "i": i, "wait_for": 9 if i else None} for i in range(3)])
+    backend.submit(sheet.calls)
+    sheet.wait(1)
+    backend.close()
+    backend.close()
+    for call in sheet.wait(2)[1:]:
+        check(call, (WorkerDied, "ended"))
+    check(Sheet(repr_of, [{"x": 1}]).run(backend)[0], "1")
+    backend.close()
+
+
+def load(path: Path):
+    """As `--reward_path` does."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_function_of_a_file_that_no_import_finds(backend, tmp_path, monkeypatch):
+    (tmp_path / "my_reward.py").write_text(
+        "class Mine(Exception):\n    pass\n\n\ndef half(x):\n    return x / 2\n\n\n"
+        "def reward(x):\n    if x < 0:\n        raise Mine(x)\n    return half(x)\n"
+    )
+    monkeypatch.setitem(sys.modules, "my_reward", None)
+    module = load(tmp_path / "my_reward.py")
+    good, bad = Sheet(module.reward, [{"x": 3.0}, {"x": -1.0}]).run(backend)
+    check(good, 1.5)
+    check(bad, (module.Mine, "-1.0"))
+
+
+# ------------------------------------------------------------------------------------------------------- processes
+
+
+def script(code: str, path: Path) -> subprocess.CompletedProcess:
+    (path / "script.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(path / "script.py")]
+    return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=MINUTES)
+
+
+def test_functions_and_errors_of_the_main_script(tmp_path):
+    """Which has no main guard, and whose workers are still at work as it ends."""
+    done = script(
+        """
+import threading
+from dash_trl.workers import Call, ProcessCalls, call_all
+print("once")
+
+class Mine(Exception):
+    pass
+
+class Row:
+    def __init__(self, x):
+        self.x = x
+
+def helper(row):
+    if row.x == 2:
+        raise Mine("two")
+    return row
+
+def reward(row):
+    return helper(row)
+
+backend = ProcessCalls(2)
+calls = call_all(backend.submit, reward, [{"row": Row(x)} for x in range(3)], timeout=300)
+print([type(call.error) is Mine or (type(call.value) is Row, call.value.x) for call in calls])
+backend.submit([Call(lambda: sum(range(10**15)), {}, timeout=300, done=print)])
+""",
+        tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[:2] == ["once", "[(True, 0), (True, 1), True]"]
+
+
+def test_a_worker_that_is_ended_between_calls_costs_no_call():
+    backend = ProcessCalls(1)
+    for _ in range(3):
+        (call,) = Sheet(os.getpid, [{}]).run(backend)
+        os.kill(call.value, signal.SIGKILL)
+    backend.close()
+
+
+def test_workers_that_do_not_start(capfd):
+    backend = ProcessCalls(2, prepare=refuse)
+    for call in Sheet(repr_of, [{"x": 1}] * 3).run(backend):
+        check(call, (WorkerDied, "worker processes do not start: exit code 1"))
+    assert "Asked: not today" in capfd.readouterr().err
+    backend.close()
+
+
+def refuse() -> None:
+    raise Asked("not today")
+
+
+def test_no_workers():
+    with pytest.raises(ValueError, match="0 worker processes can call nothing"):
+        ProcessCalls(0)
