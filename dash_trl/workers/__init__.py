@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dash_trl.workers.process_calls import ProcessCalls, WorkerDied, call_all, shared_workers
     from dash_trl.workers.processes import OutOfWork, default_workers, run_within
     from dash_trl.workers.programs import Command
+    from dash_trl.workers.ray_calls import RayCalls
     from dash_trl.workers.request import Request
     from dash_trl.workers.retries import RetriedCalls
     from dash_trl.workers.threads import ThreadCalls

@@ -49,8 +49,30 @@ class Packed:
 
     _numbers = itertools.count()
 
-    def __init__(self, data: bytes):
-        self.data, self.number, self.seconds = data, next(self._numbers), SECONDS_AHEAD
+    def __init__(self, data: bytes, seconds: float = SECONDS_AHEAD):
+        self.data, self.number, self.seconds = data, next(self._numbers), seconds
+
+    def took(self, outcome: Outcome) -> None:
+        self.seconds += NEWEST * (outcome[-1] - self.seconds)
+
+
+class PackedFunctions:
+    """Packs a function once, unless many others came since; `seconds` is what is thought of one that is new."""
+
+    def __init__(self, seconds: float = SECONDS_AHEAD):
+        self._seconds = seconds
+        self._recent = functools.lru_cache(FUNCTIONS_KEPT)(self._pack)
+
+    def _pack(self, function: Callable[..., Any]) -> Packed:
+        return Packed(pack(function), self._seconds)
+
+    def __call__(self, function: Callable[..., Any]) -> Packed:
+        """Raises ValueError: if it cannot be sent to another process."""
+        try:
+            hash(function)
+        except TypeError:
+            return self._pack(function)
+        return self._recent(function)
 
 
 class Row(Protocol):
@@ -83,11 +105,11 @@ class ProcessCalls:
         self._lock = threading.Lock()
         self._pool: Pool | None = None
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._packed = functools.lru_cache(FUNCTIONS_KEPT)(lambda function: Packed(pack(function)))
+        self._packed = PackedFunctions()
 
     def submit(self, calls: Sequence[Call], *, user: object = None) -> None:
         """Raises ValueError: if a function cannot be sent to another process."""
-        rows = [_Sent(call, self._pack(call.function)) for call in calls]
+        rows = [SentCall(call, self._packed(call.function)) for call in calls]
         with self._lock:
             if user is not None:
                 self._users.add(user)
@@ -95,18 +117,10 @@ class ProcessCalls:
                 self._pool = Pool(self.count, self._prepare)
                 self._pool.submit(rows)
 
-    def _pack(self, function: Callable[..., Any]) -> Packed:
-        try:
-            hash(function)
-        except TypeError:
-            return Packed(pack(function))
-        return self._packed(function)
-
     def close(self) -> None:
         """Ends the processes; calls that are out end with `WorkerDied`. A later call starts them again."""
         with self._lock:
             pool, self._pool = self._pool, None
-            self._packed.cache_clear()
         if pool is not None:
             pool.close()
 
@@ -146,7 +160,7 @@ def call_all(
     return calls
 
 
-class _Sent:
+class SentCall:
     """A `Row` that is a `Call` of this process."""
 
     def __init__(self, call: Call, function: Packed):
@@ -161,6 +175,14 @@ class _Sent:
 
     def finish(self, outcome: Outcome) -> None:
         finish(self.call, outcome)
+
+
+def finish_row(row: Row, outcome: Outcome) -> None:
+    """Whatever comes of it, where other rows wait."""
+    try:
+        row.finish(outcome)
+    except Exception:
+        logger.exception("What was to be done after a call has failed.")
 
 
 class _Worker:
@@ -258,7 +280,7 @@ class Pool:
                     self._failed_starts = 0
                     error = WorkerDied(f"worker processes do not start: {self._why}")
                     for _ in range(len(self._waiting)):
-                        self._finish(self._waiting.popleft(), failure(error))
+                        finish_row(self._waiting.popleft(), failure(error))
                 return
             try:
                 worker = _Worker(self._prepare)
@@ -282,7 +304,7 @@ class Pool:
             try:
                 arguments = row.arguments()
             except Exception as error:
-                self._finish(row, failure(error))
+                finish_row(row, failure(error))
                 continue
             batch.append((row.function.number, row.function.data, arguments))
             worker.rows.append(row)
@@ -315,8 +337,8 @@ class Pool:
                     outcome: Outcome = pickle.loads(frame)
                     row = worker.rows.popleft()
                     worker.begun -= 1
-                    row.function.seconds += NEWEST * (outcome[-1] - row.function.seconds)
-                    self._finish(row, outcome)
+                    row.function.took(outcome)
+                    finish_row(row, outcome)
                 worker.expect(now)
         except Exception:  # its end; or what it says is not what a worker says
             self._lose(worker, overdue=False)
@@ -340,21 +362,15 @@ class Pool:
         elif worker.begun:
             row = worker.rows.popleft()
             error = TimeoutError(f"took more than {row.timeout:g} s") if overdue else WorkerDied(end)
-            self._finish(row, failure(error))
+            finish_row(row, failure(error))
         elif worker.rows:  # while it loaded a function, unless it was ended from outside
             row = worker.rows[0]
             self._losses[row] = self._losses.get(row, 0) + 1
             if self._losses[row] >= STARTS:
                 worker.rows.popleft()
                 loading = f"while it loaded a function ({START_SECONDS:g} s at most)"
-                self._finish(row, failure(WorkerDied(f"{end} {loading}")))
+                finish_row(row, failure(WorkerDied(f"{end} {loading}")))
         self._waiting.extendleft(reversed(worker.rows))
-
-    def _finish(self, row: Row, outcome: Outcome) -> None:
-        try:
-            row.finish(outcome)
-        except Exception:  # whoever waits for it: other rows go on
-            logger.exception("What was to be done after a call has failed.")
 
     def _end(self) -> None:
         with self._lock:
@@ -370,7 +386,7 @@ class Pool:
         self._mouth.close()
         for row in rows:
             if not row.cancelled:
-                self._finish(row, failure(WorkerDied("the worker processes were ended")))
+                finish_row(row, failure(WorkerDied("the worker processes were ended")))
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()

@@ -1,0 +1,264 @@
+"""`RayCalls`: calls that compute, on a Ray cluster, which several trainings may share.
+
+    submit ──► rows that wait ──► a Ray task of some rows, on any node ──► a worker process beside it, see `Pool`
+                     ▲                │   ◄── their outcomes together ──────┘
+                     └── once more ◄──┴── the task is lost with its node
+
+What a call does, it does to a worker process that the Ray worker has started, and that is killed as those of
+`ProcessCalls` are: hangs and crashes do not reach Ray.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import queue
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from dash_trl.workers.calls import Call
+from dash_trl.workers.process_calls import (
+    ROWS_AHEAD,
+    START_SECONDS,
+    Packed,
+    PackedFunctions,
+    Pool,
+    SentCall,
+    WorkerDied,
+    finish_row,
+)
+from dash_trl.workers.processes import FUNCTIONS_KEPT, prepare_nothing
+from dash_trl.workers.wire import Outcome, failure
+
+logger = logging.getLogger(__name__)
+
+SECONDS_PER_TASK = 0.05  # of work: a task costs Ray a few milliseconds
+LOSSES = 2  # of a row's tasks, after which it is not tried again
+QUIET_SECONDS = 900.0  # without an outcome of any task, beyond what they may take: the cluster has no CPU for us
+
+
+class RayCalls:
+    """A `Backend` on the Ray that this process is connected to, else that of `RAY_ADDRESS`, else one of this machine.
+
+    Where there is none, it starts one with this machine's CPUs, on 127.0.0.1, which ends with this process. The nodes
+    need dash_trl, and the modules that the functions import. A task takes one CPU.
+
+    Args:
+        in_flight: rows that are with Ray at a time.
+    Raises:
+        ImportError: Ray is not installed.
+    """
+
+    def __init__(self, in_flight: int = 256):
+        if in_flight < 1:
+            raise ValueError(f"{in_flight} rows in flight call nothing: give at least 1.")
+        if importlib.util.find_spec("ray") is None:
+            raise ImportError("Calls on a Ray cluster need Ray: pip install 'dash_trl[ray]'")
+        self._in_flight = in_flight
+        self._lock = threading.Lock()
+        self._tasks: _Tasks | None = None
+        self._packed = PackedFunctions(seconds=SECONDS_PER_TASK)
+        _connect()
+
+    def submit(self, calls: Sequence[Call]) -> None:
+        """Raises ValueError: if a function cannot be sent to another process."""
+        rows = [SentCall(call, self._packed(call.function)) for call in calls]
+        with self._lock:
+            if self._tasks is None:
+                self._tasks = _Tasks(self._in_flight)
+            self._tasks.submit(rows)
+
+    def close(self) -> None:
+        """Cancels what is out; these calls end with `WorkerDied`. The connection to Ray stays, until Python ends."""
+        with self._lock:
+            tasks, self._tasks = self._tasks, None
+        if tasks is not None:
+            tasks.close()
+
+
+def _connect() -> None:
+    import ray
+
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address="auto")
+    except ConnectionError:
+        if "RAY_ADDRESS" in os.environ:  # somebody means that one
+            raise
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1")
+
+
+class _Tasks:
+    """Rows that wait, tasks that are out, and the thread that alone knows of both."""
+
+    def __init__(self, in_flight: int):
+        import ray
+
+        self._ray = ray
+        self._task = ray.remote(max_retries=0)(_run_rows)
+        self._room = in_flight
+        self._name = uuid.uuid4().hex  # of this driver, for its functions
+        self._sent: dict[int, Any] = {}  # a function's number → Ray's reference to its bytes
+        self._waiting: deque[SentCall] = deque()
+        self._out: dict[Any, list[SentCall]] = {}
+        self._losses: dict[SentCall, int] = {}
+        self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()  # rows, the references of tasks that ended, None: end
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="dash_trl tasks of Ray")
+        self._thread.start()
+
+    def submit(self, rows: Sequence[SentCall]) -> None:
+        self._news.put(rows)
+
+    def close(self) -> None:
+        self._news.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # ------------------------------------------------------------------------------------------ on the thread
+
+    def _serve(self) -> None:
+        why = "the Ray tasks were cancelled"
+        try:
+            while (news := self._news.get(timeout=self._patience())) is not None:
+                if isinstance(news, Future):
+                    self._take(news)
+                else:
+                    self._waiting.extend(news)
+                self._send()
+        except queue.Empty:
+            why = f"Ray gave no outcome for {self._patience():g} s: are all CPUs of the cluster taken?"
+        except BaseException as error:
+            why = f"the thread that serves Ray has failed: {error!r}"
+            logger.exception("The thread that serves Ray has failed, and its calls with it.")
+        self._end(why)
+
+    def _patience(self) -> float | None:
+        if not self._out:
+            return None
+        return QUIET_SECONDS + START_SECONDS + max(sum(row.timeout for row in rows) for rows in self._out.values())
+
+    def _send(self) -> None:
+        while self._waiting and self._room > 0:
+            rows = self._next_rows()
+            if not rows:
+                continue
+            function = rows[0][0].function
+            if function.number not in self._sent:
+                self._sent[function.number] = self._ray.put(function.data)
+                while len(self._sent) > FUNCTIONS_KEPT:
+                    del self._sent[next(iter(self._sent))]
+            task = self._task.remote(
+                f"{self._name} {function.number}",
+                [self._sent[function.number]],  # in a list: Ray does not bring it to nodes that have the function
+                [(arguments, row.timeout) for row, arguments in rows],
+            )
+            self._room -= len(rows)
+            self._out[task] = [row for row, _ in rows]
+            task.future().add_done_callback(self._news.put)
+
+    def _next_rows(self) -> list[tuple[SentCall, bytes]]:
+        """Of one function, with their arguments; so many as are worth a task."""
+        rows: list[tuple[SentCall, bytes]] = []
+        seconds = SECONDS_PER_TASK
+        while self._waiting and len(rows) < min(self._room, ROWS_AHEAD) and seconds > 0:
+            row = self._waiting[0]
+            alone = row in self._losses  # it may be what ended its task
+            if rows and (alone or row.function is not rows[0][0].function):
+                break
+            self._waiting.popleft()
+            if row.cancelled:
+                continue
+            try:
+                rows.append((row, row.arguments()))
+            except Exception as error:
+                finish_row(row, failure(error))
+                continue
+            seconds = 0.0 if alone else seconds - row.function.seconds
+        return rows
+
+    def _take(self, ended: Future[list[Outcome]]) -> None:
+        rows = self._out.pop(ended.object_ref)  # type: ignore[attr-defined]
+        self._room += len(rows)
+        error = ended.exception()
+        if error is None:
+            for row, outcome in zip(rows, ended.result(), strict=True):
+                self._losses.pop(row, None)
+                row.function.took(outcome)
+                finish_row(row, outcome)
+            return
+        reason = (
+            f"{type(error).__name__}: {getattr(error, 'cause', error)}"  # the cause: of what our own code raised there
+        )
+        for row in reversed(rows):
+            self._losses[row] = self._losses.get(row, 0) + 1
+            if self._losses[row] < LOSSES:
+                self._waiting.appendleft(row)
+            else:
+                del self._losses[row]
+                finish_row(row, failure(WorkerDied(f"Ray lost its task: {reason}")))
+
+    def _end(self, why: str) -> None:
+        for task in self._out:
+            self._ray.cancel(task, force=True)
+        for row in [*(row for rows in self._out.values() for row in rows), *self._waiting]:
+            if not row.cancelled:
+                finish_row(row, failure(WorkerDied(why)))
+
+
+# ------------------------------------------------------------------------------------------------- in a Ray worker
+
+
+class _ReceivedRow:
+    """A `Row` of another process."""
+
+    cancelled = False
+
+    def __init__(self, function: Packed, arguments: bytes, timeout: float, done: Callable[[], object]):
+        self.function, self.timeout, self._arguments, self._done = function, timeout, arguments, done
+        self.outcome: Any = None
+
+    def arguments(self) -> bytes:
+        return self._arguments
+
+    def finish(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self._done()
+
+
+_functions: dict[str, Packed] = {}
+
+
+@functools.cache
+def _pool() -> Pool:
+    """This Ray worker's own, for all tasks to come."""
+    return Pool(1, prepare_nothing)
+
+
+def _run_rows(name: str, function: list[Any], rows: list[tuple[bytes, float]]) -> list[Outcome]:
+    """What a Ray task does: their outcomes, in order.
+
+    Args:
+        name: of the function, unique in the cluster.
+        function: Ray's reference to it, as `pack` made it.
+        rows: arguments, as `dump` made them, and seconds.
+    """
+    if name not in _functions:
+        import ray
+
+        _functions[name] = Packed(ray.get(function[0]))
+        while len(_functions) > FUNCTIONS_KEPT:
+            del _functions[next(iter(_functions))]
+    done = threading.Semaphore(0)
+    received = [_ReceivedRow(_functions[name], arguments, timeout, done.release) for arguments, timeout in rows]
+    _pool().submit(received)
+    for _ in received:
+        done.acquire()
+    return [row.outcome for row in received]
