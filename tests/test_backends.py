@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from dash_trl.workers import ray_calls
 from dash_trl.workers.calls import Backend, Call
 from dash_trl.workers.process_calls import ProcessCalls, WorkerDied
 from dash_trl.workers.ray_calls import RayCalls
@@ -104,21 +105,24 @@ BACKENDS: dict[str, Callable[[], Backend]] = {"process": lambda: ProcessCalls(2)
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[str]:
     """The address of a Ray of this machine, which leaves nothing in the home folder."""
-    ray = pytest.importorskip("ray")
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
     token = tmp_path_factory.mktemp("ray") / "token"
     token.write_text(secrets.token_hex(32))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        for name, value in ray_calls.LOCAL_RAY.items():
+            patch.setenv(name, value)
         patch.delenv("RAY_AUTH_MODE", raising=False)  # Ray sets it
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         patch.setenv("PYTHONPATH", str(ROOT))
+        import ray
+
         folder = tempfile.mkdtemp(prefix="ray")  # short: paths of sockets have 107 characters at most
         context = ray.init(
             num_cpus=2,
             include_dashboard=False,
             object_store_memory=100 << 20,
             log_to_driver=False,
-            _node_ip_address="127.0.0.1",
             _temp_dir=folder,
         )
         yield context.address_info["gcs_address"]
@@ -225,9 +229,13 @@ def meet(folder: str, i: int, wait_for: int | None) -> int:
 
 
 def test_what_comes_back_in_reverse_order_belongs_to_its_call(backend, tmp_path):
-    sheet = Sheet(meet, [{"folder": str(tmp_path), "i": i, "wait_for": 1 if i == 0 else None} for i in range(2)])
-    assert [call.value for call in sheet.run(backend)] == [0, 1]
-    assert sheet.order == [1, 0]
+    sheet = Sheet(meet, [{"folder": str(tmp_path), "i": i, "wait_for": 9 if i == 0 else None} for i in range(2)])
+    backend.submit(sheet.calls)
+    sheet.wait(1)
+    assert sheet.order == [1]
+    (tmp_path / "9").touch()
+    sheet.wait(1)
+    assert [call.value for call in sheet.calls] == [0, 1]
 
 
 def test_an_error_tells_where_in_the_worker_it_was_raised(backend):
@@ -340,12 +348,27 @@ def test_a_function_of_a_file_that_no_import_finds(backend, tmp_path, monkeypatc
     check(bad, (module.Mine, "-1.0"))
 
 
+def leave_a_child(path: str) -> None:
+    child = subprocess.Popen(["sleep", "100000"])
+    Path(path).write_text(str(child.pid))
+    child.wait()
+
+
+def test_what_a_call_has_started_ends_with_it(backend, tmp_path):
+    (call,) = Sheet(leave_a_child, [{"path": str(tmp_path / "pid")}], SOON).run(backend)
+    check(call, (TimeoutError, ""))
+    stat = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    while stat.exists() and stat.read_text().split()[2] != "Z":  # until init has reaped it
+        time.sleep(0.01)
+
+
 # ------------------------------------------------------------------------------------------------------- processes
 
 
-def script(code: str, path: Path) -> subprocess.CompletedProcess:
+def script(code: str, path: Path, **variables: str | None) -> subprocess.CompletedProcess:
     (path / "script.py").write_text(code)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    environment = {name: value for name, value in environment.items() if value is not None}
     command = [sys.executable, str(path / "script.py")]
     return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=MINUTES)
 
@@ -407,3 +430,108 @@ def refuse() -> None:
 def test_no_workers():
     with pytest.raises(ValueError, match="0 worker processes can call nothing"):
         ProcessCalls(0)
+
+
+# ------------------------------------------------------------------------------------------------------------- Ray
+
+
+def kill_parent(i: int) -> int:
+    if i == 3:
+        os.kill(os.getppid(), signal.SIGKILL)
+        hang()
+    return i
+
+
+def test_rows_whose_ray_worker_is_lost_are_tried_once_more(cluster):
+    backend = RayCalls()
+    Sheet(kill_parent, [{"i": 0}] * 300).run(backend)  # so fast that many go together
+    for i, call in enumerate(Sheet(kill_parent, [{"i": i} for i in range(12)]).run(backend)):
+        check(call, (WorkerDied, "Ray lost its task: ") if i == 3 else i)
+    backend.close()
+
+
+def test_no_more_rows_are_in_flight_than_asked_for(cluster, tmp_path):
+    backend = RayCalls(in_flight=1)
+    calls = Sheet(alone, [{"path": str(tmp_path / "taken")}] * 8).run(backend)
+    assert [call.error for call in calls] == [None] * 8
+    backend.close()
+
+
+def alone(path: str) -> None:
+    os.mkdir(path)
+    time.sleep(0.05)
+    os.rmdir(path)
+
+
+def test_two_trainings_share_a_cluster(cluster, tmp_path):
+    """Another process finds it by RAY_ADDRESS, with functions of its main script."""
+    backend = RayCalls()
+    sheet = Sheet(meet, [{"folder": str(tmp_path), "i": 0, "wait_for": 1}])
+    backend.submit(sheet.calls)
+    done = script(
+        f"""
+from pathlib import Path
+from dash_trl.workers import RayCalls, call_all
+
+def mark():
+    Path({str(tmp_path)!r}, "1").touch()
+    return 7
+
+backend = RayCalls()
+print([call.value for call in call_all(backend.submit, mark, [{{}}] * 3, timeout=300)])
+""",
+        tmp_path,
+        RAY_ADDRESS=cluster,
+    )
+    assert (done.returncode, done.stdout) == (0, "[7, 7, 7]\n"), done.stderr
+    check(sheet.wait()[0], 0)
+    backend.close()
+
+
+def test_a_cluster_without_a_free_cpu_is_given_up(cluster, tmp_path, monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray_calls, "QUIET_SECONDS", SOON)
+    monkeypatch.setattr(ray_calls, "START_SECONDS", 0.0)
+    backend = RayCalls()
+    other = ray.remote(num_cpus=2)(meet).remote(str(tmp_path), 0, 1)
+    (call,) = Sheet(repr_of, [{"x": 1}], SOON).run(backend)
+    check(call, (WorkerDied, "Ray gave no outcome for 1 s: are all CPUs of the cluster taken?"))
+    (tmp_path / "1").touch()
+    ray.get(other)
+    monkeypatch.undo()
+    check(Sheet(repr_of, [{"x": 1}]).run(backend)[0], "1")
+    backend.close()
+
+
+def test_a_ray_of_this_machine_is_started_where_there_is_none(tmp_path):
+    pytest.importorskip("ray")
+    folder = tempfile.mkdtemp(prefix="ray")
+    code = """
+from dash_trl.workers import RayCalls, call_all
+backend = RayCalls()
+print([call.value for call in call_all(backend.submit, lambda x: x + 1, [{"x": 1}], timeout=300)])
+import ray
+print(ray.util.get_node_ip_address())
+"""
+    home = {"HOME": str(tmp_path), "RAY_TMPDIR": folder}
+    done = script(code, tmp_path, RAY_ADDRESS=None, RAY_AUTH_MODE=None, RAY_AUTH_TOKEN_PATH=None, **home)
+    shutil.rmtree(folder, ignore_errors=True)
+    assert (done.returncode, done.stdout) == (0, "[2]\n127.0.0.1\n"), done.stderr
+
+
+def test_a_cluster_that_is_not_there(tmp_path):
+    pytest.importorskip("ray")
+    done = script("from dash_trl.workers import RayCalls\nRayCalls()", tmp_path, RAY_ADDRESS="127.0.0.1:1")
+    assert "ConnectionError: RAY_ADDRESS = 127.0.0.1:1 does not answer" in done.stderr
+
+
+def test_ray_asked_for_and_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"need Ray: pip install 'dash_trl\[ray\]'"):
+        RayCalls()
+
+
+def test_no_rows_in_flight():
+    with pytest.raises(ValueError, match="0 rows in flight call nothing"):
+        RayCalls(in_flight=0)

@@ -69,6 +69,8 @@ class WorkerProcess:
             raise
         finally:
             theirs.close()
+        assert self.process.pid is not None
+        self._pid = self.process.pid
         self.socket.setblocking(False)
         self.known: list[int] = []
         self._incoming, self._outgoing = bytearray(), bytearray()
@@ -120,8 +122,12 @@ class WorkerProcess:
             yield frame
 
     def kill(self) -> None:
-        """Ends it, whatever it does; one that has already ended keeps its exit code."""
+        """Ends it, whatever it does, with what it has started; one that has already ended keeps its exit code."""
         self.process.kill()
+        try:
+            os.killpg(self._pid, signal.SIGKILL)  # not the group that it is in: at first that is ours
+        except ProcessLookupError:  # it has not come so far as to have a group
+            pass
 
     def bury(self) -> str:
         """After `kill`: waits for its end, so that nothing of it is left; says how it ended."""
@@ -163,6 +169,7 @@ def _work(parent: socket.socket, prepare: Callable[[], object]) -> None:
 
 def _serve(parent: socket.socket, prepare: Callable[[], object]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    os.setpgid(0, 0)  # for `WorkerProcess.kill`
     parent.set_inheritable(False)
     limited = _limit_memory()
     _die_with_parent()

@@ -10,11 +10,14 @@ What a call does, it does to a worker process that the Ray worker has started, a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
-import logging
+import itertools
 import os
 import queue
+import socket
+import sys
 import threading
 import uuid
 from collections import deque
@@ -33,26 +36,30 @@ from dash_trl.workers.process_calls import (
     WorkerDied,
     finish_row,
 )
-from dash_trl.workers.processes import FUNCTIONS_KEPT, prepare_nothing
+from dash_trl.workers.processes import FUNCTIONS_KEPT, default_workers, prepare_nothing
 from dash_trl.workers.wire import Outcome, failure
-
-logger = logging.getLogger(__name__)
 
 SECONDS_PER_TASK = 0.05  # of work: a task costs Ray a few milliseconds
 LOSSES = 2  # of a row's tasks, after which it is not tried again
+CONNECT_SECONDS = 30.0
+LOCAL_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # in spite of its name, on Linux, too: Ray listens on 127.0.0.1 alone
+}
 QUIET_SECONDS = 900.0  # without an outcome of any task, beyond what they may take: the cluster has no CPU for us
 
 
 class RayCalls:
-    """A `Backend` on the Ray that this process is connected to, else that of `RAY_ADDRESS`, else one of this machine.
+    """A `Backend` on the Ray that this process is connected to, else on that of the environment's `RAY_ADDRESS`.
 
-    Where there is none, it starts one with this machine's CPUs, on 127.0.0.1, which ends with this process. The nodes
-    need dash_trl, and the modules that the functions import. A task takes one CPU.
+    Where there is neither, it starts one of this process's share of the CPUs, which ends with the process. The nodes of
+    a cluster need dash_trl, and the modules that the functions import. A task takes one CPU.
 
     Args:
         in_flight: rows that are with Ray at a time.
     Raises:
         ImportError: Ray is not installed.
+        ConnectionError: there is no cluster at `RAY_ADDRESS`.
     """
 
     def __init__(self, in_flight: int = 256):
@@ -83,17 +90,37 @@ class RayCalls:
 
 
 def _connect() -> None:
-    import ray
-
-    if ray.is_initialized():
+    """Only to what somebody has named: Ray's own search would also find the cluster of another user of this machine."""
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return
+    named = os.environ.get("RAY_ADDRESS")
+    if named:
+        _check_answers(named)
+    added = {} if named else {name: value for name, value in LOCAL_RAY.items() if name not in os.environ}
+    os.environ.update(added)  # before Ray is imported
     try:
-        ray.init(address="auto")
-    except ConnectionError:
-        if "RAY_ADDRESS" in os.environ:  # somebody means that one
-            raise
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1")
+        import ray
+
+        if named:
+            ray.init()
+        else:
+            ray.init(address="local", num_cpus=default_workers(), include_dashboard=False)
+    finally:
+        for name in added:  # nothing for other programs that this one starts
+            del os.environ[name]
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself tries for many minutes. An address without a port, such as "auto", is left to Ray."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        except OSError as error:
+            raise ConnectionError(
+                f"RAY_ADDRESS = {address} does not answer ({error}): start the cluster there (ray start), or unset "
+                "RAY_ADDRESS to use a Ray of this machine."
+            ) from error
 
 
 class _Tasks:
@@ -125,20 +152,22 @@ class _Tasks:
     # ------------------------------------------------------------------------------------------ on the thread
 
     def _serve(self) -> None:
-        why = "the Ray tasks were cancelled"
-        try:
-            while (news := self._news.get(timeout=self._patience())) is not None:
+        while True:
+            patience = self._patience()
+            try:
+                news = self._news.get(timeout=patience)
+                if news is None:
+                    break
                 if isinstance(news, Future):
                     self._take(news)
                 else:
                     self._waiting.extend(news)
                 self._send()
-        except queue.Empty:
-            why = f"Ray gave no outcome for {self._patience():g} s: are all CPUs of the cluster taken?"
-        except BaseException as error:
-            why = f"the thread that serves Ray has failed: {error!r}"
-            logger.exception("The thread that serves Ray has failed, and its calls with it.")
-        self._end(why)
+            except queue.Empty:
+                self._give_up(f"Ray gave no outcome for {patience:g} s: are all CPUs of the cluster taken?")
+            except Exception as error:  # of Ray: the connection is lost, say
+                self._give_up(f"Ray takes no tasks: {type(error).__name__}: {error}")
+        self._give_up("the Ray tasks were cancelled")
 
     def _patience(self) -> float | None:
         if not self._out:
@@ -185,7 +214,7 @@ class _Tasks:
         return rows
 
     def _take(self, ended: Future[list[Outcome]]) -> None:
-        rows = self._out.pop(ended.object_ref)  # type: ignore[attr-defined]
+        rows = self._out.pop(ended.object_ref, [])  # type: ignore[attr-defined]  # []: it was given up
         self._room += len(rows)
         error = ended.exception()
         if error is None:
@@ -205,10 +234,16 @@ class _Tasks:
                 del self._losses[row]
                 finish_row(row, failure(WorkerDied(f"Ray lost its task: {reason}")))
 
-    def _end(self, why: str) -> None:
-        for task in self._out:
-            self._ray.cancel(task, force=True)
-        for row in [*(row for rows in self._out.values() for row in rows), *self._waiting]:
+    def _give_up(self, why: str) -> None:
+        out, self._out = self._out, {}
+        rows = [*itertools.chain(*out.values()), *self._waiting]
+        self._room += sum(map(len, out.values()))
+        self._waiting.clear()
+        self._losses.clear()
+        for task in out:
+            with contextlib.suppress(Exception):  # where the connection is lost
+                self._ray.cancel(task, force=True)
+        for row in rows:
             if not row.cancelled:
                 finish_row(row, failure(WorkerDied(why)))
 
