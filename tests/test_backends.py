@@ -504,6 +504,19 @@ def test_a_cluster_without_a_free_cpu_is_given_up(cluster, tmp_path, monkeypatch
     backend.close()
 
 
+def test_what_is_cancelled_as_it_begins_leaves_its_cpu(cluster, tmp_path):
+    """Ray loses some of such cancellations."""
+    import ray
+
+    for _ in range(6):
+        backend = RayCalls()
+        sheet = Sheet(meet, [{"folder": str(tmp_path), "i": i, "wait_for": 9 if i else None} for i in range(3)])
+        backend.submit(sheet.calls)
+        sheet.wait(1)
+        backend.close()
+        assert ray.get(ray.remote(num_cpus=2)(repr_of).remote(1), timeout=MINUTES / 3) == "1"
+
+
 def test_a_ray_of_this_machine_is_started_where_there_is_none(tmp_path):
     pytest.importorskip("ray")
     folder = tempfile.mkdtemp(prefix="ray")

@@ -42,6 +42,7 @@ from dash_trl.workers.wire import Outcome, failure
 SECONDS_PER_TASK = 0.05  # of work: a task costs Ray a few milliseconds
 LOSSES = 2  # of a row's tasks, after which it is not tried again
 CONNECT_SECONDS = 30.0
+CANCEL_SECONDS, CANCELLATIONS = 1.0, 5
 LOCAL_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # in spite of its name, on Linux, too: Ray listens on 127.0.0.1 alone
@@ -240,12 +241,19 @@ class _Tasks:
         self._room += sum(map(len, out.values()))
         self._waiting.clear()
         self._losses.clear()
-        for task in out:
-            with contextlib.suppress(Exception):  # where the connection is lost
-                self._ray.cancel(task, force=True)
+        with contextlib.suppress(Exception):  # where the connection is lost
+            self._cancel(list(out))
         for row in rows:
             if not row.cancelled:
                 finish_row(row, failure(WorkerDied(why)))
+
+    def _cancel(self, tasks: list[Any]) -> None:
+        """Again where one goes on: Ray loses the cancellation of a task that is on its way to its worker just then."""
+        for _ in range(CANCELLATIONS):
+            for task in tasks:
+                self._ray.cancel(task, force=True)
+            if tasks:
+                _, tasks = self._ray.wait(tasks, num_returns=len(tasks), timeout=CANCEL_SECONDS, fetch_local=False)
 
 
 # ------------------------------------------------------------------------------------------------- in a Ray worker
