@@ -11,9 +11,9 @@ from dash_trl._lazy import lazy
 if TYPE_CHECKING:
     from dash_trl.callbacks import DASHCallback
     from dash_trl.config import DASHConfig
-    from dash_trl.data import load_math_dataset
+    from dash_trl.data import load_code_dataset, load_math_dataset
     from dash_trl.process_rewards import ProcessRewardCallback
-    from dash_trl.rewards import MathAccuracyReward, RewardAgent
+    from dash_trl.rewards import CodeReward, MathAccuracyReward, RewardAgent
     from dash_trl.rollout import RolloutBatch
     from dash_trl.trainer import DASHTrainer
 

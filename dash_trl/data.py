@@ -1,6 +1,7 @@
-r"""Math problems as TRL wants them: a data set with the columns `prompt` and `answer`, and nothing else.
+r"""Math and programming problems as TRL wants them: data sets with the columns that training reads, and no others.
 
     hub name | file | directory | save_to_disk  ──► datasets.Dataset ──► problem, answer columns ──► prompt, answer
+                                                                    └──► problem, tests columns ──► prompt, tests, …
 
 The layouts that are recognised (column names in any case):
 
@@ -9,10 +10,18 @@ The layouts that are recognised (column names in any case):
 | GSM8K (arXiv:2110.14168) | `question` | `answer`, what follows `####`, without thousands separators |
 | MATH (arXiv:2103.03874), MATH-500, AIME | `problem` | `answer`, else the last \boxed{} of `solution` |
 | ready-made | `prompt`, a string or a conversation, kept as it is | `answer`, else the last \boxed{} of `solution` |
+
+| data set | problem | tests |
+|---|---|---|
+| MBPP (arXiv:2108.07732), MBPP+ | `text` or `prompt`, with the first assert | `test`, a script, or `test_list` |
+| HumanEval (arXiv:2107.03374), HumanEval+ | `prompt`, the beginning of a program | `test`, whose `check` is called |
+| ready-made | `prompt`, kept as it is | `tests`, a script or several |
 """
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,11 +38,16 @@ PROMPT_TEMPLATES = {
     "boxed": "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
     # For base models, which continue a text rather than follow an instruction.
     "question-answer": "Question: {problem}\nAnswer:",
+    "code": "{problem}\n\nPut the whole program into one block that begins with ```python and ends with ```.",
 }
-DEFAULT_TEMPLATE = "boxed"
+DEFAULT_TEMPLATE, CODE_TEMPLATE = "boxed", "code"
+FIRST_TEST = "\n\nYour program should pass this test, and others like it:\n\n"  # MBPP's text does not name the function
 
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "solution")
+TEXT_COLUMNS = ("prompt", "text")
+TEST_COLUMNS = ("tests", "test", "test_list")
+SETUP_COLUMNS = ("test_setup_code", "test_imports")
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 ONLY_SPLIT = "train"  # of a single file, or a saved `Dataset`, as `datasets` calls it
 EXCERPT_CHARS = 200  # of a row that an error shows
@@ -97,7 +111,114 @@ def load_math_dataset(
     return Dataset.from_dict({"prompt": prompts, "answer": answers})
 
 
+def load_code_dataset(
+    name_or_path: str | Path,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    prompt_template: str | None = None,
+    chat: bool = False,
+    problem_column: str | None = None,
+    tests_column: str | None = None,
+) -> Dataset:
+    r"""Loads programming problems with unit tests, for `DASHTrainer(train_dataset=...)` and `CodeReward`.
+
+        load_code_dataset("google-research-datasets/mbpp", chat=tokenizer.chat_template is not None)
+
+    Args:
+        name_or_path, config, split, chat: as of `load_math_dataset`.
+        prompt_template: a name in `PROMPT_TEMPLATES`, or a text with `{problem}` in it. None: "code", which asks for a
+            fenced block; but HumanEval's prompts without `chat`, and ready-made ones, stay as they are.
+        problem_column: where the problems are, if not in one of `TEXT_COLUMNS`.
+        tests_column: where the tests are, if not in the first of `TEST_COLUMNS` that has some, row by row.
+    Returns:
+        Columns `prompt` (string or conversation), `tests` (scripts), `entry_point` (the function's name, or None) and,
+        of HumanEval, `starter_code` (the prompt as a program), in the order of the source.
+    Raises:
+        ValueError: as `load_math_dataset`; for rows without tests, and for tests that are no Python.
+    """
+    template = None if prompt_template is None else resolve_template(prompt_template)
+    source = str(name_or_path)
+    dataset = _load(source, config, split)
+    if len(dataset) == 0:
+        raise ValueError(_no_rows(source, split))
+    columns = dataset.column_names
+    problems_from = _find_column("problem", problem_column, TEXT_COLUMNS, columns, source)[0]
+    tests_from = _find_column("tests", tests_column, TEST_COLUMNS, columns, source)
+
+    rows = [code_row(row, problems_from, tests_from) for row in dataset]
+    where = " or ".join(map(repr, tests_from))
+    _require_all([row["tests"] for row in rows], dataset, f"tests in {where}", "tests_column", source)
+    for i, row in enumerate(rows):
+        for test in row["tests"]:
+            try:
+                ast.parse(test)
+            except (SyntaxError, ValueError) as error:
+                raise ValueError(
+                    f"Row {i} of {source!r} has a test in {where} that is no Python ({error}): "
+                    f"{test[:EXCERPT_CHARS]!r}. Correct or remove it; tests are scripts whose asserts call the program."
+                ) from error
+    starts = any(row["starter_code"] for row in rows)
+    if template is None and (chat or not starts) and tests_from[0].lower() != "tests":
+        template = PROMPT_TEMPLATES[CODE_TEMPLATE]
+    prompts = [make_prompt(row["problem"], template, chat) for row in rows]
+    _require_all(prompts, dataset, f"a problem in {problems_from!r}", "problem_column", source)
+
+    from datasets import Dataset
+
+    kept = ["tests", "entry_point", *(["starter_code"] if starts else [])]
+    return Dataset.from_dict({"prompt": prompts, **{name: [row[name] for row in rows] for name in kept}})
+
+
 # ------------------------------------------------------------------------------------------------- rows, purely
+
+
+def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence[str]) -> dict[str, Any]:
+    """What training reads of a row: `problem`, `tests` (None for none), `entry_point`, `starter_code`."""
+    fields = {name.lower(): value for name, value in row.items()}
+    problem, name, starter = row[problem_column], fields.get("entry_point"), fields.get("starter_code")
+    written = [(column.lower(), _scripts(row[column])) for column in test_columns]
+    column, tests = next((one for one in written if one[1]), ("", []))
+    if column in ("test", "test_list"):
+        setup = [one for key in SETUP_COLUMNS for one in _scripts(fields.get(key))]
+        shown = _scripts(fields.get("test_list"))
+        name = name or _entry_point(shown, fields.get("code"))
+        if name and "def check(" in tests[0]:
+            starter = str(problem)
+            setup += [other_definitions(starter, name)]
+            tests = [f"{tests[0]}\n\ncheck({name})"]
+        elif shown and isinstance(problem, str) and problem.strip():
+            problem = f"{problem.strip()}{FIRST_TEST}{shown[0].strip()}"
+        tests = ["\n".join([*setup, test]).lstrip() for test in tests]
+    return {"problem": problem, "tests": tests or None, "entry_point": name, "starter_code": starter}
+
+
+def _scripts(value: Any) -> list[str]:
+    """The scripts in a column: one, or several."""
+    values = [value] if isinstance(value, str) else list(value if value is not None else [])
+    return [one for one in values if isinstance(one, str) and one.strip()]
+
+
+def _entry_point(tests: Sequence[str], solution: Any) -> str | None:
+    """The function that the first test calls, the solution's own before others."""
+    try:
+        calls = [node.func for node in ast.walk(ast.parse(tests[0])) if isinstance(node, ast.Call)] if tests else []
+        own = {node.name for node in ast.parse(str(solution or "")).body if isinstance(node, ast.FunctionDef)}
+    except SyntaxError:
+        return None
+    names = [call.id for call in calls if isinstance(call, ast.Name)]
+    known = [name for name in names if name in own] or [name for name in names if not hasattr(builtins, name)]
+    return known[0] if known else None
+
+
+def other_definitions(program: str, name: str) -> str:
+    """A program without its function `name`: imports and helpers, which tests may use, too. Empty for no program."""
+    try:
+        tree = ast.parse(program)
+    except SyntaxError:
+        return ""
+    tree.body = [node for node in tree.body if getattr(node, "name", None) != name]
+    return ast.unparse(tree)
 
 
 def resolve_template(template: str) -> str:

@@ -84,7 +84,7 @@ def test_templates():
     assert resolve_template("plain") == "{problem}"
     assert resolve_template("Solve {problem}") == "Solve {problem}"
     assert all("{problem}" in text for text in PROMPT_TEMPLATES.values())
-    with pytest.raises(ValueError, match=r"prompt_template = 'bxoed' has no \{problem\}.*'boxed', 'plain'"):
+    with pytest.raises(ValueError, match=r"prompt_template = 'bxoed' has no \{problem\}.*'boxed', 'code', 'plain'"):
         resolve_template("bxoed")
 
 

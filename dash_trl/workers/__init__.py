@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dash_trl.workers.ray_calls import RayCalls
     from dash_trl.workers.request import Request
     from dash_trl.workers.retries import RetriedCalls
+    from dash_trl.workers.sandbox import Sandbox, SandboxError, UnfitTests, Verdict
     from dash_trl.workers.threads import ThreadCalls
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -1,0 +1,482 @@
+"""Runs inside: a process that starts confined ones by fork. It imports nothing of this package.
+
+    trainer ──► launcher ──► starter: pid 1 of a pid namespace, in a root folder without anything of the user's
+                                │   one fork per side of a job, each with a socket to the trainer
+                                ├──► supervisor ──► solution: pid 1 of its own namespaces     ◄─┐ calls and values
+                                └──► supervisor ──► checker:  pid 1 of its own namespaces     ◄─┘ as text
+
+`sandbox.py` starts it as `python -P -s -S confinement.py SETTINGS` with an environment of its own, its socket as
+standard input. (Not `-I`, which ignores PYTHONHASHSEED: the order of a set of strings would differ from run to run.)
+A fork of a Python that is up costs a few milliseconds, a new Python some 30. The starter reads neither programs nor
+tests, so that what one job knew cannot be found in the memory of the next.
+
+How a process is confined, best first:
+
+- "namespaces" (Linux 5.12): of its own for users, processes, files, network, IPC and the host name; as nobody, without
+  capabilities. Its root is read-only and holds Python, its packages and the system's libraries; /tmp is the only folder
+  to write to, in memory, of limited size. RLIMIT_NPROC holds, since it counts per user namespace.
+- "landlock" (Linux 5.13): the same files by Landlock; a temporary folder; seccomp refuses new processes, sockets, and
+  signals to others.
+- "rlimits": seccomp's part alone; the user's files are not protected.
+
+All have limits for CPU time, memory, file size and open files. When the trainer ends, by SIGKILL, too, its sockets
+close: the starter and the supervisors end with it, and with each of them its namespace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import resource
+import select
+import shutil
+import signal
+import socket
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+NOBODY = 65534
+TASK_TMP = "/tmp"
+OPEN_FILES = 64
+INODES = 4096  # of the temporary folder
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
+
+libc = ctypes.CDLL(None, use_errno=True)
+SETTINGS: dict[str, Any] = {}  # `sandbox.py`'s: isolation, limits, packages, preload
+
+
+def call(function: str, *arguments: Any) -> int:
+    """A function of the C library, which raises `OSError` with its name."""
+    result = getattr(libc, function)(*arguments)
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{function}: {os.strerror(error)}")
+    return result
+
+
+def readable_paths() -> list[str]:
+    """What Python needs: the system's libraries, itself, and its packages."""
+    own = [sys.base_prefix, sys.base_exec_prefix, *(sysconfig.get_path(one) for one in ("stdlib", "platstdlib"))]
+    paths: list[str] = []
+    for path in [*SYSTEM, *map(os.path.realpath, [*own, *package_folders()])]:
+        if os.path.exists(path) and not any(f"{path}/".startswith(f"{other}/") for other in paths):
+            paths.append(path)
+    return paths
+
+
+def package_folders() -> list[str]:
+    """site-packages of the trainer's Python, which -S leaves out."""
+    return [path for path in SETTINGS["packages"] if os.path.isdir(path)]
+
+
+# ------------------------------------------------------------------------------------------------------- namespaces
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWCGROUP = 0x10000000, 0x20000000, 0x40000000, 0x02000000
+NEW_NAMESPACES = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 0x1000, 0x4000, 0x40000, 2
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
+AT_FDCWD, AT_RECURSIVE = -100, 0x8000
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+SYS_MOUNT_SETATTR = 442  # this and Landlock's numbers are the same on every architecture
+CAPABILITIES_VERSION_3 = 0x20080522
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
+    call("mount", source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), data.encode() or None)
+
+
+def enter_user_namespace(flags: int, proc: int) -> None:
+    """unshare(flags), and this process's ids as they are, the only ones of the new user namespace."""
+    user, group = os.geteuid(), os.getegid()
+    call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # else /proc/self is root's after a change of user
+    call("unshare", flags)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        file = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
+        os.write(file, text.encode())
+        os.close(file)
+
+
+def become_nobody() -> None:
+    """From root. The kernel limits none of the real root's processes, and its files are root's."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+def make_root() -> None:
+    """A root folder with `readable_paths`, read-only, and nothing else. This mount namespace has no other after it."""
+    mount("none", "/", flags=MS_REC | MS_PRIVATE)
+    paths = readable_paths()
+    root = "/proc"  # the one folder that surely holds none of these
+    mount("tmpfs", root, "tmpfs", MS_NOSUID, "size=1m,mode=755")
+    for path in [*paths, *DEVICES]:
+        target = root + path
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), target)
+            continue
+        if os.path.isdir(path):
+            os.makedirs(target, exist_ok=True)
+        else:
+            open(target, "w").close()
+        mount(path, target, flags=MS_BIND | MS_REC)
+    for folder in ("/tmp", "/.old"):
+        os.makedirs(root + folder, exist_ok=True)
+    call("pivot_root", root.encode(), f"{root}/.old".encode())
+    os.chdir("/")
+    call("umount2", b"/.old", MNT_DETACH)
+    os.rmdir("/.old")
+    set_read_only("/")
+
+
+def set_read_only(path: str) -> None:
+    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    call("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(attributes), size)
+
+
+def drop_capabilities() -> None:
+    header = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION_3, 0)
+    call("capset", ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()))
+
+
+# --------------------------------------------------------------------------------------------------------- Landlock
+
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+LANDLOCK_READ = 1 | 4 | 8  # execute, read a file, read a folder
+LANDLOCK_WRITE_FILE = 2
+LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # how many, by version
+
+
+def landlock_version() -> int:
+    return int(libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
+
+
+def restrict_files(readable: list[str], writable: str) -> None:
+    """By Landlock, for this process and its children."""
+    everything = (1 << LANDLOCK_RIGHTS.get(landlock_version(), 16)) - 1
+    ruleset = call("syscall", LANDLOCK_CREATE, ctypes.byref(ctypes.c_uint64(everything)), ctypes.c_size_t(8), 0)
+    rules = [(path, LANDLOCK_READ if os.path.isdir(path) else 1 | 4) for path in readable]
+    rules += [(device, 4 | LANDLOCK_WRITE_FILE) for device in DEVICES] + [(writable, everything)]
+    for path, rights in rules:
+        file = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        attributes = rights.to_bytes(8, sys.byteorder) + file.to_bytes(4, sys.byteorder)
+        call("syscall", LANDLOCK_ADD, ruleset, 1, attributes, 0)
+        os.close(file)
+    call("syscall", LANDLOCK_RESTRICT, ruleset, 0)
+    os.close(ruleset)
+
+
+# ---------------------------------------------------------------------------------------------------------- seccomp
+
+ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+X32 = 0x40000000  # x86-64's second set of numbers
+EPERM, ENOSYS = 1, 38
+CLONE_THREAD = 0x10000
+ALL_NEW = NEW_NAMESPACES | CLONE_NEWCGROUP
+# Names that lead out of the limits: other namespaces and mounts, other processes, memory that RLIMIT_AS does not count.
+REFUSED = {
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsmount": (432, 432),
+    "mount_setattr": (442, 442),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+}
+# Where there is no namespace for these: no processes, no sockets, no signals to others, nor changes of files' rights.
+REFUSED_IN_THE_OPEN = {
+    "fork": (57, None),
+    "vfork": (58, None),
+    "socket": (41, 198),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+    "pidfd_getfd": (438, 438),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "sched_setaffinity": (203, 122),
+    "setpriority": (141, 140),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+}
+CLONE, CLONE3, KILL, TGKILL = (56, 220), (435, 435), (62, 129), (234, 131)
+PRCTL, PRLIMIT = (157, 167), (302, 261)
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of BPF's instructions
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # where they are in what a filter sees
+
+
+def filter_calls(*, alone: bool) -> bool:
+    """Refuses system calls by seccomp. `alone`: in namespaces of its own. Returns whether it could."""
+    architecture, column = ARCHITECTURES.get(platform.machine(), (0, 0))
+    if not architecture:
+        return False
+    refused = {**REFUSED, **({} if alone else REFUSED_IN_THE_OPEN)}
+    program = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, REFUSE | EPERM)]
+    program += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), (RETURN, 0, 0, REFUSE | EPERM)]
+    for number in (numbers[column] for numbers in refused.values()):
+        if number is not None:
+            program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE | EPERM)]
+    # clone3 has its flags in memory, where a filter does not look; without it the C library takes clone.
+    program += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | ENOSYS)]
+
+    def refuse_if(numbers: tuple[int, int], test: int, value: int, *, holds: bool = True) -> None:
+        """By the low half of the first argument."""
+        jump = (test, 0, 1, value) if holds else (test, 1, 0, value)
+        program.extend([(EQUAL, 0, 4, numbers[column]), (LOAD, 0, 0, FIRST_ARGUMENT), jump])
+        program.extend([(RETURN, 0, 0, REFUSE | EPERM), (RETURN, 0, 0, ALLOW)])
+
+    if alone:
+        refuse_if(CLONE, ANY_BIT, ALL_NEW)
+    else:
+        refuse_if(CLONE, ANY_BIT, CLONE_THREAD, holds=False)
+        for numbers in (KILL, TGKILL):
+            refuse_if(numbers, EQUAL, os.getpid(), holds=False)
+        refuse_if(PRLIMIT, EQUAL, 0, holds=False)
+        refuse_if(PRCTL, EQUAL, PR_SET_PDEATHSIG)  # it dies with its supervisor
+    program.append((RETURN, 0, 0, ALLOW))
+    code = b"".join(
+        a.to_bytes(2, sys.byteorder) + bytes((b, c)) + d.to_bytes(4, sys.byteorder) for a, b, c, d in program
+    )
+    buffer = ctypes.create_string_buffer(code, len(code))
+
+    class Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+
+    try:
+        call("prctl", PR_SET_SECCOMP, 2, ctypes.byref(Program(len(program), ctypes.addressof(buffer))), 0, 0)
+    except OSError:
+        return False
+    return True
+
+
+# -------------------------------------------------------------------------------------------------- starter and sides
+
+
+class Place:
+    """Where this starter's processes are confined: one kind of isolation, made ready once."""
+
+    def __init__(self, kind: str):
+        self.alone = kind == "namespaces"
+        self.landlock = kind == "landlock"
+        self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if self.alone:
+            if os.geteuid() == 0:
+                call("unshare", CLONE_NEWNS | CLONE_NEWPID)
+            else:
+                enter_user_namespace(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID, self.proc)
+            make_root()
+        elif self.landlock and landlock_version() < 1:
+            raise OSError("this kernel has no Landlock, or does not use it")
+
+    def enter(self) -> str:
+        """In a supervisor: the namespaces, and the folder that may be written to."""
+        if not self.alone:
+            return tempfile.mkdtemp(prefix="dash_trl_sandbox_")
+        become_nobody()
+        enter_user_namespace(NEW_NAMESPACES, self.proc)
+        mount("tmpfs", TASK_TMP, "tmpfs", MS_NOSUID | MS_NODEV, f"size={SETTINGS['disk']},nr_inodes={INODES},mode=700")
+        return TASK_TMP
+
+    def confine(self, folder: str) -> bool:
+        """In the process itself, at last; then it holds nothing but the folder. Returns whether seccomp is there."""
+        os.setsid()  # else kill(0, …) would reach whoever else was in the group, over the namespace's border
+        os.chdir(folder)
+        os.environ["TMPDIR"] = folder
+        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        with open("self/statm", opener=lambda path, flags: os.open(path, flags, dir_fd=self.proc)) as file:
+            interpreter = int(file.read().split()[0]) * resource.getpagesize()
+        os.close(self.proc)
+        set_limits(SETTINGS["memory"] + interpreter, SETTINGS["processes"] + 2 if self.alone else None)
+        call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        drop_capabilities()
+        if self.landlock:
+            restrict_files(readable_paths(), folder)
+        return filter_calls(alone=self.alone)
+
+
+def set_limits(memory: int, processes: int | None) -> None:
+    """Soft and hard ones, of which the hard one of CPU time kills; `processes` include the supervisor and itself."""
+    limits = {
+        resource.RLIMIT_CPU: SETTINGS["cpu_seconds"],
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_FSIZE: SETTINGS["disk"],
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+    }
+    if processes is not None:
+        limits[resource.RLIMIT_NPROC] = processes
+    for limit, value in limits.items():
+        hard = resource.getrlimit(limit)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (value, value))
+
+
+def supervise(place: Place, control: socket.socket, side: Callable[[], None], keep: list[int]) -> None:
+    """Runs side() in a confined process until it ends, or the trainer closes `control`.
+
+    Then writes how it ended to `control`: its exit code or signal and its CPU seconds.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    folder = place.enter()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            try:
+                place.confine(folder)
+            except BaseException as error:
+                send(control, json.dumps({"unconfined": repr(error)}).encode())
+                raise
+            keep_only([control.fileno(), *keep])
+            side()
+            code = 0
+        finally:
+            os._exit(code)
+    for number in keep:
+        os.close(number)
+    handle = os.pidfd_open(child)
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    poll.register(control, select.POLLRDHUP)
+    if all(number != handle for number, _ in poll.poll()):
+        os.kill(child, signal.SIGKILL)
+    _, status, usage = os.wait4(child, 0)  # pid 1 of a namespace is gone when all of it is
+    if not place.alone:
+        shutil.rmtree(folder, ignore_errors=True)
+    code = os.waitstatus_to_exitcode(status)
+    send(control, json.dumps({"ended": code, "cpu": usage.ru_utime + usage.ru_stime}).encode())
+
+
+def keep_only(numbers: list[int]) -> None:
+    """Closes every other file; standard input, output and error are /dev/null."""
+    null = os.open("/dev/null", os.O_RDWR)
+    for standard in range(3):
+        os.dup2(null, standard)
+    lowest = 3
+    for number in sorted(numbers):
+        os.closerange(lowest, number)
+        lowest = number + 1
+    os.closerange(lowest, os.sysconf("SC_OPEN_MAX"))
+
+
+def start(place: Place, control: socket.socket, other: list[socket.socket], side: Callable[[], None], keep: list[int]):
+    """Forks a supervisor; its failure to confine is one line to `control`, and no unconfined process."""
+    if os.fork():
+        return
+    try:
+        for one in other:
+            one.close()
+        try:
+            supervise(place, control, side, keep)
+        except OSError as error:
+            send(control, json.dumps({"unconfined": str(error)}).encode())
+    finally:
+        os._exit(0)
+
+
+def serve(place: Place, channel: socket.socket) -> None:
+    """Two sockets of the trainer begin a job. Ends when the trainer has closed the channel."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors, and what a killed one left, are reaped by the kernel
+    while True:
+        message, numbers, _, _ = socket.recv_fds(channel, 1, 2)
+        if not message:
+            return
+        solution, checker = (socket.socket(fileno=number) for number in numbers)
+        one, other = socket.socketpair()
+        with solution, checker, one, other:
+            start(place, solution, [checker, other, channel], lambda: run_solution(solution, one), [one.fileno()])  # noqa: B023
+            start(place, checker, [solution, one, channel], lambda: run_checker(checker, other), [other.fileno()])  # noqa: B023
+
+
+def try_out(place: Place) -> None:
+    """Starts one confined process that does nothing; raises `OSError` where that fails."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        start(place, theirs, [ours], lambda: None, [])
+        theirs.close()
+        ours.settimeout(SETTINGS["start_seconds"])
+        answer = json.loads(receive(ours) or b'{"ended": "before it could say anything"}')
+    if answer.get("ended") != 0:
+        raise OSError(answer.get("unconfined") or f"a confined process ended with {answer['ended']}")
+
+
+def main() -> None:
+    channel = socket.socket(fileno=os.dup(0))
+    try:
+        place = Place(SETTINGS["isolation"])
+        if place.alone:  # the starter is pid 1 of the namespace, so that nothing in it outlives the starter
+            starter = os.fork()
+            if starter:
+                channel.close()
+                os.close(0)
+                os.waitpid(starter, 0)
+                return
+            call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        sys.path.extend(package_folders())
+        for name in SETTINGS["preload"]:
+            try:
+                __import__(name)
+            except Exception:
+                pass  # a program that imports it gets its error
+        try_out(place)
+    except OSError as error:
+        send(channel, json.dumps({"error": str(error)}).encode())
+        return
+    send(channel, json.dumps({"error": None}).encode())
+    serve(place, channel)
+
+
+if __name__ == "__main__":
+    SETTINGS.update(json.loads(sys.argv[1]))
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    from unit_tests import receive, run_checker, run_solution, send
+
+    del sys.path[0]
+    main()

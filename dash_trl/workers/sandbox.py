@@ -1,0 +1,329 @@
+"""`Sandbox`: a program that nobody trusts, scored by tests. Here is the trainer's side; inside is `confinement.py`.
+
+run(program, tests) ──► starter ──► two confined processes ──► Verdict, or an error where there is none
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dash_trl.workers.processes import default_workers
+from dash_trl.workers.unit_tests import receive, send
+
+logger = logging.getLogger(__name__)
+
+CPU_SECONDS = 4  # of a program with all its calls; the dearest of MBPP+'s correct solutions takes 0.3 s
+WALL_SECONDS = 60.0  # many times the CPU time: a busy machine makes no right answer wrong
+MEMORY = 1 << 30  # bytes of address space beside the interpreter's, of each of a program's processes
+PROCESSES = 8  # and threads, beside its first
+DISK = 64 << 20  # bytes of all files, which are in memory
+START_SECONDS = 60.0  # for the starter, which imports numpy
+END_SECONDS = 10.0  # for the kernel to clear away what was killed
+OUT_OF_CPU = 0.9  # of its CPU time, after which a kill is the limit's: the kernel looks at it at every tick
+
+# What holds, by kind of isolation, best kind first.
+ALWAYS = ("CPU time", "memory", "size of a file")
+PROTECTS: dict[str, tuple[str, ...]] = {
+    "namespaces": (
+        *ALWAYS,
+        "reading the user's files",
+        "writing files",
+        "size of all files",
+        "network",
+        "other processes",
+        "number of processes",
+    ),
+    "landlock": (*ALWAYS, "reading the user's files", "writing files", "network", "other processes", "no process"),
+    "rlimits": (*ALWAYS, "network", "other processes", "no process"),
+}
+
+
+class SandboxError(RuntimeError):
+    """A program could not be confined, or its tests not be run: no verdict about it."""
+
+
+class UnfitTests(ValueError):
+    """The tests themselves are at fault: no program can be scored by them."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """passed, failed: numbers of tests. reason: of the first failure. cpu_seconds: what the program took."""
+
+    passed: int
+    failed: int
+    reason: str | None
+    cpu_seconds: float
+
+    @property
+    def right(self) -> bool:
+        return self.failed == 0 and self.passed > 0
+
+
+class Sandbox:
+    """Runs programs against tests, each in processes of its own, at most `count` at once; from any thread.
+
+    The processes that wait for work start with the first program, and again after they have died.
+
+    Args:
+        cpu_seconds, memory, processes, disk: limits of one program, see the constants; memory is per process.
+        wall_seconds: of one program by the clock.
+        count: how many at once; by default this process's share of the CPUs.
+        isolation: one of `PROTECTS`; None: the best that this machine gives.
+    """
+
+    def __init__(
+        self,
+        *,
+        cpu_seconds: int = CPU_SECONDS,
+        wall_seconds: float = WALL_SECONDS,
+        memory: int = MEMORY,
+        processes: int = PROCESSES,
+        disk: int = DISK,
+        count: int | None = None,
+        isolation: str | None = None,
+    ):
+        limits = {"cpu_seconds": cpu_seconds, "memory": memory, "disk": disk, "count": 1 if count is None else count}
+        for name, value in limits.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+        if not isinstance(processes, int) or processes < 0:
+            raise ValueError(f"processes={processes!r} must be a whole number of at least 0.")
+        if not (math.isfinite(wall_seconds) and wall_seconds > cpu_seconds):
+            raise ValueError(
+                f"wall_seconds={wall_seconds!r} must be more than cpu_seconds={cpu_seconds}, many times it on a busy "
+                "machine: what only the clock ended is not scored."
+            )
+        if isolation is not None and isolation not in PROTECTS:
+            raise ValueError(f"isolation={isolation!r} is none of {list(PROTECTS)}.")
+        self.settings = {"cpu_seconds": cpu_seconds, "memory": memory, "processes": processes, "disk": disk}
+        self.wall_seconds = float(wall_seconds)
+        self.isolation = isolation
+        self._kinds = list(PROTECTS) if isolation is None else [isolation]
+        self._slots = threading.BoundedSemaphore(count or default_workers())
+        self._lock = threading.Lock()
+        self._starter: _Starter | None = None
+
+    @property
+    def kind(self) -> str:
+        """The isolation that this machine gives; `PROTECTS[kind]` is what holds. Starts the sandbox if need be."""
+        with self._lock:
+            return self._started().kind
+
+    def run(self, program: str, tests: Sequence[str], entry_point: str | None = None) -> Verdict:
+        """Runs each script of `tests` with the program's names.
+
+        Args:
+            entry_point: what the tests call; needed only where Python has that name itself (`sum`).
+
+        Raises:
+            UnfitTests: a test is no Python, calls nothing of the program, or hands it what cannot be sent to it.
+            TimeoutError: it took longer than `wall_seconds` by the clock, but not its CPU time.
+            SandboxError: it could not be run, or something outside ended it.
+        """
+        job = {"tests": list(tests), "entry_point": entry_point}
+        with self._slots:
+            end = time.monotonic() + self.wall_seconds
+            try:
+                with self._lock:
+                    solution, checker = self._started().begin()
+            except OSError as error:
+                raise SandboxError(f"no process for the program: {error}") from error
+            with solution, checker:
+                try:
+                    return self._score({"program": program}, job, solution, checker, end)
+                finally:
+                    for one in (solution, checker):
+                        _end(one)
+                    for one in (solution, checker):
+                        _wait(one)
+
+    def _score(self, program: Any, job: Any, solution: socket.socket, checker: socket.socket, end: float) -> Verdict:
+        try:
+            for one, message in ((solution, program), (checker, job)):
+                one.settimeout(max(0.0, end - time.monotonic()))
+                try:
+                    send(one, json.dumps(message).encode())
+                except (BrokenPipeError, ConnectionResetError):
+                    pass  # it says below why it is gone
+            verdict = _read(checker, end)
+            if verdict is not None and "passed" in verdict and verdict["ended"] is None:
+                _end(solution)
+            status = _read(solution, end) or {}
+        except TimeoutError:
+            raise TimeoutError(
+                f"the program and its tests took more than {self.wall_seconds:g} s by the clock, but not more than "
+                f"{self.settings['cpu_seconds']} s of CPU time: the machine is busy, or they wait for something"
+            ) from None
+        for side in (status, verdict or {}):
+            if "unconfined" in side:
+                raise SandboxError(f"a process could not be confined: {side['unconfined']}")
+        if verdict is None or "passed" not in verdict:
+            raise SandboxError(f"the tests' process ended without a verdict: {verdict}")
+        if verdict["unfit"] is not None:
+            raise UnfitTests(f"these tests score no program: {verdict['unfit']}")
+        reason = verdict["reason"]
+        if verdict["ended"] is not None:
+            reason = self._cause(status, verdict["ended"])
+        return Verdict(verdict["passed"], verdict["failed"], reason, float(status.get("cpu", math.nan)))
+
+    def _cause(self, status: dict[str, Any], ended: str) -> str:
+        """Why the program's process ended before its tests did; raises SandboxError where that is not its own doing."""
+        if "ended" not in status:
+            raise SandboxError("the program's supervisor ended")
+        code, cpu = status["ended"], status["cpu"]
+        if code == -9:  # which nothing inside can send
+            if cpu < OUT_OF_CPU * self.settings["cpu_seconds"]:
+                raise SandboxError(f"something killed the program after {cpu:.1f} s of CPU time; no memory left?")
+            return f"more than {self.settings['cpu_seconds']} s of CPU time"
+        return f"the program's process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}; {ended}"
+
+    def _started(self) -> _Starter:
+        if self._starter is not None and not self._starter.alive:
+            self._starter.close()
+            self._starter = None
+        if self._starter is None:
+            causes = {}
+            for kind in self._kinds:
+                try:
+                    self._starter = _Starter({**self.settings, "isolation": kind})
+                    break
+                except SandboxError as error:
+                    causes[kind] = str(error)
+            else:
+                raise SandboxError(f"programs cannot be confined on this machine: {causes}")
+            if causes:
+                _warn(self._starter.kind, json.dumps(causes))
+        return self._starter
+
+    def close(self) -> None:
+        """Ends all of its processes."""
+        with self._lock:
+            if self._starter is not None:
+                self._starter.close()
+                self._starter = None
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a sandbox holds processes and cannot be sent to another one: make it there")
+
+
+class _Starter:
+    """The process that forks confined ones, and this end of its socket."""
+
+    def __init__(self, settings: dict[str, Any]):
+        packages = {os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+        settings = {**settings, "packages": sorted(packages), "preload": ["numpy"], "start_seconds": START_SECONDS}
+        script = str(Path(__file__).with_name("confinement.py"))
+        self.kind = str(settings["isolation"])
+        self.owner = os.getpid()
+        self.channel, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [os.path.realpath(sys.executable), "-P", "-s", "-S", script, json.dumps(settings)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+            )
+        self.channel.settimeout(START_SECONDS)
+        try:
+            answer = json.loads(receive(self.channel) or b'{"error": "its first process ended"}')
+        except (OSError, ValueError) as error:
+            answer = {"error": repr(error)}
+        if answer["error"] is not None:
+            self.close()
+            raise SandboxError(answer["error"])
+        self.channel.settimeout(None)
+
+    @property
+    def alive(self) -> bool:
+        return self.owner == os.getpid() and self.process.poll() is None
+
+    def begin(self) -> tuple[socket.socket, socket.socket]:
+        """The sockets of a new job's two supervisors."""
+        solution, its_end = socket.socketpair()
+        checker, other_end = socket.socketpair()
+        with its_end, other_end:
+            socket.send_fds(self.channel, [b"j"], [its_end.fileno(), other_end.fileno()])
+        return solution, checker
+
+    def close(self) -> None:
+        """Closing the channel ends the starter, and with it the namespace of all others."""
+        self.channel.close()
+        if self.owner != os.getpid():
+            return  # a forked child's copy: the process is its parent's
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+# All that programs see of an environment: no keys, and the same order of sets in every run.
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+
+
+def _read(source: socket.socket, end: float) -> dict[str, Any] | None:
+    """The next message, until `end`; None when there is none any more."""
+    source.settimeout(max(1e-3, end - time.monotonic()))
+    try:
+        message = receive(source)
+    except ConnectionResetError:
+        return None
+    return None if message is None else json.loads(message)
+
+
+def _end(control: socket.socket) -> None:
+    """Asks a supervisor to end its side."""
+    try:
+        control.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass  # it has gone
+
+
+def _wait(control: socket.socket) -> None:
+    """Until the supervisor has gone, and all of its namespace with it: no more run at once than there are slots."""
+    end = time.monotonic() + END_SECONDS
+    try:
+        while _read(control, end) is not None:
+            pass
+    except (OSError, ValueError):
+        pass
+
+
+@functools.cache  # once per cause
+def _warn(kind: str, causes: str) -> None:
+    missing = [one for one in PROTECTS["namespaces"] if one not in PROTECTS[kind]]
+    logger.warning(
+        f"Programs are confined by {kind} only, since this machine gives no better ({causes}). Not protected: "
+        f"{', '.join(missing)}. See docs/rewards.md, or run where user namespaces are allowed."
+    )

@@ -1,0 +1,387 @@
+"""Programs that would be scored as right, if they reached what they try: f(x) gives x + 1 then, and 0 or nothing else.
+
+In capitals: what a test puts there.
+"""
+
+from __future__ import annotations
+
+import re
+
+
+def programs(text: str) -> dict[str, str]:
+    """{name: program} of a text with a line `## name` before each program."""
+    parts = re.split(r"^## (.*)\n", text, flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+TOO_MUCH = programs("""
+## an endless loop
+def f(x):
+    while True: pass
+## an endless loop while it is loaded
+while True: pass
+## an endless loop that ignores all signals
+import signal
+for one in range(1, 65):
+    try: signal.signal(one, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+def f(x):
+    while True: pass
+## an endless loop in C
+def f(x): return 0 in iter(int, 1)
+## threads that never end
+import threading
+def loop():
+    while True: pass
+def f(x):
+    for _ in range(3): threading.Thread(target=loop).start()
+    loop()
+## printing 1 GB and more
+def f(x):
+    while True: print('x' * (1 << 20))
+## 10 GB at once
+def f(x):
+    held = bytearray(10 << 30)
+    return x + 1
+## 10 GB bit by bit
+def f(x):
+    held = [b'%d' % i * (1 << 20) for i in range(10240)]
+    return x + 1
+## 10 GB of mapped memory
+import mmap
+def f(x):
+    held = [mmap.mmap(-1, 1 << 28) for _ in range(40)]
+    return x + 1
+## 10 GB of memory without an address
+import os
+def f(x):
+    for _ in range(40): os.truncate(os.memfd_create('x'), 1 << 28)
+    return x + 1
+## a file of 1 GB
+def f(x):
+    with open('big', 'wb') as file:
+        for _ in range(1 << 10): file.write(b'x' * (1 << 20))
+    return x + 1
+## deep recursion
+def f(x): return f(x)
+## deep recursion without Python's limit
+import sys
+sys.setrecursionlimit(1 << 30)
+def f(x): return [f(x)]
+## deep recursion in C without Python's limit
+import sys
+sys.setrecursionlimit(1 << 30)
+class A:
+    def __repr__(self): return repr(self)
+def f(x): return repr(A())
+## a huge value
+def f(x): return 'x' * (64 << 20)
+## a deep value
+def f(x):
+    one = []
+    for _ in range(100000): one = [one]
+    return one
+## a value that holds itself
+def f(x):
+    one = []
+    one.append(one)
+    return one
+## a number with a million digits
+def f(x): return 10 ** 1000000
+## thousands of open files
+import os
+def f(x):
+    held = [os.dup(1) for _ in range(5000)]
+    return x + 1
+## more CPU time by setrlimit
+import resource
+def f(x):
+    resource.setrlimit(resource.RLIMIT_CPU, (1000, 1000))
+    return x + 1
+""")
+
+FORGED = programs("""
+## exit 0 while it is loaded
+import os
+os._exit(0)
+## exit 0 in a call
+import os
+def f(x): os._exit(0)
+## sys.exit while it is loaded
+import sys
+sys.exit(0)
+## sys.exit in a call
+import sys
+def f(x): sys.exit(0)
+## a forged success line
+def f(x):
+    print('OK'); print('{"passed": 2, "failed": 0}')
+## a forged verdict on every open file
+import os
+VERDICT = b'{"passed": 2, "failed": 0, "unfit": null, "ended": null, "reason": null}'
+def f(x):
+    for n in range(64):
+        try: os.write(n, len(VERDICT).to_bytes(4, 'big') + VERDICT)
+        except OSError: pass
+    os._exit(0)
+## garbage on the protocol's pipe
+import os
+def f(x):
+    for n in range(3, 64):
+        try: os.write(n, b'garbage' * 99)
+        except OSError: pass
+    return x + 1
+## a message of 4 GB announced on the protocol's pipe
+import os
+def f(x):
+    for n in range(3, 64):
+        try: os.write(n, b'\\xff' * 4)
+        except OSError: pass
+    return x + 1
+## the protocol's pipe closed
+import os
+def f(x):
+    os.closerange(0, 64)
+    return x + 1
+## an answer nested beyond what can be read
+import os
+def f(x):
+    text = b'["value", ' + b'["list", [' * 200000 + b']]' * 200000 + b', null]'
+    for n in range(3, 64):
+        try: os.write(n, len(text).to_bytes(4, 'big') + text)
+        except OSError: pass
+## an __eq__ that always agrees
+class Yes:
+    __hash__ = None
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+def f(x): return Yes()
+## an int whose __eq__ always agrees
+class Yes(int):
+    __hash__ = None
+    def __eq__(self, other): return True
+def f(x): return Yes(7)
+## a list whose __eq__ always agrees
+class Yes(list):
+    def __eq__(self, other): return True
+def f(x): return Yes()
+## a __class__ that lies
+class Yes:
+    __class__ = int
+    def __eq__(self, other): return True
+def f(x): return Yes()
+## the expected value from a stack frame
+import sys
+def f(x):
+    frame = sys._getframe()
+    while frame:
+        names = {**frame.f_globals, **frame.f_locals}
+        if any('f(41) =' + '= 42' in one for one in names.values() if isinstance(one, str)): return x + 1
+        frame = frame.f_back
+## the expected value from the memory
+import gc
+def f(x):
+    wanted = 'f(41) =' + '= 42'
+    for one in gc.get_objects():
+        for held in gc.get_referents(one):
+            if type(held) in (str, bytes) and held is not wanted and wanted in str(held): return x + 1
+## the test file read and rewritten
+import glob
+def f(x):
+    for path in glob.glob('/tmp/**', recursive=True) + glob.glob('**', recursive=True) + glob.glob('/proc/*/fd/*'):
+        try:
+            if 'f(41)' in open(path).read(): return x + 1
+            open(path, 'w').write('')
+        except OSError: pass
+## builtins of its own
+import builtins
+builtins.AssertionError = SystemExit
+builtins.isinstance = lambda *a: True
+def f(x): raise SystemExit(0)
+## json of its own
+import json
+json.dumps = lambda *a: '["value", true, null]'
+def f(x): return x + 1
+## the server's own functions replaced
+import sys
+def f(x):
+    frame = sys._getframe(1)
+    for one in frame.f_globals.values():
+        if hasattr(one, '__code__'): one.__code__ = (lambda *a: True).__code__
+    return True
+## an exception that calls itself passed
+class AssertionError(BaseException): pass
+def f(x): raise AssertionError('passed')
+## StopIteration
+def f(x): raise StopIteration
+## a test's exit
+def f(x): raise SystemExit
+## an infinite iterator
+import itertools
+def f(x): return itertools.count()
+## a crash
+import ctypes
+def f(x): return ctypes.string_at(0)
+## an abort
+import os
+def f(x): os.abort()
+""")
+
+OUTWARD = programs("""
+## a fork bomb
+import os
+def f(x):
+    while True:
+        try: os.fork()
+        except OSError: pass
+## a hundred children
+import os, time
+def f(x):
+    children = [os.fork() for _ in range(100)]
+    return x + 1
+## a socket to this machine
+import socket
+def f(x):
+    socket.create_connection(('127.0.0.1', PORT), timeout=5)
+    return x + 1
+## a socket to the world
+import socket
+def f(x):
+    one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    one.connect(('8.8.8.8', 53))
+    return x + 1
+## its parent killed
+import os, signal
+def f(x):
+    os.kill(os.getppid(), signal.SIGKILL)
+    return x + 1 if os.getppid() else 0
+## every process killed
+import os, signal
+def f(x):
+    os.kill(-1, signal.SIGKILL)
+    return x + 1
+## the trainer killed
+import os, signal
+def f(x):
+    os.kill(PID, signal.SIGKILL)
+    return x + 1
+## the trainer stopped by a thread's signal
+import ctypes
+def f(x):
+    return x + 1 if ctypes.CDLL(None).syscall(200, PID, 19) == 0 else 0
+## the trainer traced
+import ctypes
+def f(x):
+    return x + 1 if ctypes.CDLL(None).ptrace(16, PID, 0, 0) == 0 else 0
+## the trainer's limits lowered
+import resource
+def f(x):
+    resource.prlimit(PID, resource.RLIMIT_NOFILE, (64, 64))
+    return x + 1
+## namespaces of its own, in which it is root
+import ctypes
+def f(x):
+    return x + 1 if ctypes.CDLL(None).unshare(0x10000000) == 0 else 0
+## namespaces of its own by clone3
+import ctypes, struct
+def f(x):
+    pid = ctypes.CDLL(None).syscall(435, struct.pack('8Q', 0x10000000, 0, 0, 0, 17, 0, 0, 0), 64)
+    if pid == 0: ctypes.CDLL(None)._exit(0)
+    return x + 1 if pid > 0 else 0
+## System V memory that outlives it
+import ctypes
+def f(x):
+    return x + 1 if ctypes.CDLL(None).shmget(0x1234, 4096, 0o1600) >= 0 else 0
+## the environment's keys
+import os
+def f(x): return x + 1 if 'SECRET' in str(os.environ) else 0
+## the environment's keys in C
+import ctypes
+def f(x):
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_char_p
+    return x + 1 if libc.getenv(b'DASH_TRL_TEST_API_KEY') else 0
+""")
+
+FILES = programs("""
+## the trainer's environment
+def f(x): return x + 1 if b'SECRET' in open('/proc/PID/environ', 'rb').read() else 0
+## the first process's environment
+def f(x): return x + 1 if open('/proc/1/environ', 'rb').read() is not None else 0
+## the trainer's memory
+def f(x): return x + 1 if open('/proc/PID/mem', 'rb') else 0
+## a file of the user's
+def f(x): return x + 1 if 'SECRET' in open('FOLDER/secret').read() else 0
+## a file of the user's by a symbolic link
+import os
+def f(x):
+    os.symlink('FOLDER/secret', 'link')
+    return x + 1 if 'SECRET' in open('link').read() else 0
+## a file of the user's by a path through the root
+def f(x): return x + 1 if 'SECRET' in open('/proc/self/root/../../..' + 'FOLDER/secret').read() else 0
+## the home folder
+import os
+def f(x): return x + 1 if [one for one in os.listdir('HOME') if not one.startswith('.pyenv')] else 0
+## the machine's users
+def f(x): return x + 1 if open('/etc/passwd').read() else 0
+## a file of the user's overwritten
+def f(x):
+    open('FOLDER/secret', 'w').write('gone')
+    return x + 1
+## a file of the user's deleted
+import os
+def f(x):
+    os.remove('FOLDER/secret')
+    return x + 1
+## all files deleted
+import shutil
+def f(x):
+    failures = []
+    shutil.rmtree('FOLDER', onerror=lambda *a: failures.append(a))
+    return x + 1 if not failures else 0
+## a file of the user's made executable
+import os
+def f(x):
+    os.chmod('FOLDER/secret', 0o777)
+    return x + 1
+## a file in Python's packages
+import json
+def f(x):
+    with open(json.__file__, 'a'): return x + 1
+## a file in the system's folders
+def f(x):
+    with open('/usr/lib/dash_trl_test', 'w'): return x + 1
+## the device of the disk
+import os
+def f(x):
+    for major in (8, 253, 254, 259):
+        try: os.mknod('disk', 0o60666, os.makedev(major, 0)); return x + 1
+        except OSError: pass
+## out of the root folder
+import os
+def f(x):
+    os.chroot('.')
+    return x + 1
+""")
+# What its memory could hold many times over, and a daemon.
+LEFT_BEHIND = programs("""
+## the temporary folder filled
+def f(x):
+    for i in range(1000): open(f'file{i}', 'wb').write(b'x' * (1 << 20))
+    return x + 1
+## a daemon
+import os, time
+def f(x):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            while True:
+                time.sleep(0.01)
+    return 0
+## a daemon that stays when its program exits
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    time.sleep(1000)
+os._exit(0)
+""")
