@@ -196,7 +196,10 @@ def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence
 def _scripts(value: Any) -> list[str]:
     """The scripts in a column: one, or several."""
     values = [value] if isinstance(value, str) else list(value if value is not None else [])
-    return [one for one in values if isinstance(one, str) and one.strip()]
+    return [one for one in values if isinstance(one, str) and one.strip() and not _NO_INPUTS.search(one)]
+
+
+_NO_INPUTS = re.compile(r"^inputs = \[\]$", re.MULTILINE)  # EvalPlus's script for Mbpp/88, which anything passes
 
 
 def _entry_point(tests: Sequence[str], solution: Any) -> str | None:
