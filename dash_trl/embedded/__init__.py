@@ -6,6 +6,7 @@ from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
     from dash_trl.embedded.problems import arithmetic_dataset, arithmetic_reward
+    from dash_trl.embedded.programs import PROGRAM_LESSONS, PROGRAM_WARM_UP, program_dataset
     from dash_trl.embedded.run import embedded_defaults
     from dash_trl.embedded.tokenizer import arithmetic_tokenizer
     from dash_trl.embedded.warm_up import WarmUp, embedded_model

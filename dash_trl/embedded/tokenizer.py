@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from tokenizers import pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
@@ -18,8 +19,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def arithmetic_tokenizer() -> Qwen2Tokenizer:
-    """Qwen2's byte-level BPE with the few merges of this task: each word and each digit is one token.
+def arithmetic_tokenizer(words: Sequence[str] = ("The answer is", "Wait")) -> Qwen2Tokenizer:
+    """Qwen2's byte-level BPE with the few merges of this task: each of its words and each digit is one token.
 
     It has to be Qwen2's in everything but the merges: `AutoTokenizer` (and so vLLM) loads the tokenizer of any model of
     type qwen2 as a `Qwen2Tokenizer`, whatever pre-tokenizer was saved with it.
@@ -31,7 +32,7 @@ def arithmetic_tokenizer() -> Qwen2Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(["The answer is", "Wait", "user", "assistant"], trainer)
+    backend.train_from_iterator([*words, "user", "assistant"], trainer)
     learned = json.loads(backend.to_str())["model"]
     return Qwen2Tokenizer(
         vocab=learned["vocab"],

@@ -15,7 +15,7 @@ import random
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +27,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from dash_trl.embedded.problems import LARGEST_TOTAL, OPERANDS, _problems
 from dash_trl.embedded.tokenizer import END_OF_TURN, arithmetic_tokenizer
 
-MODEL_NAME = "arithmetic"  # begins the names of cached models
 FORMAT_VERSION = 3  # of the cached model: raise it when code below changes what a warm-up produces
 
 
@@ -88,6 +87,31 @@ def _trace(problem: str, generator: random.Random, slip_rate: float, wait_rate: 
     return "\n".join([*lines, f"The answer is {total}"])
 
 
+@dataclass(frozen=True)
+class Lessons:
+    """What a warm-up teaches.
+
+    Args:
+        name: begins the names of cached models.
+        tokenizer: makes the model's tokenizer.
+        problems: endless problems of the training split.
+        solution: the text for a problem, wrong at the rates `slip_rate` and `wait_rate` of `WarmUp`.
+    """
+
+    name: str
+    tokenizer: Callable[[], Qwen2Tokenizer]
+    problems: Callable[[random.Random, WarmUp], Iterator[str]]
+    solution: Callable[[str, random.Random, float, float], str]
+
+
+ARITHMETIC = Lessons(
+    "arithmetic",
+    arithmetic_tokenizer,
+    lambda generator, settings: _problems("train", generator, settings.operands),
+    _trace,
+)
+
+
 def _batch(
     tokenizer: Qwen2Tokenizer,
     problems: Iterator[str],
@@ -95,6 +119,7 @@ def _batch(
     settings: WarmUp,
     *,
     clean: bool,
+    solution: Callable[[str, random.Random, float, float], str] = _trace,
 ) -> dict[str, torch.Tensor]:
     """`batch_size` prompts with their traces, padded on the right; the loss is on the trace and its end."""
     rows, labels = [], []
@@ -104,7 +129,7 @@ def _batch(
             [{"role": "user", "content": problem}], add_generation_prompt=True, tokenize=False
         )
         slip_rate, wait_rate = (0.0, 0.0) if clean else (settings.slip_rate, settings.wait_rate)
-        trace = _trace(problem, generator, slip_rate, wait_rate) + END_OF_TURN
+        trace = solution(problem, generator, slip_rate, wait_rate) + END_OF_TURN
         prompt_ids, trace_ids = tokenizer([prompt, trace], add_special_tokens=False)["input_ids"]
         rows.append(prompt_ids + trace_ids)
         labels.append([-100] * len(prompt_ids) + trace_ids)
@@ -136,11 +161,13 @@ def _model(tokenizer: Qwen2Tokenizer, settings: WarmUp) -> Qwen2ForCausalLM:
     )
 
 
-def _warm_up(tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool) -> Qwen2ForCausalLM:
-    """Trains a model on slipping traces of training problems, in an RNG state of its own."""
+def _warm_up(
+    tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool, lessons: Lessons = ARITHMETIC
+) -> Qwen2ForCausalLM:
+    """Trains a model on slipping solutions of training problems, in an RNG state of its own."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = random.Random(settings.seed)
-    problems = _problems("train", generator, settings.operands)
+    problems = lessons.problems(generator, settings)
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(settings.seed)
         model = _model(tokenizer, settings).to(device)
@@ -151,7 +178,8 @@ def _warm_up(tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool) -> Qwe
         )
         bar = tqdm(range(settings.steps), desc="Warming up the embedded model (once)", disable=not progress)
         for step in bar:
-            batch = _batch(tokenizer, problems, generator, settings, clean=step < settings.clean_share * settings.steps)
+            clean = step < settings.clean_share * settings.steps
+            batch = _batch(tokenizer, problems, generator, settings, clean=clean, solution=lessons.solution)
             loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -162,17 +190,23 @@ def _warm_up(tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool) -> Qwe
     return model.cpu()
 
 
-def _cache_path(settings: WarmUp, cache_dir: str | Path | None = None) -> Path:
+def _cache_path(settings: WarmUp, cache_dir: str | Path | None = None, name: str = ARITHMETIC.name) -> Path:
     """Where the model of these settings is, or will be."""
     if cache_dir is None:
         configured = os.environ.get("XDG_CACHE_HOME", "")
         # The XDG specification: a relative path there is invalid and to be ignored.
         cache_dir = (Path(configured) if os.path.isabs(configured) else Path.home() / ".cache") / "dash_trl"
     key = json.dumps({"format": FORMAT_VERSION, **asdict(settings)}, sort_keys=True)
-    return Path(cache_dir) / f"{MODEL_NAME}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    return Path(cache_dir) / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
-def embedded_model(cache_dir: str | Path | None = None, *, settings: WarmUp = WarmUp(), progress: bool = True) -> str:
+def embedded_model(
+    cache_dir: str | Path | None = None,
+    *,
+    settings: WarmUp = WarmUp(),
+    progress: bool = True,
+    lessons: Lessons = ARITHMETIC,
+) -> str:
     """The directory of the warmed-up model and its tokenizer, made on the first call and cached for the next ones.
 
     The model is written beside its final place and moved there in one step, so that an interrupted warm-up leaves no
@@ -183,8 +217,9 @@ def embedded_model(cache_dir: str | Path | None = None, *, settings: WarmUp = Wa
         cache_dir: by default `$XDG_CACHE_HOME/dash_trl` or `~/.cache/dash_trl`.
         settings: another warm-up is cached under another name.
         progress: show a progress bar.
+        lessons: what it is taught.
     """
-    final = _cache_path(settings, cache_dir)
+    final = _cache_path(settings, cache_dir, lessons.name)
     folder = final.parent
     if final.is_dir():
         return str(final)
@@ -201,8 +236,8 @@ def embedded_model(cache_dir: str | Path | None = None, *, settings: WarmUp = Wa
         stack.callback(torch.set_num_threads, threads)
         # `accelerate launch` leaves a process one thread; a second one takes a third of the time off.
         torch.set_num_threads(max(threads, min(2, os.cpu_count() or 1)))
-        tokenizer = arithmetic_tokenizer()
-        _warm_up(tokenizer, settings, progress).save_pretrained(unfinished)
+        tokenizer = lessons.tokenizer()
+        _warm_up(tokenizer, settings, progress, lessons).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         try:
             os.replace(unfinished, final)
@@ -222,7 +257,7 @@ def _unfinished(folder: Path, name: str) -> Iterator[Path]:
     """
     with ExitStack() as stack:
         with _locked(folder, fcntl.LOCK_EX) as alone:
-            for left in folder.glob(f"{MODEL_NAME}-*.*") if alone else ():
+            for left in folder.glob(f"{name.partition('-')[0]}-*.*") if alone else ():
                 with _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB) as dead:
                     if dead:
                         shutil.rmtree(left, ignore_errors=True)

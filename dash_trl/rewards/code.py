@@ -10,8 +10,8 @@ the clock ran out, tests that cannot be run, no sandbox) raises, and the row is 
 
 from __future__ import annotations
 
-import ast
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,63 +78,43 @@ class CodeReward:
 
 # ------------------------------------------------------------------------------------------------ from text to program
 
+# By patterns alone: Python's parser can be crashed by a text, and this is the trainer's process.
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-# A fence begins a line and has at least three backticks; its end has as many, or is the text's.
+# A fence begins a line and has at least three characters; its end has as many, or is the text's.
 _FENCED = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\n`]*)\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "py", "python3", "python 3")
+_STATEMENT = re.compile(r"^(?:(?:async[ ]+)?def|class|import|from|@\w)|^\w+[ ]*=[^=]", re.MULTILINE)
+_RETURN = re.compile(r"^[ \t]*return\b", re.MULTILINE)
 
 
 def find_program(completion: str, entry_point: str | None = None, starter_code: str | None = None) -> str | None:
     """The program of a completion; None if there is none.
 
     The last fenced block of Python that defines the entry point, since an example of its use often follows; else the
-    last one. An unfenced text counts if it is a program as a whole. Nothing within <think>…</think> counts. With
-    `starter_code`, a block or text that does not define the entry point continues it, as HumanEval's bodies do.
+    last one. A text without fences counts if it has a statement of a program. Nothing within <think>…</think> counts.
+    With `starter_code`, a block or text that does not define the entry point continues it, as HumanEval's bodies do.
     """
     text = _THOUGHT.sub("", completion)
     if "</think>" in text:  # the prompt has opened it
         text = text.rpartition("</think>")[2]
     blocks = [body for _, language, body in _FENCED.findall(text) if language.strip().lower() in _PYTHON]
-    if not blocks and "```" not in text:
+    if not blocks and not _FENCED.search(text) and (_STATEMENT.search(text) or starter_code and _RETURN.search(text)):
         blocks = [text]
-    whole = [block for block in blocks if _defines(block, entry_point)]
-    if whole:
-        program = whole[-1]
-        # HumanEval's prompt has the imports, and sometimes a helper, which a rewritten function relies on.
-        joined = f"{starter_code or ''}    pass\n\n\n{program}"
-        return joined if starter_code is not None and _parse(joined) is not None else program
-    for block in reversed(blocks):
-        if starter_code is not None:
-            for joined in (starter_code + block, f"{starter_code.rstrip()}\n{_indented(block)}"):
-                if _parse(joined) is not None and block.strip():
-                    return joined
-        if (tree := _parse(block)) is not None and any(not isinstance(node, ast.Expr) for node in tree.body):
-            return block
-    return None
-
-
-def _parse(program: str) -> ast.Module | None:
-    try:
-        return ast.parse(program)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # ValueError: a null byte
+    if not blocks:
         return None
+    whole = [textwrap.dedent(block) for block in blocks if _defines(block, entry_point)]
+    if not starter_code:
+        return whole[-1] if whole else textwrap.dedent(blocks[-1])
+    if whole:  # which may rely on the imports before the function that it writes anew
+        return f"{starter_code.rstrip()}\n    pass\n\n\n{whole[-1]}"
+    body = blocks[-1]
+    if not body.lstrip("\n").startswith((" ", "\t")):  # a chat model's, without its indentation
+        body = textwrap.indent(body, "    ")
+    return f"{starter_code.rstrip()}\n{body}"
 
 
-def _defines(program: str, entry_point: str | None) -> bool:
-    """Whether it is a program with this name among its own, or with any function where no name is known."""
-    tree = _parse(program)
-    names = set() if tree is None else {name for node in tree.body for name in _names(node)}
-    return bool(names) if entry_point is None else entry_point in names
-
-
-def _names(node: ast.stmt) -> list[str]:
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
-def _indented(block: str) -> str:
-    """A body whose first line lost its indentation, as a chat model writes it."""
-    lines = block.strip("\n").splitlines()
-    return "\n".join(f"    {line}" for line in lines) + "\n"
+def _defines(program: str, name: str | None) -> bool:
+    """Whether it has a function or class of this name at its top, or of any where none is known."""
+    known = r"\w+" if name is None else re.escape(name)
+    defined = rf"^[ \t]*(?:(?:async[ ]+)?def|class)[ ]+{known}\b|^[ \t]*{known}[ ]*=[^=]"
+    return re.search(defined, textwrap.dedent(program), re.MULTILINE) is not None

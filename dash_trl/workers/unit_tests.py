@@ -288,13 +288,16 @@ class Peer:
         known = getattr(builtins, name, None)
         if isinstance(known, type) and issubclass(known, Exception):
             try:
-                raise known(message)
-            except TypeError:  # UnicodeDecodeError wants five
-                pass
+                raised: Exception = known(message)
+            except TypeError:  # UnicodeDecodeError wants five arguments
+                raised = SolutionError(f"{name}: {message}")
+            raise raised
         raise SolutionError(f"{name}: {message}")
 
     def answer(self, number: int, operation: str, parts: list[Any]) -> None:
         try:
+            if operation not in self.operations:
+                raise AttributeError(f"objects of the tests have no {operation}")
             arguments, named = map(self.codec.decode, parts)
             before = json.dumps(parts)
             value = self.operations[operation](self.codec.own[number], *arguments, **named)

@@ -1,0 +1,78 @@
+"""The programming problems: functions of one line, from two of their values; with unit tests, as MBPP has them.
+
+problem f(0) == 37   ──► the model writes   def f(x): return x + 37   ──► reward 1 if all tests pass, of which these
+        f(1) == 38                                                        two are shown and three are not
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from datasets import Dataset
+
+from dash_trl.embedded.problems import TEST_PROBLEMS, TRAIN_PROBLEMS, _split_of
+from dash_trl.embedded.tokenizer import arithmetic_tokenizer
+from dash_trl.embedded.warm_up import Lessons, WarmUp
+
+OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+CONSTANTS = range(2, 100)
+SHOWN, HIDDEN = (0, 1), (2, 7, 50)
+PROGRAM = "def f(x): return x {operator} {constant}"
+# Half of the programs have another constant or operator: of its samples, about half pass.
+PROGRAM_WARM_UP = WarmUp(steps=300, slip_rate=0.5, wait_rate=0.0)
+
+
+def _tests(operator: str, constant: int, arguments: Sequence[int], template: str) -> list[str]:
+    return [template.format(x, OPERATORS[operator](x, constant)) for x in arguments]
+
+
+def _problem(operator: str, constant: int) -> str:
+    return "\n".join(_tests(operator, constant, SHOWN, "f({}) == {}"))
+
+
+FUNCTIONS = {_problem(operator, constant): (operator, constant) for operator in OPERATORS for constant in CONSTANTS}
+
+
+def _functions(split: str, generator: random.Random) -> Iterator[str]:
+    """Endless problems of this split."""
+    problems = [problem for problem in FUNCTIONS if _split_of(problem) == split]
+    while True:
+        yield generator.choice(problems)
+
+
+def program_dataset(split: str = "train", size: int | None = None, seed: int = 0) -> Dataset:
+    """Problems with the columns `prompt` (one user message), `tests` (asserts) and `entry_point`; see `CodeReward`.
+
+    Args:
+        split: "train" or "test". A problem's text decides its split, so the two are disjoint for all seeds.
+        size: number of problems, which may repeat; by default 4,096 for training and 256 for the test.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"split={split!r} does not exist. Use 'train' or 'test'.")
+    size = size if size is not None else (TEST_PROBLEMS if split == "test" else TRAIN_PROBLEMS)
+    problems = list(islice(_functions(split, random.Random(f"{split}{seed}")), size))
+    return Dataset.from_dict(
+        {
+            "prompt": [[{"role": "user", "content": problem}] for problem in problems],
+            "tests": [_tests(*FUNCTIONS[problem], (*SHOWN, *HIDDEN), "assert f({}) == {}") for problem in problems],
+            "entry_point": ["f"] * size,
+        }
+    )
+
+
+def _solution(problem: str, generator: random.Random, slip_rate: float, wait_rate: float) -> str:
+    """A program that has the values of the problem, or at the given rate any other one."""
+    function = FUNCTIONS[problem]
+    if generator.random() < slip_rate:
+        function = generator.choice([other for other in FUNCTIONS.values() if other != function])
+    return PROGRAM.format(operator=function[0], constant=function[1])
+
+
+PROGRAM_LESSONS = Lessons(
+    "programs",
+    lambda: arithmetic_tokenizer([PROGRAM, "f() =="]),
+    lambda generator, settings: _functions("train", generator),
+    _solution,
+)

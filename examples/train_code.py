@@ -1,0 +1,65 @@
+"""Train a model on programming problems, with unit tests in a sandbox as the reward.
+
+    accelerate launch examples/train_code.py                   # no arguments: a tiny model writes one-line functions
+
+    accelerate launch --config_file accelerate_configs/ddp.yaml examples/train_code.py \\
+        --model_name_or_path Qwen/Qwen2.5-Coder-0.5B-Instruct --dataset_name google-research-datasets/mbpp \\
+        --use_vllm --vllm_mode colocate --output_dir outputs/mbpp
+
+`train_math.py` with another task: its flags and YAML keys. The dataset is a hub name or a local path, with the columns of
+MBPP, MBPP+ or HumanEval, or with `prompt` and `tests`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from train_math import Mathematics, main
+
+from dash_trl import CodeReward, RewardAgent, load_code_dataset
+from dash_trl.embedded import (
+    PROGRAM_LESSONS,
+    PROGRAM_WARM_UP,
+    embedded_defaults,
+    embedded_model,
+    program_dataset,
+)
+
+
+class Programming(Mathematics):
+    """Functions that have to pass their tests."""
+
+    def __init__(self, script: Any):
+        super().__init__(script)
+        self.tests = CodeReward()
+
+    @staticmethod
+    def embedded_defaults() -> dict[str, Any]:
+        return embedded_defaults() | {"output_dir": "outputs/embedded_code", "max_completion_length": 24, "max_steps": 40}
+
+    def embedded_model(self, progress: bool) -> str:
+        return embedded_model(settings=PROGRAM_WARM_UP, lessons=PROGRAM_LESSONS, progress=progress)
+
+    def embedded_problems(self, split: str, seed: int = 0) -> Any:
+        return program_dataset(split, seed=seed)
+
+    def load(self, split: str, chat: bool) -> Any:
+        return load_code_dataset(
+            self.script.dataset_name,
+            config=self.script.dataset_config,
+            split=split,
+            prompt_template=self.script.prompt_template,
+            chat=chat,
+        )
+
+    def reward(self) -> Any:
+        return self.own_reward or RewardAgent(self.tests)
+
+    def is_right(self, completions: list[Any], **columns: Any) -> list[float]:
+        rows = zip(completions, columns["tests"], columns["entry_point"], strict=True)
+        return [self.tests(*row)[0] for row in rows]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], make_task=Programming)

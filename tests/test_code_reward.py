@@ -1,0 +1,313 @@
+"""The code reward: which program of a completion is run, what crosses between it and its tests, and how they count."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dash_trl import CodeReward, load_code_dataset
+from dash_trl.rewards.code import find_program
+from dash_trl.workers import Sandbox, SandboxError, UnfitTests
+
+MBPPPLUS = Path(__file__).parents[2] / "shared" / "data" / "mbppplus"
+RIGHT, TESTS = "def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 3", "assert f(-1) == 0"]
+
+
+@pytest.fixture(scope="module")
+def reward():
+    with CodeReward(Sandbox(cpu_seconds=2)) as one:
+        yield one
+
+
+def fenced(program: str, language: str = "python") -> str:
+    return f"```{language}\n{program}\n```"
+
+
+# ---------------------------------------------------------------------------------------------- which program is run
+
+F, G, USE = "def f(x):\n    return x", "def g(x):\n    return 0", "print(f(1))"
+STARTER = 'from math import pi\n\ndef f(x):\n    """Doc."""\n'
+
+
+@pytest.mark.parametrize(
+    ("completion", "entry_point", "program"),
+    [
+        (fenced(F), "f", F),
+        (fenced(F, ""), "f", F),
+        (fenced(F, "Python"), "f", F),
+        (f"Here it is:\n\n{fenced(F)}\n\nIt returns x.", "f", F),
+        (f"1. Write it\n   ```python\n{F}\n   ```", "f", F),
+        (f"~~~python\n{F}\n~~~", "f", F),
+        (f"````python\n{F}\n````", "f", F),
+        # several: the last one that defines the function, not the example of its use
+        (fenced(G) + "\n" + fenced(F), "f", F),
+        (fenced(F) + "\nUse it:\n" + fenced(USE), "f", F),
+        (fenced(F) + "\n" + fenced("def f(x): return 2"), "f", "def f(x): return 2"),
+        (fenced(F) + "\n" + fenced(USE), None, F),
+        (fenced(F) + "\n" + fenced("pip install f", "bash") + "\n" + fenced("1", "text"), "f", F),
+        # no fence, or one that does not end
+        (F, "f", F),
+        (f"```python\n{F}", "f", F),
+        # defined otherwise
+        (fenced("f = lambda x: x"), "f", "f = lambda x: x"),
+        (fenced("class f: pass"), "f", "class f: pass"),
+        # another name is a program, too, though a wrong one
+        (fenced(G), "f", G),
+        # what was only thought
+        (f"<think>{fenced(G)}</think>{fenced(F)}", "f", F),
+        (f"{fenced(G)}</think>{fenced(F)}", "f", F),
+        (f"<think>{fenced(F)}</think>I do not know.", "f", None),
+        (f"<think>{fenced(F)}", "f", None),
+        ("I do not know.", "f", None),
+        ("", "f", None),
+        ("42", "f", None),
+        (fenced("def f(x) return x"), "f", "def f(x) return x"),  # which fails
+        (fenced("f(x) = x", "haskell"), "f", None),
+        ("The function is f(x) = x + 1.", "f", None),
+        ("(" * 100_000, "f", None),
+    ],
+)
+def test_the_program_of_a_completion(completion, entry_point, program):
+    found = find_program(completion, entry_point)
+    assert (found and found.strip()) == program
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "    return x * pi\n",
+        "    return x * pi",
+        "return x * pi",
+        "    y = x * pi\n    return y\n",
+        fenced("    return x * pi"),
+        fenced("return x * pi"),
+        fenced("def f(x):\n    return x * pi"),
+        fenced("from math import pi\ndef f(x):\n    return x * pi"),
+    ],
+)
+def test_a_body_continues_its_starter_code(completion):
+    names: dict = {}
+    exec(find_program(completion, "f", STARTER), names)
+    assert names["f"](2) == pytest.approx(6.2831853)
+
+
+# ------------------------------------------------------------------------------------------------- what it is scored
+
+
+def test_scores(reward):
+    assert reward(fenced(RIGHT), TESTS) == (1.0, {"passed": 1.0})
+    assert reward([{"role": "assistant", "content": fenced(RIGHT)}], "\n".join(TESTS), entry_point="f")[0] == 1.0
+    score, notes = reward(fenced("def f(x): return 2"), TESTS)
+    assert (score, notes) == (0.0, {"passed": pytest.approx(1 / 3), "explanation": "AssertionError: "})
+    assert reward("I do not know.", TESTS) == (0.0, {"passed": 0.0, "explanation": "no program"})
+
+
+@pytest.mark.parametrize("tests", [None, [], "", [" "], [""]])
+def test_no_tests_are_an_error(reward, tests):
+    with pytest.raises(ValueError, match="this row has no tests"):
+        reward(fenced(RIGHT), tests)
+
+
+@pytest.mark.parametrize(
+    ("tests", "reason"),
+    [
+        ("assert f(1) ==", "SyntaxError"),
+        ("assert 1 == 1", "never call anything of the program"),
+        ("def check(candidate):\n    assert candidate(1) == 2", "never call anything of the program"),
+        ("class Node: pass\nassert f(Node()) == 1", "an argument of type 'Node'"),
+    ],
+)
+def test_tests_that_score_no_program_are_an_error(reward, tests, reason):
+    with pytest.raises(UnfitTests, match=reason):
+        reward(fenced(RIGHT), tests)
+
+
+@pytest.mark.parametrize(
+    ("tests", "passed", "failed"),
+    [
+        ("assert f(1) == 2\nassert f(1) == 0\nassert f(2) == 3", 2, 1),
+        ("for x in range(5):\n    assert f(x) == x + 1", 5, 0),
+        ("for x in range(5):\n    y = f(x)\n    assert y != 3\n    assert y > 0", 4, 1),
+        ("for x in (1, 'a', 2):\n    y = f(x)\n    assert y", 2, 1),
+        ("def check(f):\n    assert f(1) == 2\n    assert f(2) == 2\ncheck(f)", 1, 1),
+        ("if f(1) != 2: raise AssertionError", 1, 0),
+        ("if f(1) == 2: raise AssertionError", 0, 1),
+        ("assert f(1) == 2\nraise ValueError", 1, 1),
+        ("assert g(1) == 2", 0, 1),
+        ("try:\n    f('a')\n    assert False\nexcept TypeError:\n    pass", 1, 0),
+        ("import sys\nassert f(1) == 2\nsys.exit(0)", 1, 0),
+        ("import sys\nassert f(1) == 2\nsys.exit(1)", 1, 1),
+    ],
+)
+def test_what_counts_as_a_test(reward, tests, passed, failed):
+    verdict = reward.sandbox.run(RIGHT, [tests])
+    assert (verdict.passed, verdict.failed, verdict.right) == (passed, failed, not failed)
+
+
+VALUES = """
+None; True; 0; -5; 2**53 + 1; -2**70; 10**400; 0.1; 1e300; -0.0; float('inf'); 1j; complex(float('inf'), -0.0)
+''; 'é\\n\\ud800'; b'\\0\\xff'; bytearray(b'ab'); []; [1, [2.5, None]]; (); (1,); ((1, 2), [3]); set(); {1, 'a'}
+frozenset({(1, 2)}); {}; {1: 'a', (1, 2): {3: [4]}}; range(3); range(5, -7, -2); ...; int; ValueError
+Counter('abca'); OrderedDict([(2, 1), (1, 2)]); deque([1, 2]); Decimal('1.10'); Fraction(1, 3)
+date(2020, 2, 29); datetime(2020, 1, 1, 12, 30, tzinfo=timezone.utc); time(1, 2); timedelta(days=-1, microseconds=5)
+"""
+IMPORTS = (
+    "from collections import *\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
+    "from datetime import date, datetime, time, timedelta, timezone\n"
+)
+
+
+@pytest.mark.parametrize("value", [one.strip() for line in VALUES.strip().splitlines() for one in line.split(";")])
+def test_values_cross_both_ways(reward, value):
+    """As an argument and as a result, of the same type; text that `repr` writes tells -0.0 from 0.0."""
+    program = f"{IMPORTS}def f(x):\n    want = {value}\n    assert repr(x) == repr(want) and type(x) is type(want)\n"
+    program += "    return want"
+    tests = f"{IMPORTS}want = {value}\ngot = f(want)\nassert repr(got) == repr(want) and type(got) is type(want)"
+    verdict = reward.sandbox.run(program, [tests])
+    assert verdict.right, verdict
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def f(x):\n    while x:\n        yield x\n        x -= 1", "assert list(f(3)) == [3, 2, 1]"),
+        ("def f(x): return map(str, x)", "assert set(f([1, 2])) == {'1', '2'}"),
+        ("def f(x): return [map(str, x)]", "assert list(f([1, 2])[0]) == ['1', '2']"),
+        ("import re\ndef f(x): return re.match('a', x)", "assert f('ab') and not f('b')\nassert f('ab').group() == 'a'"),
+        ("def f(x): return lambda y: x + y", "assert f(1)(2) == 3"),
+        ("def f(g, x): return g(x) + 1", "assert f(lambda y: 2 * y, 5) == 11"),
+        ("def f(g): return [*g]", "assert f(iter([1, 2])) == [1, 2]"),
+        ("def f(x): x.append(4); x[0][0] = 9", "x = y = [[1], 2]\nfirst = x[0]\nf(x)\nassert y == [[9], 2, 4] and first == [9]"),
+        ("def f(*, x, **k): x.update(k); return len(k)", "d = {1: 2}\nassert f(x=d, y=3) == 1 and d == {1: 2, 'y': 3}"),
+        ("from collections import namedtuple\nP = namedtuple('P', 'a b')\ndef f(): return P(1, 2)", "assert f() == (1, 2)"),
+        ("import enum\nclass E(enum.IntEnum):\n    A = 3\ndef f(): return E.A", "assert f() == 3"),
+        ("class S(str): pass\ndef f(): return [S('a')]", "assert f() == ['a']"),
+        ("from collections import defaultdict\ndef f(): return defaultdict(list, a=[1])", "assert f() == {'a': [1]}"),
+        ("class A:\n    def __init__(self, x): self.x = x\n    def g(self): return self.x", "a = A(3)\na.x += 1\nassert a.g() == 4"),
+        ("class A:\n    def __str__(self): return 'me'\n    def __len__(self): return 7", "assert str(A()) == 'me' and len(A()) == 7"),
+        ("class A: pass\ndef f(a): return isinstance(a, A)", "assert f(A())"),
+        ("TABLE = [1, 2]\ndef f(): return 1", "assert TABLE[f()] == 2"),
+        ("def f(x): raise KeyError(x)", "try:\n    f(1)\nexcept KeyError:\n    ok = True\nassert ok"),
+        ("def sum(a): return 7", "assert sum([1]) == 7"),
+        ("import numpy as np\ndef f(x): return np.array(x) * 2.5", "assert (f([1, 2]) == [2.5, 5]).all() and f([[1]]).shape == (1, 1)"),
+        ("import numpy as np\ndef f(x): return np.float32(x), np.int64(2), np.bool_(True)", "a, b, c = f(0.5)\nassert a == 0.5 and b == 2 and c"),
+        ("def f(x): return x.sum()", "import numpy as np\nassert f(np.ones((2, 3))) == 6"),
+        ("from dataclasses import dataclass\n@dataclass\nclass P:\n    a: int\ndef f(): return P(1)", "assert f().a == 1"),
+        ("def f(x):\n    global n\n    n = globals().get('n', 0) + x\n    return n", "assert f(1) == 1 and f(1) == 2"),
+        ("import threading\ndef f():\n    t = threading.Thread(target=print)\n    t.start(); t.join()\n    return 1", "assert f() == 1"),
+        ("def f():\n    open('a', 'w').write('x')\n    return open('a').read()", "assert f() == 'x'"),
+        ("def f(x): return {1: f} if x else 0", "assert f(1)[1](0) == 0"),
+        ("if __name__ == '__main__':\n    input()\ndef f(): return 1", "assert f() == 1"),
+    ],
+)
+def test_what_programs_and_tests_exchange(reward, program, test):
+    verdict = reward.sandbox.run(program, [test], "sum")
+    assert verdict.right, verdict
+
+
+def test_a_tests_function_leads_the_program_nowhere(reward):
+    """It may be called. Its attributes (`__globals__`) or a generator's (`gi_frame`) would tell what is expected."""
+    names = ("__globals__", "__code__", "gi_frame", "__self__", "__class__")
+    program = f"def f(g): return [name for name in {names} if getattr(g, name, None) is not None and name != '__class__']"
+    assert reward.sandbox.run(program, ["want = 3\ndef g(): return 3\nassert f(g) == []"]).right
+    # The same asked of the protocol itself.
+    program = (
+        "def f(g):\n    try: return bool(g._peer_.ask(g._number_, 'attribute', '__globals__'))\n"
+        "    except Exception as error: return False"
+    )
+    assert reward.sandbox.run(program, ["want = 3\ndef g(): return 3\nassert f(g) is False"]).right
+
+
+def test_a_set_has_the_same_order_in_every_sandbox():
+    program = "import random\ndef f(): return str([list({'a', 'b', 'c', 'd', 'e'}), random.random()])\ndef g(x): raise ValueError(x)"
+    reasons = set()
+    for _ in range(2):
+        with Sandbox() as box:
+            reasons.add(box.run(program, ["g(f())"]).reason)
+    assert len(reasons) == 1 and "ValueError: [[" in reasons.pop()
+
+
+# --------------------------------------------------------------------------------------------------- limits, settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cpu_seconds": 0}, "cpu_seconds=0 must be a whole number of at least 1"),
+        ({"cpu_seconds": -1}, "cpu_seconds=-1"),
+        ({"cpu_seconds": 0.5}, "cpu_seconds=0.5"),
+        ({"memory": -1}, "memory=-1"),
+        ({"disk": 0}, "disk=0"),
+        ({"processes": -1}, "processes=-1 must be a whole number of at least 0"),
+        ({"count": 0}, "count=0"),
+        ({"wall_seconds": 2}, "wall_seconds=2 must be more than cpu_seconds=4"),
+        ({"wall_seconds": float("nan")}, "wall_seconds=nan"),
+        ({"isolation": "docker"}, "isolation='docker' is none of .'namespaces', 'landlock', 'rlimits'."),
+    ],
+)
+def test_settings_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Sandbox(**settings)
+
+
+def test_a_sandbox_that_cannot_start_is_an_error(monkeypatch):
+    monkeypatch.setattr("dash_trl.workers.sandbox.ENVIRONMENT", {"PYTHONHASHSEED": "nonsense"})
+    with CodeReward() as one, pytest.raises(SandboxError, match="programs cannot be confined on this machine"):
+        one(fenced(RIGHT), TESTS)
+
+
+def test_a_machine_that_refuses_namespaces_gets_less_and_is_told_once():
+    """As in a container that has one user only."""
+    code = f"import sys; sys.path[:0] = {sys.path!r}\n{WEAKER}"
+    command = ["unshare", "--user", "--map-root-user", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["landlock", "landlock", "1.0"], done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "confined by landlock only" in line and "Not protected: size of all files" in line
+
+
+WEAKER = """
+from dash_trl import CodeReward
+from dash_trl.workers import Sandbox
+for _ in range(2):
+    with Sandbox() as box:
+        print(box.kind)
+with CodeReward() as reward:
+    print(reward("def f(x): return x + 1", ["assert f(1) == 2"])[0])
+"""
+
+
+def test_it_may_be_closed_and_called_again_and_from_many_threads():
+    one = CodeReward()
+    assert one(fenced(RIGHT), TESTS)[0] == 1.0
+    one.close()
+    with ThreadPoolExecutor(6) as pool:
+        scores = pool.map(lambda i: one(fenced(f"def f(x): return x + {i % 2}"), TESTS)[0], range(24))
+        assert list(scores) == [float(i % 2) for i in range(24)]
+    one.close()
+    assert threading.active_count() < 20
+
+
+# ---------------------------------------------------------------------------------------------------------- MBPP+
+
+
+@pytest.mark.skipif(not MBPPPLUS.exists(), reason=f"MBPP+ is not in {MBPPPLUS}")
+def test_mbpp_plus_solutions_pass_their_tests_and_fail_the_next_ones(reward):
+    """Of a sample; all 378 by benchmarks/code_reward.py."""
+    problems = list(load_code_dataset(MBPPPLUS, split="test"))
+    codes = [json.loads(line)["code"] for line in (MBPPPLUS / "test.jsonl").read_text().splitlines()]
+    chosen = {i for i, one in enumerate(problems) if one["entry_point"] in ("sum", "freq_count")} | {*range(0, 378, 8)}
+    with ThreadPoolExecutor(4) as pool:
+
+        def score(code: int, problem: int) -> float:
+            one = problems[problem]
+            return reward(fenced(codes[code]), one["tests"], one["entry_point"])[0]
+
+        assert all(one == 1.0 for one in pool.map(lambda i: score(i, i), chosen))
+        assert all(one == 0.0 for one in pool.map(lambda i: score(i, (i + 1) % 378), chosen))
