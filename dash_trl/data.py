@@ -180,8 +180,11 @@ def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence
     written = [(column.lower(), _scripts(row[column])) for column in test_columns]
     column, tests = next((one for one in written if one[1]), ("", []))
     if column in ("test", "test_list"):
+        listed = _scripts(fields.get("test_list"))
+        shown = [one for one in listed if "assert" in one]  # MBPP+ lists imports, too
         setup = [one for key in SETUP_COLUMNS for one in _scripts(fields.get(key))]
-        shown = _scripts(fields.get("test_list"))
+        setup += [one for one in listed if "assert" not in one]
+        tests = shown if column == "test_list" else tests
         name = name or _entry_point(shown, fields.get("code"))
         if name and "def check(" in tests[0]:
             starter = str(problem)

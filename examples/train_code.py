@@ -6,8 +6,8 @@
         --model_name_or_path Qwen/Qwen2.5-Coder-0.5B-Instruct --dataset_name google-research-datasets/mbpp \\
         --use_vllm --vllm_mode colocate --output_dir outputs/mbpp
 
-`train_math.py` with another task: its flags and YAML keys. The dataset is a hub name or a local path, with the columns of
-MBPP, MBPP+ or HumanEval, or with `prompt` and `tests`.
+`train_math.py` with another task: its flags and YAML keys. The dataset is a hub name or a local path, with the columns
+of MBPP, MBPP+ or HumanEval, or with `prompt` and `tests`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ from typing import Any
 from train_math import Mathematics, main
 
 from dash_trl import CodeReward, RewardAgent, load_code_dataset
-from dash_trl.embedded import (
-    PROGRAM_LESSONS,
-    PROGRAM_WARM_UP,
-    embedded_defaults,
-    embedded_model,
-    program_dataset,
-)
+from dash_trl.embedded import PROGRAM_LESSONS, PROGRAM_WARM_UP, embedded_defaults, embedded_model, program_dataset
+
+# A completion waits for its turn, two or so at a time, and the sandbox ends each in a minute.
+PATIENCE = 3600.0
 
 
 class Programming(Mathematics):
@@ -36,7 +33,11 @@ class Programming(Mathematics):
 
     @staticmethod
     def embedded_defaults() -> dict[str, Any]:
-        return embedded_defaults() | {"output_dir": "outputs/embedded_code", "max_completion_length": 24, "max_steps": 40}
+        return embedded_defaults() | {
+            "output_dir": "outputs/embedded_code",
+            "max_completion_length": 24,
+            "max_steps": 40,
+        }
 
     def embedded_model(self, progress: bool) -> str:
         return embedded_model(settings=PROGRAM_WARM_UP, lessons=PROGRAM_LESSONS, progress=progress)
@@ -54,11 +55,12 @@ class Programming(Mathematics):
         )
 
     def reward(self) -> Any:
-        return self.own_reward or RewardAgent(self.tests)
+        return self.own_reward or RewardAgent(self.tests, timeout=PATIENCE)
 
     def is_right(self, completions: list[Any], **columns: Any) -> list[float]:
-        rows = zip(completions, columns["tests"], columns["entry_point"], strict=True)
-        return [self.tests(*row)[0] for row in rows]
+        (reward,) = RewardAgent(self.tests, timeout=PATIENCE).rewards
+        scores = reward(prompts=completions, completions=completions, **columns)
+        return [float(score == 1) for score in scores]
 
 
 if __name__ == "__main__":

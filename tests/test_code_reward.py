@@ -14,6 +14,7 @@ import pytest
 from dash_trl import CodeReward, load_code_dataset
 from dash_trl.rewards.code import find_program
 from dash_trl.workers import Sandbox, SandboxError, UnfitTests
+from tests.attacks import programs
 
 MBPPPLUS = Path(__file__).parents[2] / "shared" / "data" / "mbppplus"
 RIGHT, TESTS = "def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 3", "assert f(-1) == 0"]
@@ -173,48 +174,183 @@ def test_values_cross_both_ways(reward, value):
     assert verdict.right, verdict
 
 
-@pytest.mark.parametrize(
-    ("program", "test"),
-    [
-        ("def f(x):\n    while x:\n        yield x\n        x -= 1", "assert list(f(3)) == [3, 2, 1]"),
-        ("def f(x): return map(str, x)", "assert set(f([1, 2])) == {'1', '2'}"),
-        ("def f(x): return [map(str, x)]", "assert list(f([1, 2])[0]) == ['1', '2']"),
-        ("import re\ndef f(x): return re.match('a', x)", "assert f('ab') and not f('b')\nassert f('ab').group() == 'a'"),
-        ("def f(x): return lambda y: x + y", "assert f(1)(2) == 3"),
-        ("def f(g, x): return g(x) + 1", "assert f(lambda y: 2 * y, 5) == 11"),
-        ("def f(g): return [*g]", "assert f(iter([1, 2])) == [1, 2]"),
-        ("def f(x): x.append(4); x[0][0] = 9", "x = y = [[1], 2]\nfirst = x[0]\nf(x)\nassert y == [[9], 2, 4] and first == [9]"),
-        ("def f(*, x, **k): x.update(k); return len(k)", "d = {1: 2}\nassert f(x=d, y=3) == 1 and d == {1: 2, 'y': 3}"),
-        ("from collections import namedtuple\nP = namedtuple('P', 'a b')\ndef f(): return P(1, 2)", "assert f() == (1, 2)"),
-        ("import enum\nclass E(enum.IntEnum):\n    A = 3\ndef f(): return E.A", "assert f() == 3"),
-        ("class S(str): pass\ndef f(): return [S('a')]", "assert f() == ['a']"),
-        ("from collections import defaultdict\ndef f(): return defaultdict(list, a=[1])", "assert f() == {'a': [1]}"),
-        ("class A:\n    def __init__(self, x): self.x = x\n    def g(self): return self.x", "a = A(3)\na.x += 1\nassert a.g() == 4"),
-        ("class A:\n    def __str__(self): return 'me'\n    def __len__(self): return 7", "assert str(A()) == 'me' and len(A()) == 7"),
-        ("class A: pass\ndef f(a): return isinstance(a, A)", "assert f(A())"),
-        ("TABLE = [1, 2]\ndef f(): return 1", "assert TABLE[f()] == 2"),
-        ("def f(x): raise KeyError(x)", "try:\n    f(1)\nexcept KeyError:\n    ok = True\nassert ok"),
-        ("def sum(a): return 7", "assert sum([1]) == 7"),
-        ("import numpy as np\ndef f(x): return np.array(x) * 2.5", "assert (f([1, 2]) == [2.5, 5]).all() and f([[1]]).shape == (1, 1)"),
-        ("import numpy as np\ndef f(x): return np.float32(x), np.int64(2), np.bool_(True)", "a, b, c = f(0.5)\nassert a == 0.5 and b == 2 and c"),
-        ("def f(x): return x.sum()", "import numpy as np\nassert f(np.ones((2, 3))) == 6"),
-        ("from dataclasses import dataclass\n@dataclass\nclass P:\n    a: int\ndef f(): return P(1)", "assert f().a == 1"),
-        ("def f(x):\n    global n\n    n = globals().get('n', 0) + x\n    return n", "assert f(1) == 1 and f(1) == 2"),
-        ("import threading\ndef f():\n    t = threading.Thread(target=print)\n    t.start(); t.join()\n    return 1", "assert f() == 1"),
-        ("def f():\n    open('a', 'w').write('x')\n    return open('a').read()", "assert f() == 'x'"),
-        ("def f(x): return {1: f} if x else 0", "assert f(1)[1](0) == 0"),
-        ("if __name__ == '__main__':\n    input()\ndef f(): return 1", "assert f() == 1"),
-    ],
-)
-def test_what_programs_and_tests_exchange(reward, program, test):
+EXCHANGED = programs("""
+## a generator
+def f(x):
+    while x:
+        yield x
+        x -= 1
+---
+assert list(f(3)) == [3, 2, 1]
+## an iterator
+def f(x): return map(str, x)
+---
+assert set(f([1, 2])) == {'1', '2'}
+## iterators in a list
+def f(x): return [map(str, x)]
+---
+assert list(f([1, 2])[0]) == ['1', '2']
+## a match
+import re
+def f(x): return re.match('a', x)
+---
+assert f('ab') and not f('b')
+assert f('ab').group() == 'a'
+## a function
+def f(x): return lambda y: x + y
+---
+assert f(1)(2) == 3
+## a function of the test's
+def f(g, x): return g(x) + 1
+---
+assert f(lambda y: 2 * y, 5) == 11
+## an iterator of the test's
+def f(g): return [*g]
+---
+assert f(iter([1, 2])) == [1, 2]
+## changed arguments
+def f(x): x.append(4); x[0][0] = 9
+---
+x = y = [[1], 2]
+first = x[0]
+f(x)
+assert y == [[9], 2, 4] and first == [9]
+## changed arguments by name
+def f(*, x, **k): x.update(k); return len(k)
+---
+d = {1: 2}
+assert f(x=d, y=3) == 1 and d == {1: 2, 'y': 3}
+## a named tuple
+from collections import namedtuple
+P = namedtuple('P', 'a b')
+def f(): return P(1, 2)
+---
+assert f() == (1, 2)
+## an IntEnum
+import enum
+class E(enum.IntEnum):
+    A = 3
+def f(): return E.A
+---
+assert f() == 3
+## a str's subclass
+class S(str): pass
+def f(): return [S('a')]
+---
+assert f() == ['a']
+## a defaultdict
+from collections import defaultdict
+def f(): return defaultdict(list, a=[1])
+---
+assert f() == {'a': [1]}
+## an instance and its attributes
+class A:
+    def __init__(self, x): self.x = x
+    def g(self): return self.x
+---
+a = A(3)
+a.x += 1
+assert a.g() == 4
+## an instance's text and length
+class A:
+    def __str__(self): return 'me'
+    def __len__(self): return 7
+---
+assert str(A()) == 'me' and len(A()) == 7
+## an instance passed back
+class A: pass
+def f(a): return isinstance(a, A)
+---
+assert f(A())
+## a constant
+TABLE = [1, 2]
+def f(): return 1
+---
+assert TABLE[f()] == 2
+## an exception
+def f(x): raise KeyError(x)
+---
+try:
+    f(1)
+except KeyError:
+    ok = True
+assert ok
+## a name of Python's own
+def sum(a): return 7
+---
+assert sum([1]) == 7
+## an array
+import numpy as np
+def f(x): return np.array(x) * 2.5
+---
+assert (f([1, 2]) == [2.5, 5]).all() and f([[1]]).shape == (1, 1)
+## numpy's scalars
+import numpy as np
+def f(x): return np.float32(x), np.int64(2), np.bool_(True)
+---
+a, b, c = f(0.5)
+assert a == 0.5 and b == 2 and c
+## an array of the test's
+def f(x): return x.sum()
+---
+import numpy as np
+assert f(np.ones((2, 3))) == 6
+## a dataclass
+from dataclasses import dataclass
+@dataclass
+class P:
+    a: int
+def f(): return P(1)
+---
+assert f().a == 1
+## state between calls
+def f(x):
+    global n
+    n = globals().get('n', 0) + x
+    return n
+---
+assert f(1) == 1 and f(1) == 2
+## a thread
+import threading
+def f():
+    t = threading.Thread(target=print)
+    t.start(); t.join()
+    return 1
+---
+assert f() == 1
+## a file
+def f():
+    open('a', 'w').write('x')
+    return open('a').read()
+---
+assert f() == 'x'
+## a function in a dict
+def f(x): return {1: f} if x else 0
+---
+assert f(1)[1](0) == 0
+## a main block
+if __name__ == '__main__':
+    input()
+def f(): return 1
+---
+assert f() == 1
+""")
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_what_programs_and_tests_exchange(reward, name):
+    """As above the line, a program; below it, what holds of it."""
+    program, test = EXCHANGED[name].split("---\n")
     verdict = reward.sandbox.run(program, [test], "sum")
     assert verdict.right, verdict
 
 
 def test_a_tests_function_leads_the_program_nowhere(reward):
     """It may be called. Its attributes (`__globals__`) or a generator's (`gi_frame`) would tell what is expected."""
-    names = ("__globals__", "__code__", "gi_frame", "__self__", "__class__")
-    program = f"def f(g): return [name for name in {names} if getattr(g, name, None) is not None and name != '__class__']"
+    names = ("__globals__", "__code__", "gi_frame", "__self__")
+    program = (
+        f"def f(g): return [name for name in {names} if getattr(g, name, None) is not None and name != '__class__']"
+    )
     assert reward.sandbox.run(program, ["want = 3\ndef g(): return 3\nassert f(g) == []"]).right
     # The same asked of the protocol itself.
     program = (
@@ -225,7 +361,8 @@ def test_a_tests_function_leads_the_program_nowhere(reward):
 
 
 def test_a_set_has_the_same_order_in_every_sandbox():
-    program = "import random\ndef f(): return str([list({'a', 'b', 'c', 'd', 'e'}), random.random()])\ndef g(x): raise ValueError(x)"
+    program = "import random\ndef f(): return str([list({'a', 'b', 'c', 'd', 'e'}), random.random()])\n"
+    program += "def g(x): raise ValueError(x)"
     reasons = set()
     for _ in range(2):
         with Sandbox() as box:

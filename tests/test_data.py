@@ -10,10 +10,12 @@ from pathlib import Path
 import datasets
 import pytest
 
+from dash_trl import CodeReward
 from dash_trl.data import (
     PROMPT_TEMPLATES,
     final_answer,
     find_answer,
+    load_code_dataset,
     load_math_dataset,
     make_prompt,
     resolve_template,
@@ -282,3 +284,93 @@ def test_importing_needs_no_heavy_package():
     code = f"import sys, dash_trl.data, dash_trl.rewards; print({heavy} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert out.stdout.strip() == "set()"
+
+
+# ------------------------------------------------------------------------------------------------------------ programs
+
+MBPP = {
+    "task_id": 2,
+    "text": "Write a function to add.",
+    "code": "def helper(a):\n    return a\n\ndef add(a, b):\n    return helper(a) + b",
+    "test_list": ["assert sum([add(1, 2)]) == 3", "assert add(2, 2) == 4"],
+    "test_setup_code": "import math",
+    "challenge_test_list": [],
+}
+PLUS = {
+    "prompt": "Write a function to add.",
+    "code": MBPP["code"],
+    "test_imports": ["import math"],
+    "test_list": ["import cmath", *MBPP["test_list"]],
+    "test": "for a, b in [(1, 2)]:\n    assert add(a, b) == a + b\n",
+}
+HUMANEVAL = {
+    "prompt": 'import math\n\ndef helper(a):\n    return a\n\ndef add(a, b):\n    """Adds."""\n',
+    "entry_point": "add",
+    "canonical_solution": "    return a + b\n",
+    "test": "def check(candidate):\n    assert candidate(1, 2) == helper(3)\n",
+}
+SHOWN = "Write a function to add.\n\nYour program should pass this test, and others like it:\n\n"
+SHOWN += "assert sum([add(1, 2)]) == 3"
+
+
+def test_mbpp_layout(tmp_path):
+    """The prompt shows the first test, which names the function; all are scored, and other columns are left."""
+    (row,) = load_code_dataset(write(tmp_path / "a.jsonl", [MBPP]), prompt_template="plain").to_list()
+    assert row["prompt"] == SHOWN and row["entry_point"] == "add" and row.keys() == {"prompt", "tests", "entry_point"}
+    assert row["tests"] == [f"import math\n{test}" for test in MBPP["test_list"]]
+
+
+def test_mbpp_plus_layout(tmp_path):
+    path = write(tmp_path / "a.jsonl", [PLUS, {**PLUS, "test": ""}])
+    first, second = load_code_dataset(path, chat=True).to_list()
+    assert first["prompt"] == [{"role": "user", "content": PROMPT_TEMPLATES["code"].format(problem=SHOWN)}]
+    assert first["tests"] == [f"import math\nimport cmath\n{PLUS['test']}"]
+    assert len(second["tests"]) == 2  # its asserts, where there is no script
+    (asserts, _) = load_code_dataset(path, tests_column="test_list")["tests"]
+    assert asserts == second["tests"]
+
+
+def test_human_eval_layout(tmp_path):
+    """The prompt stays a program's beginning; its helpers are the tests', so that no program can replace them."""
+    path = write(tmp_path / "a.jsonl", [HUMANEVAL])
+    (row,) = load_code_dataset(path).to_list()
+    assert row["prompt"] == row["starter_code"] == HUMANEVAL["prompt"] and row["entry_point"] == "add"
+    with CodeReward() as reward:
+        right, own_helper = "    return a + b\n", "    return 0\n\ndef helper(a):\n    return 0\n"
+        names = ("tests", "entry_point", "starter_code")
+        assert [reward(text, *(row[name] for name in names))[0] for text in (right, own_helper)] == [1.0, 0.0]
+    (row,) = load_code_dataset(path, chat=True).to_list()
+    assert row["prompt"][0]["content"].startswith(HUMANEVAL["prompt"]) and "```python" in row["prompt"][0]["content"]
+
+
+def test_ready_made_programming_problems(tmp_path):
+    rows = [{"prompt": "p", "tests": ["assert f(1)"], "entry_point": "f"}, {"prompt": "q", "tests": ["assert g(1)"]}]
+    loaded = load_code_dataset(write(tmp_path / "a.jsonl", rows)).to_list()
+    assert loaded == [rows[0], {**rows[1], "entry_point": None}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"test_list": []}, "1 of 2 rows of .* lack tests in 'test_list'; the first is row 1: .* tests_column"),
+        ({"test_list": ["assert add(1"]}, "Row 1 of .* has a test in 'test_list' that is no Python .*'import math"),
+        ({"text": " "}, "1 of 2 rows of .* lack a problem in 'text'; the first is row 1"),
+    ],
+)
+def test_programming_problems_that_lack_something(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        load_code_dataset(write(tmp_path / "a.jsonl", [MBPP, {**MBPP, **changes}]))
+
+
+def test_a_dataset_without_tests(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "p", "answer": "1"}])
+    with pytest.raises(ValueError, match="has no tests column: looked for .*'test_list'.* Name the .*tests_column"):
+        load_code_dataset(path)
+
+
+@needs_data
+def test_mbpp_plus_is_read_whole():
+    dataset = load_code_dataset(SHARED / "mbppplus", split="test")
+    solutions = [json.loads(line) for line in (SHARED / "mbppplus" / "test.jsonl").read_text().splitlines()]
+    assert dataset["entry_point"][:] == [one["entry_point"] for one in solutions] and len(dataset) == 378
+    assert all("assert" in prompt for prompt in dataset["prompt"])
