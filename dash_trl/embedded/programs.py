@@ -20,8 +20,7 @@ OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 CONSTANTS = range(2, 100)
 SHOWN, HIDDEN = (0, 1), (2, 7, 50)
 PROGRAM = "def f(x): return x {operator} {constant}"
-# Half of the programs have another constant or operator: of its samples, about half pass.
-PROGRAM_WARM_UP = WarmUp(steps=300, slip_rate=0.5, wait_rate=0.0)
+PROGRAM_WARM_UP = WarmUp(steps=400, clean_share=0.8, slip_rate=0.2, wait_rate=0.0)
 
 
 def _tests(operator: str, constant: int, arguments: Sequence[int], template: str) -> list[str]:

@@ -26,6 +26,7 @@ close: the starter and the supervisors end with it, and with each of them its na
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import platform
@@ -469,6 +470,7 @@ def main() -> None:
     except OSError as error:
         send(channel, json.dumps({"error": str(error)}).encode())
         return
+    gc.freeze()  # forks share these pages until one writes to them, as a collection would
     send(channel, json.dumps({"error": None}).encode())
     serve(place, channel)
 
