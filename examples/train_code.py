@@ -59,7 +59,7 @@ class Programming(Mathematics):
 
     def is_right(self, completions: list[Any], **columns: Any) -> list[float]:
         (reward,) = RewardAgent(self.tests, timeout=PATIENCE).rewards
-        scores = reward(prompts=completions, completions=completions, **columns)
+        scores = reward(completions=completions, **columns)
         return [float(score == 1) for score in scores]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -418,6 +419,14 @@ for _ in range(2):
 with CodeReward() as reward:
     print(reward("def f(x): return x + 1", ["assert f(1) == 2"])[0])
 """
+
+
+def test_another_process_gets_a_sandbox_of_its_own():
+    one = CodeReward(Sandbox(cpu_seconds=3, count=1))
+    assert one(fenced(RIGHT), TESTS)[0] == 1.0
+    with pickle.loads(pickle.dumps(one)) as other:
+        assert other.sandbox.settings == one.sandbox.settings and other(fenced(RIGHT), TESTS)[0] == 1.0
+    one.close()
 
 
 def test_it_may_be_closed_and_called_again_and_from_many_threads():

@@ -251,11 +251,11 @@ ALLOW, REFUSE = 0x7FFF0000, 0x00050000
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # where they are in what a filter sees
 
 
-def filter_calls(*, alone: bool) -> bool:
-    """Refuses system calls by seccomp. `alone`: in namespaces of its own. Returns whether it could."""
-    architecture, column = ARCHITECTURES.get(platform.machine(), (0, 0))
-    if not architecture:
-        return False
+def filter_calls(*, alone: bool) -> None:
+    """Refuses system calls by seccomp. `alone`: in namespaces of its own."""
+    if platform.machine() not in ARCHITECTURES:
+        raise OSError(f"the numbers of system calls are known for {list(ARCHITECTURES)}, not {platform.machine()!r}")
+    architecture, column = ARCHITECTURES[platform.machine()]
     refused = {**REFUSED, **({} if alone else REFUSED_IN_THE_OPEN)}
     program = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, REFUSE | EPERM)]
     program += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), (RETURN, 0, 0, REFUSE | EPERM)]
@@ -271,6 +271,7 @@ def filter_calls(*, alone: bool) -> bool:
         program.extend([(EQUAL, 0, 4, numbers[column]), (LOAD, 0, 0, FIRST_ARGUMENT), jump])
         program.extend([(RETURN, 0, 0, REFUSE | EPERM), (RETURN, 0, 0, ALLOW)])
 
+    refuse_if(PRCTL, EQUAL, PR_SET_PDEATHSIG)  # it dies with its supervisor
     if alone:
         refuse_if(CLONE, ANY_BIT, ALL_NEW)
     else:
@@ -278,7 +279,6 @@ def filter_calls(*, alone: bool) -> bool:
         for numbers in (KILL, TGKILL):
             refuse_if(numbers, EQUAL, os.getpid(), holds=False)
         refuse_if(PRLIMIT, EQUAL, 0, holds=False)
-        refuse_if(PRCTL, EQUAL, PR_SET_PDEATHSIG)  # it dies with its supervisor
     program.append((RETURN, 0, 0, ALLOW))
     code = b"".join(
         a.to_bytes(2, sys.byteorder) + bytes((b, c)) + d.to_bytes(4, sys.byteorder) for a, b, c, d in program
@@ -288,11 +288,7 @@ def filter_calls(*, alone: bool) -> bool:
     class Program(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
-    try:
-        call("prctl", PR_SET_SECCOMP, 2, ctypes.byref(Program(len(program), ctypes.addressof(buffer))), 0, 0)
-    except OSError:
-        return False
-    return True
+    call("prctl", PR_SET_SECCOMP, 2, ctypes.byref(Program(len(program), ctypes.addressof(buffer))), 0, 0)
 
 
 # -------------------------------------------------------------------------------------------------- starter and sides
@@ -323,8 +319,8 @@ class Place:
         mount("tmpfs", TASK_TMP, "tmpfs", MS_NOSUID | MS_NODEV, f"size={SETTINGS['disk']},nr_inodes={INODES},mode=700")
         return TASK_TMP
 
-    def confine(self, folder: str) -> bool:
-        """In the process itself, at last; then it holds nothing but the folder. Returns whether seccomp is there."""
+    def confine(self, folder: str) -> None:
+        """In the process itself, at last: then it has nothing but the folder."""
         os.setsid()  # else kill(0, …) would reach whoever else was in the group, over the namespace's border
         os.chdir(folder)
         os.environ["TMPDIR"] = folder
@@ -337,7 +333,7 @@ class Place:
         drop_capabilities()
         if self.landlock:
             restrict_files(readable_paths(), folder)
-        return filter_calls(alone=self.alone)
+        filter_calls(alone=self.alone)
 
 
 def set_limits(memory: int, processes: int | None) -> None:

@@ -111,8 +111,8 @@ class Sandbox:
         if isolation is not None and isolation not in PROTECTS:
             raise ValueError(f"isolation={isolation!r} is none of {list(PROTECTS)}.")
         self.settings = {"cpu_seconds": cpu_seconds, "memory": memory, "processes": processes, "disk": disk}
+        self.others = {"wall_seconds": wall_seconds, "count": count, "isolation": isolation}
         self.wall_seconds = float(wall_seconds)
-        self.isolation = isolation
         self._kinds = list(PROTECTS) if isolation is None else [isolation]
         self._slots = threading.BoundedSemaphore(count or default_workers())
         self._lock = threading.Lock()
@@ -224,7 +224,11 @@ class Sandbox:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a sandbox holds processes and cannot be sent to another one: make it there")
+        """Its settings, for a process that then starts a sandbox of its own."""
+        return {"settings": self.settings, "others": self.others}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state["settings"], **state["others"])  # type: ignore[misc]
 
 
 class _Starter:
