@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dash_trl.embedded import warm_up
 from dash_trl.embedded.problems import LARGEST_TOTAL, arithmetic_dataset, arithmetic_reward
+from dash_trl.embedded.programs import PROGRAM_LESSONS, program_dataset
 from dash_trl.embedded.tokenizer import END_OF_TURN, arithmetic_tokenizer
 from dash_trl.embedded.warm_up import WarmUp, embedded_model
 
@@ -261,3 +262,36 @@ def test_the_user_s_cache_folder(monkeypatch):
 def test_the_default_model_is_tiny():
     model = warm_up._model(arithmetic_tokenizer(), WarmUp())
     assert sum(parameter.numel() for parameter in model.parameters()) <= 1_500_000
+
+
+# -------------------------------------------------------------------------------------------------------- the programs
+
+
+def test_programs_pass_the_tests_of_their_problem_and_slip_at_the_given_rate():
+    """The values that a problem shows are its first tests; programs are what `exec` says they are."""
+    generator, right = random.Random(0), 0
+    rows = list(program_dataset("train", size=1000))
+    for row in rows:
+        problem = row["prompt"][0]["content"]
+        shown = [f"assert {line}" for line in problem.splitlines()]
+        assert row["tests"][:2] == shown and len(row["tests"]) == 5 and row["entry_point"] == "f"
+        names: dict = {}
+        exec(PROGRAM_LESSONS.solution(problem, generator, 0.2, 0.0), names)
+        right += all(eval(test.removeprefix("assert "), names) for test in row["tests"])
+    assert right / len(rows) == pytest.approx(0.8, abs=0.04)
+
+
+def test_programming_problems_are_disjoint_over_the_splits():
+    train, test = ({row["prompt"][0]["content"] for row in program_dataset(split)} for split in ("train", "test"))
+    assert train and test and not train & test
+    assert program_dataset("test", size=9).to_list() == program_dataset("test", size=9).to_list()
+    assert program_dataset("test", size=9).to_list() != program_dataset("test", size=9, seed=1).to_list()
+    with pytest.raises(ValueError, match="split='dev' does not exist"):
+        program_dataset("dev")
+
+
+def test_other_lessons_are_cached_under_another_name(tmp_path, small_model):
+    path = embedded_model(tmp_path, settings=SMALL, progress=False, lessons=PROGRAM_LESSONS)
+    assert Path(path).name == Path(small_model).name.replace("arithmetic", "programs")
+    written = AutoTokenizer.from_pretrained(path)("def f(x): return x + 37")["input_ids"]
+    assert len(written) <= 11 < len(TOKENIZER("def f(x): return x + 37")["input_ids"])

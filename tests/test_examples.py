@@ -109,6 +109,28 @@ def test_process_rewards_on_the_embedded_task(tmp_path):
     assert all(step["process/structured_rows"] > 0.5 for step in done)  # a response of one episode has no structure
 
 
+@pytest.mark.slow
+def test_code_learns_and_says_where_everything_is(tmp_path):
+    done = launch("--output_dir", tmp_path, script="train_code")
+    before, after = map(float, re.search(r"sampled accuracy on 256 .*: (.*) before, (.*) after", done.stdout).groups())
+    assert after - before >= 0.2, done.stdout
+    assert all(step["rewards/code/passed"] >= step["rewards/code/mean"] for step in steps(tmp_path))
+
+
+def test_code_on_problems_of_ones_own(tmp_path):
+    """MBPP's columns; the tiny model writes no program, so no row is kept. A row without tests is an error."""
+    row = {"text": "Add one.", "code": "", "test_list": ["assert f(1) == 2", "assert f(2) == 3"]}
+    (tmp_path / "own.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    model = ("--model_name_or_path", embedded_model())
+    run = ("--output_dir", tmp_path / "run", *flags(SMALL))
+    launch(*model, "--dataset_name", tmp_path / "own.jsonl", *run, script="train_code")
+    assert [step["filter/dropped_constant"] for step in steps(tmp_path / "run")] == [1, 1]
+    assert all(step["rewards/code/passed"] == 0 for step in steps(tmp_path / "run"))
+    (tmp_path / "own.jsonl").write_text(json.dumps({**row, "test_list": []}) + "\n")
+    done = launch(*model, "--dataset_name", tmp_path / "own.jsonl", *run, script="train_code", check=False)
+    assert "ValueError: 1 of 1 rows of" in done.stderr and "lack tests in 'test_list'" in done.stderr
+
+
 MODEL, DATA = ["--model_name_or_path", "./nowhere"], ["--dataset_name", "own.jsonl"]
 
 
