@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
+    from dash_trl.embedded.judge import JUDGE_NAME, EmbeddedJudge
     from dash_trl.embedded.problems import arithmetic_dataset, arithmetic_reward
     from dash_trl.embedded.programs import PROGRAM_LESSONS, PROGRAM_WARM_UP, program_dataset
     from dash_trl.embedded.run import embedded_defaults

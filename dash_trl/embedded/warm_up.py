@@ -24,6 +24,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from dash_trl._cache import cache_folder
 from dash_trl.embedded.problems import LARGEST_TOTAL, OPERANDS, _problems
 from dash_trl.embedded.tokenizer import END_OF_TURN, arithmetic_tokenizer
 
@@ -192,12 +193,9 @@ def _warm_up(
 
 def _cache_path(settings: WarmUp, cache_dir: str | Path | None = None, name: str = ARITHMETIC.name) -> Path:
     """Where the model of these settings is, or will be."""
-    if cache_dir is None:
-        configured = os.environ.get("XDG_CACHE_HOME", "")
-        # The XDG specification: a relative path there is invalid and to be ignored.
-        cache_dir = (Path(configured) if os.path.isabs(configured) else Path.home() / ".cache") / "dash_trl"
+    folder = cache_folder() if cache_dir is None else Path(cache_dir)
     key = json.dumps({"format": FORMAT_VERSION, **asdict(settings)}, sort_keys=True)
-    return Path(cache_dir) / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    return folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def embedded_model(

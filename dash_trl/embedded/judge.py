@@ -1,0 +1,87 @@
+"""The judge of the embedded run: an OpenAI-compatible server whose model is a rule.
+
+POST /v1/chat/completions ──► the problem and the marked completion in the message ──► marks for each right step
+
+All but the model is what a real judge is asked through: HTTP, the message's frame, the schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from dash_trl.embedded.problems import _ANSWER
+from dash_trl.workers import EventLoop
+
+JUDGE_NAME = "arithmetic-judge"
+_MARKED = re.compile(r"<completion (\w+)>\n(.*)\n</completion \1>", re.DOTALL)
+_PROBLEM = re.compile(r"^\d+(?:[+-]\d+)+$", re.MULTILINE)
+_STEP = re.compile(r"(?<![\d+-])(\d+)([+-]\d+)=(\d+)$", re.MULTILINE)
+
+
+def mark(problem: str, solution: str) -> tuple[float, str]:
+    """(share of the marks, why): half of them for the share of right steps, half for the answer.
+
+    A step goes on from the right total; of one that was done again ("Wait, …") the last counts.
+    """
+    first, *operations = re.findall(r"[+-]?\d+", problem)
+    written = {(total, operation): result for total, operation, result in _STEP.findall(solution)}
+    total, mistakes = first, []
+    for operation in operations:
+        result = str(int(total) + int(operation))
+        found = written.get((total, operation))
+        if found != result:
+            mistakes.append(
+                f"{total}{operation} is {result}" + (f", not {found}." if found else ": the step is missing.")
+            )
+        total = result
+    share = 1 - len(mistakes) / len(operations)
+    ends_right = _ANSWER.findall(solution)[-1:] == [total]
+    if not ends_right:
+        mistakes.append(f"The answer is {total}.")
+    return (share + ends_right) / 2, mistakes[0] if mistakes else "Every step is right."
+
+
+def _complete(request: Any) -> dict[str, Any]:
+    """The body of the answer to a request; raises where that is none of `JudgeReward`'s on an embedded problem."""
+    message = request["messages"][-1]["content"]
+    schema = request["response_format"]["json_schema"]["schema"]
+    scores: Sequence[int] = schema["properties"]["score"]["enum"]
+    marked = _MARKED.search(message)
+    problem = marked and _PROBLEM.search(message, 0, marked.start())
+    if not marked or not problem:
+        raise ValueError("the message has no embedded problem before a marked completion")
+    share, why = mark(problem[0], marked[2])
+    text = json.dumps({"explanation": why, "score": scores[round(share * (len(scores) - 1))]})
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+    return {"id": JUDGE_NAME, "object": "chat.completion", "created": 0, "model": JUDGE_NAME, "choices": [choice]}
+
+
+async def _serve(request: web.Request) -> web.Response:
+    try:
+        return web.json_response(_complete(await request.json()))
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        return web.json_response({"error": {"message": f"{type(error).__name__}: {error}"}}, status=400)
+
+
+class EmbeddedJudge:
+    """Serves at `url`, on a free port of 127.0.0.1, until `close`."""
+
+    def __init__(self) -> None:
+        self._loop = EventLoop()
+        self.url = f"http://127.0.0.1:{self._loop.run(self._start())}/v1"
+
+    async def _start(self) -> int:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", _serve)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return self._runner.addresses[0][1]
+
+    def close(self) -> None:
+        self._loop.close(self._runner.cleanup)

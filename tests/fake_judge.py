@@ -1,0 +1,71 @@
+"""A chat server that is none: it answers what a test says, and counts what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from dash_trl.workers import EventLoop
+
+
+def chat(content: Any, *, refusal: Any = None, finish_reason: str = "stop", choices: int = 1) -> dict[str, Any]:
+    """The body of a chat completion."""
+    message = {"role": "assistant", "content": content, "refusal": refusal}
+    choice = {"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}
+    return {"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "choices": [choice] * choices}
+
+
+def says(score: Any, explanation: Any = "because") -> dict[str, Any]:
+    return chat(json.dumps({"explanation": explanation, "score": score}))
+
+
+class FakeJudge:
+    """On a free port of 127.0.0.1.
+
+    Args:
+        answer: of a request's body; a body (with status 200), a pair of status and body, or "hangs" or "hangs up".
+    """
+
+    def __init__(self, answer: Callable[[dict], Any] = lambda request: says(7)):
+        self.answer = answer
+        self.requests: list[dict] = []
+        self.keys: list[str | None] = []
+        self.given_up = 0  # requests whose client went away
+        self.hold = False  # while it is set, no request is answered
+        self._loop = EventLoop()
+        self.url = f"http://127.0.0.1:{self._loop.run(self._start())}/v1"
+
+    async def _start(self) -> int:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._serve)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return self._runner.addresses[0][1]
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        self.keys.append(request.headers.get("Authorization"))
+        answer = self.answer(body)
+        try:
+            while self.hold or answer == "hangs":
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+        if answer == "hangs up":
+            request.transport.close()
+            raise asyncio.CancelledError
+        status, content = answer if isinstance(answer, tuple) else (200, answer)
+        if isinstance(content, str):
+            return web.Response(status=status, text=content, content_type="text/html")
+        return web.json_response(content, status=status)
+
+    def close(self) -> None:
+        self._loop.close(self._runner.cleanup)
