@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import math
@@ -26,6 +27,7 @@ from dash_trl import DASHConfig, DASHTrainer
 from dash_trl.embedded.problems import arithmetic_dataset, arithmetic_reward
 from dash_trl.embedded.run import embedded_defaults
 from dash_trl.embedded.warm_up import embedded_model
+from dash_trl.rewards import JudgeError, JudgeReward
 from dash_trl.sampling.trl import VLLMPool
 from dash_trl.sampling.weights.snapshot import WeightMismatch
 from dash_trl.serve import DIRECT, Servers
@@ -233,6 +235,34 @@ def test_a_server_of_another_model_is_found_at_the_first_sync(servers, tiny_mode
     other = AutoModelForCausalLM.from_pretrained(tiny_model)
     with pytest.raises(ValueError, match="serves another model than the trainer's: .*'hidden_size': 96.* is not .*32"):
         make_pool(servers.urls, other, tmp_path).sync_weights()
+
+
+# ------------------------------------------------------------------------------------------------------------- a judge
+
+
+@pytest.mark.parametrize("scores", [(0, 1), (3, 5)])
+def test_a_judge_is_held_to_the_schema(servers, model_path, scores):
+    """The embedded model cannot judge, but all that it may write is a judgement. It is led to end texts and spaces."""
+    ids = AutoTokenizer.from_pretrained(model_path)
+    bias = {'"': 100, " ": -100, "\n": -100, "\r": -100, "\t": -100}
+    options = {"logit_bias": {str(ids(text)["input_ids"][0]): value for text, value in bias.items()}}
+    url = f"{servers.urls[0]}/v1"
+    judge = JudgeReward(model_path, base_url=url, scores=scores, temperature=1.0, options=options, cache=False)
+    asked = [judge(prompt=f"{i}+1", completion=[{"role": "assistant", "content": str(i + 1)}]) for i in range(16)]
+
+    async def together():
+        return await asyncio.gather(*asked)
+
+    answers = asyncio.run(together())
+    lowest, highest = scores
+    given = {score for score, *_ in answers}
+    assert len(given) > 1 and given <= {i / (highest - lowest) for i in range(highest - lowest + 1)}
+
+
+def test_a_judge_that_is_cut_off_gives_no_score(servers, model_path):
+    judge = JudgeReward(model_path, base_url=f"{servers.urls[0]}/v1", options={"max_completion_tokens": 4}, cache=False)
+    with pytest.raises(JudgeError, match="cut off"):
+        asyncio.run(judge(prompt="1+1", completion="2"))
 
 
 # -------------------------------------------------------------------------------------------------------------- crashes
