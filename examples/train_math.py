@@ -205,7 +205,7 @@ def check_effects(script: MathArguments, args: DASHConfig, model_args: ModelConf
             raise ValueError(f"{name}={changed[name]} has no effect: {reason}. Remove it.")
     if script.reward_path is None and "reward_name" in changed:
         raise ValueError(f"reward_name={script.reward_name!r} has no effect without --reward_path, its file.")
-    changed = {name: value for name, value in changed.items() if not name.startswith("reward_")}
+    changed = {name: value for name, value in changed.items() if not name.startswith(("reward_", "judge_"))}
     model, dataset = model_args.model_name_or_path, script.dataset_name
     if model is not None and dataset is None:
         raise ValueError(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import yaml
 from transformers import AutoTokenizer
@@ -22,10 +23,12 @@ SETTINGS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, 
 SMALL = {**SETTINGS, "max_steps": 2, "max_completion_length": 16, "use_cpu": True, "bf16": False, "report_to": "none"}
 
 
-def launch(*arguments: object, script: str = "train_math", check: bool = True) -> subprocess.CompletedProcess[str]:
+def launch(
+    *arguments: object, script: str = "train_math", config: str = "single_process", check: bool = True
+) -> subprocess.CompletedProcess[str]:
     """`accelerate launch examples/train_math.py …` in its own process, with two threads as `make demo` has."""
-    config = str(ROOT / "accelerate_configs" / "single_process.yaml")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
+    file = str(ROOT / "accelerate_configs" / f"{config}.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file]
     done = subprocess.run(
         [*command, str(ROOT / "examples" / f"{script}.py"), *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "2", "CI": "1", "HF_HUB_OFFLINE": "1"},
@@ -129,6 +132,41 @@ def test_code_on_problems_of_ones_own(tmp_path):
     (tmp_path / "own.jsonl").write_text(json.dumps({**row, "test_list": []}) + "\n")
     done = launch(*model, "--dataset_name", tmp_path / "own.jsonl", *run, script="train_code", check=False)
     assert "ValueError: 1 of 1 rows of" in done.stderr and "lack tests in 'test_list'" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_judge_teaches_the_embedded_task_to_two_ranks(tmp_path):
+    """Both ask the one judge of the first rank; 20 steps in place of 80."""
+    settings = {"max_steps": 20, "gradient_accumulation_steps": 8, "use_cpu": True, "log_completions": True}
+    launch("--output_dir", tmp_path, *flags(settings), script="train_judge", config="cpu")
+    done = steps(tmp_path)
+    scores = [step["rewards/judge/mean"] for step in done]
+    assert len(done) == 20 and sum(scores[-4:]) / 4 - sum(scores[:4]) / 4 >= 0.1  # 0.53 to 0.8 where it was tried
+    assert all(step["filter/dropped_unscored"] == 0 for step in done)
+    kept = pyarrow.parquet.read_table(next((tmp_path / "completions").glob("*1.parquet"))).to_pylist()
+    assert len(kept) == 128 and all("<completion " in row["judge/prompt"] for row in kept)
+    assert "Every step is right." in {row["judge/explanation"] for row in kept}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--judge_url", "http://127.0.0.1:9/v1"], "judge_url='http://127.0.0.1:9/v1' has no effect without --judge_m"),
+        (["--judge_template", "{completion}"], "judge_template='{completion}' has no effect without --judge_model"),
+        (["--model_name_or_path", "./nowhere", "--dataset_name", "own.jsonl"], "no judge. Add --judge_model"),
+        (["--judge_model", "gpt"], "no API key for the judge: set OPENAI_API_KEY"),
+        (["--judge_model", "gpt", "--judge_url", "127.0.0.1"], "base_url='127.0.0.1' is no address"),
+        (["--reward_path", "own.py"], "reward_path='own.py' has no effect here"),
+    ],
+)
+def test_mistakes_about_the_judge(train_math, monkeypatch, arguments, message):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    import train_judge
+
+    with pytest.raises(ValueError, match=message):
+        train_math.main([*arguments, *flags(SMALL)], make_task=train_judge.Judged)
 
 
 MODEL, DATA = ["--model_name_or_path", "./nowhere"], ["--dataset_name", "own.jsonl"]

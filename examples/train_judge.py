@@ -1,0 +1,80 @@
+"""Train with a judge: a language model behind an OpenAI-compatible server scores every completion.
+
+    accelerate launch examples/train_judge.py                  # no arguments: the embedded model and a rule, offline
+
+    accelerate launch examples/train_judge.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
+        --dataset_name openai/gsm8k --dataset_config main --judge_model gpt-4.1-mini        # the key: OPENAI_API_KEY
+
+    accelerate launch examples/train_judge.py … --judge_model Qwen/Qwen3-8B --judge_url http://127.0.0.1:8000/v1 \\
+        --judge_template $'Task:\\n{prompt}\\n\\nAnswer:\\n{completion}'                       # without the gold answer
+
+`train_math.py` with a `JudgeReward`: its flags and YAML keys, and those of `JudgeArguments`. Without a judge, a model
+and a data set, a rule on this machine takes the judge's place, and is asked as a judge is.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass, field
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from train_math import MathArguments, Mathematics, main
+
+from dash_trl.embedded import JUDGE_NAME, EmbeddedJudge
+from dash_trl.rewards import JudgeReward, RewardAgent
+
+WITH_ANSWER = "Task:\n{prompt}\n\nReference answer: {answer}\n\nAnswer:\n{completion}"
+
+
+@dataclass
+class JudgeArguments(MathArguments):
+    """Those of `train_math.py`, and who judges."""
+
+    judge_model: str | None = field(default=None, metadata={"help": "The judge, as its server names it."})
+    judge_url: str | None = field(
+        default=None, metadata={"help": "Its server, with /v1. Default: OPENAI_BASE_URL, else OpenAI's."}
+    )
+    judge_template: str | None = field(
+        default=None,
+        metadata={"help": "The message to it, with {completion}, {prompt} and {answer}. Default: with all three."},
+    )
+
+
+class Judged(Mathematics):
+    """The problems of `train_math.py`, with a judge."""
+
+    Arguments = JudgeArguments
+
+    def __init__(self, script: JudgeArguments):
+        if script.reward_path is not None:
+            raise ValueError(f"reward_path={script.reward_path!r} has no effect here, where a judge scores: remove it.")
+        super().__init__(script)
+        if script.judge_model is None:
+            self.judge = self._embedded_judge()
+        else:
+            template = script.judge_template or WITH_ANSWER
+            self.judge = JudgeReward(script.judge_model, base_url=script.judge_url, template=template)
+
+    def _embedded_judge(self) -> JudgeReward:
+        for name in ("judge_url", "judge_template"):
+            if (value := getattr(self.script, name)) is not None:
+                raise ValueError(f"{name}={value!r} has no effect without --judge_model: add it, or remove {name}.")
+        if self.script.dataset_name is not None:
+            raise ValueError(
+                f"dataset_name={self.script.dataset_name!r} is given, but no judge. Add --judge_model, and --judge_url "
+                "where it is not OpenAI's; without a model and a data set, a rule takes the judge's place."
+            )
+        # One for all ranks, and a cache of its own: the next run has another server at another address.
+        self._folder = tempfile.TemporaryDirectory(prefix="dash_trl_judge_")
+        known = [EmbeddedJudge().url, self._folder.name] if PartialState().is_main_process else [None, None]
+        url, folder = broadcast_object_list(known)
+        return JudgeReward(JUDGE_NAME, base_url=url, cache=folder)
+
+    def reward(self) -> RewardAgent:
+        return RewardAgent(self.judge, transient=JudgeReward.TRANSIENT)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], make_task=Judged)
