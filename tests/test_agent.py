@@ -470,7 +470,7 @@ def test_post_process_scores_needs_whole_groups():
 # ------------------------------------------------------------------------------------------ faults, on 1 and 2 ranks
 
 ROOT = Path(__file__).parents[1]
-BACKENDS = ("thread", "asyncio")
+BACKENDS = ("thread", "asyncio", "process", "ray")
 REASONS = {
     "raise": "raised ConnectionError: away",
     "die": "raised WorkerDied",
