@@ -7,6 +7,7 @@ import select
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -197,3 +198,26 @@ with Sandbox(cpu_seconds=1) as box:
     print(box.run("def f(x): return x + 1", ["assert f(1) == 2"]).right)
     print(box.run("import os\\ndef f(x): return [os.fork() for _ in range(100)] and x + 1", ["assert f(1) == 2"]).right)
 """
+
+
+def test_a_program_holds_no_file_but_its_link_to_the_tests(boxes):
+    program = (
+        "import os\ndef is_open(n):\n    try: return bool(os.fstat(n))\n    except OSError: return False\n"
+        "def f(): return [n for n in range(1024) if is_open(n)]"
+    )
+    for box in boxes.values():
+        assert box.run(program, ["files = f()\nassert files[:3] == [0, 1, 2] and len(files) == 4"]).right
+
+
+def test_no_name_of_python_s_own_is_the_program_s(box):
+    forged = "def f(x): return 0\ndef all(x): return True\ndef isinstance(x, y): return True"
+    assert not box.run(forged, ["assert all([f(1) == 2])"]).right
+    assert not box.run(forged, ["assert isinstance(f(1), str)"], entry_point="f").right
+
+
+def test_all_but_the_folder_is_read_only(box):
+    """Also to a user whom Python and its packages belong to."""
+    program = "import os\ndef f(path): return bool(os.statvfs(path).f_flag & os.ST_RDONLY)"
+    paths = ("/", "/usr", sys.base_prefix, os.path.realpath(sysconfig.get_path("purelib")))
+    tests = [f"assert f({path!r})" for path in paths]
+    assert box.run(program, [*tests, "assert not f('/tmp')"]).right

@@ -426,10 +426,19 @@ def serve(place: Place, channel: socket.socket) -> None:
         if not message:
             return
         solution, checker = (socket.socket(fileno=number) for number in numbers)
-        one, other = socket.socketpair()
-        with solution, checker, one, other:
-            start(place, solution, [checker, other, channel], lambda: run_solution(solution, one), [one.fileno()])  # noqa: B023
-            start(place, checker, [solution, one, channel], lambda: run_checker(checker, other), [other.fileno()])  # noqa: B023
+        with solution, checker:
+            try:
+                begin(place, channel, solution, checker)
+            except OSError as error:  # no process could be started: this job has no verdict, the next one may
+                send(checker, json.dumps({"unconfined": str(error)}).encode())
+
+
+def begin(place: Place, channel: socket.socket, solution: socket.socket, checker: socket.socket) -> None:
+    """Forks both sides of a job, with a link between them."""
+    one, other = socket.socketpair()
+    with one, other:
+        start(place, solution, [checker, other, channel], lambda: run_solution(solution, one), [one.fileno()])
+        start(place, checker, [solution, one, channel], lambda: run_checker(checker, other), [other.fileno()])
 
 
 def try_out(place: Place) -> None:
