@@ -354,12 +354,24 @@ def leave_a_child(path: str) -> None:
     child.wait()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_what_a_call_has_started_ends_with_it(backend, tmp_path):
     (call,) = Sheet(leave_a_child, [{"path": str(tmp_path / "pid")}], SOON).run(backend)
     check(call, (TimeoutError, ""))
-    stat = Path("/proc", (tmp_path / "pid").read_text(), "stat")
-    while stat.exists() and stat.read_text().split()[2] != "Z":  # until init has reaped it
+    ended(int((tmp_path / "pid").read_text()))
+
+
+def ended(pid: int) -> None:
+    """Waits until there is no such process, or a dead one that init has not reaped yet."""
+    stat = Path(f"/proc/{pid}/stat")
+    for _ in range(int(MINUTES / 0.01)):
+        try:
+            if stat.read_text().split()[2] == "Z":
+                return
+        except (FileNotFoundError, ProcessLookupError):
+            return
         time.sleep(0.01)
+    pytest.fail(f"process {pid} lives")
 
 
 # ------------------------------------------------------------------------------------------------------- processes
@@ -405,6 +417,44 @@ backend.submit([Call(lambda: sum(range(10**15)), {}, timeout=300, done=print)])
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[:2] == ["once", "[(True, 0), (True, 1), True]"]
+
+
+def set_alarm() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+
+
+def pause() -> None:
+    time.sleep(0.3)
+
+
+def test_an_alarm_that_a_call_leaves_behind_strikes_no_other():
+    backend = ProcessCalls(1)
+    calls = Sheet(set_alarm, [{}]).run(backend) + Sheet(pause, [{}]).run(backend)
+    backend.close()
+    assert [call.error for call in calls] == [None, None]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell a child")
+def test_workers_die_with_a_killed_parent_in_c_code_too(tmp_path):
+    (tmp_path / "script.py").write_text(
+        f"""
+import os
+from dash_trl.workers import ProcessCalls, call_all
+
+def work():
+    with open({str(tmp_path / "pid")!r}, "w") as file:
+        file.write(str(os.getpid()))
+    sum(range(10**15))
+
+call_all(ProcessCalls(1).submit, work, [{{}}], timeout=3000)
+"""
+    )
+    process = subprocess.Popen([sys.executable, tmp_path / "script.py"], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    ended(int((tmp_path / "pid").read_text()))
 
 
 def test_a_worker_that_is_ended_between_calls_costs_no_call():
@@ -510,6 +560,7 @@ def test_what_is_cancelled_as_it_begins_leaves_its_cpu(cluster, tmp_path):
 
     for _ in range(6):
         backend = RayCalls()
+        Sheet(repr_of, [{"x": 1}] * 8).run(backend)  # its workers have started
         sheet = Sheet(meet, [{"folder": str(tmp_path), "i": i, "wait_for": 9 if i else None} for i in range(3)])
         backend.submit(sheet.calls)
         sheet.wait(1)
