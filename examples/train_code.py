@@ -20,8 +20,7 @@ from train_math import Mathematics, main
 from dash_trl import CodeReward, RewardAgent, load_code_dataset
 from dash_trl.embedded import PROGRAM_LESSONS, PROGRAM_WARM_UP, embedded_defaults, embedded_model, program_dataset
 
-# A completion waits for its turn, two or so at a time, and the sandbox ends each in a minute.
-PATIENCE = 3600.0
+PATIENCE = 120.0  # seconds for a program; the sandbox ends it in one minute
 
 
 class Programming(Mathematics):

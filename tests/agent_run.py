@@ -1,4 +1,4 @@
-"""One launch of `test_agent.py`: every fault by every backend in one run; prints what became of each row.
+"""One launch of `test_agent.py`: every fault by every backend in one run; writes what became of each row.
 
 torchrun --nproc_per_node=RANKS tests/agent_run.py OUTPUT MODEL BACKEND …
 """
@@ -118,8 +118,7 @@ def main(output: str, model: str, *backends: str) -> None:
 
     data = prompts(64).add_column("row", [0] * 64).add_column("first", [False] * 64)
     trainer = run(Numbered, model, Path(output), reward=agents, dataset=data, per_device_train_batch_size=8)
-    trained = trainer.state.log_history[0]["filter/kept_rows"]
-    print("\nSEEN " + json.dumps([trainer.accelerator.process_index, trained, seen]), flush=True)
+    Path(output, f"seen_{trainer.accelerator.process_index}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

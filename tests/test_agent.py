@@ -224,6 +224,24 @@ def test_never_more_calls_than_allowed_over_all_ranks(asynchronous):
     assert max(most) == 4
 
 
+def test_an_object_s_own_limit_is_kept():
+    most, running = [], []
+
+    class Limited:
+        max_concurrency = 2
+
+        def compute_score(self, completion, number):
+            running.append(number)
+            most.append(len(running))
+            time.sleep(0.01)
+            running.remove(number)
+            return 1.0
+
+    with RewardAgent(Limited) as agent:
+        (outcomes,) = scores(agent, 8)
+    assert max(most) == 2 and all(one.value == 1 for one in outcomes)
+
+
 def test_starts_keep_their_distance():
     """20 starts at 100 per second over 2 ranks, 50 for this one: 0.38 s at the least; the clock may only add to it."""
     starts = []
@@ -489,12 +507,12 @@ def befallen(request, tiny_model, tmp_path_factory):
         port = str(probe.getsockname()[1])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CI": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     launch = ["torch.distributed.run", f"--nproc_per_node={request.param}", "--master_addr=127.0.0.1"]
-    script = [str(ROOT / "tests" / "agent_run.py"), str(tmp_path_factory.mktemp("agent")), tiny_model, *BACKENDS]
+    output = tmp_path_factory.mktemp("agent")
+    script = [str(ROOT / "tests" / "agent_run.py"), str(output), tiny_model, *BACKENDS]
     command = [sys.executable, "-m", *launch, f"--master_port={port}", *script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    lines = [line.removeprefix("SEEN ") for line in done.stdout.splitlines() if line.startswith("SEEN ")]
-    assert done.returncode == 0 and len(lines) == request.param, done.stdout[-2000:] + done.stderr[-4000:]
-    return [json.loads(line)[2] for line in lines]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [json.loads((output / f"seen_{rank}.json").read_text()) for rank in range(request.param)]
 
 
 @pytest.mark.distributed

@@ -27,6 +27,7 @@ from dash_trl.workers import AsyncCalls, Backend, Call, Pace, Request, RetriedCa
 
 BACKENDS = ("thread", "asyncio", "process", "ray")
 ON_ERROR = ("unscore", "raise")
+Lane = tuple[str, int | None]  # functions with the same backend and limit share one
 
 
 class RewardAgent:
@@ -85,7 +86,7 @@ class RewardAgent:
             self.rewards.append(one)
         self.team = RewardTeam([self])  # a trainer makes one of all its agents
         self._ranks = 1
-        self._backends: dict[str, Backend] = {}
+        self._backends: dict[Lane, Backend] = {}
         atexit.register(self.close)
 
     def share(self, ranks: int) -> None:
@@ -129,11 +130,11 @@ class RewardAgent:
             request: gets the outcomes, of the functions from number `function` on, at the rows from `first` on.
             rows: see `submit`.
         """
-        calls: dict[str, list[Call]] = {}
+        calls: dict[Lane, list[Call]] = {}
         for number, one in enumerate(self.own, function):
             if one.form.batch:
                 continue
-            made = calls.setdefault(self._kind(one.form), [])
+            made = calls.setdefault(self._lane(one.form), [])
             for row, known in enumerate(rows, first):
                 try:
                     arguments = one.form.arguments(known)
@@ -142,8 +143,8 @@ class RewardAgent:
                     continue
                 done = partial(self._row_done, request, one.form, number, row)
                 made.append(Call(one.form.function, arguments, timeout=self.timeout, done=done))
-        for kind, made in calls.items():
-            self._start(request, kind, made)
+        for lane, made in calls.items():
+            self._start(request, lane, made)
 
     def start_batch(self, request: Request, function: int, batch: Mapping[str, Any]) -> None:
         """Starts the functions of TRL's form on the whole batch, as TRL calls them.
@@ -157,7 +158,7 @@ class RewardAgent:
                 later = {name: partial(note_call, logged, name) for name in LOGS}
                 done = partial(self._batch_done, request, one.form, number, rows, logged)
                 call = Call(one.form.function, {**batch, **later}, timeout=self.timeout * rows, done=done)
-                self._start(request, self._kind(one.form), [call])
+                self._start(request, self._lane(one.form), [call])
 
     def _row_done(self, request: Request, form: RewardForm, number: int, row: int, call: Call) -> None:
         self._put(request, form, number, row, [outcome_of(call)])
@@ -187,22 +188,23 @@ class RewardAgent:
             request.complete(number, group)
 
         call = Call(processed_scores, {"function": function, "scores": scores}, timeout=self.timeout, done=done)
-        self._start(request, "thread", [call])
+        self._start(request, ("thread", None), [call])
 
     # ----------------------------------------------------------------------------------------------- backends
 
-    def _kind(self, form: RewardForm) -> str:
-        return self.backend or ("asyncio" if form.asynchronous else "thread")
+    def _lane(self, form: RewardForm) -> Lane:
+        return self.backend or ("asyncio" if form.asynchronous else "thread"), form.max_concurrency
 
-    def _start(self, request: Request, kind: str, calls: Sequence[Call]) -> None:
+    def _start(self, request: Request, lane: Lane, calls: Sequence[Call]) -> None:
         request.calls += calls
-        if kind not in self._backends:
-            backend = self._make(kind)
-            self._backends[kind] = RetriedCalls(backend, self.transient, self.retries) if self.transient else backend
-        self._backends[kind].submit(calls)
+        if lane not in self._backends:
+            backend = self._make(*lane)
+            self._backends[lane] = RetriedCalls(backend, self.transient, self.retries) if self.transient else backend
+        self._backends[lane].submit(calls)
 
-    def _make(self, kind: str) -> Backend:
+    def _make(self, kind: str, limit: int | None) -> Backend:
         share = max(1, self.max_concurrency // self._ranks)
+        share = share if limit is None else min(share, limit)
         pace = None if self.rate_limit is None else Pace(self.rate_limit / self._ranks)
         if kind == "thread":
             return ThreadCalls(share, pace=pace)

@@ -34,6 +34,7 @@ class CodeReward:
 
     def __init__(self, sandbox: Sandbox | None = None):
         self.sandbox = Sandbox() if sandbox is None else sandbox
+        self.max_concurrency = self.sandbox.count  # more would wait within their time limit
 
     def __call__(
         self,

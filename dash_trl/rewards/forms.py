@@ -10,7 +10,8 @@
 A per-sample function names any of `prompt`, `completion`, `completion_ids` and the data set's columns; one with
 `**columns` gets them all. In verl's, `solution_str` is the completion's text, `ground_truth` the column of that name or
 `answer`, `data_source` the column of that name or None, `extra_info` the row. A stateful object may have
-`post_process_scores(scores) -> scores`, for the scores of a whole group, and `close()`.
+`post_process_scores(scores) -> scores`, for the scores of a whole group, and `close()`. An object's `max_concurrency`
+is how many calls it takes at a time, so that none waits within its time limit.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class RewardForm:
         required: those of the names that have no default.
         post_process: of a group's scores, if it has one.
         close: ends what it holds, if it has one.
+        max_concurrency: calls at a time in this process, where the object has an attribute of that name.
     """
 
     name: str
@@ -115,6 +117,7 @@ class RewardForm:
     required: tuple[str, ...] = ()
     post_process: Callable[[list[float]], Iterable[float]] | None = None
     close: Callable[[], Any] | None = None
+    max_concurrency: int | None = None
 
     def arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Of one call, for a completion: its prompt, completion, completion_ids and columns.
@@ -208,4 +211,5 @@ def form_of(function: Any) -> RewardForm:
         required=() if batch else tuple(one.name for one in named.values() if one.default is one.empty),
         post_process=getattr(owner, "post_process_scores", None),
         close=getattr(owner, "close", None),
+        max_concurrency=getattr(owner, "max_concurrency", None),
     )

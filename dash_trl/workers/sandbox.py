@@ -114,7 +114,8 @@ class Sandbox:
         self.others = {"wall_seconds": wall_seconds, "count": count, "isolation": isolation}
         self.wall_seconds = float(wall_seconds)
         self._kinds = list(PROTECTS) if isolation is None else [isolation]
-        self._slots = threading.BoundedSemaphore(count or default_workers())
+        self.count = count or default_workers()
+        self._slots = threading.BoundedSemaphore(self.count)
         self._lock = threading.Lock()
         self._starter: _Starter | None = None
 
