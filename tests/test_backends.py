@@ -24,6 +24,7 @@ import pytest
 from dash_trl.workers import ray_calls
 from dash_trl.workers.calls import Backend, Call
 from dash_trl.workers.process_calls import ProcessCalls, WorkerDied
+from dash_trl.workers.processes import FUNCTIONS_KEPT
 from dash_trl.workers.ray_calls import RayCalls
 
 ROOT = Path(__file__).parents[1]
@@ -65,9 +66,7 @@ def raise_(error: BaseException) -> None:
 
 def fork() -> None:
     """The child comes back from the call, too."""
-    pid = os.fork()
-    if pid:
-        os.waitpid(pid, 0)
+    os.fork()
 
 
 # What a call does, and its outcome: a value, or the type of its error and what that says.
@@ -250,10 +249,11 @@ def test_what_is_too_large_for_a_socket_at_once(backend):
     assert all(call.value == one["text"] for call, one in zip(calls, arguments, strict=True))
 
 
-def test_functions_that_are_made_anew_for_each_call(backend):
-    for first in (0, 40):
-        sheets = [Sheet(lambda x, i=i: x * i, [{"x": 3}]) for i in range(first, first + 60)]
-        assert [sheet.run(backend)[0].value for sheet in sheets] == [3 * i for i in range(first, first + 60)]
+def test_functions_that_are_made_anew_for_each_call_beside_one_that_stays(backend):
+    """A worker keeps some of them, and is sent the others again."""
+    for i in range(2 * FUNCTIONS_KEPT):
+        (new,), (old,) = Sheet(lambda x, i=i: x * i, [{"x": 3}]).run(backend), Sheet(repr_of, [{"x": i}]).run(backend)
+        assert (new.value, old.value) == (3 * i, str(i)), (new.error, old.error)
 
 
 class Stateful:
