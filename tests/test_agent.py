@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import secrets
 import socket
 import subprocess
 import sys
@@ -508,6 +509,8 @@ def befallen(request, tiny_model, tmp_path_factory):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CI": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     launch = ["torch.distributed.run", f"--nproc_per_node={request.param}", "--master_addr=127.0.0.1"]
     output = tmp_path_factory.mktemp("agent")
+    (output / "token").write_text(secrets.token_hex(32))  # else Ray leaves one in the home folder
+    environment["RAY_AUTH_TOKEN_PATH"] = str(output / "token")
     script = [str(ROOT / "tests" / "agent_run.py"), str(output), tiny_model, *BACKENDS]
     command = [sys.executable, "-m", *launch, f"--master_port={port}", *script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "dash_trl"
-STARTERS = {"threading", "multiprocessing", "subprocess", "pebble"}
+STARTERS = {"threading", "multiprocessing", "subprocess", "ray"}
 UPDATE = [
     "advantages",
     "filtering",
