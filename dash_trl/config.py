@@ -110,6 +110,10 @@ class DASHConfig(GRPOConfig):
             So many generation windows at most do the servers sample ahead of training: window n is trained on rollouts
             of the weights with which window n − `async_level` began, or newer. Above 0 it takes servers, and a loss
             that bears it ("aipo", "decoupled_ppo"); see docs/async.md. `0`: a window is sampled when it is needed.
+        reward_pipeline (`bool`, defaults to `False`):
+            Train on the groups that are scored while the rewards of others are awaited, within one optimizer step; its
+            update is the same. It takes reward functions that score each completion (`dash_trl.RewardAgent`); see
+            docs/rewards.md.
         vllm_server_urls (`list[str]` or `None`, defaults to `None`):
             Sample from these vLLM servers (`python -m dash_trl.serve` starts some), e.g. `http://127.0.0.1:8000
             http://127.0.0.1:8001`. Implies `use_vllm=True` and `vllm_mode="server"`; TRL's `vllm_server_timeout` is how
@@ -159,6 +163,10 @@ class DASHConfig(GRPOConfig):
     async_level: int = field(
         default=0,
         metadata={"help": "So many generation windows at most do the servers sample ahead of training."},
+    )
+    reward_pipeline: bool = field(
+        default=False,
+        metadata={"help": "Train on the groups that are scored while the rewards of others are awaited."},
     )
     vllm_server_urls: list[str] | None = field(
         default=None,

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
@@ -106,6 +107,10 @@ class Ranks:
     def sum(self, values: Tensor) -> Tensor:
         """The sum over the ranks, on the CPU, in the dtype of `values` (MPS has no float64)."""
         return self._accelerator.reduce(values.to(self._accelerator.device), "sum").cpu()
+
+    def least(self, number: int) -> int:
+        """The least of the ranks' numbers."""
+        return int(self.gather(torch.tensor([number])).min())
 
     def own(self, rows: int) -> slice:
         """This rank's rows among the gathered ones.

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
+from trl.trainer.utils import nanstd, shuffle_sequence_dict
 
 
 class Instead:
@@ -79,6 +81,38 @@ def begin_anew(trainer: Any) -> None:
 def count_pass_time(trainer: Any, seconds: float) -> None:
     """Seconds of a micro-step's earlier passes: TRL times the last one only."""
     trainer._current_train_step_time += seconds
+
+
+def shuffled(rows: int) -> Tensor:
+    """[rows] int64: the order in which TRL's shuffle hands rows to the micro-steps; draws its random numbers."""
+    return shuffle_sequence_dict({"row": torch.arange(rows)})["row"]
+
+
+def relog_rewards(trainer: Any, rewards: Tensor) -> None:
+    """The rewards of the last batch, and what reward functions logged, in place of what TRL logged without them.
+
+    Args:
+        rewards: [N, F], the rows of all ranks; NaN = not applicable or unscored.
+    """
+    metrics, logs = trainer._metrics["train"], trainer._logs
+    for number, name in enumerate(trainer.reward_func_names):
+        column = rewards[:, number]
+        metrics[f"rewards/{name}/mean"][-1] = column.nanmean().item()
+        metrics[f"rewards/{name}/std"][-1] = nanstd(column).item()
+        for back, value in enumerate(reversed(column.tolist()), 1):
+            logs["rewards"][name][-back] = value
+    total = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
+    total[rewards.isnan().all(dim=1)] = torch.nan
+    metrics["reward"][-1], metrics["reward_std"][-1] = total.nanmean().item(), nanstd(total).item()
+
+    own = len(rewards) // trainer.accelerator.num_processes
+    for column in sorted(set(gather_object(list(trainer._pending_extra_logs)))):
+        logs["extra"][column].extend(gather_object(trainer._pending_extra_logs.get(column, [None] * own)))
+    for name in sorted(set(gather_object(list(trainer._pending_metrics)))):
+        values = [one for rank in gather_object([trainer._pending_metrics.get(name, [])]) for one in rank]
+        metrics[name].append(sum(values) / len(values))
+    trainer._pending_extra_logs.clear()
+    trainer._pending_metrics.clear()
 
 
 def relog_advantages(trainer: Any, advantages: list[float], zero_std: Tensor) -> None:

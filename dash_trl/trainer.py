@@ -22,7 +22,7 @@ from torch.utils.data import Sampler
 from transformers import Trainer
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import shuffle_sequence_dict, use_adapter
+from trl.trainer.utils import use_adapter
 
 from dash_trl.callbacks import DASHCallback, promise_events
 from dash_trl.checks import (
@@ -49,7 +49,7 @@ from dash_trl.monitoring import (
     sampler_metrics,
     staleness_metrics,
 )
-from dash_trl.rewards import AgentReward, FailureWatch, RewardTeam, unpack, watch
+from dash_trl.rewards import ROW, AgentReward, FailureWatch, RewardTeam, arrivals, unpack, watch
 from dash_trl.rollout import (
     SAMPLED_FIELDS,
     CreditedRollouts,
@@ -62,15 +62,27 @@ from dash_trl.rollout import (
     ScoredRollouts,
     Shapes,
     Survivors,
+    joined,
     one_run,
     open_epoch,
     why_a_new_window,
 )
 from dash_trl.sampling import install, without_client
-from dash_trl.seams import begin_anew, count_pass_time, relog_advantages, sample, sampled_by, seen_as
+from dash_trl.seams import (
+    begin_anew,
+    count_pass_time,
+    relog_advantages,
+    relog_rewards,
+    sample,
+    sampled_by,
+    seen_as,
+    shuffled,
+)
 from dash_trl.update import (
+    Filtered,
     MicroBatch,
     ModelPasses,
+    Pass,
     ScaledCoefficient,
     Schedule,
     SkippedSteps,
@@ -89,6 +101,7 @@ from dash_trl.update import (
     trl_settings,
     unknown_log_probs,
 )
+from dash_trl.workers import Request
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +133,9 @@ class DASHTrainer(GRPOTrainer):
     _rewarded: Any  # of the last batch: the rewards of all ranks, the completions of this one
     _completion_lengths: Tensor | None  # of the last batch, all ranks: loss tokens
     _policy_version: Any  # of the last batch, see `RolloutBatch`
+    _streaming: bool  # the rewards of the batch that is being sampled are not waited for
+    _awaited: Any  # of the last such batch: the request, and what TRL asked for it with
+    _arriving: Iterator[tuple[GenerationWindow, bool]] | None  # its parts
     _tokenized: Any  # the prompts of the window that begins, where it is sampled ahead: what TRL's method returned
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -244,12 +260,20 @@ class DASHTrainer(GRPOTrainer):
         self.recorder.log(staleness_metrics(policy_version, self.state.global_step, self.ranks.gather))
 
     def _reward(self, rollouts: RolloutBatch) -> ScoredRollouts:
-        scored = rollouts.with_rewards(self._rewarded[0][self.ranks.own(len(rollouts))].cpu())
+        return self._scored(rollouts, self._rewarded[0][self.ranks.own(len(rollouts))].cpu())
+
+    def _scored(self, rollouts: RolloutBatch, rewards: Tensor) -> ScoredRollouts:
+        scored = rollouts.with_rewards(rewards)
         self._dispatch("on_rewards", scored)
         return scored
 
     def _credit(self, rollouts: ScoredRollouts) -> CreditedRollouts:
-        """The advantages, computed by every rank from the rewards of all."""
+        credited, outcome = self._credited(rollouts)
+        self._log_credit(credited, outcome)
+        return credited
+
+    def _credited(self, rollouts: ScoredRollouts) -> tuple[CreditedRollouts, Tensor]:
+        """The advantages, computed by every rank from the rewards of all; and those of all by outcome alone, [N]."""
         device = self.accelerator.device
         unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have failed a row, too
         rewards = self.accelerator.gather(rollouts.rewards.masked_fill(unscored, torch.nan).to(device))
@@ -258,9 +282,11 @@ class DASHTrainer(GRPOTrainer):
         outcome = checked_advantages(self.compute_advantages(rewards), rewards, culprit).cpu()
         credited = rollouts.with_advantages(outcome[self.ranks.own(len(rollouts))].clone())
         self._dispatch("on_advantages", credited)
+        return credited, outcome
+
+    def _log_credit(self, rollouts: CreditedRollouts, outcome: Tensor) -> None:
         no_signal = (outcome.view(-1, self.num_generations) == 0).all(dim=1)
-        relog_advantages(self, self.ranks.gather(credited.mean_advantages()).tolist(), no_signal)
-        return credited
+        relog_advantages(self, self.ranks.gather(rollouts.mean_advantages()).tolist(), no_signal)
 
     def compute_advantages(self, rewards: Tensor) -> Tensor:
         """Rewards of whole groups → advantages, by `advantage_estimator`; override it for an estimator of your own.
@@ -288,14 +314,22 @@ class DASHTrainer(GRPOTrainer):
 
     def _filter(self, rollouts: CreditedRollouts) -> tuple[Survivors, Tensor]:
         """This rank's survivors, and of all ranks' rows, in the order of TRL's shuffle, the lengths; 0 if dropped."""
-        threshold = self.args.gradient_filter_threshold
-        filtered = filter_rows(rollouts.advantages, rollouts.loss_mask, rollouts.scored, threshold)
-        metrics = filter_metrics(rollouts, filtered, self.ranks.sum)
+        self._log_filter(rollouts)
+        return self._kept(rollouts, shuffled(len(rollouts)))
+
+    def _log_filter(self, rollouts: CreditedRollouts) -> None:
+        metrics = filter_metrics(rollouts, self._verdict(rollouts), self.ranks.sum)
         self.recorder.log(metrics)
         if self.accelerator.is_main_process:
             self._empty_windows.note(metrics)
-        order = shuffle_sequence_dict({"row": torch.arange(len(rollouts))})["row"]  # from the same random numbers
-        lengths = rollouts.lengths()[order] * filtered.keep[order].unsqueeze(1)
+
+    def _verdict(self, rollouts: CreditedRollouts) -> Filtered:
+        threshold = self.args.gradient_filter_threshold
+        return filter_rows(rollouts.advantages, rollouts.loss_mask, rollouts.scored, threshold)
+
+    def _kept(self, rollouts: CreditedRollouts, order: Tensor) -> tuple[Survivors, Tensor]:
+        """As `_filter`, the rows in this order."""
+        lengths = rollouts.lengths()[order] * self._verdict(rollouts).keep[order].unsqueeze(1)
         kept = order[lengths[:, 1] > 0]  # a fully masked row (TRL's truncated ones) has no length
         return rollouts.survivors(kept), self.ranks.gather(lengths).view(-1, len(rollouts), 3)
 
@@ -371,6 +405,39 @@ class DASHTrainer(GRPOTrainer):
         with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
             return self._logps(self.model, inputs)
 
+    # ------------------------------------------------------------------ rewards that come while others are awaited
+
+    def _begin_window(self, examples: list[dict[str, Any]]) -> Iterator[tuple[GenerationWindow, bool]]:
+        """As `_new_window`, without waiting for rewards: the parts of the window, as `arrivals` hands them out."""
+        self._streaming = True
+        sampled, num_items_in_batch = self._sample(examples)
+        self._streaming = False
+        shuffled(len(sampled))  # its random numbers: what is sampled next is what it would be without the pipeline
+        return self._parts(sampled, num_items_in_batch)
+
+    def _parts(self, rollouts: RolloutBatch, num_items_in_batch: Tensor) -> Iterator[tuple[GenerationWindow, bool]]:
+        """Reward → credit → filter → score, of some groups at a time."""
+        request, arguments = self._awaited
+        parts: list[CreditedRollouts] = []
+        outcomes, order = [], []
+        waiting = arrivals(request, len(rollouts) // self.num_generations, self.ranks.least)
+        for rows, last in self.recorder.timed_each("wait_for_rewards", waiting):
+            rewards = self._reward_team.rewards(request, rows.tolist())
+            credited, outcome = self._credited(self._scored(rollouts.rows(rows), rewards))
+            parts.append(credited)
+            outcomes.append(outcome)
+            order.append(rows)
+            window = GenerationWindow(*self._kept(credited, torch.arange(len(rows))), num_items_in_batch)
+            with self.recorder.timed("logprobs"):
+                self._score(window)
+            if last:
+                self._reward_team.hand_over(request, arguments[2])
+                relog_rewards(self, self._calculate_rewards(*arguments))
+                whole = joined(parts).rows(torch.cat(order).argsort())
+                self._log_credit(whole, torch.cat(outcomes))
+                self._log_filter(whole)
+            yield window, last
+
     # ------------------------------------------------------------------ from a window to optimizer steps
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
@@ -387,13 +454,42 @@ class DASHTrainer(GRPOTrainer):
         pad_token_id = self._tokenizer.pad_token_id
         return rows, self._passes.inputs(window.rollouts, rows, size=micro_batch.size, pad_token_id=pad_token_id)
 
-    def _micro_batches(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The inputs of this micro-step's model passes, on the CPU; samples a new window where one is due."""
-        if self._window is None or self._schedule.window_due(self._step):
-            self._window = self._new_window(examples)
-            self._schedule.window_sampled(self._step)
+    def _micro_batches(self, examples: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], bool]]:
+        """The inputs of this micro-step's model passes, on the CPU; samples a new window where one is due.
+
+        Yields:
+            Some of them, and whether these are the last ones.
+        """
+        step, schedule = self._step, self._schedule
+        if self._arriving is None and (self._window is None or schedule.window_due(step)):
+            if self.args.reward_pipeline and schedule.holds_window(step):
+                self._arriving = self._begin_window(examples)
+            else:
+                self._window = self._new_window(examples)
+            schedule.window_sampled(step)
+        if self._arriving is not None:
+            yield from self._arrived()
+            return
         window = self._window
-        passes, planned = self._schedule.passes(self._step, window.lengths, window.num_items_in_batch.item())
+        assert window is not None, "there is one or the other"
+        passes, planned = schedule.passes(step, window.lengths, window.num_items_in_batch.item())
+        yield self._inputs(window, passes, planned), True
+
+    def _arrived(self) -> Iterator[tuple[list[dict[str, Any]], bool]]:
+        """The passes of a window whose rewards are awaited, all in its last micro-step."""
+        step, schedule, rows = self._step, self._schedule, 0
+        if not schedule.ends_window(step):
+            yield [], True
+            return
+        assert self._arriving is not None, "looked at before"
+        rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
+        for window, last in self._arriving:
+            items = window.num_items_in_batch.item()
+            passes, planned = schedule.plan_part(step, window.lengths, items, rows=rows, last=last)
+            yield self._inputs(window, passes, planned), last
+        self._arriving, self._window = None, window.used_up(rows)
+
+    def _inputs(self, window: GenerationWindow, passes: list[Pass], planned: list[MicroBatch]) -> list[dict[str, Any]]:
         if planned:
             self.recorder.log(packing_metrics(planned, window.lengths, padding_free=self._passes.padding_free))
         batches = []
@@ -421,17 +517,20 @@ class DASHTrainer(GRPOTrainer):
         """One micro-step: any number of forward and backward passes, none if nothing survived."""
         started = time.perf_counter()
         model.train()
-        micro_batches = self._micro_batches(inputs)
         is_last = self._schedule.is_last(self._step)
         loss = torch.zeros((), device=self.args.device)
+        final: dict[str, Any] | None = None
+        for micro_batches, last in self._micro_batches(inputs):
+            final = micro_batches.pop() if last and micro_batches else None
+            with self.recorder.timed("train"):
+                for micro_batch in micro_batches:
+                    with self._accumulating(model):  # Trainer's own step: TRL's counts a micro-step
+                        loss = loss + Trainer.training_step(self, model, micro_batch, num_items_in_batch)
         with self.recorder.timed("train"):
-            for micro_batch in micro_batches[:-1]:
-                with self._accumulating(model):  # Trainer's own step: TRL's counts a micro-step
-                    loss = loss + Trainer.training_step(self, model, micro_batch, num_items_in_batch)
             count_pass_time(self, time.perf_counter() - started)
-            if micro_batches:
-                loss = loss + super().training_step(model, micro_batches[-1], num_items_in_batch)
-        if not micro_batches:
+            if final is not None:
+                loss = loss + super().training_step(model, final, num_items_in_batch)
+        if final is None:
             self._step += 1
             if is_last and not self._schedule.ran_model:
                 # Nothing to learn anywhere: accelerate's optimizer steps only if gradients are synchronised.
@@ -557,6 +656,10 @@ class DASHTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
         """TRL's, [rows of all ranks, F], with every row NaN in which a function failed."""
         self._policy_version = sampled_by(self, len(inputs))  # before a reward function asks the servers, too
+        if self._streaming and self.model.training:
+            arguments = inputs, prompts, completions, completion_ids_list
+            self._rewarded, self._awaited = (None, completions), (self._ask(*arguments), arguments)
+            return torch.zeros(self.ranks.count * len(inputs), len(self.reward_funcs), device=self.args.device)
         with self.recorder.timed("reward", counts=self.model.training):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self.ranks.agree(self._failures.raise_mistakes)
@@ -565,6 +668,15 @@ class DASHTrainer(GRPOTrainer):
             self.recorder.log({f"rewards/{name}/failed": share for name, share in self._failures.failed.items()})
         self._rewarded = rewards, completions
         return rewards
+
+    def _ask(self, inputs: list[dict[str, Any]], *known: list[Any]) -> Request:
+        """Start the rewards of a batch without waiting for them."""
+        named = zip(ROW, known, strict=True)
+        columns = {name: values for name, values in named}
+        rows = [{**example, **{name: columns[name][row] for name in ROW}} for row, example in enumerate(inputs)]
+        request = self._reward_team.begin(len(rows), self.num_generations)
+        self._reward_team.start(request, 0, rows)
+        return request
 
     # ------------------------------------------------------------------ the beginning of a run
 
@@ -598,9 +710,16 @@ class DASHTrainer(GRPOTrainer):
         """Forget the run before: an interrupt leaves half a step behind, and `max_steps` the rest of a window."""
         args = self.args
         self._window = self._rewarded = self._policy_version = self._completion_lengths = self._tokenized = None
+        self._streaming, self._arriving, self._awaited = False, None, None
         self._ahead = RunAhead(args.async_level)
         self._announced: dict[int, tuple[list[Any], Any]] = {}  # window to come → its examples, and them tokenized
-        self.recorder = Recorder(self._metrics["train"], self.accelerator.device, self._will_log, self._servers)
+        self.recorder = Recorder(
+            self._metrics["train"],
+            self.accelerator.device,
+            self._will_log,
+            servers=self._servers,
+            rewards=args.reward_pipeline,
+        )
         self._failures = FailureWatch(self.reward_funcs, self.reward_func_names)
         self._empty_windows = EmptyWindows(args.gradient_filter_threshold)
         self._pass_metrics = PassMetrics(per_row=self.importance_sampling_level == "sequence")

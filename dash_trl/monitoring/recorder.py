@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 PHASES = ("generate", "reward", "logprobs", "train")
 WAITING = ("wait_for_rollouts", "wait_for_weights")  # for servers, which are within "generate"
+WAITING_FOR_REWARDS = "wait_for_rewards"  # where the update does not wait for all of them
+
+Value = TypeVar("Value")
 
 
 class Recorder:
@@ -21,14 +24,20 @@ class Recorder:
         device: that computes. A GPU's work goes on behind the calls, so that it marks the ends of a phase itself, and
             is waited for only where the seconds are logged.
         logged: whether the optimizer step that ends will be logged.
-        servers: sample, so that the trainer may wait for them.
+        servers: sample, so that the trainer may wait for them. rewards: come while it trains.
     """
 
     def __init__(
-        self, metrics: dict[str, list[float]], device: torch.device, logged: Callable[[], bool], servers: bool = False
+        self,
+        metrics: dict[str, list[float]],
+        device: torch.device,
+        logged: Callable[[], bool],
+        *,
+        servers: bool = False,
+        rewards: bool = False,
     ):
         self.metrics = metrics
-        self._phases = PHASES + WAITING if servers else PHASES
+        self._phases = PHASES + (WAITING if servers else ()) + ((WAITING_FOR_REWARDS,) if rewards else ())
         self._on_gpu = device.type == "cuda"
         self._logged = logged
         self._spans: list[tuple[str, Any, Any]] = []  # (phase, its beginning, its end) since the last log
@@ -54,6 +63,15 @@ class Recorder:
         yield
         if counts:
             self._spans.append((phase, started, self._mark()))
+
+    def timed_each(self, phase: str, values: Iterator[Value]) -> Iterator[Value]:
+        """The values; the seconds until each comes count as those of a phase."""
+        while True:
+            with self.timed(phase):
+                value = next(values, None)
+            if value is None:
+                return
+            yield value
 
     def end_step(self) -> None:
         """An optimizer step is over: its seconds are logged; a GPU's with the next step that will be, per step."""

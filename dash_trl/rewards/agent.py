@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dash_trl.rewards.agent_reward import LOGS, AgentReward
 from dash_trl.rewards.forms import RewardForm, form_of
-from dash_trl.rewards.outcomes import Returned, note_call, outcome_of, processed_outcomes, processed_scores
+from dash_trl.rewards.outcomes import Returned, note_call, outcome_of, processed_outcomes, processed_scores, score_of
 from dash_trl.workers import AsyncCalls, Backend, Call, Pace, Request, RetriedCalls, ThreadCalls, default_workers
 
 BACKENDS = ("thread", "asyncio", "process", "ray")
@@ -247,16 +248,27 @@ class RewardTeam:
         for agent in self.agents:
             agent.start(request, self._first[id(agent)], first, rows)
 
+    def rewards(self, request: Request, rows: Sequence[int]) -> Tensor:
+        """[rows, F] float32 of rows whose groups are complete. NaN = does not apply; a row where one failed is NaN."""
+        scores = [[score_of(outcomes[row]) for outcomes in request.outcomes] for row in rows]
+        values = torch.tensor([[math.nan if one is None else one for one in row] for row in scores])
+        failed = [any(one is not None and not math.isfinite(one) for one in row) for row in scores]
+        return values.masked_fill(torch.tensor(failed).unsqueeze(1), torch.nan)
+
+    def hand_over(self, request: Request, completions: Any) -> None:
+        """The functions that TRL calls with these completions take their outcomes from a request that has begun."""
+        self._request, self._completions, self._left = request, completions, set(range(self._functions))
+
     def outcomes(self, one: AgentReward, batch: Mapping[str, Any]) -> list[Any]:
         """Of a function, when all are there. The first that TRL calls with a batch starts all of them."""
-        if self._request is None or self._completions is not batch["completions"]:
-            rows = _rows(batch)
-            self._request, self._completions = self.begin(len(rows), one.group_size()), batch["completions"]
-            self._left = set(range(self._functions))
-            for agent in self.agents:
-                agent.start_batch(self._request, self._first[id(agent)], batch)
-            self.start(self._request, 0, rows)
         request, number = self._request, self._first[id(one.agent)] + one.number
+        if request is None or self._completions is not batch["completions"]:
+            rows = _rows(batch)
+            request = self.begin(len(rows), one.group_size())
+            self.hand_over(request, batch["completions"])
+            for agent in self.agents:
+                agent.start_batch(request, self._first[id(agent)], batch)
+            self.start(request, 0, rows)
         request.wait()
         self._left.discard(number)
         if not self._left:

@@ -8,6 +8,7 @@ from typing import Any
 
 from dash_trl.rewards.failures import WatchedReward, described
 from dash_trl.rewards.forms import RewardForm, Score
+from dash_trl.rewards.outcomes import score_of
 from dash_trl.workers import GivenUp
 
 LOGS = ("log_extra", "log_metric")  # TRL's, handed to reward functions; neither may be called from other threads
@@ -45,7 +46,7 @@ class AgentReward(WatchedReward):
 
     def _observe_each(self, outcomes: Sequence[Score | BaseException]) -> list[float | None]:
         errors = [one if isinstance(one, BaseException) else None for one in outcomes]
-        values = [math.nan if isinstance(one, BaseException) else one.value for one in outcomes]
+        values = [score_of(one) for one in outcomes]
         self.mistake, self.failure = None, ""
         # One that was not even called tells most.
         self.error = next(filter(None, sorted(errors, key=lambda error: not isinstance(error, GivenUp))), None)

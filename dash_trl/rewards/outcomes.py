@@ -32,6 +32,11 @@ def outcome_of(call: Call) -> Score | BaseException:
         return error
 
 
+def score_of(outcome: Score | BaseException) -> float | None:
+    """None where it does not apply; no finite number where it failed."""
+    return math.nan if isinstance(outcome, BaseException) else outcome.value
+
+
 def processed_scores(function: Callable[[Any], Any], scores: list[float]) -> list[float]:
     processed = [float(value) for value in function(scores)]
     if len(processed) != len(scores):

@@ -8,8 +8,9 @@ Letters: B rows of this rank, P prompt tokens (left-padded), T completion tokens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -64,6 +65,15 @@ class RolloutBatch:
 
     def __len__(self) -> int:
         return self.prompt_ids.shape[0]
+
+    def rows(self, rows: Tensor) -> Self:
+        """The given rows (indices), in that order."""
+        chosen = rows.tolist()
+        values: dict[str, Any] = {
+            name: value[rows] if isinstance(value, Tensor) else [value[row] for row in chosen] if value else value
+            for name, value in _fields(self).items()
+        }
+        return type(self)(**values)
 
     def with_rewards(self, rewards: Tensor) -> ScoredRollouts:
         """The same rows at the next stage; see `ScoredRollouts.rewards`."""
@@ -211,6 +221,15 @@ class Survivors(CreditedRollouts):
         if not rows:
             inputs["prompt_mask"][0] = 1
         return inputs
+
+
+def joined(parts: Sequence[CreditedRollouts]) -> CreditedRollouts:
+    """The rows of all parts, whose columns are as many."""
+    found: dict[str, Any] = {}
+    for one in fields(parts[0]):
+        values = [getattr(part, one.name) for part in parts]
+        found[one.name] = torch.cat(values) if isinstance(values[0], Tensor) else values[0] and sum(values, [])
+    return CreditedRollouts(**found)
 
 
 def _fields(batch: RolloutBatch) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dash_trl.rollout.batch import Survivors
@@ -30,6 +31,12 @@ class GenerationWindow:
     def rows(self, rank: int) -> Tensor:
         """[B] int64: position in the shuffled batch → row of `rollouts` (meaningless for a dropped row)."""
         return (self.lengths[rank, :, 1] > 0).cumsum(dim=0) - 1
+
+    def used_up(self, rows: int) -> GenerationWindow:
+        """One of so many rows of a rank, none of which is left."""
+        none = torch.zeros(0, dtype=torch.long)
+        lengths = torch.zeros(len(self.lengths), rows, 3, dtype=torch.long)
+        return GenerationWindow(self.rollouts.survivors(none), lengths, self.num_items_in_batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors only, so that `torch.load(weights_only=True)` reads it."""

@@ -122,6 +122,39 @@ class Schedule:
             planned = self._plan(step, lengths, num_items_in_batch)
         return self._planned[step], planned
 
+    def holds_window(self, step: int) -> bool:
+        """The optimizer step takes all of the window that begins at this micro-step."""
+        return step + self.steps_per_generation <= self.optimizer_step.stop
+
+    def ends_window(self, step: int) -> bool:
+        """The last micro-step of the window in use."""
+        return (step + 1) % self.steps_per_generation == 0
+
+    def plan_part(
+        self, step: int, lengths: Tensor, num_items_in_batch: float, *, rows: int, last: bool
+    ) -> tuple[list[Pass], list[MicroBatch]]:
+        """As `passes`, for a part of a window that an optimizer step takes whole, all in its last micro-step.
+
+        What is kept of the window is not known before its last part: `Segment.kept_*` are 0.
+
+        Args:
+            lengths: [R, M, 3] of the part. rows: of a rank in the window. last: no other part follows.
+        """
+        (micro_batches,) = self.pack(lengths, 1, last and self.ran_model and self.is_last(step))
+        ranks, steps = lengths.shape[0], self.steps_per_generation
+        segment = Segment(
+            micro_steps=steps,
+            passes=steps * ranks,
+            all_rows=ranks * rows,
+            all_tokens=num_items_in_batch,
+            kept_rows=0,
+            kept_tokens=0,
+        )
+        if last:
+            self.segments.append(segment)
+        self.ran_model |= bool(micro_batches)
+        return _passes(micro_batches, segment, lengths), micro_batches
+
     def _plan(self, step: int, lengths: Tensor, num_items_in_batch: float) -> list[MicroBatch]:
         """Plan from `step` to the end of the optimizer step, or of this use of the window, whichever comes first."""
         in_window = step % self.steps_per_generation
@@ -137,16 +170,21 @@ class Schedule:
             kept_rows=int((lengths[..., 1] > 0).sum()),
             kept_tokens=int(lengths[..., 2].sum()),
         )
-        table = lengths[..., 2].tolist()
         for here, micro_batches in zip(range(step, stop), plan, strict=True):
-            self._planned[here] = [
-                Pass(
-                    micro_batch.shifted(offset),
-                    segment,
-                    tokens=tuple(sum(table[rank][row] for row in rows) for rank, rows in enumerate(micro_batch.rows)),
-                )
-                for micro_batch in micro_batches
-            ]
+            self._planned[here] = _passes(micro_batches, segment, lengths, offset)
         self.segments.append(segment)
         self.ran_model |= any(plan)
         return [one.micro_batch for here in range(step, stop) for one in self._planned[here]]
+
+
+def _passes(micro_batches: list[MicroBatch], segment: Segment, lengths: Tensor, offset: int = 0) -> list[Pass]:
+    """Passes over rows that are counted from `offset` rows earlier than `lengths`, [R, M, 3], does."""
+    table = lengths[..., 2].tolist()
+    return [
+        Pass(
+            one.shifted(offset),
+            segment,
+            tokens=tuple(sum(table[rank][row] for row in rows) for rank, rows in enumerate(one.rows)),
+        )
+        for one in micro_batches
+    ]

@@ -61,9 +61,19 @@ class Request:
     def groups(self) -> Iterator[int]:
         """Numbers of groups, each once, as soon as all functions have said what they say of it; waits for the next."""
         while self._handed_out < len(self._functions_left):
-            group = self._complete.get()
+            yield from self.next_groups()
+
+    def next_groups(self, *, wait: bool = True) -> list[int]:
+        """Those that are complete and were not handed out before.
+
+        Args:
+            wait: for one, where there is none yet. There has to be one left.
+        """
+        found: list[int] = []
+        while not self._complete.empty() or wait and not found:
+            found.append(self._complete.get())
             self._handed_out += 1
-            yield group
+        return found
 
     def wait(self) -> None:
         """Until all groups are complete; where that is interrupted, nothing more is started."""
