@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from dash_trl import DASHTrainer, RewardAgent
 from tests.tiny import parameters, prompts, relative_difference, run
 
-SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4, "max_steps": 3}
+SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4, "max_steps": 1}
 
 
 class Delayed:
@@ -56,7 +56,7 @@ def test_the_update_is_the_one_without_it(tiny_model, tmp_path, settings):
     expected, plain = trained(tiny_model, tmp_path, 0, **settings)
     for seed in (1, 2):
         found, piped = trained(tiny_model, tmp_path, seed, reward_pipeline=True, **settings)
-        size, difference = relative_difference(start, expected, found)
+        difference, size = relative_difference(start, expected, found)
         assert size > 1e-3 and difference < 1e-6
         for before, now in zip(plain.state.log_history[:-1], piped.state.log_history[:-1], strict=True):
             timed = {name for name in {**before, **now} if "time" in name or name.startswith("packing/")}
@@ -81,7 +81,7 @@ def test_training_begins_before_the_last_reward(tiny_model, tmp_path):
         def compute_score(self, completion_ids, prompt, row):
             if row == 0:
                 waited.append(backward.wait(60))
-            return float(sum(completion_ids) % 5 == 0)
+            return float(row % 2)
 
     class Watched(DASHTrainer):
         def _calculate_rewards(self, inputs, *args):
