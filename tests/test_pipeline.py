@@ -26,9 +26,9 @@ class Delayed:
         threading.Event().wait(self.random.random() / 20)
         if self.fails and sum(completion_ids) % 7 == 3:
             raise ConnectionError("away")
-        if len(prompt) % 2:
+        if prompt.startswith("1"):
             return 1.0
-        return float(sum(completion_ids) % 5 == 0), {"length": len(completion_ids), "end": str(completion_ids[-1])}
+        return float(sum(completion_ids) % 2), {"length": len(completion_ids), "end": str(completion_ids[-1])}
 
 
 def trained(model, tmp_path, seed, **settings):
