@@ -57,7 +57,7 @@ def test_the_update_is_the_one_without_it(tiny_model, tmp_path, settings):
     for seed in (1, 2):
         found, piped = trained(tiny_model, tmp_path, seed, reward_pipeline=True, **settings)
         difference, size = relative_difference(start, expected, found)
-        assert size > 1e-3 and difference < 1e-6
+        assert size > 1e-2 and difference < 5e-6  # of the update; rounding, since other rows share a pass
         for before, now in zip(plain.state.log_history[:-1], piped.state.log_history[:-1], strict=True):
             timed = {name for name in {**before, **now} if "time" in name or name.startswith("packing/")}
             assert {*now} - timed == {*before} - timed
