@@ -33,10 +33,16 @@ class DASHCallback(TrainerCallback):
     dtype is a `ValueError` that names the callback. Collectives and model passes are allowed if all ranks do the same
     number of them. Evaluation runs TRL's path and has no such events.
 
+    Attributes:
+        per_group: what it does with a group depends on no other one. With `reward_pipeline`, `on_rewards` and
+            `on_advantages` get some groups at a time, as their rewards come, and a callback has to say that it may.
+
     Raises:
         ValueError: where a subclass is defined, if the name of a method is an event's with a slip; at the start of
             training, if the trainer is no `DASHTrainer`. Such methods would never be called, without a word.
     """
+
+    per_group = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -270,6 +270,7 @@ class DASHConfig(GRPOConfig):
 
         self._check_loss()
         self._check_estimator()
+        self._check_pipeline()
 
     def _check_loss(self) -> None:
         defaults, loss = {one.name: one.default for one in fields(self)}, self.loss_type
@@ -313,6 +314,44 @@ class DASHConfig(GRPOConfig):
                 raise ValueError(
                     f"{option}={value!r} does nothing with advantage_estimator={name!r}, which has a scale of its own "
                     f"and takes the weighted sum of the rewards. Leave {option} out, or use advantage_estimator='grpo'."
+                )
+
+    def _check_pipeline(self) -> None:
+        """Refuse what needs the rewards of a whole window before its first pass."""
+        if not self.reward_pipeline:
+            return
+        rows = self.per_device_train_batch_size * self.steps_per_generation
+        steps = f"steps_per_generation={self.steps_per_generation}"
+        alternatives = {
+            "filter_denominator='kept'": (self.filter_denominator == "kept", "divides by all rows that are kept"),
+            "scale_rewards='batch'": (self.scale_rewards == "batch", "divides by the deviation of all rewards"),
+            "multi_objective_aggregation='normalize_then_sum'": (
+                self.multi_objective_aggregation == "normalize_then_sum",
+                "divides by the deviation of all rewards",
+            ),
+            f"advantage_estimator={self.advantage_estimator!r}": (
+                self.advantage_estimator.startswith("reinforce_plus_plus"),
+                "divides by the deviation of all advantages",
+            ),
+            f"entropy_coef={self.entropy_coef}": (
+                self.entropy_coef != 0 or self.use_adaptive_entropy,
+                "is shared out over all rows that are kept",
+            ),
+            f"num_iterations={self.num_iterations}": (self.num_iterations > 1, "uses the window in several steps"),
+            f"{steps}, gradient_accumulation_steps={self.gradient_accumulation_steps}": (
+                self.gradient_accumulation_steps % self.steps_per_generation != 0,
+                "uses the window in several steps",
+            ),
+            f"{steps}, per_device_train_batch_size={self.per_device_train_batch_size}": (
+                rows % self.num_generations != 0,
+                f"leaves a process {rows} completions, which are no whole groups of {self.num_generations},",
+            ),
+        }
+        for name, (is_set, reason) in alternatives.items():
+            if is_set:
+                raise ValueError(
+                    f"reward_pipeline=True with {name}, which {reason}, while the pipeline trains on groups before it "
+                    "knows the others' rewards. Leave one of the two out."
                 )
 
     def _check_servers(self) -> None:

@@ -30,6 +30,7 @@ from dash_trl.checks import (
     check_callbacks,
     check_estimator,
     check_first_step,
+    check_pipeline,
     check_prompt,
     check_prompt_lengths,
     check_rewards,
@@ -692,6 +693,8 @@ class DASHTrainer(GRPOTrainer):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         promise_events(self.state)
+        if self.args.reward_pipeline:
+            check_pipeline(self, DASHTrainer, self.callback_handler.callbacks)
         self._begin_run()
         if resume_from_checkpoint is not None:
             start = self._resume(resume_from_checkpoint, start)

@@ -8,7 +8,7 @@ import threading
 import pytest
 from transformers import AutoModelForCausalLM
 
-from dash_trl import DASHTrainer, RewardAgent
+from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardAgent
 from tests.tiny import parameters, prompts, relative_difference, run
 
 SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4, "max_steps": 1}
@@ -57,12 +57,14 @@ def test_the_update_is_the_one_without_it(tiny_model, tmp_path, settings):
     for seed in (1, 2):
         found, piped = trained(tiny_model, tmp_path, seed, reward_pipeline=True, **settings)
         difference, size = relative_difference(start, expected, found)
-        assert size > 1e-2 and difference < 5e-6  # of the update; rounding, since other rows share a pass
+        assert size > 1e-2 and difference < 5e-6  # of the update: rounding, in other passes
         for before, now in zip(plain.state.log_history[:-1], piped.state.log_history[:-1], strict=True):
             timed = {name for name in {**before, **now} if "time" in name or name.startswith("packing/")}
             assert {*now} - timed == {*before} - timed
             for name in {*before} - timed:
-                expected_value = None if before[name] is None else pytest.approx(before[name], rel=1e-4, abs=1e-5, nan_ok=True)
+                expected_value = (
+                    None if before[name] is None else pytest.approx(before[name], rel=1e-4, abs=1e-5, nan_ok=True)
+                )
                 assert now[name] == expected_value, name
         assert {name: list(rows) for name, rows in piped._logs["extra"].items()} == {
             name: list(rows) for name, rows in plain._logs["extra"].items()
@@ -97,3 +99,66 @@ def test_training_begins_before_the_last_reward(tiny_model, tmp_path):
     settings = {**SHAPES, "max_steps": 1, "reward_pipeline": True}
     run(Watched, tiny_model, tmp_path, reward=RewardAgent(Gated(), timeout=120), dataset=data, **settings)
     assert waited == [True]
+
+
+REFUSED = [
+    ({"filter_denominator": "kept"}, "filter_denominator='kept', which divides by all rows that are kept"),
+    ({"scale_rewards": "batch"}, "scale_rewards='batch', which divides by the deviation of all rewards"),
+    ({"multi_objective_aggregation": "normalize_then_sum"}, "'normalize_then_sum', which divides by the deviation"),
+    ({"advantage_estimator": "reinforce_plus_plus"}, "which divides by the deviation of all advantages"),
+    ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "which divides by the deviation of all advantages"),
+    ({"entropy_coef": 0.1}, "entropy_coef=0.1, which is shared out over all rows that are kept"),
+    ({"num_iterations": 2}, "num_iterations=2, which uses the window in several steps"),
+    ({"steps_per_generation": 8}, "gradient_accumulation_steps=4, which uses the window in several steps"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_what_needs_all_rewards_is_refused(settings, message):
+    shapes = {**SHAPES, "use_cpu": True, "bf16": False, "reward_pipeline": True, **settings}
+    with pytest.raises(ValueError, match=f"reward_pipeline=True with .*{message}"):
+        DASHConfig("out", **shapes)
+    DASHConfig("out", **{**shapes, "reward_pipeline": False})
+
+
+class OwnAdvantages(DASHTrainer):
+    def compute_advantages(self, rewards):
+        return rewards[:, 0]
+
+
+class PerGroup(DASHTrainer):
+    def compute_advantages(self, rewards):
+        return super().compute_advantages(rewards)
+
+    compute_advantages.per_group = True
+
+
+class Looks(DASHCallback):
+    def on_advantages(self, args, state, control, rollouts, **kwargs):
+        self.rows = [*getattr(self, "rows", []), len(rollouts)]
+
+
+class LooksAtGroups(Looks):
+    per_group = True
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "settings", "message"),
+    [
+        (OwnAdvantages, {}, "OwnAdvantages does not say that its compute_advantages treat each group by itself"),
+        (DASHTrainer, {"callbacks": [Looks()]}, "Looks does not say that its on_rewards and on_advantages"),
+        (DASHTrainer, {"reward": lambda completions, **kwargs: [1.0] * len(completions)}, "scores a whole batch at"),
+    ],
+)
+def test_what_sees_a_few_groups_must_say_that_it_may(tiny_model, tmp_path, trainer_class, settings, message):
+    settings = {"reward": RewardAgent(Delayed()), **SHAPES, **settings}
+    with pytest.raises(ValueError, match=message):
+        run(trainer_class, tiny_model, tmp_path, reward_pipeline=True, **settings)
+
+
+def test_what_says_that_it_may_gets_whole_groups(tiny_model, tmp_path):
+    looks = LooksAtGroups()
+    run(
+        PerGroup, tiny_model, tmp_path, reward=RewardAgent(Delayed()), callbacks=[looks], reward_pipeline=True, **SHAPES
+    )
+    assert sum(looks.rows) == 16 and all(rows % 4 == 0 for rows in looks.rows)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.checks.arguments import check_arguments, check_callbacks, check_estimator
+    from dash_trl.checks.arguments import check_arguments, check_callbacks, check_estimator, check_pipeline
     from dash_trl.checks.models import check_model
     from dash_trl.checks.prompts import (
         check_first_step,

@@ -120,6 +120,30 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
                 )
 
 
+def check_pipeline(trainer: Any, base: type, callbacks: Iterable[Any]) -> None:
+    """Refuse what would see a few groups of a window at a time and does not say that it may (`per_group = True`).
+
+    Args:
+        base: whose `compute_advantages` may.
+    """
+    if getattr(trainer, "aux_loss_enabled", False):
+        raise ValueError(
+            "reward_pipeline=True with a router loss, which is shared out over all rows that are kept, while the "
+            "pipeline trains on groups before it knows the others' rewards. Leave one of the two out."
+        )
+    kinds = [(type(trainer), base, ["compute_advantages"])]
+    kinds += [(type(one), DASHCallback, ["on_rewards", "on_advantages"]) for one in callbacks]
+    marked = [type(trainer).compute_advantages, *callbacks]
+    for (kind, plain, names), one in zip(kinds, marked, strict=True):
+        own = issubclass(kind, plain) and any(getattr(kind, name) is not getattr(plain, name) for name in names)
+        if own and not getattr(one, "per_group", False):
+            raise ValueError(
+                f"reward_pipeline=True hands over a few groups of a window at a time, but {kind.__name__} does not say "
+                f"that its {' and '.join(names)} treat each group by itself. Give it an attribute per_group = True if "
+                "they do (compute_advantages: the function), or leave the pipeline out."
+            )
+
+
 def check_estimator(kind: type) -> None:
     """Refuse a trainer's `compute_advantage` that nothing calls: GRPO's estimator would train in its place."""
     for name in vars(kind):

@@ -14,6 +14,14 @@ def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any
         rewards: as `dash_trl.rewards.unpack` gives them.
     """
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    if args.reward_pipeline:
+        for one in rewards or ():
+            if not isinstance(one, AgentReward) or one.form.batch:
+                name = getattr(one, "name", None) or getattr(one, "__name__", None) or one
+                raise ValueError(
+                    f"reward_pipeline=True, but {name!r:.100} scores a whole batch at once. Use functions that score "
+                    "one completion: reward(completion, answer, ...)."
+                )
     known = [getattr(dataset, "column_names", None) for dataset in (train_dataset, *evaluated)]
     for one in rewards or ():
         if not isinstance(one, AgentReward):

@@ -53,6 +53,10 @@ from dash_trl.update import check_tensor, weighted_rewards
 logger = logging.getLogger(__name__)
 
 
+# Estimators whose credit of a group depends on no other group of the window: `reward_pipeline` may hand over some.
+PER_GROUP = ("centered_return", "episode", "grpo_process")
+
+
 class ProcessRewardCallback(DASHCallback):
     """Replaces the advantages by per-token ones, from the values of each completion's prefixes.
 
@@ -120,6 +124,7 @@ class ProcessRewardCallback(DASHCallback):
                     "charges none."
                 )
         self.estimator = estimator
+        self.per_group = estimator in PER_GROUP
         self.settings = CreditSettings() if settings is None else settings
         check_settings(estimator, self.settings)
         self.segmentation: dict[str, Any] = {
