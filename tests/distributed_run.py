@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOTrainer
 
-from dash_trl import DASHCallback, DASHTrainer
+from dash_trl import DASHCallback, DASHTrainer, RewardAgent
 from dash_trl.sampling.weights.proof import model_log_probs
 from tests.tiny import (
     ScriptedReward,
@@ -105,6 +105,30 @@ def compare(model: str, output: Path, start: dict[str, torch.Tensor], scenario: 
         ends[trainer_class] = whole(trainer)
     difference, update = relative_difference(start, ends[GRPOTrainer], ends[DASHTrainer])
     return {"difference": difference, "update": update, "ranks_agree": equal_on_all_ranks(ends[DASHTrainer])}
+
+
+class Late:
+    """As `RewardPerWindow`, for one completion at a time; each rank has its own order of arrival."""
+
+    __name__ = "late"
+
+    def __init__(self, silent: Any):
+        self.silent, self.random = silent, random.Random(RANK)
+
+    def compute_score(self, prompt: str, completion_ids: list[int]) -> float:
+        time.sleep(self.random.random() / 20)
+        silent = RewardPerWindow(lambda call, rank: self.silent(0, RANK))
+        return silent(prompts=[prompt], completion_ids=[completion_ids])[0]
+
+
+def pipeline(model: str, output: Path, start: dict[str, torch.Tensor], silent: Any, **settings: Any) -> dict[str, Any]:
+    """TRL's update, though the ranks begin on what is scored, in other orders."""
+    plain = run(GRPOTrainer, model, output, reward=RewardPerWindow(silent), **settings)
+    expected = whole(plain)
+    late = RewardAgent(Late(silent))
+    found = whole(run(DASHTrainer, model, output, reward=late, reward_pipeline=True, **settings))
+    difference, update = relative_difference(start, expected, found)
+    return {"difference": difference, "update": update, "ranks_agree": equal_on_all_ranks(found)}
 
 
 def beta_with_dropped_rows(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -336,6 +360,9 @@ def main() -> None:
             settings = {"max_steps": 2, "callbacks": [PlainPasses()], "prepare": prepare}
             scenario = (lambda call, rank: False, settings)
             results[f"{Path(path).name}, {layout}"] = compare(path, Path(output), weights, scenario)
+    results["pipeline"] = pipeline(model, Path(output), start, lambda call, rank: False)
+    silent, shapes = (lambda call, rank: rank == 1), {"steps_per_generation": 2, "loss_type": "grpo"}
+    results["pipeline, two windows, a rank keeps none"] = pipeline(model, Path(output), start, silent, **shapes)
     results["ranks"] = int(os.environ.get("WORLD_SIZE", 1))
     results["beta with dropped rows"] = beta_with_dropped_rows(model, Path(output), start)
     results["process rewards"], _ = process_rewards(model, Path(output), start)
