@@ -6,7 +6,9 @@ What is more than a method that is overridden or an attribute that is read; each
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,6 +70,41 @@ def sampled_by(trainer: Any, rows: int) -> Tensor:
         return own
     step = trainer._last_loaded_step if trainer.use_vllm else trainer.state.global_step
     return torch.full((rows, 2), step)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What `_generate` returned for a window before its time, and what it logged.
+
+    Attributes:
+        policy_version: [B, 2], see `sampled_by`. tokens: by which it counted up those of the run.
+    """
+
+    output: tuple[Any, ...]
+    policy_version: Tensor
+    metrics: dict[str, list[float]]
+    tokens: int
+
+
+def generate_apart(trainer: Any, generate: Callable[[Any], tuple[Any, ...]]) -> Generated:
+    """Rollouts of a window that has not begun, without a trace in the logs of the one that has.
+
+    Args:
+        generate: TRL's `_generate` for its prompts, not bound to the trainer.
+    """
+    seen, metrics = trainer.state.num_input_tokens_seen, {**trainer._metrics, "train": defaultdict(list)}
+    output = generate(Instead(trainer, _metrics=metrics))
+    tokens, trainer.state.num_input_tokens_seen = trainer.state.num_input_tokens_seen - seen, seen
+    return Generated(output, sampled_by(trainer, len(output[0])), metrics["train"], tokens)
+
+
+def log_generated(trainer: Any, generated: Generated) -> None:
+    """Its window has begun: what it logged is logged."""
+    metrics = trainer._metrics["train"]
+    for name, values in generated.metrics.items():
+        metrics[name].extend(values)
+    trainer.state.num_input_tokens_seen += generated.tokens
+    metrics["num_tokens"] = [trainer.state.num_input_tokens_seen]
 
 
 def begin_anew(trainer: Any) -> None:

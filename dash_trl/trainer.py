@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -70,8 +70,11 @@ from dash_trl.rollout import (
 )
 from dash_trl.sampling import install, without_client
 from dash_trl.seams import (
+    Generated,
     begin_anew,
     count_pass_time,
+    generate_apart,
+    log_generated,
     relog_advantages,
     relog_rewards,
     sample,
@@ -136,6 +139,8 @@ class DASHTrainer(GRPOTrainer):
     _policy_version: Any  # of the last batch, see `RolloutBatch`
     _streaming: bool  # the rewards of the batch that is being sampled are not waited for
     _awaited: Any  # of the last such batch: the request, and what TRL asked for it with
+    _generated: Generated | None  # the window after the one that has begun
+    _sampled_by: Tensor | None  # policy versions of a batch that was sampled before its time
     _arriving: Iterator[tuple[GenerationWindow, bool]] | None  # its parts
     _tokenized: Any  # the prompts of the window that begins, where it is sampled ahead: what TRL's method returned
 
@@ -156,7 +161,8 @@ class DASHTrainer(GRPOTrainer):
         args = DASHConfig("dash-output") if args is None else args
         reward_funcs = unpack(reward_funcs)
         check_arguments(model, args, train_dataset, eval_dataset, processing_class, kwargs)
-        check_rewards(reward_funcs, args, train_dataset, eval_dataset)
+        own_rollouts = kwargs.get("rollout_func") is not None
+        check_rewards(reward_funcs, args, train_dataset, eval_dataset, own_rollouts)
         with without_client(args) as self._servers:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if self._servers:
@@ -164,6 +170,8 @@ class DASHTrainer(GRPOTrainer):
 
         self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)
         self._loss_settings = trl_settings(args.loss_type, delta=args.aipo_delta, detached=args.aipo_detached)
+        # Sampling and training share the device: what can be done ahead is done while rewards are awaited.
+        self._one_ahead = args.async_level > 0 and not self._servers and self.rollout_func is None
         self._sampler_is_old = args.loss_type == "aipo"  # its old log-probs are the sampler's
         if self._sampler_is_old and self.use_vllm and self.vllm_importance_sampling_correction:
             logger.warning(
@@ -210,13 +218,14 @@ class DASHTrainer(GRPOTrainer):
     def _sample(self, examples: list[dict[str, Any]]) -> tuple[RolloutBatch, Tensor]:
         """This rank's rollouts, in CPU memory, and the loss tokens of all ranks."""
         by_pool = self._servers and self.rollout_func is None
-        if by_pool:
+        if by_pool or self._one_ahead:
             self._run_ahead(examples)
         sampled = self._generate_and_score_completions(examples)
         self._tokenized = None
         version = self._policy_version
-        if by_pool:
+        if by_pool or self._one_ahead:
             self.ranks.agree(partial(self._ahead.check, int(version.min())))
+            self.recorder.log(staleness_metrics(version, self.state.global_step, self.ranks.gather))
         own = self.ranks.own(len(examples))
         rollouts = RolloutBatch(
             **{name: value.cpu() for name, value in sampled.items() if name in SAMPLED_FIELDS},
@@ -226,12 +235,12 @@ class DASHTrainer(GRPOTrainer):
             completions=self._rewarded[1],
         )
         if by_pool:
-            self._log_servers(version)
+            self._log_servers()
         self._dispatch("on_rollouts_sampled", rollouts)
         return rollouts, sampled["num_items_in_batch"].cpu()
 
     def _run_ahead(self, examples: list[dict[str, Any]]) -> None:
-        """Announce the prompts of the window that begins, and of those that may be sampled ahead, to the servers' pool.
+        """Announce the prompts of the window that begins, and of those that may be sampled ahead.
 
         They are tokenized once: a chat template may tell the time.
         """
@@ -243,22 +252,28 @@ class DASHTrainer(GRPOTrainer):
                     f"Window {number} has other prompts than those that were read ahead for it, as where a callback "
                     "ends an epoch. What was sampled ahead is thrown away."
                 )
-            self.vllm_generation.forget_windows()
-            self._announced.clear()
+            self._forget_windows()
         windows = self._ahead.begin(self.state.global_step, known=len(rows) - 1, anew=other)
         for window in windows:
             own = rows[window - number]
             self._announced[window] = own, self._tokenize_prompts([row["prompt"] for row in own])
-        self.vllm_generation.expect(number, {window: self._announced[window][1][0] for window in windows})
+        if self._servers:
+            self.vllm_generation.expect(number, {window: self._announced[window][1][0] for window in windows})
         _, self._tokenized = self._announced.pop(number)
 
-    def _log_servers(self, policy_version: Tensor) -> None:
+    def _forget_windows(self) -> None:
+        """What was sampled ahead is not needed any more."""
+        self._announced.clear()
+        self._generated = None
+        if self._servers:
+            self.vllm_generation.forget_windows()
+
+    def _log_servers(self) -> None:
         """Healthy ones as the main process sees them, and sums over the ranks."""
         healthy, *counts = self.vllm_generation.metrics()
         retried, queued = self.ranks.sum(torch.tensor(counts)).tolist()
         self.recorder.log({"servers/healthy": healthy, "async/queued_groups": queued})
         self.recorder.total("servers/retried_requests", retried)
-        self.recorder.log(staleness_metrics(policy_version, self.state.global_step, self.ranks.gather))
 
     def _reward(self, rollouts: RolloutBatch) -> ScoredRollouts:
         return self._scored(rollouts, self._rewarded[0][self.ranks.own(len(rollouts))].cpu())
@@ -341,7 +356,7 @@ class DASHTrainer(GRPOTrainer):
         Of rows whose old log-probs are the sampler's, only those take a pass of which it did not report all.
         """
         generate_every = self.args.steps_per_generation * self.num_iterations
-        trl = seen_as(self, self._loss_settings)
+        trl = seen_as(self, self._settings())
         correct = trl.use_vllm and trl.vllm_importance_sampling_correction
         names = []
         if correct or self._sampler_is_old or self.args.gradient_accumulation_steps % generate_every != 0:
@@ -351,16 +366,7 @@ class DASHTrainer(GRPOTrainer):
         survivors, lengths = window.rollouts, window.lengths
         if self._sampler_is_old:
             lengths = self._unknown_rows(window)
-        known = {name: torch.zeros(survivors.completion_ids.shape) for name in names}
-        plan = self._pack(lengths, 1)[0] if names else []
-        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            for micro_batch in plan:
-                rows, inputs = self._rows(window, micro_batch)
-                inputs = self._prepare_inputs(inputs)
-                for name in names:
-                    reference = name.startswith("ref")
-                    logps = self._reference_logps(inputs) if reference else self._logps(self.model, inputs)
-                    known[name][rows, : logps.shape[1]] = logps[: len(rows), : known[name].shape[1]].float().cpu()
+        known = self._log_probs(window, lengths, names)
         sampled, mask = survivors.sampling_per_token_logps, survivors.loss_mask
         if self._sampler_is_old:
             assert sampled is not None, "checked where it was sampled"
@@ -379,6 +385,20 @@ class DASHTrainer(GRPOTrainer):
             ratio = known["importance_sampling_ratio"]
             self.recorder.log(corrected_share(ratio, *log_probs, mode=mode, reduce_sum=self.ranks.sum))
         window.rollouts = survivors.with_log_probs(**known)
+
+    def _log_probs(self, window: GenerationWindow, lengths: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        """[B, T] each, float32, on the CPU: the policy's, or the reference's ("ref_…"), of rows with a length."""
+        known = {name: torch.zeros(window.rollouts.completion_ids.shape) for name in names}
+        plan = self._pack(lengths, 1)[0] if names else []
+        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            for micro_batch in plan:
+                rows, inputs = self._rows(window, micro_batch)
+                inputs = self._prepare_inputs(inputs)
+                for name in names:
+                    reference = name.startswith("ref")
+                    logps = self._reference_logps(inputs) if reference else self._logps(self.model, inputs)
+                    known[name][rows, : logps.shape[1]] = logps[: len(rows), : known[name].shape[1]].float().cpu()
+        return known
 
     def _unknown_rows(self, window: GenerationWindow) -> Tensor:
         """`window.lengths` of the rows with a token whose log-prob the sampler did not report; 0 for all others."""
@@ -433,11 +453,17 @@ class DASHTrainer(GRPOTrainer):
                 self._score(window)
             if last:
                 self._reward_team.hand_over(request, arguments[2])
-                relog_rewards(self, self._calculate_rewards(*arguments))
+                relog_rewards(self, self._take_rewards(*arguments))
                 whole = joined(parts).rows(torch.cat(order).argsort())
                 self._log_credit(whole, torch.cat(outcomes))
                 self._log_filter(whole)
             yield window, last
+
+    def _settings(self) -> dict[str, Any]:
+        """Of TRL's loss. Its correction is bound to `use_vllm`, but serves whoever knows the sampler's log-probs."""
+        if not self._one_ahead:
+            return self._loss_settings
+        return {**self._loss_settings, "use_vllm": self.model.training or self.use_vllm}
 
     # ------------------------------------------------------------------ from a window to optimizer steps
 
@@ -539,7 +565,7 @@ class DASHTrainer(GRPOTrainer):
         if is_last:
             self.recorder.end_step()
             self.recorder.log(self._pass_metrics.of_step(self._schedule.segments))
-            if self.use_vllm or self.rollout_func is not None:  # whose log-probs may be known
+            if self.use_vllm or self.rollout_func is not None or self._one_ahead:  # whose log-probs may be known
                 self.recorder.log(self._off_policy.of_step(self.ranks.sum))
         return loss
 
@@ -584,7 +610,7 @@ class DASHTrainer(GRPOTrainer):
 
     def _compute_loss(self, model, inputs) -> Tensor:
         """TRL's, at the weight of this pass in the optimizer step."""
-        loss = partial(super()._compute_loss.__func__, seen_as(self, self._loss_settings))
+        loss = partial(super()._compute_loss.__func__, seen_as(self, self._settings()))
         if not self.model.training:
             return loss(model, inputs)
         one, scale = inputs["pass"], inputs["loss_scale"]
@@ -616,14 +642,16 @@ class DASHTrainer(GRPOTrainer):
         if self.model.training:
             return sample(self, inputs, method)
         if not self._sampler_is_old:
-            return method(seen_as(self, self._loss_settings), inputs)
+            return method(seen_as(self, self._settings()), inputs)
         sampled = sample(self, inputs, method)
         return {**sampled, "old_per_token_logps": self._sampler_log_probs(sampled)}
 
     @torch.no_grad()
     def _sampler_log_probs(self, sampled: dict[str, Any]) -> Tensor:
         """[B, T] of a batch in evaluation, with the policy's own where the sampler did not report one."""
-        log_probs = sampled["sampling_per_token_logps"]
+        log_probs = sampled.get("sampling_per_token_logps")
+        if log_probs is None:  # transformers' generate reports none
+            log_probs = torch.full(sampled["completion_mask"].shape, torch.nan, device=self.accelerator.device)
         own = torch.zeros_like(log_probs)
         if self.ranks.sum(unknown_log_probs(log_probs, sampled["completion_mask"]).sum()):
             own = self._logps(self.model, {**sampled, "layout": None})
@@ -646,21 +674,64 @@ class DASHTrainer(GRPOTrainer):
         return self.ranks.agree(partial(super()._generate_single_turn, *args, **kwargs))
 
     def _generate(self, prompts: list) -> tuple:
-        with self.recorder.timed("generate", counts=self.model.training):
-            output = super()._generate(prompts)
+        ahead, training = self._generated, self.model.training
+        if training and ahead is not None:
+            self._generated, self._sampled_by = None, ahead.policy_version
+            log_generated(self, ahead)
+            return ahead.output
+        return self._generate_now(super()._generate, prompts)
+
+    def _generate_now(self, generate: Callable[[list], tuple], prompts: list) -> tuple:
+        training = self.model.training
+        with self.recorder.timed("generate", counts=training):
+            output = generate(prompts)
         self.ranks.agree(partial(check_prompt_lengths, [len(ids) for ids in output[0]], self._context, 0))
-        return output
+        return self._with_log_probs(output) if training and self._one_ahead else output
+
+    def _generate_next(self) -> None:
+        """The next window's rollouts, by the weights of now: the device has nothing else to do while rewards come."""
+        examples, self._tokenized = self._announced.get(self._ahead.window + 1, ([], None))
+        if examples:
+            generate, prompts = super()._generate.__func__, [example["prompt"] for example in examples]
+            self._generated = generate_apart(
+                self, lambda trainer: self._generate_now(partial(generate, trainer), prompts)
+            )
+
+    @torch.no_grad()
+    def _with_log_probs(self, output: tuple) -> tuple:
+        """What `_generate` returns, with the log-probs of the weights that sampled: transformers reports none."""
+        prompt_ids, completion_ids, tool_mask, completions, log_probs, *others = output
+        if log_probs is None:
+            rows = Survivors.of_tokens(prompt_ids, completion_ids, pad_token_id=self._tokenizer.pad_token_id)
+            lengths = self.ranks.gather(rows.lengths()).view(self.ranks.count, -1, 3)
+            window = GenerationWindow(rows, lengths, lengths[..., 2].sum())
+            with self.recorder.timed("logprobs"):
+                (known,) = self._log_probs(window, lengths, ["old_per_token_logps"]).values()
+            log_probs = [row[: len(ids)].tolist() for row, ids in zip(known, completion_ids, strict=True)]
+        return prompt_ids, completion_ids, tool_mask, completions, log_probs, *others
 
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
+        """TRL's, see `_take_rewards`; or zeros, where the rewards come later."""
+        ahead, self._sampled_by = self._sampled_by, None
+        # Before a reward function asks the servers, too.
+        self._policy_version = sampled_by(self, len(inputs)) if ahead is None else ahead
+        arguments = inputs, prompts, completions, completion_ids_list
+        if not (self.model.training and (self._streaming or self._one_ahead)):
+            return self._take_rewards(*arguments)
+        request = self._ask(*arguments)
+        if self._one_ahead:
+            self._generate_next()
+        if not self._streaming:
+            self._reward_team.hand_over(request, completions)
+            return self._take_rewards(*arguments)
+        self._rewarded, self._awaited = (None, completions), (request, arguments)
+        return torch.zeros(self.ranks.count * len(inputs), len(self.reward_funcs), device=self.args.device)
+
+    def _take_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
         """TRL's, [rows of all ranks, F], with every row NaN in which a function failed."""
-        self._policy_version = sampled_by(self, len(inputs))  # before a reward function asks the servers, too
-        if self._streaming and self.model.training:
-            arguments = inputs, prompts, completions, completion_ids_list
-            self._rewarded, self._awaited = (None, completions), (self._ask(*arguments), arguments)
-            return torch.zeros(self.ranks.count * len(inputs), len(self.reward_funcs), device=self.args.device)
         with self.recorder.timed("reward", counts=self.model.training):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self.ranks.agree(self._failures.raise_mistakes)
@@ -706,14 +777,14 @@ class DASHTrainer(GRPOTrainer):
             return super()._inner_training_loop(*args, **kwargs)
         finally:  # also where it is interrupted: neither servers nor the dataloader's workers shall work for nobody
             self._reader.close()
-            if self._servers:
-                self.vllm_generation.forget_windows()
+            self._forget_windows()
 
     def _begin_run(self) -> None:
         """Forget the run before: an interrupt leaves half a step behind, and `max_steps` the rest of a window."""
         args = self.args
         self._window = self._rewarded = self._policy_version = self._completion_lengths = self._tokenized = None
         self._streaming, self._arriving, self._awaited = False, None, None
+        self._generated = self._sampled_by = None
         self._ahead = RunAhead(args.async_level)
         self._announced: dict[int, tuple[list[Any], Any]] = {}  # window to come → its examples, and them tokenized
         self.recorder = Recorder(

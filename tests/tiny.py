@@ -143,6 +143,7 @@ def run(
     callbacks: Any = None,
     dataset: Any = None,
     eval_dataset: Any = None,
+    in_process: bool = False,
     **settings: Any,
 ) -> Any:
     """Train `trainer_class` on scripted rollouts, or on those of servers; the trainer afterwards."""
@@ -172,9 +173,9 @@ def run(
         disable_tqdm=True,
     )
     # Without servers, sampling ahead is refused; but the prompts can be read ahead.
-    read_ahead = 0 if "vllm_server_urls" in settings else settings.pop("async_level", 0)
+    read_ahead = 0 if "vllm_server_urls" in settings or in_process else settings.pop("async_level", 0)
     args = config(**{**defaults, **settings})
-    if rollouts is None and "vllm_server_urls" not in settings:
+    if rollouts is None and "vllm_server_urls" not in settings and not in_process:  # by transformers' generate
         rollouts = ScriptedRollouts(rollout_seed, logprobs=logprobs)
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(model),

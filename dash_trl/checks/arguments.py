@@ -26,13 +26,12 @@ def check_arguments(
     check_supported(processing_class, **{name: others.get(name) for name in ("tools", "environment_factory")})
     check_callbacks(others.get("callbacks") or ())
     own_rollouts = others.get("rollout_func") is not None
-    if args.loss_type in OFF_POLICY_LOSSES and not (args.use_vllm or own_rollouts):
+    if args.loss_type in OFF_POLICY_LOSSES and not (args.use_vllm or own_rollouts or args.async_level):
         raise ValueError(
             f"loss_type={args.loss_type!r} compares the policy with the sampler, and transformers' generate reports no "
             "log-probs. Sample with vLLM (vllm_server_urls, or use_vllm=True), or with a rollout_func that returns "
             "'logprobs'; or use one of TRL's losses."
         )
-    check_async(args, own_rollouts)
     check_dataset(train_dataset, "train_dataset", own_rollouts)
     check_dataset(eval_dataset, "eval_dataset", own_rollouts)
     check_batch(train_dataset, args)
@@ -60,15 +59,21 @@ def check_config(args: Any) -> None:
         )
 
 
-def check_async(args: DASHConfig, own_rollouts: bool) -> None:
-    """Refuse to sample ahead where nothing could work meanwhile, or nobody knows how."""
+def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) -> None:
+    """Refuse to sample ahead where nothing could work meanwhile, or nobody knows how.
+
+    Args:
+        rewards_come_later: all of them, from functions that an agent runs beside the trainer.
+    """
     if args.async_level == 0:
         return
-    if not (args.use_vllm and args.vllm_mode == "server"):
+    servers = args.use_vllm and args.vllm_mode == "server"
+    if not servers and not own_rollouts and (args.async_level > 1 or not rewards_come_later):
         raise ValueError(
             f"async_level={args.async_level} lets servers sample while the trainer trains, but sampling shares the "
             "trainer's device here. Name servers (vllm_server_urls; `python -m dash_trl.serve MODEL` starts some), or "
-            "leave async_level at 0."
+            "leave async_level at 0. Without servers, async_level=1 samples while rewards are awaited, where all of "
+            "them come from functions of one completion: reward(completion, answer, ...), see dash_trl.RewardAgent."
         )
     if own_rollouts:
         raise ValueError(

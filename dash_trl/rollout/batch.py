@@ -179,6 +179,25 @@ class Survivors(CreditedRollouts):
     ref_per_token_logps: Tensor | None = None
     importance_sampling_ratio: Tensor | None = None
 
+    @classmethod
+    def of_tokens(
+        cls, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], *, pad_token_id: int
+    ) -> Survivors:
+        """Rows of which nothing is known yet but their tokens: for a pass over them."""
+        prompts, prompt_mask = _padded(prompt_ids, "left", pad_token_id)
+        completions, completion_mask = _padded(completion_ids, "right", pad_token_id)
+        none = torch.zeros(len(prompts))
+        return cls(
+            prompt_ids=prompts,
+            prompt_mask=prompt_mask,
+            completion_ids=completions,
+            completion_mask=completion_mask,
+            group=none.long(),
+            policy_version=torch.zeros(len(prompts), 2, dtype=torch.long),
+            rewards=none.unsqueeze(1),
+            advantages=none,
+        )
+
     def with_log_probs(self, **known: Tensor) -> Survivors:
         """The same rows with what model passes found of them: `old_per_token_logps`, …"""
         return Survivors(**{**_fields(self), **known})
@@ -221,6 +240,17 @@ class Survivors(CreditedRollouts):
         if not rows:
             inputs["prompt_mask"][0] = 1
         return inputs
+
+
+def _padded(rows: Sequence[list[int]], side: str, pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """[B, longest] int64 each: the tokens, and 1 where one is."""
+    longest = max(map(len, rows), default=0)
+    tokens = torch.full((len(rows), longest), pad_token_id)
+    mask = torch.zeros_like(tokens)
+    for number, row in enumerate(rows):
+        place = slice(longest - len(row), None) if side == "left" else slice(len(row))
+        tokens[number, place], mask[number, place] = torch.tensor(row, dtype=torch.long), 1
+    return tokens, mask
 
 
 def joined(parts: Sequence[CreditedRollouts]) -> CreditedRollouts:

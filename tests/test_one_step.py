@@ -1,0 +1,141 @@
+"""`async_level=1` without servers: the next window is sampled while the rewards of this one are awaited."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from datasets import Dataset
+
+from dash_trl import DASHConfig, DASHTrainer, RewardAgent
+from tests.tiny import log_probs, parameters, prompts, relative_difference, run
+
+SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4}
+SHAPES |= {"max_completion_length": 6, "in_process": True, "async_level": 1}
+
+
+def alternating(completion, completion_ids):
+    return float(sum(completion_ids) % 2)
+
+
+class Watched(DASHTrainer):
+    """Keeps each window's rollouts, and the weights of each step."""
+
+    def _sample(self, examples):
+        if self.state.global_step >= len(getattr(self, "weights", [])):
+            self.weights = [*getattr(self, "weights", []), parameters(self.model)]
+        sampled, items = super()._sample(examples)
+        self.windows = [*getattr(self, "windows", []), sampled]
+        return sampled, items
+
+
+def trained(model, tmp_path, trainer_class=Watched, reward=alternating, **settings):
+    torch.manual_seed(0)
+    return run(trainer_class, model, tmp_path, reward=RewardAgent(reward), **{**SHAPES, "max_steps": 4, **settings})
+
+
+def test_each_window_but_the_first_is_sampled_one_step_ahead(tiny_model, tmp_path):
+    """Its log-probs are those of the weights before the last step, computed row by row."""
+    trainer = trained(tiny_model, tmp_path, learning_rate=0.5)
+    assert [window.policy_version.unique().tolist() for window in trainer.windows] == [[0], [0], [1], [2]]
+    logged = [line for line in trainer.state.log_history if "async/staleness_max" in line]
+    assert [line["async/staleness_max"] for line in logged] == [0, 1, 1, 1]
+    assert all(line["completions/mean_length"] > 0 for line in logged)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    compared = []
+    for window in trainer.windows[1:]:
+        step = int(window.policy_version[0, 0])
+        for other in (step, step + 1):
+            model.load_state_dict(trainer.weights[other], strict=False)
+            for row in range(len(window)):
+                prompt = window.prompt_ids[row][window.prompt_mask[row].bool()].tolist()
+                ids = window.completion_ids[row][window.completion_mask[row].bool()].tolist()
+                expected = torch.tensor(log_probs(model, prompt, ids))
+                found = window.sampling_per_token_logps[row][: len(ids)]
+                compared.append((other == step, (found - expected).abs().max().item()))
+    assert max(far for own, far in compared if own) < 1e-4
+    assert max(far for own, far in compared if not own) > 1e-2
+
+
+def test_the_next_window_is_sampled_while_rewards_are_awaited(tiny_model, tmp_path):
+    """Rewards of the first window wait for the end of the second generation: for ever without `async_level`."""
+    generations, sampled, waited = [], threading.Event(), []
+
+    class Gated(Watched):
+        def _generate_single_turn(self, *args, **kwargs):
+            output = super()._generate_single_turn(*args, **kwargs)
+            generations.append(1)
+            if len(generations) == 2:
+                sampled.set()
+            return output
+
+    def gated(completion, completion_ids):
+        waited.append(sampled.wait(60))
+        return alternating(completion, completion_ids)
+
+    trained(tiny_model, tmp_path, Gated, gated, max_steps=2)
+    assert all(waited) and len(generations) == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "aipo"},
+        {"loss_type": "decoupled_ppo"},
+        {"vllm_importance_sampling_mode": "token_truncate"},
+        {"steps_per_generation": 4, "loss_type": "aipo"},
+        {"beta": 0.04},
+    ],
+)
+def test_losses_and_evaluation(tiny_model, tmp_path, settings):
+    """The ratio to the sampler is 1 in the first window only; an evaluation comes between sampling and training."""
+    evaluation = {
+        "eval_dataset": prompts(4),
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 4,
+    }
+    trainer = trained(tiny_model, tmp_path, **{**settings, **evaluation, "learning_rate": 0.5})
+    ratios = [line["off_policy/ratio_mean"] for line in trainer.state.log_history if "off_policy/ratio_mean" in line]
+    assert ratios[0] == pytest.approx(1.0, abs=1e-5) and any(abs(one - 1) > 1e-3 for one in ratios[1:])
+    assert all(torch.isfinite(value).all() for value in parameters(trainer.model).values())
+    assert [window.policy_version.max().item() for window in trainer.windows][1] == 0
+
+
+def test_with_the_pipeline_the_update_is_the_same(tiny_model, tmp_path):
+    start = parameters(trained(tiny_model, tmp_path, max_steps=1, learning_rate=0.0).model)
+    ends = [parameters(trained(tiny_model, tmp_path, reward_pipeline=pipe).model) for pipe in (False, True)]
+    difference, size = relative_difference(start, *ends)
+    assert size > 1e-3 and difference < 1e-5
+
+
+def test_every_prompt_once_in_its_order(tiny_model, tmp_path):
+    seen = []
+    for level in (0, 1):
+        trainer = trained(tiny_model, tmp_path, async_level=level, max_steps=6, dataset=prompts(8))
+        seen.append([[example["prompt"] for example in window.examples] for window in trainer.windows])
+    assert seen[0] == seen[1] and len(seen[0]) == 6
+
+
+def test_a_resumed_run_samples_again_what_was_not_trained_on(tiny_model, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    whole = trained(tiny_model, tmp_path, **settings)
+    rest = trained(tiny_model, tmp_path, resume=str(tmp_path / "checkpoint-2"), **settings)
+    assert [window.examples for window in rest.windows] == [window.examples for window in whole.windows[2:]]
+    assert rest.windows[0].policy_version.unique().tolist() == [2]
+    assert rest.state.num_input_tokens_seen > 0
+
+
+@pytest.mark.parametrize(
+    ("reward", "settings"),
+    [
+        (lambda completions, **kwargs: [1.0] * len(completions), {}),
+        (RewardAgent(lambda completions, **kwargs: [1.0] * len(completions)), {}),
+        (RewardAgent(alternating), {"async_level": 2}),
+    ],
+)
+def test_what_could_not_overlap_is_refused(unloadable, tiny_model, tmp_path, reward, settings):
+    args = DASHConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4, **{"async_level": 1, **settings})
+    with pytest.raises(ValueError, match="sampling shares the trainer's device here.*while rewards are awaited"):
+        DASHTrainer(tiny_model, reward, args, Dataset.from_dict({"prompt": ["1 + 1 = "] * 8}))
