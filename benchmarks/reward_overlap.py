@@ -1,0 +1,188 @@
+"""What is left of the waiting for slow rewards: the experiment of the asynchronous reward agent, at 1/100 of its scale.
+
+    python benchmarks/reward_overlap.py --json reward_overlap.json                 # ~4 minutes on 2 cores
+    python benchmarks/reward_overlap.py --accuracy --json reward_accuracy.json     # + accuracy, 3 seeds: ~30 minutes
+
+Each completion's reward takes 10 to 400 ms, drawn uniformly and the same in every run (in the experiment, 1 to 40 s,
+GSM8K, 8 H20). The embedded model; 8 groups of 4 completions, all rewards at once. In one run, in turn:
+
+    baseline     the update waits for all rewards
+    pipeline     `reward_pipeline`: it begins on the groups that are scored
+    one_step     `async_level=1`: the next window is sampled while the rewards of this one are awaited
+    both         and both with `loss_type="decoupled_ppo"`
+
+First with generation in process, then ("server") with a real vLLM server on one core and the trainer on the other.
+Seconds per window are medians. From the baseline: `generation`, `training` (the rest), `rewards` (what is waited for).
+`bound`: max(generation + training, rewards) in process, max(generation, training, rewards) with a server. `reduction` =
+(baseline − both) / baseline; `hidden_share` = (baseline − both) / (baseline − bound).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("CI", "1")
+
+import torch
+from transformers import TrainerCallback
+from transformers.utils import logging as transformers_logging
+
+from dash_trl import DASHConfig, DASHTrainer, RewardAgent
+from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
+from dash_trl.evaluation import accuracy
+from dash_trl.serve import Servers
+
+GROUPS, GROUP = 8, 4
+SHORTEST, LONGEST = 0.01, 0.4  # seconds of a reward
+FIRST, WINDOWS, ROUNDS = 3, 10, 1  # windows that are not counted, counted, and how often the strategies take turns
+SEEDS, STEPS = 3, 160  # of the accuracy
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "baseline": {},
+    "pipeline": {"reward_pipeline": True},
+    "one_step": {"async_level": 1, "loss_type": "aipo"},
+    "both": {"async_level": 1, "loss_type": "aipo", "reward_pipeline": True},
+    "both_decoupled": {"async_level": 1, "loss_type": "decoupled_ppo", "reward_pipeline": True},
+}
+
+
+def slow_reward(prompt: Any, completion: Any, answer: str, completion_ids: list[int]) -> float:
+    """The embedded task's, after a time that the completion decides."""
+    drawn = hashlib.sha256(str((prompt, completion_ids)).encode()).digest()
+    time.sleep(SHORTEST + (LONGEST - SHORTEST) * int.from_bytes(drawn[:4]) / 2**32)
+    return arithmetic_reward([completion], [answer])[0]
+
+
+class Clock(TrainerCallback):
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def train(strategy: dict[str, Any], url: str | None, steps: int, seed: int = 0) -> tuple[Any, list[float]]:
+    clock = Clock()
+    settings = {**strategy, **({} if url is None else {"vllm_server_urls": [url]})}
+    if settings.get("loss_type") == "aipo":
+        settings["vllm_importance_sampling_correction"] = False
+    with tempfile.TemporaryDirectory() as output, RewardAgent(slow_reward) as agent:
+        trainer = DASHTrainer(
+            model=embedded_model(progress=False),
+            reward_funcs=agent,
+            args=DASHConfig(
+                **{
+                    **embedded_defaults(),
+                    "output_dir": output,
+                    "per_device_train_batch_size": GROUP,
+                    "gradient_accumulation_steps": GROUPS,
+                    "num_generations": GROUP,
+                    "max_steps": steps,
+                    "seed": seed,
+                    "disable_tqdm": True,
+                    **settings,
+                }
+            ),
+            train_dataset=arithmetic_dataset("train", seed=seed),
+            callbacks=[clock],
+        )
+        trainer.train()
+    return trainer, [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)]
+
+
+def overlap(url: str | None) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    stages: dict[str, list[float]] = {"generate": [], "reward": []}
+    for _ in range(ROUNDS):
+        for name, strategy in STRATEGIES.items():
+            trainer, windows = train(strategy, url, FIRST + WINDOWS + 1)
+            seconds[name] += windows[FIRST:]
+            if name == "baseline":
+                for stage, values in stages.items():
+                    logged = [line[f"time/{stage}"] for line in trainer.state.log_history if f"time/{stage}" in line]
+                    values += logged[FIRST + 1 :]
+    found = {f"{name}_s": statistics.median(values) for name, values in seconds.items()}
+    generation, rewards = (statistics.median(values) for values in stages.values())
+    training = found["baseline_s"] - generation - rewards
+    bound = max(generation + training, rewards) if url is None else max(generation, training, rewards)
+    gained = found["baseline_s"] - found["both_s"]
+    found |= {"generation": generation, "training": training, "rewards": rewards, "bound": bound}
+    found["reduction"] = gained / found["baseline_s"]
+    found["hidden_share"] = gained / (found["baseline_s"] - bound)
+    return found
+
+
+def learned() -> dict[str, dict[str, float]]:
+    """Greedy and sampled accuracy of each strategy after as many samples: mean, and half of the 95 % interval (t)."""
+    results: dict[str, dict[str, float]] = {}
+    for name, strategy in STRATEGIES.items():
+        values = []
+        for seed in range(SEEDS):
+            trainer, _ = train(strategy, None, STEPS, seed)
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            test = arithmetic_dataset("test")
+            length = trainer.args.max_completion_length
+            values.append(
+                accuracy(
+                    model,
+                    trainer.processing_class,
+                    test,
+                    arithmetic_reward,
+                    num_samples=2,
+                    temperature=1.0,
+                    max_new_tokens=length,
+                )
+            )
+        spread = 4.303 * statistics.stdev(values) / math.sqrt(SEEDS)  # t of 2 degrees of freedom
+        results[name] = {"accuracy": statistics.mean(values), "interval": spread}
+        print(f"{name}: {results[name]['accuracy']:.3f} ± {spread:.3f}", flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--no-server", action="store_true", help="only with generation in process")
+    parser.add_argument("--accuracy", action="store_true", help="train for longer, too, and measure what was learned")
+    arguments = parser.parse_args()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    path = embedded_model(progress=False)
+
+    torch.set_num_threads(2)
+    results: dict[str, Any] = overlap(None)
+    show("in process", results)
+    if not arguments.no_server:
+        torch.set_num_threads(1)
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[-1:])  # which the server inherits
+        with Servers(path, 1, port=8800) as servers:
+            os.sched_setaffinity(0, cores[:1])
+            servers.wait_until_ready()
+            results["server"] = overlap(servers.urls[0])
+        os.sched_setaffinity(0, cores)
+        show("server", results["server"])
+    if arguments.accuracy:
+        results["accuracy"] = learned()
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def show(where: str, found: dict[str, Any]) -> None:
+    times = ", ".join(f"{name} {found[f'{name}_s']:.2f}" for name in STRATEGIES)
+    stages = ", ".join(f"{name} {found[name]:.2f}" for name in ("generation", "training", "rewards", "bound"))
+    shares = f"reduction {found['reduction']:.1%}, hidden {found['hidden_share']:.2f}"
+    print(f"{where}: seconds per window: {times}; {stages}; {shares}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
