@@ -131,6 +131,17 @@ def pipeline(model: str, output: Path, start: dict[str, torch.Tensor], silent: A
     return {"difference": difference, "update": update, "ranks_agree": equal_on_all_ranks(found)}
 
 
+def one_step(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The next window is sampled in process while rewards are awaited; one rank has no signal."""
+    settings = {"in_process": True, "async_level": 1, "loss_type": "aipo", "max_completion_length": 6, "max_steps": 3}
+    late = RewardAgent(Late(lambda call, rank: rank == 1))
+    trainer = run(DASHTrainer, model, output, reward=late, reward_pipeline=True, **settings)
+    behind = [line["async/staleness_max"] for line in trainer.state.log_history if "async/staleness_max" in line]
+    end = whole(trainer)
+    _, update = relative_difference(start, end, end)
+    return {"update": update, "ranks_agree": equal_on_all_ranks(end), "behind": behind}
+
+
 def beta_with_dropped_rows(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
     """KL, two iterations, a rank without rows: not TRL's update, but one that ends and is the same on all ranks."""
     reward = RewardPerWindow(lambda call, rank: rank == 1)
@@ -363,6 +374,7 @@ def main() -> None:
     results["pipeline"] = pipeline(model, Path(output), start, lambda call, rank: False)
     silent, shapes = (lambda call, rank: rank == 1), {"steps_per_generation": 2, "loss_type": "grpo"}
     results["pipeline, two windows, a rank keeps none"] = pipeline(model, Path(output), start, silent, **shapes)
+    results["one step ahead"] = one_step(model, Path(output), start)
     results["ranks"] = int(os.environ.get("WORLD_SIZE", 1))
     results["beta with dropped rows"] = beta_with_dropped_rows(model, Path(output), start)
     results["process rewards"], _ = process_rewards(model, Path(output), start)
