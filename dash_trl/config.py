@@ -110,6 +110,7 @@ class DASHConfig(GRPOConfig):
             So many generation windows at most do the servers sample ahead of training: window n is trained on rollouts
             of the weights with which window n − `async_level` began, or newer. Above 0 it takes servers, and a loss
             that bears it ("aipo", "decoupled_ppo"); see docs/async.md. `0`: a window is sampled when it is needed.
+            `1` without servers: the next window is sampled while the rewards of an agent are awaited.
         reward_pipeline (`bool`, defaults to `False`):
             Train on the groups that are scored while the rewards of others are awaited, within one optimizer step; its
             update is the same. It takes reward functions that score each completion (`dash_trl.RewardAgent`); see
