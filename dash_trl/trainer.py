@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -180,10 +181,6 @@ class DASHTrainer(GRPOTrainer):
             )
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
         self.reward_funcs = [watch(func, name) for func, name in functions]
-        by_agents = [func for func in self.reward_funcs if isinstance(func, AgentReward)]
-        for func in by_agents:
-            func.group_size = self._group_size
-        self._reward_team = RewardTeam(list(dict.fromkeys(func.agent for func in by_agents)), self.ranks.count)
         if self.rollout_func is not None:
             rollout_func = self.rollout_func
             self.rollout_func = lambda prompts, trainer: self.ranks.agree(
@@ -710,6 +707,14 @@ class DASHTrainer(GRPOTrainer):
             log_probs = [row[: len(ids)].tolist() for row, ids in zip(known, completion_ids, strict=True)]
         return prompt_ids, completion_ids, tool_mask, completions, log_probs, *others
 
+    def _join_agents(self) -> RewardTeam:
+        """Those that compute rewards here; an agent may have been another trainer's in between."""
+        by_agents = [func for func in self.reward_funcs if isinstance(func, AgentReward)]
+        size = weakref.WeakMethod(self._group_size)  # an agent may outlive the trainer, and its model
+        for func in by_agents:
+            func.group_size = lambda: (size() or int)()
+        return RewardTeam(list(dict.fromkeys(func.agent for func in by_agents)), self.ranks.count)
+
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
 
@@ -721,7 +726,7 @@ class DASHTrainer(GRPOTrainer):
         arguments = inputs, prompts, completions, completion_ids_list
         if not (self.model.training and (self._streaming or self._one_ahead)):
             return self._take_rewards(*arguments)
-        request = self._ask(*arguments)
+        request = self.ranks.agree(partial(self._ask, *arguments))
         if self._one_ahead:
             self._generate_next()
         if not self._streaming:
@@ -783,6 +788,7 @@ class DASHTrainer(GRPOTrainer):
         """Forget the run before: an interrupt leaves half a step behind, and `max_steps` the rest of a window."""
         args = self.args
         self._window = self._rewarded = self._policy_version = self._completion_lengths = self._tokenized = None
+        self._reward_team = self._join_agents()
         self._streaming, self._arriving, self._awaited = False, None, None
         self._generated = self._sampled_by = None
         self._ahead = RunAhead(args.async_level)

@@ -10,9 +10,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported:
 # As in the Makefile, for the processes that tests start; before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+hypothesis.settings.register_profile("no clock", deadline=None)  # the machine may be busy
+hypothesis.settings.load_profile("no clock")
 torch.set_num_threads(1)  # the tests' models are so small that a second thread only waits
 
 

@@ -157,7 +157,7 @@ def test_a_constant_group_has_a_signal_by_reinforce_plus_plus_only(name, constan
     assert not outcome_advantages(name, rewards[:4], torch.ones(2), 4, lengths=lengths[:4]).any()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10**6), st.sampled_from(ESTIMATORS), st.floats(-3, 3))
 def test_named_estimators_under_shift_permutation_and_unscored_groups(seed, name, shift):
     groups, lengths = random_groups(seed, 3, 4)

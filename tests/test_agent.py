@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -324,6 +326,96 @@ def test_groups_are_looked_at_once_more():
     assert all(isinstance(one, ZeroDivisionError) for one in outcomes[12:])
 
 
+class Unreadable:
+    def __repr__(self):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("returned", [(0.5, {"found": 10**400}), Unreadable(), (1.0, {"a": Unreadable()}), [10**400]])
+def test_what_cannot_be_read_is_unscored(returned):
+    with RewardAgent(lambda completion: returned) as agent:
+        (outcomes,) = scores(agent, 3)
+    assert all(isinstance(one, Exception) for one in outcomes)
+
+
+@pytest.mark.parametrize("transient", [(), (ConnectionError,)])
+def test_a_function_that_exits_takes_nothing_along(transient):
+    def exits(completion, number):
+        return sys.exit() if number == 1 else 1.0
+
+    with RewardAgent(exits, transient=transient) as agent:
+        (outcomes,) = scores(agent, 8)
+    assert [type(one) for one in outcomes] == [SystemExit if i == 1 else Score for i in range(8)]
+
+
+def test_cancelled_calls_with_retries_are_not_started():
+    started, gate = [], threading.Event()
+
+    def score(completion, number):
+        started.append(number)
+        gate.wait()
+        return 1.0
+
+    with RewardAgent(score, max_concurrency=2, transient=ConnectionError) as agent:
+        request = agent.submit(rows(50))
+        while len(started) < 2:
+            time.sleep(0.01)
+        request.cancel()
+        gate.set()
+        agent.submit(rows(1)).wait()
+    assert len(started) <= 3
+
+
+def test_agents_that_are_gone_leave_no_threads():
+    def count():
+        return sum("dash_trl" in one.name for one in threading.enumerate())
+
+    async def score_async(completion):
+        return 1.0
+
+    before = count()
+    for _ in range(5):
+        agent = RewardAgent([score_async, lambda completion: 1.0], max_concurrency=4)
+        scores(agent, 8)
+    del agent
+    gc.collect()
+    for _ in range(300):
+        if count() <= before:
+            break
+        time.sleep(0.02)
+    assert count() <= before
+
+
+def test_a_trainer_is_let_go_of(tiny_model, tmp_path):
+    agent = RewardAgent(lambda completion: 1.0)
+    trainer = weakref.ref(run(DASHTrainer, tiny_model, tmp_path, reward=agent))
+    gc.collect()
+    assert trainer() is None
+    assert agent.rewards[0].group_size() == 0
+
+
+def test_the_same_completions_once_more():
+    """In a notebook; TRL makes new lists."""
+    first, second = (lambda completion, answer: answer), (lambda completion, answer: -answer)
+    agent = RewardAgent([first, second])
+    texts = {"prompts": ["p", "p"], "completions": ["a", "b"], "completion_ids": [[1], [2]]}
+    one, other = agent.rewards
+    assert one(**texts, answer=[1, 2]) == [1, 2] and one(**texts, answer=[3, 4]) == [3, 4]
+    assert other(**texts, answer=[3, 4]) == [-3, -4]
+    agent.close()
+
+
+def test_what_runs_the_calls_may_fail(tiny_model, tmp_path, monkeypatch):
+    """As a cluster that does not answer: an error of the run, on all ranks."""
+
+    def fail(self, calls):
+        raise ConnectionError("no cluster")
+
+    monkeypatch.setattr("dash_trl.workers.ThreadCalls.submit", fail)
+    with pytest.raises(ConnectionError, match="no cluster"):
+        run(DASHTrainer, tiny_model, tmp_path, reward=RewardAgent(lambda completion: 1.0))
+
+
 def test_close_ends_what_functions_hold_once():
     reward = Centred()
     with RewardAgent([reward, reward]) as agent:
@@ -484,6 +576,9 @@ def test_post_process_scores_needs_whole_groups():
     args.num_generations = 4
     with pytest.raises(ValueError, match=r"whole groups, but a process has 6 completions .* no multiple of num_gen"):
         check_rewards(unpack(Centred()), args, None, None)
+    args.num_generations, args.num_generations_eval, args.per_device_eval_batch_size = 2, 4, 2
+    with pytest.raises(ValueError, match=r"2 completions \(per_device_eval_batch_size\), no multiple of num_gen"):
+        check_rewards(unpack(Centred()), args, None, Dataset.from_dict({"number": [1]}))
 
 
 # ------------------------------------------------------------------------------------------ faults, on 1 and 2 ranks

@@ -538,7 +538,7 @@ class Run(RuleBasedStateMachine):
 
 
 TestAnyOrderOfEvents = Run.TestCase
-TestAnyOrderOfEvents.settings = settings(deadline=None, max_examples=300, stateful_step_count=60)
+TestAnyOrderOfEvents.settings = settings(max_examples=300, stateful_step_count=60)
 
 
 # --------------------------------------------------------------------------------------------------- the simulation

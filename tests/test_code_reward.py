@@ -430,14 +430,14 @@ def test_another_process_gets_a_sandbox_of_its_own():
 
 
 def test_it_may_be_closed_and_called_again_and_from_many_threads():
-    one = CodeReward()
+    one, before = CodeReward(), threading.active_count()
     assert one(fenced(RIGHT), TESTS)[0] == 1.0
     one.close()
     with ThreadPoolExecutor(6) as pool:
         scores = pool.map(lambda i: one(fenced(f"def f(x): return x + {i % 2}"), TESTS)[0], range(24))
         assert list(scores) == [float(i % 2) for i in range(24)]
     one.close()
-    assert threading.active_count() < 20
+    assert threading.active_count() <= before
 
 
 # ---------------------------------------------------------------------------------------------------------- MBPP+

@@ -129,6 +129,7 @@ def test_coroutine_functions_are_known(function):
         (NoMethod, "The class NoMethod has no method compute_score"),
         (NoMethod(), "is no reward function"),
         (NeedsAnArgument, r"NeedsAnArgument cannot be made without arguments .*pass an object"),
+        (type("Idle", (Judge,), {"max_concurrency": 0}), "Idle.max_concurrency = 0 lets no call start"),
         (OnlyPostProcess(), "OnlyPostProcess has post_process_scores, but no method compute_score"),
         (type("Blind", (), {"compute_score": lambda self, answer: 0}), r"Blind\(answer\) has none of the forms"),
     ],

@@ -27,7 +27,7 @@ def table(ranks: int, rows: int, kept: float, seed: int, longest: int = 200) -> 
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 10**6),
     ranks=st.integers(1, 4),

@@ -147,7 +147,7 @@ def test_what_is_announced_is_what_is_sampled(tiny_model, tmp_path, name):
     assert len(windows) == expected
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     st.fixed_dictionaries(
         {

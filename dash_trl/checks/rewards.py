@@ -36,10 +36,18 @@ def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any
         for columns in filter(None, known):
             if isinstance(columns, list) and not one.form.batch:
                 one.form.check_columns(columns)
-        rows = args.per_device_train_batch_size * args.steps_per_generation
-        if one.form.post_process is not None and rows % args.num_generations:
-            raise ValueError(
-                f"'{one.name}' has post_process_scores for whole groups, but a process has {rows} completions "
-                f"(per_device_train_batch_size x steps_per_generation), no multiple of num_generations="
-                f"{args.num_generations}: change one of the three."
-            )
+        if one.form.post_process is None:
+            continue
+        trained = args.per_device_train_batch_size * args.steps_per_generation
+        _check_groups(one.name, trained, "per_device_train_batch_size x steps_per_generation", args.num_generations)
+        if eval_dataset is not None:
+            size = args.num_generations_eval or args.num_generations
+            _check_groups(one.name, args.per_device_eval_batch_size, "per_device_eval_batch_size", size)
+
+
+def _check_groups(name: str, rows: int, options: str, size: int) -> None:
+    if rows % size:
+        raise ValueError(
+            f"'{name}' has post_process_scores for whole groups, but a process has {rows} completions ({options}), no "
+            f"multiple of num_generations={size}: change one of them."
+        )

@@ -11,9 +11,9 @@ beside the main thread, on which alone TRL's logs are written.
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -46,7 +46,8 @@ class RewardAgent:
             others on threads.
         timeout: seconds by the clock for a completion, from the start of the call; one of TRL's form has so much for
             each of its completions.
-        max_concurrency: calls at a time, of the whole run; processes are at most this machine's CPUs.
+        max_concurrency: calls at a time, of each backend, in the whole run; processes are at most this rank's share of
+            the CPUs, and 8.
         rate_limit: starts per second of the whole run; of threads and asyncio.
         transient: exceptions after which a call is made again, such as `(ConnectionError, TimeoutError)`.
         retries: how often at most, after random, exponentially growing pauses.
@@ -88,7 +89,9 @@ class RewardAgent:
         self.team = RewardTeam([self])  # a trainer makes one of all its agents
         self._ranks = 1
         self._backends: dict[Lane, Backend] = {}
-        atexit.register(self.close)
+        self._closes = dict.fromkeys(one.form.close for one in self.own if one.form.close is not None)
+        self._open = dict(self._closes)  # of functions that may have been used since they were closed
+        weakref.finalize(self, _end, self._backends, self._open)  # with the agent, and at the latest with the process
 
     def share(self, ranks: int) -> None:
         """The limits are of the whole run, of which this is one of so many processes."""
@@ -96,11 +99,7 @@ class RewardAgent:
 
     def close(self) -> None:
         """Ends threads, processes, and what functions hold. A later call starts them again."""
-        for backend in self._backends.values():
-            backend.close()
-        self._backends.clear()
-        for close in dict.fromkeys(one.form.close for one in self.own if one.form.close is not None):
-            close()
+        _end(self._backends, self._open)
 
     def __enter__(self) -> RewardAgent:
         return self
@@ -198,6 +197,7 @@ class RewardAgent:
 
     def _start(self, request: Request, lane: Lane, calls: Sequence[Call]) -> None:
         request.calls += calls
+        self._open.update(self._closes)
         if lane not in self._backends:
             backend = self._make(*lane)
             self._backends[lane] = RetriedCalls(backend, self.transient, self.retries) if self.transient else backend
@@ -218,6 +218,14 @@ class RewardAgent:
         from dash_trl.workers import RayCalls
 
         return RayCalls(share)
+
+
+def _end(backends: dict[Lane, Backend], opened: dict[Callable[[], Any], None]) -> None:
+    for backend in backends.values():
+        backend.close()
+    backends.clear()
+    while opened:
+        opened.popitem()[0]()
 
 
 class RewardTeam:
@@ -262,7 +270,7 @@ class RewardTeam:
     def outcomes(self, one: AgentReward, batch: Mapping[str, Any]) -> list[Any]:
         """Of a function, when all are there. The first that TRL calls with a batch starts all of them."""
         request, number = self._request, self._first[id(one.agent)] + one.number
-        if request is None or self._completions is not batch["completions"]:
+        if request is None or self._completions is not batch["completions"] or number not in self._left:
             rows = _rows(batch)
             request = self.begin(len(rows), one.group_size())
             self.hand_over(request, batch["completions"])

@@ -29,8 +29,13 @@ class AgentReward(WatchedReward):
         self.group_size: Callable[[], int] = lambda: 1
         self._texts: set[str] = set()  # columns of the logged completions: once there, they are written always
 
-    def __call__(self, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:
-        outcomes = self.agent.team.outcomes(self, batch)
+    def __call__(self, /, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:
+        try:
+            outcomes = self.agent.team.outcomes(self, batch)
+        except Exception as error:  # of what runs the calls, as a cluster that does not answer
+            rewards = self._unscore(error, len(batch["completions"]))
+            self.mistake = error
+            return rewards
         logs = dict(zip(LOGS, (log_extra, log_metric), strict=True))
         if not self.form.batch:
             rewards = self._observe_each(outcomes)

@@ -121,7 +121,8 @@ def raise_mistakes(funcs: Sequence[Any]) -> None:
     """Raise what a watched function returned in its last call in place of rewards, if it did."""
     for func in funcs:
         if isinstance(func, WatchedReward) and func.mistake is not None:
-            raise func.mistake from func.mistake.__cause__ or func.error
+            error = func.mistake.__cause__ or func.error
+            raise func.mistake from (None if error is func.mistake else error)
 
 
 def failed_rows(funcs: Sequence[Any], rewards: Tensor, gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -179,7 +180,9 @@ class FailureWatch:
         """
         failed, raised = failed_rows(self._funcs, rewards, gather)
         if counts:
-            shares = dict(zip(self._names, failed.float().mean(dim=0).tolist(), strict=True))
+            shares: dict[str, float] = {}
+            for name, share in zip(self._names, failed.float().mean(dim=0).tolist(), strict=True):
+                shares[name] = max(share, shares.get(name, 0.0))  # functions may have the same name
             self.failed = {name: share for name, share in shares.items() if share or name in self.failed}
             self._judge(rewards, failed, raised)
         rewards[failed.any(dim=1)] = torch.nan

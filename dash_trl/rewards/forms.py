@@ -89,7 +89,7 @@ def _note(name: Any, value: Any) -> float | str:
         return "" if value is None else value
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise ValueError(f"returned the note {name!r} = {value!r:.100}, neither a number nor a text") from None
 
 
@@ -202,6 +202,11 @@ def form_of(function: Any) -> RewardForm:
     if whole and single or stateful and whole or not (whole or single or rest or "completion_ids" in named):
         raise ValueError(f"{shown} has none of the forms. {FORMS}")
     batch = not single and not stateful
+    limit = getattr(owner, "max_concurrency", None)
+    if limit is not None and not (isinstance(limit, int) and limit >= 1):
+        raise ValueError(
+            f"{name}.max_concurrency = {limit!r} lets no call start: make it a whole number of at least 1."
+        )
     return RewardForm(
         name=name,
         function=function,
@@ -211,5 +216,5 @@ def form_of(function: Any) -> RewardForm:
         required=() if batch else tuple(one.name for one in named.values() if one.default is one.empty),
         post_process=getattr(owner, "post_process_scores", None),
         close=getattr(owner, "close", None),
-        max_concurrency=getattr(owner, "max_concurrency", None),
+        max_concurrency=limit,
     )

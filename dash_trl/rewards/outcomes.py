@@ -28,7 +28,7 @@ def outcome_of(call: Call) -> Score | BaseException:
         return call.error
     try:
         return read_score(call.value)
-    except ValueError as error:
+    except Exception as error:  # whatever a returned object does when it is looked at
         return error
 
 

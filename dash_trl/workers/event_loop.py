@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+CLOSE_SECONDS = 5.0  # for a loop to answer
+
 
 class EventLoop:
     """An asyncio loop on a daemon thread: many requests at once while the main thread waits for all of them.
@@ -16,7 +18,11 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True, name="dash_trl event loop").start()
+        threading.Thread(target=self._run, daemon=True, name="dash_trl event loop").start()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Waits for the coroutine; cancels it when the wait is interrupted."""
@@ -36,9 +42,16 @@ class EventLoop:
         self._loop.call_soon_threadsafe(function)
 
     def close(self, last: Callable[[], Coroutine[Any, Any, Any]] | None = None) -> None:
-        """Cancels what runs, runs one more coroutine, to close what lives in the loop, and ends the thread."""
+        """Cancels what runs, runs one more coroutine, to close what lives in the loop, and ends the thread.
+
+        A loop that something blocks is left alone.
+        """
         if self._loop.is_running():
-            self.run(self._cancel_others())
+            cancelled = asyncio.run_coroutine_threadsafe(self._cancel_others(), self._loop)
+            try:
+                cancelled.result(CLOSE_SECONDS)
+            except TimeoutError:
+                return
             if last is not None:
                 self.run(last())
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,7 @@ class RetriedCalls:
                         return
                     value = await self._attempt(call)
             call.finish(value)
-        except Exception as raised:
+        except BaseException as raised:  # SystemExit would end the loop, and with it all other calls
             error = raised
         finally:
             call.finish(error=error)  # counts where there is no value
@@ -61,8 +61,26 @@ class RetriedCalls:
         def done(one: Call) -> None:
             loop.call_soon_threadsafe(partial(future.set_result, one))
 
-        self._backend.submit([Call(call.function, call.arguments, timeout=call.timeout, done=done)])
+        self._backend.submit([_Attempt(call, done)])
         outcome = await future
         if outcome.error is not None:
             raise outcome.error
         return outcome.value
+
+
+class _Attempt(Call):
+    """One of the calls that are made for a call; cancelled with it."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: Call, done: Callable[[Call], None]):
+        self._of = of
+        super().__init__(of.function, of.arguments, timeout=of.timeout, done=done)
+
+    @property
+    def cancelled(self) -> bool:  # type: ignore[override]
+        return self._of.cancelled
+
+    @cancelled.setter
+    def cancelled(self, value: bool) -> None:
+        pass  # of itself it never is

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dash_trl.workers.calls import Call, GivenUp
 from dash_trl.workers.pace import Pace
 
+LONGEST_SLEEP = 3600.0  # seconds, of the watch: no clock of the system can wait for ever
 MOST_ABANDONED = 64  # threads that hang at the same time: beyond, a function is broken, and memory runs out
 
 
@@ -47,6 +48,7 @@ class ThreadCalls:
         self._shortest = float("inf")  # timeout of any call
         self._running = threading.Event()  # since the watch last looked
         self._watched = False
+        self._ending = threading.Event()
         self.abandoned = 0
 
     def submit(self, calls: Sequence[Call]) -> None:
@@ -57,7 +59,10 @@ class ThreadCalls:
             self._shortest = min(self._shortest, *(call.timeout for call in calls))
             if not self._watched:
                 self._watched = True
-                threading.Thread(target=self._watch, daemon=True, name="dash_trl watch over calls").start()
+                self._ending = threading.Event()
+                threading.Thread(
+                    target=self._watch, args=(self._ending,), daemon=True, name="dash_trl watch over calls"
+                ).start()
             missing = min(self._count, self._unfinished) - len(self._threads)
             new = [_Thread() for _ in range(missing)]
             self._threads.update(new)
@@ -69,7 +74,9 @@ class ThreadCalls:
     def close(self) -> None:
         """Ends the threads that wait; those in a call end after it."""
         with self._lock:
-            ending, self._threads = len(self._threads), set()
+            ending, self._threads, self._watched = len(self._threads), set(), False
+            self._ending.set()
+        self._running.set()
         for _ in range(ending):
             self._waiting.put(None)
 
@@ -109,9 +116,9 @@ class ThreadCalls:
         with self._lock:
             self._unfinished -= 1
 
-    def _watch(self) -> None:
+    def _watch(self, ending: threading.Event) -> None:
         """Sleeps until the first deadline, at most for the shortest timeout: what starts meanwhile has longer."""
-        while True:
+        while not ending.is_set():
             self._running.wait()
             self._running.clear()
             until = time.monotonic() + self._shortest
@@ -128,7 +135,7 @@ class ThreadCalls:
                 if call is not None and late:
                     self._replace(one)
                     call.finish(error=TimeoutError(f"took more than {call.timeout:g} s"))
-            time.sleep(max(0.0, until - time.monotonic()))
+            ending.wait(max(0.0, min(until - time.monotonic(), LONGEST_SLEEP)))
 
     def _replace(self, one: _Thread) -> None:
         with self._lock:
