@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dash_trl.rewards.agent import RewardAgent, RewardTeam, unpack
     from dash_trl.rewards.agent_reward import AgentReward
     from dash_trl.rewards.answers import final_text, last_boxed, last_hashes
-    from dash_trl.rewards.arrivals import arrivals
+    from dash_trl.rewards.arrival import arrivals
     from dash_trl.rewards.code import CodeReward
     from dash_trl.rewards.failures import FailureWatch, WatchedReward, failed_rows, raise_mistakes, watch
     from dash_trl.rewards.format import FormatReward
