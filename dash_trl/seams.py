@@ -7,8 +7,10 @@ What is more than a method that is overridden or an attribute that is read; each
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,6 +49,54 @@ def sample(trainer: Any, examples: list[dict[str, Any]], method: Callable[..., d
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (None, None, None),
     )
     return method(muted, examples)
+
+
+class Decoder:
+    """TRL's decoding: of some rows of a batch as soon as they have come, and each row once.
+
+    Args:
+        method: `_generate`, TRL's or of a class between, not bound to the trainer.
+    """
+
+    def __init__(self, trainer: Any, method: Callable[..., tuple]):
+        self._texts: dict[tuple, str] = {}
+        self._messages: dict[tuple, Any] = {}
+        tokenizer = Instead(trainer._tokenizer, batch_decode=self._batch_decode, parse_response=self._parse_response)
+        self._tokenizer, self._method = trainer._tokenizer, method
+        self._trainer = Instead(trainer, processing_class=tokenizer, _tokenizer=tokenizer)
+
+    def completions(
+        self, prompts: list[Any], prompt_ids: Sequence[list[int]], completion_ids: list[list[int]]
+    ) -> list[Any]:
+        """Of rows that have been sampled, as they are in what `generate` returns; the trainer is as it was."""
+        alone = Instead(
+            self._trainer,
+            accelerator=SimpleNamespace(device="cpu", gather=lambda rows: rows),
+            state=SimpleNamespace(num_input_tokens_seen=0),
+            _metrics=defaultdict(lambda: defaultdict(list)),
+            _tokenize_prompts=lambda *args: (prompt_ids, None, {}),
+            _generate_single_turn=lambda *args: (completion_ids, None),
+        )
+        return self._method(alone, prompts)[3]
+
+    def generate(self, prompts: list[Any]) -> tuple:
+        """The method on the whole batch; what was decoded is not decoded again."""
+        return self._method(self._trainer, prompts)
+
+    def _batch_decode(self, sequences: Sequence[list[int]], **settings: Any) -> list[str]:
+        rows = [tuple(ids) for ids in sequences]
+        new = [list(ids) for ids in dict.fromkeys(rows) if ids not in self._texts]
+        if new:
+            texts = self._tokenizer.batch_decode(new, **settings)
+            self._texts.update(zip(map(tuple, new), texts, strict=True))
+        return [self._texts[ids] for ids in rows]
+
+    def _parse_response(self, ids: list[int], prefix: Sequence[int] = (), **settings: Any) -> Any:
+        row = tuple(prefix), tuple(ids)
+        if row not in self._messages:
+            prefixed = {"prefix": prefix} if prefix else {}
+            self._messages[row] = self._tokenizer.parse_response(ids, **prefixed, **settings)
+        return deepcopy(self._messages[row])  # TRL changes it
 
 
 def seen_as(trainer: Any, settings: dict[str, Any]) -> Any:

@@ -51,7 +51,16 @@ from dash_trl.monitoring import (
     sampler_metrics,
     staleness_metrics,
 )
-from dash_trl.rewards import ROW, AgentReward, FailureWatch, RewardTeam, arrivals, unpack, watch
+from dash_trl.rewards import (
+    AgentReward,
+    EarlyRewards,
+    FailureWatch,
+    RewardTeam,
+    arrivals,
+    reward_rows,
+    unpack,
+    watch,
+)
 from dash_trl.rollout import (
     SAMPLED_FIELDS,
     CreditedRollouts,
@@ -71,6 +80,7 @@ from dash_trl.rollout import (
 )
 from dash_trl.sampling import install, without_client
 from dash_trl.seams import (
+    Decoder,
     Generated,
     begin_anew,
     count_pass_time,
@@ -254,14 +264,18 @@ class DASHTrainer(GRPOTrainer):
         for window in windows:
             own = rows[window - number]
             self._announced[window] = own, self._tokenize_prompts([row["prompt"] for row in own])
+            if self._asks_early:
+                self._begin_rewards(window)
         if self._servers:
-            self.vllm_generation.expect(number, {window: self._announced[window][1][0] for window in windows})
+            prompts = {window: self._announced[window][1][0] for window in windows}
+            self.vllm_generation.expect(number, prompts, self._rows_came if self._asks_early else None)
         _, self._tokenized = self._announced.pop(number)
 
     def _forget_windows(self) -> None:
         """What was sampled ahead is not needed any more."""
         self._announced.clear()
         self._generated = None
+        self._forget_rewards()
         if self._servers:
             self.vllm_generation.forget_windows()
 
@@ -423,6 +437,40 @@ class DASHTrainer(GRPOTrainer):
         with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
             return self._logps(self.model, inputs)
 
+    # ------------------------------------------------------------------ rewards that begin while others are sampled
+
+    def _begin_rewards(self, window: int) -> None:
+        """Of a window that is submitted: its rows are scored as they come, which may be before it is trained on."""
+        examples, (prompt_ids, *_) = self._announced[window]
+        decoder = Decoder(self, super()._generate.__func__)
+        early = EarlyRewards(self._reward_team, examples, prompt_ids, self.num_generations, decoder.completions)
+        self._early[window] = early, decoder
+
+    def _rows_came(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
+        self._early[window][0].take(first, completion_ids)
+
+    def _begun(self, *arguments: Any) -> Request | None:
+        """The request that began while the batch was sampled which TRL now asks the rewards of."""
+        early, _ = self._early.pop(self._ahead.window, (None, None)) if self.model.training else (None, None)
+        if early is None:
+            return None
+        if early.are_of(reward_rows(*arguments)):
+            return early.request
+        early.request.cancel()
+        if self._asks_early and self.accelerator.is_main_process:
+            logger.warning(
+                "The rows that rewards are asked of are not those that were sampled, as where a subclass changes "
+                "them. From now on rewards begin when all rows of a window are there; those of this one, anew."
+            )
+        self._asks_early = False
+        return None
+
+    def _forget_rewards(self) -> None:
+        """Nobody waits for what has begun."""
+        for early, _ in self._early.values():
+            early.request.cancel()
+        self._early.clear()
+
     # ------------------------------------------------------------------ rewards that come while others are awaited
 
     def _begin_window(self, examples: list[dict[str, Any]]) -> Iterator[tuple[GenerationWindow, bool]]:
@@ -550,10 +598,12 @@ class DASHTrainer(GRPOTrainer):
                 for micro_batch in micro_batches:
                     with self._accumulating(model):  # Trainer's own step: TRL's counts a micro-step
                         loss = loss + Trainer.training_step(self, model, micro_batch, num_items_in_batch)
+                    self._look_at_servers()
         with self.recorder.timed("train"):
             count_pass_time(self, time.perf_counter() - started)
             if final is not None:
                 loss = loss + super().training_step(model, final, num_items_in_batch)
+        self._look_at_servers()
         if final is None:
             self._step += 1
             if is_last and not self._schedule.ran_model:
@@ -565,6 +615,11 @@ class DASHTrainer(GRPOTrainer):
             if self.use_vllm or self.rollout_func is not None or self._one_ahead:  # whose log-probs may be known
                 self.recorder.log(self._off_policy.of_step(self.ranks.sum))
         return loss
+
+    def _look_at_servers(self) -> None:
+        """Between passes: rows of later windows that have come may be scored meanwhile."""
+        if self._early:
+            self.vllm_generation.show_finished()
 
     @contextmanager
     def _accumulating(self, model: Any) -> Iterator[None]:
@@ -676,7 +731,8 @@ class DASHTrainer(GRPOTrainer):
             self._generated, self._sampled_by = None, ahead.policy_version
             log_generated(self, ahead)
             return ahead.output
-        return self._generate_now(super()._generate, prompts)
+        _, decoder = self._early.get(self._ahead.window, (None, None)) if training else (None, None)
+        return self._generate_now(super()._generate if decoder is None else decoder.generate, prompts)
 
     def _generate_now(self, generate: Callable[[list], tuple], prompts: list) -> tuple:
         training = self.model.training
@@ -724,9 +780,11 @@ class DASHTrainer(GRPOTrainer):
         # Before a reward function asks the servers, too.
         self._policy_version = sampled_by(self, len(inputs)) if ahead is None else ahead
         arguments = inputs, prompts, completions, completion_ids_list
-        if not (self.model.training and (self._streaming or self._one_ahead)):
-            return self._take_rewards(*arguments)
-        request = self.ranks.agree(partial(self._ask, *arguments))
+        request = self._begun(*arguments)
+        if request is None:
+            if not (self.model.training and (self._streaming or self._one_ahead)):
+                return self._take_rewards(*arguments)
+            request = self.ranks.agree(partial(self._ask, *arguments))
         if self._one_ahead:
             self._generate_next()
         if not self._streaming:
@@ -737,8 +795,9 @@ class DASHTrainer(GRPOTrainer):
 
     def _take_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
         """TRL's, [rows of all ranks, F], with every row NaN in which a function failed."""
+        arguments = inputs, prompts, completions, completion_ids_list
         with self.recorder.timed("reward", counts=self.model.training):
-            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            rewards = super()._calculate_rewards(*arguments)
         self.ranks.agree(self._failures.raise_mistakes)
         rewards = self._failures.unscore(rewards, self.accelerator.gather, counts=self.model.training)
         if self.model.training:
@@ -746,11 +805,9 @@ class DASHTrainer(GRPOTrainer):
         self._rewarded = rewards, completions
         return rewards
 
-    def _ask(self, inputs: list[dict[str, Any]], *known: list[Any]) -> Request:
+    def _ask(self, *arguments: Any) -> Request:
         """Start the rewards of a batch without waiting for them."""
-        named = zip(ROW, known, strict=True)
-        columns = {name: values for name, values in named}
-        rows = [{**example, **{name: columns[name][row] for name in ROW}} for row, example in enumerate(inputs)]
+        rows = reward_rows(*arguments)
         request = self._reward_team.begin(len(rows), self.num_generations)
         self._reward_team.start(request, 0, rows)
         return request
@@ -783,6 +840,8 @@ class DASHTrainer(GRPOTrainer):
         finally:  # also where it is interrupted: neither servers nor the dataloader's workers shall work for nobody
             self._reader.close()
             self._forget_windows()
+            if self._awaited is not None:
+                self._awaited[0].cancel()
 
     def _begin_run(self) -> None:
         """Forget the run before: an interrupt leaves half a step behind, and `max_steps` the rest of a window."""
@@ -793,6 +852,9 @@ class DASHTrainer(GRPOTrainer):
         self._generated = self._sampled_by = None
         self._ahead = RunAhead(args.async_level)
         self._announced: dict[int, tuple[list[Any], Any]] = {}  # window to come → its examples, and them tokenized
+        self._early: dict[int, tuple[EarlyRewards, Decoder]] = {}  # window → its rewards that begin as rows come
+        per_sample = [isinstance(one, AgentReward) and not one.form.batch for one in self.reward_funcs]
+        self._asks_early = bool(self._servers and self.rollout_func is None and per_sample) and all(per_sample)
         self.recorder = Recorder(
             self._metrics["train"],
             self.accelerator.device,

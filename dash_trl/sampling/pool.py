@@ -14,9 +14,10 @@ import asyncio
 import logging
 import math
 import os
+import queue
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -42,19 +43,51 @@ class PoolError(RuntimeError):
     """The servers could not do the work; the message names each of them and its last error."""
 
 
+Seen = Callable[[int, Any], None]  # called with (number of a job, its result)
+
+
 class Batch:
-    """Jobs that were submitted together.
+    """Jobs that were submitted together; the loop's thread finishes them, the one that submitted them takes them.
 
     Args:
         jobs: numbered from 0. began: seconds, on the loop's clock.
+        seen: called with each result once, where it is taken.
     Attributes:
         finished: (number of a job, its result), as they come; an exception in place of the rest.
+        results: that were taken, in the order of the jobs.
     """
 
-    def __init__(self, jobs: list[Job], began: float):
+    def __init__(self, jobs: list[Job], began: float, seen: Seen | None = None):
         self.jobs = jobs
         self.began = began
-        self.finished: asyncio.Queue[tuple[int, Any] | BaseException] = asyncio.Queue()
+        self.finished: queue.SimpleQueue[tuple[int, Any] | BaseException] = queue.SimpleQueue()
+        self.results: list[Any] = [None] * len(jobs)
+        self._seen = seen
+        self._left = len(jobs)
+        self._error: BaseException | None = None  # that was met by one who does not wait
+
+    def take(self, *, wait: bool = False) -> None:
+        """What has finished since.
+
+        Args:
+            wait: for all.
+        Raises:
+            Exception: where it waits, what went wrong, in the work or in `seen`, now or before.
+        """
+        while self._left and self._error is None and (wait or not self.finished.empty()):
+            finished = self.finished.get()
+            if isinstance(finished, BaseException):
+                self._error = finished
+                break
+            number, self.results[finished[0]] = finished
+            self._left -= 1
+            if self._seen is not None:
+                try:
+                    self._seen(number, self.results[number])
+                except Exception as error:
+                    self._error = error
+        if wait and self._error is not None:
+            raise self._error
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
@@ -184,19 +217,28 @@ class ServerPool:
 
     # ------------------------------------------------------------------------------------------- batches in work
 
-    def submit(self, jobs: list[Job], *, order: int) -> Batch:
+    def submit(self, jobs: list[Job], *, order: int, seen: Seen | None = None) -> Batch:
         """Work on these jobs from now on; `collect` waits for it.
 
         Args:
-            jobs: numbered from 0. order: batches of a lower one go first.
+            jobs: numbered from 0. order: batches of a lower one go first. seen: see `Batch`.
         """
         for job in jobs:
             job.order = order
-        return self._loop.run(self._submit(jobs))
+        return self._loop.run(self._submit(jobs, seen))
 
     def collect(self, batch: Batch) -> list[Any]:
         """The results of a batch, in the order of its jobs; raises what went wrong, as `complete`."""
-        return self._loop.run(self._collect(batch))
+
+        async def drop() -> None:
+            self._drop(batch.jobs)
+
+        try:
+            batch.take(wait=True)
+        except BaseException:  # interrupts, too
+            self._loop.run(drop())
+            raise
+        return batch.results
 
     def cancel(self) -> None:
         """Nobody needs what is in work: it is taken back from the servers, too."""
@@ -208,16 +250,10 @@ class ServerPool:
 
     def run(self, jobs: list[Job]) -> list[Any]:
         """The results of these jobs, which go before all that was submitted: the trainer waits for them."""
+        return self.collect(self.submit(jobs, order=URGENT))
 
-        async def run() -> list[Any]:
-            return await self._collect(await self._submit(jobs))
-
-        for job in jobs:
-            job.order = URGENT
-        return self._loop.run(run())
-
-    async def _submit(self, jobs: list[Job]) -> Batch:
-        batch = Batch(jobs, time.monotonic())
+    async def _submit(self, jobs: list[Job], seen: Seen | None) -> Batch:
+        batch = Batch(jobs, time.monotonic(), seen)
         self.fleet.begin(batch.began)
         suspects = [url for url in self.fleet.to_probe(batch.began) if self.fleet.servers[url].state == State.SUSPECT]
         if suspects:  # the first to answer would be given all the work
@@ -228,23 +264,6 @@ class ServerPool:
         if self._worker is None or self._worker.done():
             self._worker = asyncio.ensure_future(self._work())
         return batch
-
-    async def _collect(self, batch: Batch) -> list[Any]:
-        results: list[Any] = [None] * len(batch.jobs)
-        try:
-            async for number, result in self._as_completed(batch):
-                results[number] = result
-        finally:  # where it fails, or is interrupted
-            self._drop(batch.jobs)
-        return results
-
-    async def _as_completed(self, batch: Batch) -> AsyncIterator[tuple[int, Any]]:
-        """(number of the job, result), each exactly once, as they finish."""
-        for _ in batch.jobs:
-            finished = await batch.finished.get()
-            if isinstance(finished, BaseException):
-                raise finished
-            yield finished
 
     # ------------------------------------------------------------------------------- the work, on the loop's thread
 
@@ -310,7 +329,7 @@ class ServerPool:
         if error is None:
             self.backlog.served(job)
             batch = self._batches.pop(job)
-            batch.finished.put_nowait((job.number, task.result()))
+            batch.finished.put((job.number, task.result()))
             # Those that are left may have been in its queue: it has the whole time again.
             others = [other for other, at in self.backlog.running.items() if at == url]
             self._set_limits(others, self.request_timeout)
@@ -347,7 +366,7 @@ class ServerPool:
 
     def _fail(self, batches: Iterable[Batch], error: BaseException) -> None:
         for batch in batches:
-            batch.finished.put_nowait(error)
+            batch.finished.put(error)
             self._drop(batch.jobs)
 
     def _drop(self, jobs: Sequence[Job]) -> None:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ from dash_trl.sampling.weights import (
 )
 
 logger = logging.getLogger(__name__)
+
+Seen = Callable[[int, int, list[list[int]]], None]  # called with (window, first row, token ids of some rows)
 
 WEIGHT_DIR = "_vllm_weights"  # in output_dir; push_to_hub leaves out what begins with an underscore
 PERTURBATION = 0.5  # exact in every dtype, and it moves log-probs towards uniform, where they are stable
@@ -100,6 +102,7 @@ class VLLMPool(VLLMGeneration):
         self._steps = {0: 0}  # version of the weights, one for each time that they were sent → optimizer step
         self._window: int | None = None  # whose rows the next call of `generate` wants
         self._to_submit: dict[int, list[list[int]]] = {}  # window → prompts, once the weights have been sent
+        self._seen: Seen | None = None  # of the windows in `_to_submit`
         self._in_flight: dict[int, Batch] = {}  # window → the work on it
         self.policy_version = torch.zeros(0, 2, dtype=torch.long)
         self.ranks.agree(self.pool.wait_until_ready)
@@ -133,13 +136,20 @@ class VLLMPool(VLLMGeneration):
         token_ids = [[[token] for token in row.token_ids] for row in rows]
         return prompts, [row.token_ids for row in rows], log_probs, token_ids
 
-    def expect(self, window: int, prompts: dict[int, list[list[int]]]) -> None:
+    def expect(self, window: int, prompts: dict[int, list[list[int]]], seen: Seen | None = None) -> None:
         """The next call of `generate` is for a window's rows; before it, these windows are to be submitted.
 
         Args:
             prompts: number of a window → token ids of this rank's rows, for windows that were not submitted before.
+            seen: called on the main thread with the rows of these windows, each once, as they finish: while `generate`
+                waits for their window, and in `show_finished`. What it raises, the `generate` of their window raises.
         """
-        self._window, self._to_submit = window, prompts
+        self._window, self._to_submit, self._seen = window, prompts, seen
+
+    def show_finished(self) -> None:
+        """`seen` of the rows of later windows that have finished; without waiting."""
+        for batch in self._in_flight.values():
+            batch.take()
 
     def metrics(self) -> tuple[int, int, int]:
         """Of this rank: servers that can be used, requests retried so far, groups that wait for a server."""
@@ -149,13 +159,15 @@ class VLLMPool(VLLMGeneration):
 
     def forget_windows(self) -> None:
         """What was submitted ahead is not needed any more."""
-        self._window, self._to_submit, self._in_flight = None, {}, {}
+        self._window, self._to_submit, self._seen, self._in_flight = None, {}, None, {}
         self.pool.cancel()
 
     def _of_window(self, window: int, num_generations: int) -> tuple[list[Job], list[list[Completion]]]:
         """First submits, so that the servers have work during the window's last rows; then waits for these."""
         for number, rows in self._to_submit.items():
-            self._in_flight[number] = self.pool.submit(self._jobs(rows, num_generations), order=number)
+            jobs = self._jobs(rows, num_generations)
+            seen = None if self._seen is None else _with_rows(partial(self._seen, number), jobs)
+            self._in_flight[number] = self.pool.submit(jobs, order=number, seen=seen)
         self._to_submit = {}
         batch = self._in_flight.pop(window)
         return batch.jobs, self.pool.collect(batch)
@@ -323,6 +335,12 @@ class VLLMPool(VLLMGeneration):
         if self._weights is None or self._snapshot is None:
             return None
         return await self._weights.refit(server, self._snapshot)
+
+
+def _with_rows(seen: Callable[[int, list[list[int]]], None], jobs: list[Job]) -> Callable[[int, Any], None]:
+    """`seen` of (first row, token ids of its rows) from (number of a job, its completions)."""
+    first = list(accumulate((job.sequences for job in jobs), initial=0))
+    return lambda number, completions: seen(first[number], [completion.token_ids for completion in completions])
 
 
 @contextmanager
