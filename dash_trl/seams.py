@@ -61,7 +61,12 @@ class Decoder:
     def __init__(self, trainer: Any, method: Callable[..., tuple]):
         self._texts: dict[tuple, str] = {}
         self._messages: dict[tuple, Any] = {}
-        tokenizer = Instead(trainer._tokenizer, batch_decode=self._batch_decode, parse_response=self._parse_response)
+        tokenizer = Instead(
+            trainer._tokenizer,
+            batch_decode=self._batch_decode,
+            decode=lambda ids, **settings: self._batch_decode([ids], **settings)[0],
+            parse_response=self._parse_response,
+        )
         self._tokenizer, self._method = trainer._tokenizer, method
         self._trainer = Instead(trainer, processing_class=tokenizer, _tokenizer=tokenizer)
 
@@ -91,11 +96,10 @@ class Decoder:
             self._texts.update(zip(map(tuple, new), texts, strict=True))
         return [self._texts[ids] for ids in rows]
 
-    def _parse_response(self, ids: list[int], prefix: Sequence[int] = (), **settings: Any) -> Any:
-        row = tuple(prefix), tuple(ids)
+    def _parse_response(self, ids: list[int], **settings: Any) -> Any:
+        row = tuple(settings.get("prefix", ())), tuple(ids)
         if row not in self._messages:
-            prefixed = {"prefix": prefix} if prefix else {}
-            self._messages[row] = self._tokenizer.parse_response(ids, **prefixed, **settings)
+            self._messages[row] = self._tokenizer.parse_response(ids, **settings)
         return deepcopy(self._messages[row])  # TRL changes it
 
 

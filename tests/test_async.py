@@ -132,7 +132,7 @@ def asynchronous(tiny_model: str, output: Any, fakes: list[Dated], level: int, *
         prepare_more(trainer)
 
     trainer = run(
-        DASHTrainer,
+        settings.pop("trainer_class", DASHTrainer),
         tiny_model,
         output,
         vllm_server_urls=[fake.url for fake in fakes],

@@ -6,11 +6,12 @@ import inspect
 
 import pytest
 import torch
+from datasets import Dataset
 from trl import GRPOTrainer
 
-from dash_trl.seams import Instead, begin_anew, count_pass_time, relog_advantages, sample, sampled_by, seen_as
+from dash_trl.seams import Decoder, Instead, begin_anew, count_pass_time, relog_advantages, sample, sampled_by, seen_as
 from dash_trl.update import OFF_POLICY_LOSSES, trl_settings
-from tests.tiny import run
+from tests.tiny import prompts, run, tiny_tokenizer
 
 
 class Probe:
@@ -102,3 +103,58 @@ def test_the_settings_of_our_losses_are_trls(tiny_model, tmp_path, loss_type, de
     assert seen.loss_type in ("dapo", "cispo") and seen.args.delta == settings.get("delta")
     assert seen.args.steps_per_generation == 4 and seen_as(trainer, {}) is trainer
     assert trainer.args.delta is None and trl_settings("dapo", delta=8.0, detached=detached) == {}
+
+
+TEMPLATE = {  # of a model that shows what it thinks; the prompt has opened that
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<says>",
+    "fields": {
+        "reasoning_content": {"open": "(", "close": ")", "content": "text"},
+        "content": {"close": "!", "content": "text"},
+    },
+}
+
+
+@pytest.mark.parametrize("style", ["text", "chat", "template"])
+def test_a_part_of_a_batch_is_decoded_as_trl_decodes_the_whole(style, tiny_model, tmp_path):
+    """And each row once: parts of the batch first, then all of it."""
+    texts = [f"{thought}) it is {row}!" for row, thought in enumerate(["the sum", "no end", "(", ""] * 4)]
+    completion_ids = tiny_tokenizer()(text=texts)["input_ids"]
+    found = {}
+
+    class Scripted(GRPOTrainer):
+        def _generate_single_turn(self, *args):
+            return completion_ids, None
+
+        def _generate(self, prompts):
+            expected = super()._generate(prompts)
+            before = repr(self._metrics), self.state.num_input_tokens_seen
+            decoded = []
+            for name in ("batch_decode", "parse_response"):
+                method = getattr(self._tokenizer, name)
+                counted = lambda *args, method=method, **kwargs: decoded.append(args) or method(*args, **kwargs)  # noqa: E731
+                setattr(self._tokenizer, name, counted)
+            decoder, early = Decoder(self, GRPOTrainer._generate), [None] * 16
+            for first in (8, 0, 4, 12):
+                own = slice(first, first + 4)
+                early[own] = decoder.completions(prompts[own], expected[0][own], completion_ids[own])
+            assert before == (repr(self._metrics), self.state.num_input_tokens_seen)
+            calls = len(decoded)
+            whole = decoder.generate(prompts)
+            assert len(decoded) == calls == (16 if style == "template" else 4)
+            found.update(early=early, whole=whole[3], expected=expected[3])
+            return whole
+
+    def prepare(trainer):
+        trainer.rollout_func = None
+        trainer._tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }}{% endfor %}<says>("
+        trainer._tokenizer.response_template = TEMPLATE if style == "template" else None
+
+    data = prompts(64)
+    if style != "text":
+        data = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in data["prompt"]]})
+    run(Scripted, tiny_model, tmp_path, dataset=data, prepare=prepare, reward=lambda completions, **kwargs: [1.0] * 16)
+    assert found["early"] == found["whole"] == found["expected"]
+    first = {"text": texts[0], "chat": [{"role": "assistant", "content": texts[0]}]}
+    parsed = [{"role": "assistant", "reasoning_content": "the sum", "content": "it is 0"}]
+    assert found["expected"][0] == first.get(style, parsed)

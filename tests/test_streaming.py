@@ -1,0 +1,256 @@
+"""Rewards begin with the group that the servers finish first, on fake servers; what they are does not change."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from dash_trl import DASHTrainer, RewardAgent
+from dash_trl.rewards import EarlyRewards, RewardTeam
+from tests.async_run import wait_until
+from tests.test_async import GROUPS, SECONDS, STEP, Dated, Watch, asynchronous, nothing_in_work
+from tests.tiny import parameters, prompts, relative_difference, save_tiny_model
+
+ROWS = 4 * GROUPS  # of a window
+
+
+class Server(Dated):
+    """The completions of a group differ. `before`: called before the n-th rollout is answered."""
+
+    before: Any = staticmethod(lambda number: None)
+
+    def answer(self, send: Any, request: dict[str, Any], fault: str | None) -> None:
+        prompt, rollout = tuple(request["prompt"]), request["max_tokens"] > 1
+        if rollout:
+            with self.changed:
+                self.arrived.append(prompt)
+                number = len(self.arrived)
+            self.before(number)
+            if fault := super(Dated, self).next_fault(prompt[0]):
+                return send(int(fault), b'{"error": "told to"}')
+        rows = [[20 + (31 * sum(prompt) + 7 * row + i * row) % 230 for i in range(2)] for row in range(request["n"])]
+        choices = [
+            {"index": i, "token_ids": ids[: request["max_tokens"]], "logprobs": {"token_logprobs": [-0.5] * len(ids)}}
+            for i, ids in enumerate(rows)
+        ]
+        for choice in choices:
+            choice["finish_reason"] = "stop"
+            del choice["logprobs"]["token_logprobs"][request["max_tokens"] :]
+        send(200, json.dumps({"choices": choices}).encode())
+        if rollout:
+            self._note(self.answered, prompt)
+
+
+@pytest.fixture
+def server():
+    made: list[Server] = []
+
+    def make(**options: Any) -> Server:
+        made.append(Server(**options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+
+
+class Reward:
+    """What it is called with, in order. `called`: set by the first call."""
+
+    def __init__(self, before: Any = lambda: None):
+        self.rows: list[dict[str, Any]] = []
+        self.called, self.changed, self.before = threading.Event(), threading.Condition(), before
+
+    def compute_score(self, **row: Any) -> float:
+        self.called.set()
+        self.before()
+        with self.changed:
+            self.rows.append(row)
+            self.changed.notify_all()
+        return float(sum(row["completion_ids"]) % 2)
+
+    def wait_for(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.rows) >= count, SECONDS), len(self.rows)
+
+
+class Unstreamed(DASHTrainer):
+    """Rewards begin when all rows are there, decoded by TRL. `sampled`: what TRL made of them."""
+
+    def _begin_run(self) -> None:
+        super()._begin_run()
+        self._asks_early, self.sampled = False, []
+
+    def _generate(self, prompts):
+        output = super()._generate(prompts)
+        self.sampled += zip(prompts, output[3], output[1], strict=True)
+        return output
+
+
+def trained(model: str, output: Any, servers: list[Any], level: int = 0, **settings: Any) -> Any:
+    """A run; returns the trainer and the reward."""
+    reward = settings.pop("reward", None) or Reward()
+    settings = {"max_steps": 1, **STEP, **settings}
+    return asynchronous(model, output, servers, level, reward=RewardAgent(reward), **settings)[0], reward
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_rewards_begin_before_the_last_group_is_sampled(pipeline, tiny_model, tmp_path, server):
+    """Its generation waits for the first reward call: for ever, where rewards begin when all rows are there."""
+    reward, fake, waited = Reward(), server(), []
+    fake.before = lambda number: waited.append(reward.called.wait(SECONDS)) if number == GROUPS else None
+    trained(tiny_model, tmp_path, [fake], reward=reward, reward_pipeline=pipeline)
+    assert waited == [True] and len(reward.rows) == ROWS
+
+
+class NextIsSampled(Watch):
+    """When a window's rewards have come, the next one's rows have, too."""
+
+    per_group = True
+
+    def on_rewards(self, args, state, control, rollouts, trainer, **kwargs):
+        for batch in trainer.vllm_generation._in_flight.values():
+            wait_until(lambda batch=batch: batch.finished.qsize() == len(batch.jobs))
+
+
+def test_the_next_window_s_rewards_begin_while_this_one_is_trained_on(tiny_model, tmp_path, server):
+    """An optimizer step does not end before they are there."""
+    reward, watch = Reward(), NextIsSampled()
+    watch.wait = lambda window: reward.wait_for(ROWS * min(window + 2, 3))
+    trained(tiny_model, tmp_path, [server()], 1, reward=reward, watch=watch, max_steps=3)
+    assert len(reward.rows) == 3 * ROWS
+
+
+def chat_model(directory: Any) -> str:
+    save_tiny_model(directory)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"chat": True},
+    {"level": 2},
+    {"reward_pipeline": True},
+    {"level": 1, "reward_pipeline": True},
+    {"level": 1, "servers": ({"fault": "500", "times": 3}, {})},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_rewards_and_updates_are_what_they_were(settings, tiny_model, tmp_path, server):
+    """Bit for bit, or to rounding, where the pipeline makes other passes; prompts come in equal pairs."""
+    settings = {"max_steps": 3, "shuffle_dataset": False, **settings}
+    texts: list[Any] = [text for text in prompts(8)["prompt"] for _ in range(2)]
+    model = tiny_model
+    if settings.pop("chat", False):
+        model, texts = chat_model(tmp_path / "model"), [[{"role": "user", "content": text}] for text in texts]
+    settings["dataset"] = Dataset.from_dict({"prompt": texts, "answer": list(range(16))})
+    options = settings.pop("servers", ({},))
+    plain, _ = trained(model, tmp_path, [server()], trainer_class=Unstreamed, **settings)
+    streamed, reward = trained(model, tmp_path, [server(**one) for one in options], **settings)
+
+    asked = [(row["prompt"], row["completion"], row["completion_ids"]) for row in reward.rows]
+    assert sorted(map(repr, asked)) == sorted(map(repr, plain.sampled)) and len(asked) == 3 * ROWS
+    assert all(texts[row["answer"]] == row["prompt"] for row in reward.rows)
+    assert (streamed.vllm_generation.pool.retried >= 3) == (len(options) > 1)
+    assert list(streamed._logs["rewards"]["Reward"]) == list(plain._logs["rewards"]["Reward"])
+    assert list(streamed._logs["completion"]) == list(plain._logs["completion"])
+    start = parameters(AutoModelForCausalLM.from_pretrained(model))
+    difference, size = relative_difference(start, parameters(plain.model), parameters(streamed.model))
+    assert size > 1e-2 and difference <= (5e-6 if "reward_pipeline" in settings else 0.0)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(level, tiny_model, tmp_path, server):
+    """Window 1; at level 1 it is decoded while window 0 is trained on. No work is left, and no call that waits."""
+    trainers, requests, watch = [], [], NextIsSampled()
+
+    def prepare(trainer: Any) -> None:
+        trainers.append(trainer)
+        decode, begin, rows = trainer.processing_class.batch_decode, trainer._reward_team.begin, []
+
+        def breaks(sequences, **settings):
+            rows.extend(sequences)
+            if len(rows) > ROWS + 4:
+                raise ValueError("no such token")
+            return decode(sequences, **settings)
+
+        trainer.processing_class.batch_decode = breaks
+        trainer._reward_team.begin = lambda *args: requests.append(begin(*args)) or requests[-1]
+
+    with pytest.raises(ValueError, match="no such token"):
+        trained(tiny_model, tmp_path, [server()], level, watch=watch, prepare=prepare, max_steps=4)
+    assert trainers[0].state.global_step == 1 and len(watch.windows) == 1
+    assert nothing_in_work(trainers[0]) and not trainers[0]._early
+    assert requests[1].calls and all(call.cancelled for request in requests[1:] for call in request.calls)
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_an_interrupted_run_leaves_no_calls_and_can_be_begun_again(pipeline, tiny_model, tmp_path, server):
+    """While window 0 is trained on, the rewards of window 1 have begun, and wait until the run has ended."""
+    end, trainers, begun, early = threading.Event(), [], [], []
+
+    class Waits(Reward):
+        def compute_score(self, **row):
+            with self.changed:
+                begun.append(row)
+                self.changed.notify_all()
+            if len(begun) > ROWS:
+                end.wait(SECONDS)
+            return super().compute_score(**row)
+
+    reward, watch = Waits(), NextIsSampled()
+
+    def interrupt(window: int) -> None:
+        with reward.changed:
+            assert reward.changed.wait_for(lambda: len(begun) > ROWS, SECONDS)
+        early.extend(one for one, _ in trainers[0]._early.values())
+        raise KeyboardInterrupt
+
+    watch.wait = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        settings = {"watch": watch, "prepare": trainers.append, "max_steps": 3, "reward_pipeline": pipeline}
+        trained(tiny_model, tmp_path, [server()], 1, reward=reward, **settings)
+    early += [SimpleNamespace(request=trainers[0]._awaited[0])] if pipeline else []
+    assert len(early) == 1 + pipeline and all(call.cancelled for one in early for call in one.request.calls)
+    assert nothing_in_work(trainers[0]) and not trainers[0]._early
+    end.set()
+    watch.wait = lambda window: None
+    trainers[0].train()
+    assert trainers[0].state.global_step == 3
+    logged = [log["rewards/Waits/mean"] for log in trainers[0].state.log_history if "rewards/Waits/mean" in log]
+    assert len(logged) == 3 and not any(map(math.isnan, logged))
+
+
+def test_rows_that_a_subclass_changes_are_asked_of_as_they_are(tiny_model, tmp_path, server, caplog):
+    class Marked(DASHTrainer):
+        def _calculate_rewards(self, inputs, *known):
+            return super()._calculate_rewards([{**example, "answer": -1} for example in inputs], *known)
+
+    _, reward = trained(tiny_model, tmp_path, [server()], trainer_class=Marked, max_steps=3)
+    assert [row["answer"] for row in reward.rows[-2 * ROWS :]] == [-1] * 2 * ROWS
+    assert sum("not those that were sampled" in record.message for record in caplog.records) == 1
+
+
+def test_a_group_may_come_in_parts_and_in_any_order():
+    agent = RewardAgent(lambda completion, number: float(number))
+    examples = [{"prompt": "p", "number": number} for number in range(6)]
+    early = EarlyRewards(RewardTeam([agent]), examples, [[1]] * 6, 4, lambda prompts, ids, rows: list(map(str, rows)))
+    for first in (4, 2, 0):
+        early.take(first, [[first], [first + 1]])
+    early.request.wait()
+    assert [score.value for score in early.request.outcomes[0]] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    rows = [{"prompt": "p", "number": one, "completion": f"[{one}]", "completion_ids": [one]} for one in range(6)]
+    assert early.are_of(rows) and not early.are_of(rows[:5]) and not early.are_of([*rows[:5], {**rows[5], "more": 1}])
+    assert not early.are_of([*rows[:5], {**rows[5], "completion": "another"}])
+    agent.close()
