@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dash_trl import DASHTrainer, RewardAgent
 from dash_trl.rewards import EarlyRewards, RewardTeam
+from dash_trl.sampling.pool import ServerPool
 from tests.async_run import wait_until
 from tests.test_async import GROUPS, SECONDS, STEP, Dated, Watch, asynchronous, nothing_in_work
 from tests.tiny import parameters, prompts, relative_difference, save_tiny_model
@@ -117,7 +118,8 @@ class NextIsSampled(Watch):
 
     def on_rewards(self, args, state, control, rollouts, trainer, **kwargs):
         for batch in trainer.vllm_generation._in_flight.values():
-            wait_until(lambda batch=batch: batch.finished.qsize() == len(batch.jobs))
+            missing = batch.results.count(None)
+            wait_until(lambda batch=batch, missing=missing: batch.finished.qsize() == missing)
 
 
 def test_the_next_window_s_rewards_begin_while_this_one_is_trained_on(tiny_model, tmp_path, server):
@@ -126,6 +128,13 @@ def test_the_next_window_s_rewards_begin_while_this_one_is_trained_on(tiny_model
     watch.wait = lambda window: reward.wait_for(ROWS * min(window + 2, 3))
     trained(tiny_model, tmp_path, [server()], 1, reward=reward, watch=watch, max_steps=3)
     assert len(reward.rows) == 3 * ROWS
+
+
+def noted_requests(trainer: Any) -> list[Any]:
+    """Those that its reward team begins from now on."""
+    begin, requests = trainer._reward_team.begin, []
+    trainer._reward_team.begin = lambda *args: requests.append(begin(*args)) or requests[-1]
+    return requests
 
 
 def chat_model(directory: Any) -> str:
@@ -177,7 +186,8 @@ def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(level, t
 
     def prepare(trainer: Any) -> None:
         trainers.append(trainer)
-        decode, begin, rows = trainer.processing_class.batch_decode, trainer._reward_team.begin, []
+        requests.append(noted_requests(trainer))
+        decode, rows = trainer.processing_class.batch_decode, []
 
         def breaks(sequences, **settings):
             rows.extend(sequences)
@@ -186,13 +196,43 @@ def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(level, t
             return decode(sequences, **settings)
 
         trainer.processing_class.batch_decode = breaks
-        trainer._reward_team.begin = lambda *args: requests.append(begin(*args)) or requests[-1]
 
     with pytest.raises(ValueError, match="no such token"):
         trained(tiny_model, tmp_path, [server()], level, watch=watch, prepare=prepare, max_steps=4)
     assert trainers[0].state.global_step == 1 and len(watch.windows) == 1
     assert nothing_in_work(trainers[0]) and not trainers[0]._early
-    assert requests[1].calls and all(call.cancelled for request in requests[1:] for call in request.calls)
+    _, failed, *others = requests[0]
+    assert failed.calls and all(call.cancelled for request in (failed, *others) for call in request.calls)
+
+
+def test_the_calls_of_windows_that_do_not_come_are_cancelled(tiny_model, tmp_path, server):
+    """A callback ends the epoch, for which other prompts were read ahead."""
+    requests: list[Any] = []
+
+    class EndsTheFirstEpoch(NextIsSampled):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step == 2
+
+    settings = {"watch": EndsTheFirstEpoch(), "prepare": lambda trainer: requests.append(noted_requests(trainer))}
+    trained(tiny_model, tmp_path, [server()], 2, max_steps=5, dataset=prompts(12), **settings)
+    cancelled = [all(call.cancelled for call in request.calls) for request in requests[0]]
+    assert cancelled.count(False) == 5 < len(cancelled)
+
+
+def test_who_cannot_take_a_result_leaves_no_work(server):
+    fake, end = server(), threading.Event()
+    fake.before = lambda number: end.wait(SECONDS) if number == 2 else None
+    pool = ServerPool([fake.url])
+    pool.wait_until_ready()
+    jobs = pool.completions([([token, 5], 1) for token in range(2)], {"max_tokens": 2})
+
+    def refuse(number: int, result: Any) -> None:
+        raise ValueError("not this one")
+
+    with pytest.raises(ValueError, match="not this one"):
+        pool.collect(pool.submit(jobs, order=0, seen=refuse))
+    assert not (pool.backlog.waiting or pool.backlog.running or pool._requests or pool._batches)
+    end.set()
 
 
 @pytest.mark.parametrize("pipeline", [False, True])

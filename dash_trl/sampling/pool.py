@@ -5,7 +5,7 @@
                         └────────────────────────┘
 
 Several batches may be in work at once, by the rules of `backlog.Backlog` and `health.Fleet`; both, and everything else
-that is written here while servers work, belong to the event loop's thread.
+that is written here while servers work, belong to the event loop's thread. What has finished belongs to who takes it.
 """
 
 from __future__ import annotations
