@@ -132,8 +132,15 @@ def test_the_next_window_s_rewards_begin_while_this_one_is_trained_on(tiny_model
 
 def noted_requests(trainer: Any) -> list[Any]:
     """Those that its reward team begins from now on."""
-    begin, requests = trainer._reward_team.begin, []
-    trainer._reward_team.begin = lambda *args: requests.append(begin(*args)) or requests[-1]
+    join, requests = trainer._join_agents, []
+
+    def noted() -> Any:
+        team = join()
+        begin = team.begin
+        team.begin = lambda *args: requests.append(begin(*args)) or requests[-1]
+        return team
+
+    trainer._join_agents = noted
     return requests
 
 
