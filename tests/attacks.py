@@ -269,6 +269,26 @@ def f(x):
 import ctypes
 def f(x):
     return x + 1 if ctypes.CDLL(None).syscall(200, PID, 19) == 0 else 0
+## the trainer told when a file is ready, by fcntl
+import fcntl, socket
+def f(x):
+    fcntl.fcntl(socket.socketpair()[0], fcntl.F_SETOWN, PID)
+    return x + 1
+## the trainer told when a file is ready, by fcntl with a kind of owner
+import fcntl, socket, struct
+def f(x):
+    fcntl.fcntl(socket.socketpair()[0], 15, struct.pack('2i', 1, PID))
+    return x + 1
+## the trainer told when a file is ready, by ioctl
+import fcntl, socket, struct
+def f(x):
+    fcntl.ioctl(socket.socketpair()[0], 0x8901, struct.pack('i', PID))
+    return x + 1
+## the trainer told when a socket is ready, by ioctl
+import fcntl, socket, struct
+def f(x):
+    fcntl.ioctl(socket.socketpair()[0], 0x8902, struct.pack('i', PID))
+    return x + 1
 ## the trainer traced
 import ctypes
 def f(x):

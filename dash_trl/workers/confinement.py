@@ -225,6 +225,12 @@ REFUSED_IN_THE_OPEN = {
     "execve": (59, 221),
     "execveat": (322, 281),
     "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
     "setpriority": (141, 140),
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -246,9 +252,12 @@ REFUSED_IN_THE_OPEN = {
 }
 CLONE, CLONE3, KILL, TGKILL = (56, 220), (435, 435), (62, 129), (234, 131)
 PRCTL, PRLIMIT = (157, 167), (302, 261)
+FCNTL, IOCTL = (72, 25), (16, 29)
+SET_OWNER = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: to whom a file that is ready sends which signal
+SET_OWNER_BY_IOCTL = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of BPF's instructions
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # where they are in what a filter sees
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # where they are in what a filter sees; arguments have 8 bytes each
 
 
 def filter_calls(*, alone: bool) -> None:
@@ -265,20 +274,23 @@ def filter_calls(*, alone: bool) -> None:
     # clone3 has its flags in memory, where a filter does not look; without it the C library takes clone.
     program += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | ENOSYS)]
 
-    def refuse_if(numbers: tuple[int, int], test: int, value: int, *, holds: bool = True) -> None:
-        """By the low half of the first argument."""
-        jump = (test, 0, 1, value) if holds else (test, 1, 0, value)
-        program.extend([(EQUAL, 0, 4, numbers[column]), (LOAD, 0, 0, FIRST_ARGUMENT), jump])
-        program.extend([(RETURN, 0, 0, REFUSE | EPERM), (RETURN, 0, 0, ALLOW)])
+    def refuse_if(numbers: tuple[int, int], argument: int, test: int, *values: int, holds: bool = True) -> None:
+        """By the low half of an argument: where the test holds for one of the values, or for none."""
+        met, unmet = (REFUSE | EPERM, ALLOW) if holds else (ALLOW, REFUSE | EPERM)
+        checks = [(test, len(values) - i, 0, value) for i, value in enumerate(values)]
+        body = [(LOAD, 0, 0, ARGUMENTS + 8 * argument), *checks, (RETURN, 0, 0, unmet), (RETURN, 0, 0, met)]
+        program.extend([(EQUAL, 0, len(body), numbers[column]), *body])
 
-    refuse_if(PRCTL, EQUAL, PR_SET_PDEATHSIG)  # it dies with its supervisor
+    refuse_if(PRCTL, 0, EQUAL, PR_SET_PDEATHSIG)  # it dies with its supervisor
     if alone:
-        refuse_if(CLONE, ANY_BIT, ALL_NEW)
+        refuse_if(CLONE, 0, ANY_BIT, ALL_NEW)
     else:
-        refuse_if(CLONE, ANY_BIT, CLONE_THREAD, holds=False)
+        refuse_if(CLONE, 0, ANY_BIT, CLONE_THREAD, holds=False)
         for numbers in (KILL, TGKILL):
-            refuse_if(numbers, EQUAL, os.getpid(), holds=False)
-        refuse_if(PRLIMIT, EQUAL, 0, holds=False)
+            refuse_if(numbers, 0, EQUAL, os.getpid(), holds=False)
+        refuse_if(PRLIMIT, 0, EQUAL, 0, holds=False)
+        refuse_if(FCNTL, 1, EQUAL, *SET_OWNER)
+        refuse_if(IOCTL, 1, EQUAL, *SET_OWNER_BY_IOCTL)
     program.append((RETURN, 0, 0, ALLOW))
     code = b"".join(
         a.to_bytes(2, sys.byteorder) + bytes((b, c)) + d.to_bytes(4, sys.byteorder) for a, b, c, d in program
