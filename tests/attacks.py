@@ -250,6 +250,16 @@ def f(x):
     one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     one.connect(('8.8.8.8', 53))
     return x + 1
+## a socket to the machine's host
+import socket
+def f(x):
+    socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
+    return x + 1
+## a socket to the kernel
+import socket
+def f(x):
+    socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)
+    return x + 1
 ## its parent killed
 import os, signal
 def f(x):

@@ -212,11 +212,12 @@ REFUSED = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
 }
+SOCKET = (41, 198)
 # Where there is no namespace for these: no processes, no sockets, no signals to others, nor changes of files' rights.
 REFUSED_IN_THE_OPEN = {
     "fork": (57, None),
     "vfork": (58, None),
-    "socket": (41, 198),
+    "socket": SOCKET,
     "tkill": (200, 130),
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
@@ -284,6 +285,8 @@ def filter_calls(*, alone: bool) -> None:
     refuse_if(PRCTL, 0, EQUAL, PR_SET_PDEATHSIG)  # it dies with its supervisor
     if alone:
         refuse_if(CLONE, 0, ANY_BIT, ALL_NEW)
+        # Others are of no use there, and AF_VSOCK of no network namespace: it reaches the machine and its host.
+        refuse_if(SOCKET, 0, EQUAL, socket.AF_UNIX, holds=False)
     else:
         refuse_if(CLONE, 0, ANY_BIT, CLONE_THREAD, holds=False)
         for numbers in (KILL, TGKILL):
