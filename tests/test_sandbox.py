@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 
 from dash_trl.workers.sandbox import PROTECTS, Sandbox
-from tests.attacks import FILES, FORGED, LEFT_BEHIND, OUTWARD, TOO_MUCH
+from tests.attacks import FILES, FORGED, LEFT_BEHIND, OUTWARD, TOO_MUCH, UNSCORED
 
 SECRET = "the-key-that-nobody-may-read"
 RIGHT = "def f(x):\n    return x + 1"
 TESTS = ["assert f(1) == 2", "assert f(41) == 42"]
 LIMITS = {"cpu_seconds": 1, "memory": 512 << 20, "disk": 8 << 20, "processes": 4, "count": 2}
 ATTACKS = {
-    "namespaces": TOO_MUCH | FORGED | OUTWARD | FILES | LEFT_BEHIND,
-    "landlock": OUTWARD | FILES,
-    "rlimits": OUTWARD,
+    "namespaces": TOO_MUCH | FORGED | OUTWARD | UNSCORED | FILES | LEFT_BEHIND,
+    "landlock": OUTWARD | UNSCORED | FILES,
+    "rlimits": OUTWARD | UNSCORED,
 }
 
 
@@ -169,6 +169,19 @@ def test_many_threads_at_once(boxes):
     with ThreadPoolExecutor(8) as pool:
         verdicts = pool.map(lambda i: boxes["namespaces"].run(program.format(i % 3), TESTS).right, range(48))
         assert list(verdicts) == [i % 3 == 1 for i in range(48)]
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def f(x): return range(10**15)", "assert sum(f(1)) == 2"),
+        ("def f(x): return range(10**9)", "assert list(f(1)) == [2]"),
+        ("def f(x): return 'x' * ((8 << 20) - 30)", "assert f(f(1)) == 2"),
+    ],
+)
+def test_what_a_program_gives_its_tests_to_work_on_for_ever_is_wrong(box, program, test):
+    verdict = box.run(program, [test])
+    assert (verdict.passed, verdict.right) == (0, False) and verdict.reason
 
 
 def test_out_of_time_by_the_clock_alone_is_no_verdict():

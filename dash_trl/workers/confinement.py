@@ -185,6 +185,7 @@ CLONE_THREAD = 0x10000
 ALL_NEW = NEW_NAMESPACES | CLONE_NEWCGROUP
 # Names that lead out of the limits: other namespaces and mounts, other processes, memory that RLIMIT_AS does not count.
 REFUSED = {
+    "setrlimit": (160, 164),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -221,6 +222,7 @@ REFUSED_IN_THE_OPEN = {
     "tkill": (200, 130),
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
+    "timer_create": (222, 107),
     "pidfd_send_signal": (424, 424),
     "pidfd_getfd": (438, 438),
     "execve": (59, 221),
@@ -258,7 +260,7 @@ SET_OWNER = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: to whom a file that 
 SET_OWNER_BY_IOCTL = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of BPF's instructions
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
-NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # where they are in what a filter sees; arguments have 8 bytes each
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # where they are in what a filter sees; an argument has 8 bytes
 
 
 def filter_calls(*, alone: bool) -> None:
@@ -275,25 +277,28 @@ def filter_calls(*, alone: bool) -> None:
     # clone3 has its flags in memory, where a filter does not look; without it the C library takes clone.
     program += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | ENOSYS)]
 
-    def refuse_if(numbers: tuple[int, int], argument: int, test: int, *values: int, holds: bool = True) -> None:
-        """By the low half of an argument: where the test holds for one of the values, or for none."""
-        met, unmet = (REFUSE | EPERM, ALLOW) if holds else (ALLOW, REFUSE | EPERM)
-        checks = [(test, len(values) - i, 0, value) for i, value in enumerate(values)]
-        body = [(LOAD, 0, 0, ARGUMENTS + 8 * argument), *checks, (RETURN, 0, 0, unmet), (RETURN, 0, 0, met)]
-        program.extend([(EQUAL, 0, len(body), numbers[column]), *body])
+    def refuse(numbers: tuple[int, int], *conditions: tuple[int, int, int, bool]) -> None:
+        """Where one of (place among the arguments, test, value, whether it holds) is so; of an argument the low half
+        comes first."""
+        body = []
+        for place, test, value, holds in conditions:
+            jump = (test, 0, 1, value) if holds else (test, 1, 0, value)
+            body += [(LOAD, 0, 0, ARGUMENTS + place), jump, (RETURN, 0, 0, REFUSE | EPERM)]
+        program.extend([(EQUAL, 0, len(body) + 1, numbers[column]), *body, (RETURN, 0, 0, ALLOW)])
 
-    refuse_if(PRCTL, 0, EQUAL, PR_SET_PDEATHSIG)  # it dies with its supervisor
+    # It dies with its supervisor, and by SIGKILL only where a limit or the machine ends it.
+    refuse(PRCTL, (0, EQUAL, PR_SET_PDEATHSIG, True))
+    refuse(PRLIMIT, (16, EQUAL, 0, False), (20, EQUAL, 0, False))  # the new limit's address; None is a question
     if alone:
-        refuse_if(CLONE, 0, ANY_BIT, ALL_NEW)
+        refuse(CLONE, (0, ANY_BIT, ALL_NEW, True))
         # Others are of no use there, and AF_VSOCK of no network namespace: it reaches the machine and its host.
-        refuse_if(SOCKET, 0, EQUAL, socket.AF_UNIX, holds=False)
+        refuse(SOCKET, (0, EQUAL, socket.AF_UNIX, False))
     else:
-        refuse_if(CLONE, 0, ANY_BIT, CLONE_THREAD, holds=False)
-        for numbers in (KILL, TGKILL):
-            refuse_if(numbers, 0, EQUAL, os.getpid(), holds=False)
-        refuse_if(PRLIMIT, 0, EQUAL, 0, holds=False)
-        refuse_if(FCNTL, 1, EQUAL, *SET_OWNER)
-        refuse_if(IOCTL, 1, EQUAL, *SET_OWNER_BY_IOCTL)
+        refuse(CLONE, (0, ANY_BIT, CLONE_THREAD, False))
+        refuse(KILL, (0, EQUAL, os.getpid(), False), (8, EQUAL, signal.SIGKILL, True))
+        refuse(TGKILL, (0, EQUAL, os.getpid(), False), (16, EQUAL, signal.SIGKILL, True))
+        refuse(FCNTL, *((8, EQUAL, command, True) for command in SET_OWNER))
+        refuse(IOCTL, *((8, EQUAL, command, True) for command in SET_OWNER_BY_IOCTL))
     program.append((RETURN, 0, 0, ALLOW))
     code = b"".join(
         a.to_bytes(2, sys.byteorder) + bytes((b, c)) + d.to_bytes(4, sys.byteorder) for a, b, c, d in program

@@ -162,7 +162,10 @@ class Sandbox:
                 except (BrokenPipeError, ConnectionResetError):
                     pass  # it says below why it is gone
             verdict = _read(checker, end)
-            if verdict is not None and "passed" in verdict and verdict["ended"] is None:
+            asked = verdict is not None and "asked" in verdict
+            if asked:
+                verdict = _read(checker, end)
+            if verdict is None or "passed" not in verdict or verdict["ended"] is None:
                 _end(solution)
             status = _read(solution, end) or {}
         except TimeoutError:
@@ -174,7 +177,10 @@ class Sandbox:
             if "unconfined" in side:
                 raise SandboxError(f"a process could not be confined: {side['unconfined']}")
         if verdict is None or "passed" not in verdict:
-            raise SandboxError(f"the tests' process ended without a verdict: {verdict}")
+            if not asked or verdict is None or self._killed(verdict):
+                raise SandboxError(f"the tests' process ended without a verdict: {verdict}")
+            reason = "the tests took too much CPU time or memory with what the program gave them"
+            return Verdict(0, 1, reason, float(status.get("cpu", math.nan)))
         if verdict["unfit"] is not None:
             raise UnfitTests(f"these tests score no program: {verdict['unfit']}")
         reason = verdict["reason"]
@@ -187,11 +193,15 @@ class Sandbox:
         if "ended" not in status:
             raise SandboxError("the program's supervisor ended")
         code, cpu = status["ended"], status["cpu"]
-        if code == -9:  # which nothing inside can send
-            if cpu < OUT_OF_CPU * self.settings["cpu_seconds"]:
+        if code == -9:
+            if self._killed(status):
                 raise SandboxError(f"something killed the program after {cpu:.1f} s of CPU time; no memory left?")
             return f"more than {self.settings['cpu_seconds']} s of CPU time"
         return f"the program's process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}; {ended}"
+
+    def _killed(self, status: dict[str, Any]) -> bool:
+        """Whether a process that ended was killed from outside. Nothing inside can send SIGKILL but a limit."""
+        return status["ended"] == -9 and status["cpu"] < OUT_OF_CPU * self.settings["cpu_seconds"]
 
     def _started(self) -> _Starter:
         if self._starter is not None and not self._starter.alive:

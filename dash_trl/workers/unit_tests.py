@@ -183,6 +183,8 @@ class Codec:
             import numpy
 
             kind, *rest = content
+            if numpy.dtype(kind).kind not in PLAIN_ARRAYS:
+                raise ValueError(f"no array is sent as {kind!r}")
             if tag == "scalar":
                 return numpy.dtype(kind).type(self.decode(rest[0]))
             return numpy.array(self.decode(rest[1]), dtype=kind).reshape(rest[0])
@@ -244,10 +246,12 @@ class Peer:
     Args:
         trusted: it is the tests' end. A function of theirs may be called by the program, but an attribute of it
             (`__globals__`) or of a generator (`gi_frame`) would lead to what they expect.
+        first: called before anything is asked.
     """
 
-    def __init__(self, link: socket.socket, *, trusted: bool):
+    def __init__(self, link: socket.socket, *, trusted: bool, first: Callable[[], None] = lambda: None):
         self.link = link
+        self.first: Callable[[], None] | None = first
         self.codec = Codec(lambda number: Remote(self, number), is_kept=is_harmless if trusted else lambda value: True)
         self.operations = {name: OPERATIONS[name] for name in (HARMLESS if trusted else OPERATIONS)}
         self.catch = Exception if trusted else BaseException  # of what answering raises, what becomes an answer
@@ -262,7 +266,12 @@ class Peer:
         parts = [list(arguments), named]
         request = json.dumps(["ask", number, operation, [self.codec.encode(part) for part in parts]])
         if len(request) > MAX_MESSAGE:
-            raise CannotCross(f"arguments of {len(request):,} bytes, of {MAX_MESSAGE:,} at most")
+            # Behind a call it may be the program's own value, by which it must not make its tests unfit.
+            kind = SolutionError if self.calls > (operation == "call") else CannotCross
+            raise kind(f"arguments of {len(request):,} bytes, of {MAX_MESSAGE:,} at most")
+        if self.first is not None:
+            self.first()
+            self.first = None
         try:
             send(self.link, request.encode())
             while True:
@@ -497,7 +506,10 @@ def run_checker(control: socket.socket, link: socket.socket) -> None:
     if text is None:
         return
     job = json.loads(text)
-    verdict = check(job["tests"], job["entry_point"], Peer(link, trusted=True))
+    # Whatever ends this process from here on, in time or memory, may be the program's doing.
+    asked = json.dumps({"asked": True}).encode()
+    peer = Peer(link, trusted=True, first=lambda: send(control, asked))
+    verdict = check(job["tests"], job["entry_point"], peer)
     send(control, json.dumps(verdict).encode())
 
 
