@@ -56,6 +56,16 @@ STARTER = 'from math import pi\n\ndef f(x):\n    """Doc."""\n'
         # no fence, or one that does not end
         (F, "f", F),
         (f"```python\n{F}", "f", F),
+        # a fence that the prompt opened
+        (f"{F}\n```", "f", F),
+        (f"{F}\n```\n\nIt returns x.", "f", F),
+        (f"{F}\n```\nUse it:\n{fenced(USE)}", "f", F),
+        (f"{F}\n```\nOr:\n{fenced('def f(x): return 2')}", "f", "def f(x): return 2"),
+        (f"from this we get\n{fenced(F, '')}", "f", F),
+        (f"from this we get\n{fenced(F)}", "f", F),
+        # a longer end, another kind of line ends
+        (f"```python\n{F}\n`````\nIt returns x.", "f", F),
+        (f"```python\r\nf = 1\r\n```\r\nIt is 1.", "f", "f = 1"),
         # defined otherwise
         (fenced("f = lambda x: x"), "f", "f = lambda x: x"),
         (fenced("class f: pass"), "f", "class f: pass"),
@@ -87,6 +97,10 @@ def test_the_program_of_a_completion(completion, entry_point, program):
         "    return x * pi",
         "return x * pi",
         "    y = x * pi\n    return y\n",
+        "    return x * pi\n```",
+        "    return x * pi\n```\n\nThis works because",
+        "    return x * pi\n\n" + fenced("print(f(1))"),
+        "return x * pi\n```\n",
         fenced("    return x * pi"),
         fenced("return x * pi"),
         fenced("def f(x):\n    return x * pi"),
@@ -97,6 +111,16 @@ def test_a_body_continues_its_starter_code(completion):
     names: dict = {}
     exec(find_program(completion, "f", STARTER), names)
     assert names["f"](2) == pytest.approx(6.2831853)
+
+
+@pytest.mark.parametrize("start", ["", "```python\n", "a"])
+@pytest.mark.parametrize("run", ["`", "~", " ", "\t", "\n", "~~~\n", "```\n", "```python\n", "~ ", "a = \n", "<think>"])
+def test_a_program_is_found_in_linear_time(start, run):
+    """In quadratic time this would take minutes."""
+    half = 200_000 // len(run)
+    for text in (start + run * half, start + run * half + " " * 200_000 + "`"):
+        find_program(text)
+        find_program(text, "f", STARTER)
 
 
 # ------------------------------------------------------------------------------------------------- what it is scored

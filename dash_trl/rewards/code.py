@@ -81,8 +81,6 @@ class CodeReward:
 
 # By patterns alone: Python's parser can be crashed by a text, and this is the trainer's process.
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-# A fence begins a line and has at least three characters; its end has as many, or is the text's.
-_FENCED = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\n`]*)\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "py", "python3", "python 3")
 _STATEMENT = re.compile(r"^(?:(?:async[ ]+)?def|class|import|from|@\w)|^\w+[ ]*=[^=]", re.MULTILINE)
 _RETURN = re.compile(r"^[ \t]*return\b", re.MULTILINE)
@@ -92,26 +90,63 @@ def find_program(completion: str, entry_point: str | None = None, starter_code: 
     """The program of a completion; None if there is none.
 
     The last fenced block of Python that defines the entry point, since an example of its use often follows; else the
-    last one. A text without fences counts if it has a statement of a program. Nothing within <think>…</think> counts.
+    last one. A text without fences counts if it has a statement of a program, and so does the text before a fence
+    without a language, which may be the end of one that the prompt opened. Nothing within <think>…</think> counts.
     With `starter_code`, a block or text that does not define the entry point continues it, as HumanEval's bodies do.
     """
     text = _THOUGHT.sub("", completion)
     if "</think>" in text:  # the prompt has opened it
         text = text.rpartition("</think>")[2]
-    blocks = [body for _, language, body in _FENCED.findall(text) if language.strip().lower() in _PYTHON]
-    if not blocks and not _FENCED.search(text) and (_STATEMENT.search(text) or starter_code and _RETURN.search(text)):
-        blocks = [text]
-    if not blocks:
+    before, language, blocks = _split(text)
+    continued = bool(starter_code and _RETURN.search(before))
+    raw = continued and before.lstrip("\n").startswith((" ", "\t"))
+    if raw or not language and (continued or _STATEMENT.search(before)):
+        unfenced = before
+    else:
+        unfenced = None
+    candidates = [one for one in (unfenced, *blocks) if one is not None]
+    if not candidates:
         return None
-    whole = [textwrap.dedent(block) for block in blocks if _defines(block, entry_point)]
+    whole = [textwrap.dedent(one) for one in candidates if _defines(one, entry_point)]
+    rest = blocks[-1] if unfenced is None else unfenced
     if not starter_code:
-        return whole[-1] if whole else textwrap.dedent(blocks[-1])
+        return whole[-1] if whole else textwrap.dedent(rest)
     if whole:  # which may rely on the imports before the function that it writes anew
         return f"{starter_code.rstrip()}\n    pass\n\n\n{whole[-1]}"
-    body = blocks[-1]
-    if not body.lstrip("\n").startswith((" ", "\t")):  # a chat model's, without its indentation
-        body = textwrap.indent(body, "    ")
-    return f"{starter_code.rstrip()}\n{body}"
+    if not rest.lstrip("\n").startswith((" ", "\t")):  # a chat model's, without its indentation
+        rest = textwrap.indent(rest, "    ")
+    return f"{starter_code.rstrip()}\n{rest}"
+
+
+def _split(text: str) -> tuple[str, str, list[str]]:
+    """The text before the first fence, that fence's language, and the fenced blocks of Python.
+
+    A fence begins a line and has at least three characters; its end has as many or more, or is the text's. Line by
+    line, since a pattern for all of it takes quadratic time over a model's endless "~~~~".
+    """
+    before: list[str] = []
+    blocks: list[tuple[str, list[str]]] = []
+    first = ""  # language
+    fence = None
+    lines = before
+    for line in text.split("\n"):
+        bare = line.strip()
+        mark = bare[: len(bare) - len(bare.lstrip(bare[:1]))] if bare[:1] in ("`", "~") else ""
+        info = bare[len(mark) :].strip().lower()
+        if len(mark) < 3 or "`" in info:
+            lines.append(line)
+        elif fence is None or mark.startswith(fence) and len(blocks) == 1 and not first and info in _PYTHON[1:]:
+            if fence is not None:  # the first fence was the end of one that the prompt opened
+                blocks.clear()
+            elif not blocks:
+                first = info
+            fence, lines = mark, []
+            blocks.append((info, lines))
+        elif mark.startswith(fence) and not info:
+            fence, lines = None, []
+        else:
+            lines.append(line)
+    return "\n".join(before), first, ["\n".join(body) for info, body in blocks if info in _PYTHON]
 
 
 def _defines(program: str, name: str | None) -> bool:
