@@ -65,7 +65,7 @@ STARTER = 'from math import pi\n\ndef f(x):\n    """Doc."""\n'
         (f"from this we get\n{fenced(F)}", "f", F),
         # a longer end, another kind of line ends
         (f"```python\n{F}\n`````\nIt returns x.", "f", F),
-        (f"```python\r\nf = 1\r\n```\r\nIt is 1.", "f", "f = 1"),
+        ("```python\r\nf = 1\r\n```\r\nIt is 1.", "f", "f = 1"),
         # defined otherwise
         (fenced("f = lambda x: x"), "f", "f = lambda x: x"),
         (fenced("class f: pass"), "f", "class f: pass"),

@@ -228,6 +228,19 @@ def test_no_name_of_python_s_own_is_the_program_s(box):
     assert not box.run(forged, ["assert isinstance(f(1), str)"], entry_point="f").right
 
 
+@pytest.mark.parametrize("name", ["math", "cmath", "np", "numpy"])
+def test_no_module_that_the_tests_do_not_import_is_the_program_s(box, name):
+    forged = f"def f(x): return x\nclass {name}:\n    isclose = staticmethod(lambda *a: True)"
+    assert not box.run(forged, [f"assert {name}.isclose(f(1), 2)"]).right
+    assert box.run(forged, [f"assert {name}.isclose(f(1), 1)"]).right
+
+
+def test_a_function_may_have_a_module_s_name(box):
+    """Where the tests call it; and where it is the entry point."""
+    assert box.run("def bisect(x): return x", ["assert bisect(1) == 1"]).right
+    assert box.run("def math(): pass\nmath.f = lambda x: x", ["assert math.f(1) == 1"], entry_point="math").right
+
+
 def test_all_but_the_folder_is_read_only(box):
     """Also to a user whom Python and its packages belong to."""
     program = "import os\ndef f(path): return bool(os.statvfs(path).f_flag & os.ST_RDONLY)"

@@ -20,6 +20,7 @@ import collections
 import datetime
 import decimal
 import fractions
+import importlib
 import json
 import random
 import socket
@@ -513,9 +514,23 @@ def run_checker(control: socket.socket, link: socket.socket) -> None:
     send(control, json.dumps(verdict).encode())
 
 
+def modules(nodes: list[ast.AST], names: set[str]) -> dict[str, types.ModuleType]:
+    """Those of the names that are the standard library's or numpy's, and used as a module only: `math.isclose`."""
+    dotted = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    names = names - {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in dotted}
+    found = {}
+    for name in names & {*sys.stdlib_module_names, "numpy", "np"}:
+        try:
+            found[name] = importlib.import_module("numpy" if name == "np" else name)
+        except ImportError:
+            pass  # then the program may have it
+    return found
+
+
 def check(tests: list[str], entry_point: str | None, peer: Peer) -> dict[str, Any]:
-    """Runs each script with the program's names, except that no name of Python's own is the program's: it might forge
-    `all` or `isinstance`. Only the entry point may be such a name (MBPP has a `sum`).
+    """Runs each script with the program's names, except that no name of Python's own is the program's, nor a module's
+    that the tests do not import: it might forge `all`, `isinstance` or `math.isclose`. Only the entry point may be such
+    a name (MBPP has a `sum`).
 
     passed, failed: numbers of tests. reason: of the first failure. unfit: why the tests say nothing, or None.
 
@@ -528,11 +543,15 @@ def check(tests: list[str], entry_point: str | None, peer: Peer) -> dict[str, An
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         scripts, unfit = [], f"{type(error).__name__}: {error}"
     try:
-        names = {}
+        names: dict[str, Any] = {}
         if scripts:
-            used = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
-            wanted = sorted(name for name in used if name == entry_point or not hasattr(builtins, name))
-            names = peer.ask(PROGRAM, "names", wanted)
+            nodes = [node for tree in trees for node in ast.walk(tree)]
+            used = {node.id for node in nodes if isinstance(node, ast.Name)}
+            used = {name for name in used if name == entry_point or not hasattr(builtins, name)}
+            names = modules(nodes, used - {entry_point})
+            wanted = sorted(used - names.keys())
+            given = peer.ask(PROGRAM, "names", wanted)
+            names |= {name: given[name] for name in wanted if name in given}  # no more than was asked for
         for script in scripts:
             one = Count()
             try:
