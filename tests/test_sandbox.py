@@ -163,6 +163,21 @@ def test_the_starter_killed_is_started_again(box):
     assert box.run(RIGHT, TESTS).right
 
 
+@pytest.mark.parametrize("kind", PROTECTS)
+def test_closed_while_a_forked_child_has_its_socket(kind):
+    box = Sandbox(isolation=kind, **LIMITS)
+    assert box.run(RIGHT, TESTS).right
+    starter = box._starter.process
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    box.close()
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    assert starter.returncode == 0, "it had to be killed"
+
+
 def test_many_threads_at_once(boxes):
     """Each gets its own verdict."""
     program = "def f(x): return x + {}"

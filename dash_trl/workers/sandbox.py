@@ -285,9 +285,14 @@ class _Starter:
 
     def close(self) -> None:
         """Closing the channel ends the starter, and with it the namespace of all others."""
-        self.channel.close()
         if self.owner != os.getpid():
+            self.channel.close()
             return  # a forked child's copy: the process is its parent's
+        try:
+            self.channel.shutdown(socket.SHUT_RDWR)  # close alone does not end it where a forked child has a copy
+        except OSError:
+            pass  # the starter has gone
+        self.channel.close()
         try:
             self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
