@@ -243,6 +243,17 @@ def test_no_name_of_python_s_own_is_the_program_s(box):
     assert not box.run(forged, ["assert isinstance(f(1), str)"], entry_point="f").right
 
 
+def test_no_name_is_the_program_s_that_was_not_asked_for(box):
+    """Not by an answer of its own making."""
+    forged = (
+        "import gc\nfor one in gc.get_objects():\n    if type(one).__name__ == 'Peer':\n"
+        "        one.operations = one.operations | {'names': lambda *a: {'f': f, '__builtins__': {'all': len}}}\n"
+        "def f(x): return 0"
+    )
+    verdict = box.run(forged, ["assert all([f(1) == 2])"])
+    assert not verdict.right, verdict
+
+
 @pytest.mark.parametrize("name", ["math", "cmath", "np", "numpy"])
 def test_no_module_that_the_tests_do_not_import_is_the_program_s(box, name):
     forged = f"def f(x): return x\nclass {name}:\n    isclose = staticmethod(lambda *a: True)"
