@@ -13,6 +13,7 @@ of MBPP, MBPP+ or HumanEval, or with `prompt` and `tests`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from train_math import Mathematics, main
@@ -56,10 +57,10 @@ class Programming(Mathematics):
     def reward(self) -> Any:
         return self.own_reward or RewardAgent(self.tests, timeout=PATIENCE)
 
-    def is_right(self, completions: list[Any], **columns: Any) -> list[float]:
-        (reward,) = RewardAgent(self.tests, timeout=PATIENCE).rewards
-        scores = reward(completions=completions, **columns)
-        return [float(score == 1) for score in scores]
+    def is_right(self, completions: list[Any], **columns: Any) -> Sequence[float | None]:
+        with RewardAgent(self.tests, timeout=PATIENCE) as agent:
+            (reward,) = agent.rewards
+            return reward(completions=completions, **columns)  # None: unscored, neither right nor wrong
 
 
 if __name__ == "__main__":

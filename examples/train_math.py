@@ -89,7 +89,7 @@ class Mathematics:
     def reward(self) -> Any:
         return self.own_reward or (arithmetic_reward if self.script.dataset_name is None else MathAccuracyReward())
 
-    def is_right(self, completions: list[Any], **columns: Any) -> list[float]:
+    def is_right(self, completions: list[Any], **columns: Any) -> Sequence[float | None]:
         """By which the embedded model is measured, on problems that it was not trained on."""
         return arithmetic_reward(completions, **columns)
 

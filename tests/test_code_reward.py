@@ -9,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -462,6 +463,17 @@ def test_it_may_be_closed_and_called_again_and_from_many_threads():
         assert list(scores) == [float(i % 2) for i in range(24)]
     one.close()
     assert threading.active_count() <= before
+
+
+def test_the_example_counts_an_unscored_program_as_neither_right_nor_wrong(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    from train_code import Programming
+
+    task = Programming(SimpleNamespace(reward_path=None))
+    tests = [TESTS, TESTS, ["never Python ("]]
+    scores = task.is_right([fenced(RIGHT), fenced("def f(x): return x"), fenced(RIGHT)], prompts=[""] * 3, tests=tests)
+    assert scores == [1.0, 0.0, None]
+    assert task.tests.sandbox._starter is None, "the agent was not closed"
 
 
 # ---------------------------------------------------------------------------------------------------------- MBPP+
