@@ -510,7 +510,7 @@ def test_named_servers_are_used(tmp_path):
     ],
 )
 def test_stale_rollouts_with_a_loss_for_fresh_ones_are_warned_of(settings, said, tmp_path, caplog):
-    check_async(config(tmp_path, async_level=1, vllm_server_urls=["http://localhost:8000"], **settings), False)
+    check_async(config(tmp_path, async_level=1, vllm_server_urls=["http://localhost:8000"], **settings), False, False)
     assert said in caplog.text if said else not caplog.records
 
 
