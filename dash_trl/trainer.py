@@ -58,6 +58,7 @@ from dash_trl.rewards import (
     RewardTeam,
     arrivals,
     reward_rows,
+    scores_alone,
     unpack,
     watch,
 )
@@ -341,11 +342,12 @@ class DASHTrainer(GRPOTrainer):
 
     def _filter(self, rollouts: CreditedRollouts) -> tuple[Survivors, Tensor]:
         """This rank's survivors, and of all ranks' rows, in the order of TRL's shuffle, the lengths; 0 if dropped."""
-        self._log_filter(rollouts)
-        return self._kept(rollouts, shuffled(len(rollouts)))
+        filtered = self._verdict(rollouts)
+        self._log_filter(rollouts, filtered)
+        return self._kept(rollouts, filtered, shuffled(len(rollouts)))
 
-    def _log_filter(self, rollouts: CreditedRollouts) -> None:
-        metrics = filter_metrics(rollouts, self._verdict(rollouts), self.ranks.sum)
+    def _log_filter(self, rollouts: CreditedRollouts, filtered: Filtered) -> None:
+        metrics = filter_metrics(rollouts, filtered, self.ranks.sum)
         self.recorder.log(metrics)
         if self.accelerator.is_main_process:
             self._empty_windows.note(metrics)
@@ -354,9 +356,9 @@ class DASHTrainer(GRPOTrainer):
         threshold = self.args.gradient_filter_threshold
         return filter_rows(rollouts.advantages, rollouts.loss_mask, rollouts.scored, threshold)
 
-    def _kept(self, rollouts: CreditedRollouts, order: Tensor) -> tuple[Survivors, Tensor]:
+    def _kept(self, rollouts: CreditedRollouts, filtered: Filtered, order: Tensor) -> tuple[Survivors, Tensor]:
         """As `_filter`, the rows in this order."""
-        lengths = rollouts.lengths()[order] * self._verdict(rollouts).keep[order].unsqueeze(1)
+        lengths = rollouts.lengths()[order] * filtered.keep[order].unsqueeze(1)
         kept = order[lengths[:, 1] > 0]  # a fully masked row (TRL's truncated ones) has no length
         return rollouts.survivors(kept), self.ranks.gather(lengths).view(-1, len(rollouts), 3)
 
@@ -493,7 +495,8 @@ class DASHTrainer(GRPOTrainer):
             parts.append(credited)
             outcomes.append(outcome)
             order.append(rows)
-            window = GenerationWindow(*self._kept(credited, torch.arange(len(rows))), num_items_in_batch)
+            kept = self._kept(credited, self._verdict(credited), torch.arange(len(rows)))
+            window = GenerationWindow(*kept, num_items_in_batch)
             with self.recorder.timed("logprobs"):
                 self._score(window)
             if last:
@@ -501,7 +504,7 @@ class DASHTrainer(GRPOTrainer):
                 relog_rewards(self, self._take_rewards(*arguments))
                 whole = joined(parts).rows(torch.cat(order).argsort())
                 self._log_credit(whole, torch.cat(outcomes))
-                self._log_filter(whole)
+                self._log_filter(whole, self._verdict(whole))
             yield window, last
 
     def _settings(self) -> dict[str, Any]:
@@ -549,7 +552,7 @@ class DASHTrainer(GRPOTrainer):
 
     def _arrived(self) -> Iterator[tuple[list[dict[str, Any]], bool]]:
         """The passes of a window whose rewards are awaited, all in its last micro-step."""
-        step, schedule, rows = self._step, self._schedule, 0
+        step, schedule = self._step, self._schedule
         if not schedule.ends_window(step):
             yield [], True
             return
@@ -853,8 +856,8 @@ class DASHTrainer(GRPOTrainer):
         self._ahead = RunAhead(args.async_level)
         self._announced: dict[int, tuple[list[Any], Any]] = {}  # window to come → its examples, and them tokenized
         self._early: dict[int, tuple[EarlyRewards, Decoder]] = {}  # window → its rewards that begin as rows come
-        per_sample = [isinstance(one, AgentReward) and not one.form.batch for one in self.reward_funcs]
-        self._asks_early = bool(self._servers and self.rollout_func is None and per_sample) and all(per_sample)
+        by_pool = self._servers and self.rollout_func is None
+        self._asks_early = bool(by_pool and self.reward_funcs) and all(map(scores_alone, self.reward_funcs))
         self.recorder = Recorder(
             self._metrics["train"],
             self.accelerator.device,

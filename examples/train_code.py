@@ -45,14 +45,7 @@ class Programming(Mathematics):
     def embedded_problems(self, split: str, seed: int = 0) -> Any:
         return program_dataset(split, seed=seed)
 
-    def load(self, split: str, chat: bool) -> Any:
-        return load_code_dataset(
-            self.script.dataset_name,
-            config=self.script.dataset_config,
-            split=split,
-            prompt_template=self.script.prompt_template,
-            chat=chat,
-        )
+    load_dataset = staticmethod(load_code_dataset)
 
     def reward(self) -> Any:
         return self.own_reward or RewardAgent(self.tests, timeout=PATIENCE)

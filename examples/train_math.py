@@ -77,8 +77,10 @@ class Mathematics:
     def embedded_problems(self, split: str, seed: int = 0) -> Any:
         return arithmetic_dataset(split, seed=seed)
 
+    load_dataset = staticmethod(load_math_dataset)
+
     def load(self, split: str, chat: bool) -> Any:
-        return load_math_dataset(
+        return self.load_dataset(
             self.script.dataset_name,
             config=self.script.dataset_config,
             split=split,

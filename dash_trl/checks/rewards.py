@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dash_trl.checks.arguments import check_async
-from dash_trl.rewards import AgentReward
-
-
-def _comes_later(reward: Any) -> bool:
-    """It scores one completion, beside the trainer."""
-    return isinstance(reward, AgentReward) and not reward.form.batch
+from dash_trl.rewards import AgentReward, scores_alone
 
 
 def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any, own_rollouts: bool = False) -> None:
@@ -20,10 +15,10 @@ def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any
         rewards: as `dash_trl.rewards.unpack` gives them.
     """
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-    check_async(args, own_rollouts, all(map(_comes_later, rewards or [None])))
+    check_async(args, own_rollouts, all(map(scores_alone, rewards or [None])))
     if args.reward_pipeline:
         for one in rewards or ():
-            if not _comes_later(one):
+            if not scores_alone(one):
                 name = getattr(one, "name", None) or getattr(one, "__name__", None) or one
                 raise ValueError(
                     f"reward_pipeline=True, but {name!r:.100} scores a whole batch at once. Use functions that score "

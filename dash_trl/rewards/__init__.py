@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from trl.rewards import get_soft_overlong_punishment
 
     from dash_trl.rewards.agent import RewardAgent, RewardTeam, unpack
-    from dash_trl.rewards.agent_reward import AgentReward
+    from dash_trl.rewards.agent_reward import AgentReward, scores_alone
     from dash_trl.rewards.answers import final_text, last_boxed, last_hashes
     from dash_trl.rewards.arrival import arrivals
     from dash_trl.rewards.code import CodeReward

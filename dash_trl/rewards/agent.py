@@ -180,7 +180,7 @@ class RewardAgent:
     def _post_process(self, request: Request, function: Callable[[Any], Any], number: int, group: int) -> None:
         rows = request.rows_of(group)
         outcomes = [request.outcomes[number][row] for row in rows]
-        scores = [math.nan if isinstance(one, BaseException) or one.value is None else one.value for one in outcomes]
+        scores = [math.nan if (score := score_of(one)) is None else score for one in outcomes]
 
         def done(call: Call) -> None:
             for row, new in zip(rows, processed_outcomes(call, outcomes), strict=True):

@@ -14,6 +14,11 @@ from dash_trl.workers import GivenUp
 LOGS = ("log_extra", "log_metric")  # TRL's, handed to reward functions; neither may be called from other threads
 
 
+def scores_alone(reward: Any) -> bool:
+    """Whether it scores one completion at a time, beside the trainer."""
+    return isinstance(reward, AgentReward) and not reward.form.batch
+
+
 class AgentReward(WatchedReward):
     """Waits for the agent's outcomes of a batch and returns its column.
 

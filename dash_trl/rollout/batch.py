@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 # A micro-batch with no real row still has to run the model (every rank runs every pass). The shortest row that gives
 # the LM head one position to predict from has two tokens.
@@ -244,13 +246,10 @@ class Survivors(CreditedRollouts):
 
 def _padded(rows: Sequence[list[int]], side: str, pad_token_id: int) -> tuple[Tensor, Tensor]:
     """[B, longest] int64 each: the tokens, and 1 where one is."""
-    longest = max(map(len, rows), default=0)
-    tokens = torch.full((len(rows), longest), pad_token_id)
-    mask = torch.zeros_like(tokens)
-    for number, row in enumerate(rows):
-        place = slice(longest - len(row), None) if side == "left" else slice(len(row))
-        tokens[number, place], mask[number, place] = torch.tensor(row, dtype=torch.long), 1
-    return tokens, mask
+    tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
+    masks = [torch.ones_like(row) for row in tokens]
+    pad = partial(pad_sequence, batch_first=True, padding_side=side)
+    return pad(tokens, padding_value=pad_token_id), pad(masks)
 
 
 def joined(parts: Sequence[CreditedRollouts]) -> CreditedRollouts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -36,8 +37,8 @@ class RetriedCalls:
             self._loop.start(self._finish(call))
 
     def close(self) -> None:
+        self._loop.close()  # first: a call that the backend ends would be made again
         self._backend.close()
-        self._loop.close()
 
     async def _finish(self, call: Call) -> None:
         error: BaseException = GivenUp("the agent was closed")
@@ -59,7 +60,8 @@ class RetriedCalls:
         future: asyncio.Future[Call] = loop.create_future()
 
         def done(one: Call) -> None:
-            loop.call_soon_threadsafe(partial(future.set_result, one))
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(partial(future.set_result, one))
 
         self._backend.submit([_Attempt(call, done)])
         outcome = await future
