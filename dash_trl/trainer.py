@@ -255,28 +255,28 @@ class DASHTrainer(GRPOTrainer):
         number, rows = self._ahead.window + 1, [examples, *self._reader.upcoming(self._step)]
         other = number in self._announced and self._announced[number][0] is not examples
         if other:
-            if self.accelerator.is_main_process:
-                logger.warning(
-                    f"Window {number} has other prompts than those that were read ahead for it, as where a callback "
-                    "ends an epoch. What was sampled ahead is thrown away."
-                )
+            self._warn(
+                f"Window {number} has other prompts than those that were read ahead for it, as where a callback ends "
+                "an epoch. What was sampled ahead is thrown away."
+            )
             self._forget_windows()
         windows = self._ahead.begin(self.state.global_step, known=len(rows) - 1, anew=other)
+        generate = super()._generate.__func__
         for window in windows:
             own = rows[window - number]
             self._announced[window] = own, self._tokenize_prompts([row["prompt"] for row in own])
-            if self._asks_early:
-                self._begin_rewards(window)
+            if self._servers:
+                self._early.begin(window, own, self._announced[window][1][0], Decoder(self, generate))
         if self._servers:
             prompts = {window: self._announced[window][1][0] for window in windows}
-            self.vllm_generation.expect(number, prompts, self._rows_came if self._asks_early else None)
+            self.vllm_generation.expect(number, prompts, self._early.take if self._early.wanted else None)
         _, self._tokenized = self._announced.pop(number)
 
     def _forget_windows(self) -> None:
         """What was sampled ahead is not needed any more."""
         self._announced.clear()
         self._generated = None
-        self._forget_rewards()
+        self._early.forget()
         if self._servers:
             self.vllm_generation.forget_windows()
 
@@ -439,40 +439,6 @@ class DASHTrainer(GRPOTrainer):
         with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
             return self._logps(self.model, inputs)
 
-    # ------------------------------------------------------------------ rewards that begin while others are sampled
-
-    def _begin_rewards(self, window: int) -> None:
-        """Of a window that is submitted: its rows are scored as they come, which may be before it is trained on."""
-        examples, (prompt_ids, *_) = self._announced[window]
-        decoder = Decoder(self, super()._generate.__func__)
-        early = EarlyRewards(self._reward_team, examples, prompt_ids, self.num_generations, decoder.completions)
-        self._early[window] = early, decoder
-
-    def _rows_came(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
-        self._early[window][0].take(first, completion_ids)
-
-    def _begun(self, *arguments: Any) -> Request | None:
-        """The request that began while the batch was sampled which TRL now asks the rewards of."""
-        early, _ = self._early.pop(self._ahead.window, (None, None)) if self.model.training else (None, None)
-        if early is None:
-            return None
-        if early.are_of(reward_rows(*arguments)):
-            return early.request
-        early.request.cancel()
-        if self._asks_early and self.accelerator.is_main_process:
-            logger.warning(
-                "The rows that rewards are asked of are not those that were sampled, as where a subclass changes "
-                "them. From now on rewards begin when all rows of a window are there; those of this one, anew."
-            )
-        self._asks_early = False
-        return None
-
-    def _forget_rewards(self) -> None:
-        """Nobody waits for what has begun."""
-        for early, _ in self._early.values():
-            early.request.cancel()
-        self._early.clear()
-
     # ------------------------------------------------------------------ rewards that come while others are awaited
 
     def _begin_window(self, examples: list[dict[str, Any]]) -> Iterator[tuple[GenerationWindow, bool]]:
@@ -621,7 +587,7 @@ class DASHTrainer(GRPOTrainer):
 
     def _look_at_servers(self) -> None:
         """Between passes: rows of later windows that have come may be scored meanwhile."""
-        if self._early:
+        if self._servers and self._early:
             self.vllm_generation.show_finished()
 
     @contextmanager
@@ -734,7 +700,7 @@ class DASHTrainer(GRPOTrainer):
             self._generated, self._sampled_by = None, ahead.policy_version
             log_generated(self, ahead)
             return ahead.output
-        _, decoder = self._early.get(self._ahead.window, (None, None)) if training else (None, None)
+        decoder = self._early.decoder(self._ahead.window) if training else None
         return self._generate_now(super()._generate if decoder is None else decoder.generate, prompts)
 
     def _generate_now(self, generate: Callable[[list], tuple], prompts: list) -> tuple:
@@ -745,13 +711,20 @@ class DASHTrainer(GRPOTrainer):
         return self._with_log_probs(output) if training and self._one_ahead else output
 
     def _generate_next(self) -> None:
-        """The next window's rollouts, by the weights of now: the device has nothing else to do while rewards come."""
-        examples, self._tokenized = self._announced.get(self._ahead.window + 1, ([], None))
+        """The next window's rollouts, by the weights of now: the device has nothing else to do while rewards come.
+
+        Its own rewards begin at once.
+        """
+        window = self._ahead.window + 1
+        examples, self._tokenized = self._announced.get(window, ([], None))
         if examples:
             generate, prompts = super()._generate.__func__, [example["prompt"] for example in examples]
             self._generated = generate_apart(
                 self, lambda trainer: self._generate_now(partial(generate, trainer), prompts)
             )
+            prompt_ids, completion_ids, _, completions, *_ = self._generated.output
+            self._early.begin(window, examples, prompt_ids)
+            self._early.take(window, 0, completion_ids, completions)
 
     @torch.no_grad()
     def _with_log_probs(self, output: tuple) -> tuple:
@@ -783,7 +756,9 @@ class DASHTrainer(GRPOTrainer):
         # Before a reward function asks the servers, too.
         self._policy_version = sampled_by(self, len(inputs)) if ahead is None else ahead
         arguments = inputs, prompts, completions, completion_ids_list
-        request = self._begun(*arguments)
+        request = None
+        if self.model.training and self._early:
+            request = self._early.claim(self._ahead.window, reward_rows(*arguments), self._warn)
         if request is None:
             if not (self.model.training and (self._streaming or self._one_ahead)):
                 return self._take_rewards(*arguments)
@@ -855,9 +830,12 @@ class DASHTrainer(GRPOTrainer):
         self._generated = self._sampled_by = None
         self._ahead = RunAhead(args.async_level)
         self._announced: dict[int, tuple[list[Any], Any]] = {}  # window to come → its examples, and them tokenized
-        self._early: dict[int, tuple[EarlyRewards, Decoder]] = {}  # window → its rewards that begin as rows come
-        by_pool = self._servers and self.rollout_func is None
-        self._asks_early = bool(by_pool and self.reward_funcs) and all(map(scores_alone, self.reward_funcs))
+        ahead_of_training = (self._servers and self.rollout_func is None) or self._one_ahead
+        self._early = EarlyRewards(
+            self._reward_team,
+            self.num_generations,
+            wanted=bool(ahead_of_training and self.reward_funcs) and all(map(scores_alone, self.reward_funcs)),
+        )
         self.recorder = Recorder(
             self._metrics["train"],
             self.accelerator.device,
@@ -967,8 +945,7 @@ class DASHTrainer(GRPOTrainer):
         if saved is not None:
             self._skipped.total = saved.skipped_steps
         if reason is not None:
-            if self.accelerator.is_main_process:
-                logger.warning(f"{reason}; training goes on with a new generation window.")
+            self._warn(f"{reason}; training goes on with a new generation window.")
             return start
         assert isinstance(own, SavedRun), "a window is gone on with where every rank has its part"
         self._step, self._window = own.step, own.window
@@ -984,6 +961,10 @@ class DASHTrainer(GRPOTrainer):
     def add_callback(self, callback: Any) -> None:
         check_callbacks([callback])
         super().add_callback(callback)
+
+    def _warn(self, message: str) -> None:
+        if self.accelerator.is_main_process:
+            logger.warning(message)
 
     def _dispatch(self, event: str, rollouts: RolloutBatch) -> None:
         """Hand the rollouts to each `DASHCallback`; what fails on one rank is an error on all."""

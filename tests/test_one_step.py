@@ -78,6 +78,23 @@ def test_the_next_window_is_sampled_while_rewards_are_awaited(tiny_model, tmp_pa
     assert all(waited) and len(generations) == 2
 
 
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_the_next_window_s_rewards_begin_before_this_one_s_are_there(pipeline, tiny_model, tmp_path):
+    """Those of the first window wait for the first of the second: for ever, where TRL has to ask for them first."""
+    calls, second, waited = [], threading.Event(), []
+
+    def gated(completion, completion_ids):
+        calls.append(completion)
+        if len(calls) > 8:  # rows of a window
+            second.set()
+        else:
+            waited.append(second.wait(60))
+        return alternating(completion, completion_ids)
+
+    trainer = trained(tiny_model, tmp_path, Watched, gated, max_steps=2, reward_pipeline=pipeline)
+    assert waited == [True] * 8 and len(calls) == 16 and trainer.state.global_step == 2
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -87,7 +87,7 @@ class Unstreamed(DASHTrainer):
 
     def _begin_run(self) -> None:
         super()._begin_run()
-        self._asks_early, self.sampled = False, []
+        self._early.wanted, self.sampled = False, []
 
     def _generate(self, prompts):
         output = super()._generate(prompts)
@@ -261,15 +261,15 @@ def test_an_interrupted_run_leaves_no_calls_and_can_be_begun_again(pipeline, tin
     def interrupt(window: int) -> None:
         with reward.changed:
             assert reward.changed.wait_for(lambda: len(begun) > ROWS, SECONDS)
-        early.extend(one for one, _ in trainers[0]._early.values())
+        early.extend(one.request for one in trainers[0]._early._windows.values())
         raise KeyboardInterrupt
 
     watch.wait = interrupt
     with pytest.raises(KeyboardInterrupt):
         settings = {"watch": watch, "prepare": trainers.append, "max_steps": 3, "reward_pipeline": pipeline}
         trained(tiny_model, tmp_path, [server()], 1, reward=reward, **settings)
-    early += [SimpleNamespace(request=trainers[0]._awaited[0])] if pipeline else []
-    assert len(early) == 1 + pipeline and all(call.cancelled for one in early for call in one.request.calls)
+    early += [trainers[0]._awaited[0]] if pipeline else []
+    assert len(early) == 1 + pipeline and all(call.cancelled for request in early for call in request.calls)
     assert nothing_in_work(trainers[0]) and not trainers[0]._early
     end.set()
     watch.wait = lambda window: None
@@ -289,15 +289,29 @@ def test_rows_that_a_subclass_changes_are_asked_of_as_they_are(tiny_model, tmp_p
     assert sum("not those that were sampled" in record.message for record in caplog.records) == 1
 
 
-def test_a_group_may_come_in_parts_and_in_any_order():
-    agent = RewardAgent(lambda completion, number: float(number))
-    examples = [{"prompt": "p", "number": number} for number in range(6)]
-    early = EarlyRewards(RewardTeam([agent]), examples, [[1]] * 6, 4, lambda prompts, ids, rows: list(map(str, rows)))
-    for first in (4, 2, 0):
-        early.take(first, [[first], [first + 1]])
-    early.request.wait()
-    assert [score.value for score in early.request.outcomes[0]] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    rows = [{"prompt": "p", "number": one, "completion": f"[{one}]", "completion_ids": [one]} for one in range(6)]
-    assert early.are_of(rows) and not early.are_of(rows[:5]) and not early.are_of([*rows[:5], {**rows[5], "more": 1}])
-    assert not early.are_of([*rows[:5], {**rows[5], "completion": "another"}])
-    agent.close()
+ASKED = [{"prompt": "p", "number": one, "completion": f"[{one}]", "completion_ids": [one]} for one in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "same"),
+    [
+        (ASKED, True),
+        (ASKED[:5], False),
+        ([*ASKED[:5], {**ASKED[5], "more": 1}], False),
+        ([*ASKED[:5], {**ASKED[5], "completion": "another"}], False),
+    ],
+)
+def test_a_group_may_come_in_parts_and_in_any_order(rows, same):
+    decoder = SimpleNamespace(completions=lambda prompts, ids, rows: list(map(str, rows)))
+    with RewardAgent(lambda completion, number: float(number)) as agent:
+        early = EarlyRewards(RewardTeam([agent]), 4, wanted=True)
+        early.begin(7, [{"prompt": "p", "number": number} for number in range(6)], [[1]] * 6, decoder)
+        for first in (4, 2, 0):
+            early.take(7, first, [[first], [first + 1]])
+        said: list[str] = []
+        request = early.claim(7, rows, said.append)
+        assert len(said) == (not same) and early.wanted == same and not early
+        if request is not None:
+            request.wait()
+            assert [score.value for score in request.outcomes[0]] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+        assert (request is not None) == same

@@ -1,7 +1,7 @@
-"""`EarlyRewards`: the rewards of a generation batch that begin while it is still being sampled.
+"""`EarlyRewards`: rewards of generation batches that begin while these are sampled, or wait to be trained on.
 
 some rows have come ──► take: decoded, their per-sample functions start ──┐
-all have come       ──► are_of: they are what TRL asks the rewards of ────┴──► the request, begun
+TRL asks for rewards ─► claim: of these rows, and of nothing else? ───────┴──► the request, begun
 """
 
 from __future__ import annotations
@@ -11,39 +11,91 @@ from typing import Any
 
 from dash_trl.rewards.agent import RewardTeam
 from dash_trl.rewards.forms import ROW
+from dash_trl.workers import Request
 
 
 class EarlyRewards:
     """
     Args:
-        examples: of all rows. prompt_ids: their tokens.
         group_size: so many adjacent rows are completions of one prompt.
-        decode: (prompts, prompt ids, completion ids) of some rows → their completions.
+        wanted: rewards begin early; else `begin` does nothing.
     Attributes:
-        request: that has begun.
+        wanted: False, too, once other rows were asked for than had been sampled.
     """
 
+    def __init__(self, team: RewardTeam, group_size: int, *, wanted: bool):
+        self.wanted = wanted
+        self._team, self._group_size = team, group_size
+        self._windows: dict[int, _Window] = {}
+
+    def __len__(self) -> int:
+        """Windows whose rewards have begun and are not claimed."""
+        return len(self._windows)
+
+    def begin(
+        self, window: int, examples: Sequence[Mapping[str, Any]], prompt_ids: Sequence[list[int]], decoder: Any = None
+    ) -> None:
+        """
+        Args:
+            examples: of all rows. prompt_ids: their tokens.
+            decoder: `completions(prompts, prompt_ids, completion_ids)` makes the completions of some rows. None: they
+                come with the rows.
+        """
+        if self.wanted:
+            request = self._team.begin(len(examples), self._group_size)
+            self._windows[window] = _Window(request, examples, prompt_ids, decoder)
+
+    def take(
+        self, window: int, first: int, completion_ids: list[list[int]], completions: list[Any] | None = None
+    ) -> None:
+        """Rows from `first` on have come; each comes once, in any order. `completions`: of them, where known."""
+        if window in self._windows:
+            one = self._windows[window]
+            self._team.start(one.request, first, one.complete(first, completion_ids, completions))
+
+    def decoder(self, window: int) -> Any:
+        """That made the window's completions; None where no rewards have begun."""
+        return self._windows[window].decoder if window in self._windows else None
+
+    def claim(self, window: int, rows: Sequence[Mapping[str, Any]], say: Callable[[str], None]) -> Request | None:
+        """The window's request, begun, if it is of these rows; None if there is none. Each is claimed once."""
+        one = self._windows.pop(window, None)
+        if one is None or one.has(rows):
+            return None if one is None else one.request
+        one.request.cancel()
+        if self.wanted:
+            say(
+                "The rows that rewards are asked of are not those that were sampled, as where a subclass changes "
+                "them. From now on rewards begin when all rows of a window are there; those of this one, anew."
+            )
+        self.wanted = False
+        return None
+
+    def forget(self) -> None:
+        """Nobody waits for what has begun."""
+        for one in self._windows.values():
+            one.request.cancel()
+        self._windows.clear()
+
+
+class _Window:
     def __init__(
-        self,
-        team: RewardTeam,
-        examples: Sequence[Mapping[str, Any]],
-        prompt_ids: Sequence[list[int]],
-        group_size: int,
-        decode: Callable[[list[Any], Sequence[list[int]], list[list[int]]], list[Any]],
+        self, request: Request, examples: Sequence[Mapping[str, Any]], prompt_ids: Sequence[list[int]], decoder: Any
     ):
-        self.request = team.begin(len(examples), group_size)
-        self._team, self._examples, self._prompt_ids, self._decode = team, examples, prompt_ids, decode
+        self.request, self.decoder = request, decoder
+        self._examples, self._prompt_ids = examples, prompt_ids
         self._rows: list[dict[str, Any]] = [{}] * len(examples)
 
-    def take(self, first: int, completion_ids: list[list[int]]) -> None:
-        """Rows from `first` on have come; each comes once, in any order."""
-        own = slice(first, first + len(completion_ids))
+    def complete(self, first: int, ids: list[list[int]], completions: list[Any] | None) -> list[dict[str, Any]]:
+        """What functions get of the rows that have come."""
+        own = slice(first, first + len(ids))
         prompts = [example["prompt"] for example in self._examples[own]]
-        completions = self._decode(prompts, self._prompt_ids[own], completion_ids)
-        self._rows[own] = reward_rows(self._examples[own], prompts, completions, completion_ids)
-        self._team.start(self.request, first, self._rows[own])
+        if completions is None:
+            completions = self.decoder.completions(prompts, self._prompt_ids[own], ids)
+        self._rows[own] = reward_rows(self._examples[own], prompts, completions, ids)
+        return self._rows[own]
 
-    def are_of(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+    def has(self, rows: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the functions were asked of these, and of nothing else."""
         return len(rows) == len(self._rows) and all(map(_same, self._rows, rows))
 
