@@ -321,7 +321,8 @@ class DASHConfig(GRPOConfig):
         """Refuse what needs the rewards of a whole window before its first pass."""
         if not self.reward_pipeline:
             return
-        rows = self.per_device_train_batch_size * self.steps_per_generation
+        accumulated = self.gradient_accumulation_steps
+        rows = self.per_device_train_batch_size * min(accumulated, self.steps_per_generation)
         steps = f"steps_per_generation={self.steps_per_generation}"
         alternatives = {
             "filter_denominator='kept'": (self.filter_denominator == "kept", "divides by all rows that are kept"),
@@ -339,13 +340,15 @@ class DASHConfig(GRPOConfig):
                 "is shared out over all rows that are kept",
             ),
             f"num_iterations={self.num_iterations}": (self.num_iterations > 1, "uses the window in several steps"),
-            f"{steps}, gradient_accumulation_steps={self.gradient_accumulation_steps}": (
-                self.gradient_accumulation_steps % self.steps_per_generation != 0,
-                "uses the window in several steps",
+            f"{steps}, gradient_accumulation_steps={accumulated}": (
+                accumulated % self.steps_per_generation != 0 and self.steps_per_generation % accumulated != 0,
+                "begins a window within an optimizer step",
             ),
-            f"{steps}, per_device_train_batch_size={self.per_device_train_batch_size}": (
+            f"{steps}, gradient_accumulation_steps={accumulated}, per_device_train_batch_size="
+            f"{self.per_device_train_batch_size}": (
                 rows % self.num_generations != 0,
-                f"leaves a process {rows} completions, which are no whole groups of {self.num_generations},",
+                f"leaves an optimizer step {rows} completions of a process, which are no whole groups of "
+                f"{self.num_generations},",
             ),
         }
         for name, (is_set, reason) in alternatives.items():

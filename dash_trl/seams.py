@@ -179,6 +179,23 @@ def shuffled(rows: int) -> Tensor:
     return shuffle_sequence_dict({"row": torch.arange(rows)})["row"]
 
 
+def withhold_rewards(trainer: Any) -> None:
+    """What TRL logged of the last batch without its rewards is not logged; see `relog_rewards`."""
+    metrics, logs = trainer._metrics["train"], trainer._logs
+    for name in _reward_metrics(trainer):
+        metrics[name].pop()
+        if not metrics[name]:
+            del metrics[name]
+    for logged in (*logs["rewards"].values(), logs["advantages"]):
+        for row in range(len(logged)):
+            logged[row] = torch.nan
+
+
+def _reward_metrics(trainer: Any) -> list[str]:
+    functions = [f"rewards/{name}/{figure}" for name in trainer.reward_func_names for figure in ("mean", "std")]
+    return [*functions, "reward", "reward_std", "frac_reward_zero_std"]
+
+
 def relog_rewards(trainer: Any, rewards: Tensor) -> None:
     """The rewards of the last batch, and what reward functions logged, in place of what TRL logged without them.
 
@@ -186,6 +203,8 @@ def relog_rewards(trainer: Any, rewards: Tensor) -> None:
         rewards: [N, F], the rows of all ranks; NaN = not applicable or unscored.
     """
     metrics, logs = trainer._metrics["train"], trainer._logs
+    for name in _reward_metrics(trainer):
+        metrics[name].append(torch.nan)
     for number, name in enumerate(trainer.reward_func_names):
         column = rewards[:, number]
         metrics[f"rewards/{name}/mean"][-1] = column.nanmean().item()

@@ -64,6 +64,7 @@ from dash_trl.rewards import (
 )
 from dash_trl.rollout import (
     SAMPLED_FIELDS,
+    SCORED_FIELDS,
     CreditedRollouts,
     EpochOrder,
     GenerationWindow,
@@ -93,6 +94,7 @@ from dash_trl.seams import (
     sampled_by,
     seen_as,
     shuffled,
+    withhold_rewards,
 )
 from dash_trl.update import (
     Filtered,
@@ -446,15 +448,26 @@ class DASHTrainer(GRPOTrainer):
         self._streaming = True
         sampled, num_items_in_batch = self._sample(examples)
         self._streaming = False
+        withhold_rewards(self)
         shuffled(len(sampled))  # its random numbers: what is sampled next is what it would be without the pipeline
-        return self._parts(sampled, num_items_in_batch)
+        mini = len(self._schedule.share(self._step)) < self.args.steps_per_generation
+        if mini:  # the later steps' rows are scored, too, by the weights that the first one has
+            known = sampled.with_rewards(torch.zeros(len(sampled), 1)).with_advantages(torch.zeros(len(sampled)))
+            lengths = self.ranks.gather(sampled.lengths()).view(self.ranks.count, -1, 3)
+            whole = GenerationWindow(known.survivors(torch.arange(len(sampled))), lengths, num_items_in_batch)
+            with self.recorder.timed("logprobs"):
+                self._score(whole)
+            sampled = sampled.with_log_probs(**{name: getattr(whole.rollouts, name) for name in SCORED_FIELDS})
+        return self._parts(sampled, num_items_in_batch, scored=mini)
 
-    def _parts(self, rollouts: RolloutBatch, num_items_in_batch: Tensor) -> Iterator[tuple[GenerationWindow, bool]]:
+    def _parts(
+        self, rollouts: RolloutBatch, num_items_in_batch: Tensor, *, scored: bool
+    ) -> Iterator[tuple[GenerationWindow, bool]]:
         """Reward → credit → filter → score, of some groups at a time."""
         request, arguments = self._awaited
         parts: list[CreditedRollouts] = []
         outcomes, order = [], []
-        waiting = arrivals(request, len(rollouts) // self.num_generations, self.ranks.least)
+        waiting = arrivals(request, len(rollouts) // self.num_generations, self.ranks.least, self._groups_of_step)
         for rows, last in self.recorder.timed_each("wait_for_rewards", waiting):
             rewards = self._reward_team.rewards(request, rows.tolist())
             credited, outcome = self._credited(self._scored(rollouts.rows(rows), rewards))
@@ -463,15 +476,28 @@ class DASHTrainer(GRPOTrainer):
             order.append(rows)
             kept = self._kept(credited, self._verdict(credited), torch.arange(len(rows)))
             window = GenerationWindow(*kept, num_items_in_batch)
-            with self.recorder.timed("logprobs"):
-                self._score(window)
-            if last:
+            if not scored:
+                with self.recorder.timed("logprobs"):
+                    self._score(window)
+            if sum(map(len, order)) == len(rollouts):
                 self._reward_team.hand_over(request, arguments[2])
                 relog_rewards(self, self._take_rewards(*arguments))
                 whole = joined(parts).rows(torch.cat(order).argsort())
                 self._log_credit(whole, torch.cat(outcomes))
                 self._log_filter(whole, self._verdict(whole))
             yield window, last
+
+    def _groups_of_step(self) -> int:
+        """Of this rank, that the optimizer step takes of the window in use."""
+        rows = len(self._schedule.share(self._step)) * self.args.per_device_train_batch_size
+        return rows // self.num_generations
+
+    def _wait_for_rest(self) -> None:
+        """The groups that later optimizer steps take of the window in use, as they are where all are waited for."""
+        if self._arriving is not None:
+            used = self._step % self.args.steps_per_generation * self.args.per_device_train_batch_size
+            self._window = GenerationWindow.of_parts(used, [window for window, _ in self._arriving])
+            self._arriving = None
 
     def _settings(self) -> dict[str, Any]:
         """Of TRL's loss. Its correction is bound to `use_vllm`, but serves whoever knows the sampler's log-probs."""
@@ -503,7 +529,7 @@ class DASHTrainer(GRPOTrainer):
         """
         step, schedule = self._step, self._schedule
         if self._arriving is None and (self._window is None or schedule.window_due(step)):
-            if self.args.reward_pipeline and schedule.holds_window(step):
+            if self.args.reward_pipeline and schedule.shares_window(step):
                 self._arriving = self._begin_window(examples)
             else:
                 self._window = self._new_window(examples)
@@ -517,18 +543,21 @@ class DASHTrainer(GRPOTrainer):
         yield self._inputs(window, passes, planned), True
 
     def _arrived(self) -> Iterator[tuple[list[dict[str, Any]], bool]]:
-        """The passes of a window whose rewards are awaited, all in its last micro-step."""
+        """The passes of an optimizer step's share of a window whose rewards are awaited, all in the last micro-step."""
         step, schedule = self._step, self._schedule
-        if not schedule.ends_window(step):
+        if step + 1 < schedule.share(step).stop:
             yield [], True
             return
         assert self._arriving is not None, "looked at before"
-        rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
         for window, last in self._arriving:
             items = window.num_items_in_batch.item()
-            passes, planned = schedule.plan_part(step, window.lengths, items, rows=rows, last=last)
+            passes, planned = schedule.plan_part(step, window.lengths, items, last=last)
             yield self._inputs(window, passes, planned), last
-        self._arriving, self._window = None, window.used_up(rows)
+            if last:
+                break
+        if schedule.ends_window(step):
+            rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
+            self._arriving, self._window = None, window.used_up(rows)
 
     def _inputs(self, window: GenerationWindow, passes: list[Pass], planned: list[MicroBatch]) -> list[dict[str, Any]]:
         if planned:
@@ -922,6 +951,7 @@ class DASHTrainer(GRPOTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Beside the random state of each rank, its window: a resumed run goes on where the checkpoint was taken."""
         super()._save_rng_state(output_dir)
+        self._wait_for_rest()
         shapes, step = self._shapes(), self._schedule.completed(self._step, self.state.global_step)
         SavedRun(
             shapes=shapes,

@@ -131,6 +131,17 @@ def pipeline(model: str, output: Path, start: dict[str, torch.Tensor], silent: A
     return {"difference": difference, "update": update, "ranks_agree": equal_on_all_ranks(found)}
 
 
+def mini(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Optimizer steps are filled in the order of arrival, another one on each rank; a checkpoint cuts a window."""
+    saved = "no" if os.environ.get("ACCELERATE_USE_DEEPSPEED") else "steps"  # where one takes seconds
+    settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 4}
+    late = RewardAgent(Late(lambda call, rank: rank == 1))
+    settings |= {"reward_pipeline": True, "save_strategy": saved, "save_steps": 3}
+    end = whole(run(DASHTrainer, model, output, reward=late, **settings))
+    _, update = relative_difference(start, end, end)
+    return {"update": update, "ranks_agree": equal_on_all_ranks(end)}
+
+
 def one_step(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The next window is sampled in process while rewards are awaited; one rank has no signal."""
     settings = {"in_process": True, "async_level": 1, "loss_type": "aipo", "max_completion_length": 6, "max_steps": 3}
@@ -374,6 +385,7 @@ def main() -> None:
     results["pipeline"] = pipeline(model, Path(output), start, lambda call, rank: False)
     silent, shapes = (lambda call, rank: rank == 1), {"steps_per_generation": 2, "loss_type": "grpo"}
     results["pipeline, two windows, a rank keeps none"] = pipeline(model, Path(output), start, silent, **shapes)
+    results["mini, by arrival"] = mini(model, Path(output), start)
     results["one step ahead"] = one_step(model, Path(output), start)
     results["ranks"] = int(os.environ.get("WORLD_SIZE", 1))
     results["beta with dropped rows"] = beta_with_dropped_rows(model, Path(output), start)

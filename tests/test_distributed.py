@@ -88,7 +88,7 @@ def test_two_ranks(backend, tiny_model, tmp_path):
         assert refused[0] == refused[1] and "generation_window_1.pt is missing" in refused[0]
         assert results.pop("read ahead") == [[[], [True, True]]] * 2
     assert results["one step ahead"].pop("behind") == [0, 1, 1]
-    assert len(results) == 16 + 2 * len(larger) + (backend == "ddp")
+    assert len(results) == 17 + 2 * len(larger) + (backend == "ddp")
     for name, result in results.items():
         assert result["update"] > 1e-3, name
         assert result["ranks_agree"], name

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardAgent
 from tests.tiny import parameters, prompts, relative_difference, run
@@ -101,6 +104,99 @@ def test_training_begins_before_the_last_reward(tiny_model, tmp_path):
     assert waited == [True]
 
 
+class InOrder:
+    """Scores groups one after the other; the next one begins when `turn` lets it. Rows are known by their column."""
+
+    __name__ = "in_order"
+
+    def __init__(self, order: Sequence[int], turn: Any = lambda group: None):
+        self.order, self.turn = order, turn
+        self.changed, self.scored = threading.Condition(), 0
+
+    def compute_score(self, completion_ids, row):
+        place = self.order.index(row % 16 // 4)
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.scored % 16 >= 4 * place, 60)
+        if row % 4 == 0:
+            self.turn(place)
+        with self.changed:
+            self.scored += 1
+            self.changed.notify_all()
+        return float(sum(completion_ids) % 2)
+
+
+class Numbered(DASHTrainer):
+    """Reward functions see each row's number; the update of each step is kept."""
+
+    def _calculate_rewards(self, inputs, *args):
+        return super()._calculate_rewards([{**example, "row": row} for row, example in enumerate(inputs)], *args)
+
+    def log(self, logs, *args):
+        self.ends = [*getattr(self, "ends", []), parameters(self.model)]
+        super().log(logs, *args)
+
+
+ORDER = [2, 0, 3, 1]  # in which the groups of a window are scored
+MINI = {**SHAPES, "steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 8, "learning_rate": 0.5}
+
+
+def mini(model, tmp_path, reward=None, **settings):
+    reward = RewardAgent(reward or InOrder(ORDER), timeout=120)
+    data = prompts(64).add_column("row", [0] * 64)
+    return run(Numbered, model, tmp_path, reward=reward, dataset=data, **{**MINI, "reward_pipeline": True, **settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_accumulation_steps": 2, "max_steps": 4}, {"beta": 0.04, "loss_type": "dapo"}, {"logprobs": True}],
+)
+def test_mini_fills_optimizer_steps_in_the_order_of_arrival(settings, tiny_model, tmp_path, monkeypatch):
+    """As one that waits for all rewards, if its shuffle had this order."""
+    if settings.get("logprobs"):
+        settings |= {"vllm_importance_sampling_mode": "token_truncate"}
+    piped = mini(tiny_model, tmp_path, **settings)
+    order = torch.tensor([4 * group + row for group in ORDER for row in range(4)])
+    monkeypatch.setattr("dash_trl.trainer.shuffled", lambda rows: order)
+    plain = mini(tiny_model, tmp_path, reward_pipeline=False, **settings)
+    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
+    steps = 8 // settings.get("gradient_accumulation_steps", 1)
+    assert len(piped.ends) == len(plain.ends) == steps + 1
+    for expected, found in zip(plain.ends, piped.ends, strict=True):
+        difference, size = relative_difference(start, expected, found)
+        assert size > 1e-3 and difference < 5e-6
+    logged = {"reward", "reward_std", "rewards/in_order/mean", "frac_reward_zero_std", "filter/kept_rows"}
+    for name in logged:  # with the window's first step there, with its last one here
+        values = [[line[name] for line in one.state.log_history if name in line] for one in (plain, piped)]
+        assert values[0] == pytest.approx(values[1]) and len(values[0]) == 2
+    assert list(piped._logs["rewards"]["in_order"]) == list(plain._logs["rewards"]["in_order"])
+
+
+def test_mini_steps_before_the_last_reward(tiny_model, tmp_path):
+    """The last group's rewards wait for the first optimizer step: without the pipeline for ever."""
+    stepped, waited = threading.Event(), []
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            stepped.set()
+
+    reward = InOrder(ORDER, turn=lambda place: waited.append(stepped.wait(60)) if place == 3 else None)
+    trainer = mini(tiny_model, tmp_path, reward, callbacks=[Steps()], max_steps=4)
+    assert waited == [True]
+    first = trainer.state.log_history[0]
+    assert not any(name.startswith("reward") for name in first), "not known yet"
+
+
+def test_a_mini_run_is_resumed_within_its_window(tiny_model, tmp_path):
+    """A checkpoint waits for the window's rewards, and holds what was not trained on."""
+    plain = mini(tiny_model, tmp_path)
+    whole = mini(tiny_model, tmp_path, save_strategy="steps", save_steps=2)
+    rest = mini(tiny_model, tmp_path, resume=str(tmp_path / "checkpoint-2"), save_strategy="no", max_steps=4)
+    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
+    for expected, found in ((plain.ends[-1], whole.ends[-1]), (plain.ends[3], rest.ends[1])):
+        difference, size = relative_difference(start, expected, found)
+        assert size > 1e-3 and difference < 5e-6
+
+
 REFUSED = [
     ({"filter_denominator": "kept"}, "filter_denominator='kept', which divides by all rows that are kept"),
     ({"scale_rewards": "batch"}, "scale_rewards='batch', which divides by the deviation of all rewards"),
@@ -109,7 +205,11 @@ REFUSED = [
     ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "which divides by the deviation of all advantages"),
     ({"entropy_coef": 0.1}, "entropy_coef=0.1, which is shared out over all rows that are kept"),
     ({"num_iterations": 2}, "num_iterations=2, which uses the window in several steps"),
-    ({"steps_per_generation": 8}, "gradient_accumulation_steps=4, which uses the window in several steps"),
+    ({"steps_per_generation": 6}, "gradient_accumulation_steps=4, which begins a window within an optimizer step"),
+    (
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1},
+        "2 completions of a process, .* groups of 4",
+    ),
 ]
 
 

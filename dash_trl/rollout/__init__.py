@@ -6,7 +6,15 @@ from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
     from dash_trl.rollout.ahead import RunAhead, StaleRollouts
-    from dash_trl.rollout.batch import SAMPLED_FIELDS, CreditedRollouts, RolloutBatch, ScoredRollouts, Survivors, joined
+    from dash_trl.rollout.batch import (
+        SAMPLED_FIELDS,
+        SCORED_FIELDS,
+        CreditedRollouts,
+        RolloutBatch,
+        ScoredRollouts,
+        Survivors,
+        joined,
+    )
     from dash_trl.rollout.prompts import EpochOrder, PromptReader, open_epoch
     from dash_trl.rollout.resume import SavedRun, Shapes, one_run, why_a_new_window
     from dash_trl.rollout.window import GenerationWindow

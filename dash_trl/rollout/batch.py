@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ SAMPLED_FIELDS = (
     "sampling_per_token_logps",
 )
 
+# What model passes find of rows where the loss asks for it.
+SCORED_FIELDS = ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
+
 
 @dataclass(kw_only=True)
 class RolloutBatch:
@@ -51,6 +54,10 @@ class RolloutBatch:
             the row: those of its request's dispatch and end, which differ if new weights came while it was in flight.
         tool_mask: [B, T], 1 = written by the policy; only where a `rollout_func` returned `env_mask`.
         sampling_per_token_logps: [B, T], the sampler's log-probs, where the sampler reports them.
+        old_per_token_logps, ref_per_token_logps: [B, T], where the loss asks for them: of `Survivors`, or of all rows
+            where these are not known yet when the first optimizer step takes some.
+        importance_sampling_ratio: as these, [B, T] (token modes) or [B, 1] (sequence modes), where the sampler is
+            corrected.
         examples: the B dataset rows. completions: the B completions as the reward functions see them.
     """
 
@@ -62,6 +69,9 @@ class RolloutBatch:
     policy_version: Tensor
     tool_mask: Tensor | None = None
     sampling_per_token_logps: Tensor | None = None
+    old_per_token_logps: Tensor | None = None
+    ref_per_token_logps: Tensor | None = None
+    importance_sampling_ratio: Tensor | None = None
     examples: list[dict[str, Any]] = field(default_factory=list)
     completions: list[Any] = field(default_factory=list)
 
@@ -76,6 +86,10 @@ class RolloutBatch:
             for name, value in _fields(self).items()
         }
         return type(self)(**values)
+
+    def with_log_probs(self, **known: Tensor) -> Self:
+        """The same rows with what model passes found of them: `old_per_token_logps`, …"""
+        return type(self)(**{**_fields(self), **known})
 
     def with_rewards(self, rewards: Tensor) -> ScoredRollouts:
         """The same rows at the next stage; see `ScoredRollouts.rewards`."""
@@ -170,16 +184,7 @@ class CreditedRollouts(ScoredRollouts):
 
 @dataclass(kw_only=True)
 class Survivors(CreditedRollouts):
-    """The rows that the filter kept: what the optimizer steps of a generation window are made of.
-
-    Attributes:
-        old_per_token_logps, ref_per_token_logps: [B, T], where the loss asks for them.
-        importance_sampling_ratio: [B, T] (token modes) or [B, 1] (sequence modes), where the sampler is corrected.
-    """
-
-    old_per_token_logps: Tensor | None = None
-    ref_per_token_logps: Tensor | None = None
-    importance_sampling_ratio: Tensor | None = None
+    """The rows that the filter kept: what the optimizer steps of a generation window are made of."""
 
     @classmethod
     def of_tokens(
@@ -199,10 +204,6 @@ class Survivors(CreditedRollouts):
             rewards=none.unsqueeze(1),
             advantages=none,
         )
-
-    def with_log_probs(self, **known: Tensor) -> Survivors:
-        """The same rows with what model passes found of them: `old_per_token_logps`, …"""
-        return Survivors(**{**_fields(self), **known})
 
     def micro_batch(
         self, rows: list[int], *, size: int, pad_token_id: int, trim_prompts: bool = True
@@ -244,6 +245,9 @@ class Survivors(CreditedRollouts):
         return inputs
 
 
+Rollouts = TypeVar("Rollouts", bound=RolloutBatch)
+
+
 def _padded(rows: Sequence[list[int]], side: str, pad_token_id: int) -> tuple[Tensor, Tensor]:
     """[B, longest] int64 each: the tokens, and 1 where one is."""
     tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
@@ -252,13 +256,13 @@ def _padded(rows: Sequence[list[int]], side: str, pad_token_id: int) -> tuple[Te
     return pad(tokens, padding_value=pad_token_id), pad(masks)
 
 
-def joined(parts: Sequence[CreditedRollouts]) -> CreditedRollouts:
+def joined(parts: Sequence[Rollouts]) -> Rollouts:
     """The rows of all parts, whose columns are as many."""
     found: dict[str, Any] = {}
     for one in fields(parts[0]):
         values = [getattr(part, one.name) for part in parts]
         found[one.name] = torch.cat(values) if isinstance(values[0], Tensor) else values[0] and sum(values, [])
-    return CreditedRollouts(**found)
+    return type(parts[0])(**found)
 
 
 def _fields(batch: RolloutBatch) -> dict[str, Any]:

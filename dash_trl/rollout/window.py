@@ -5,13 +5,14 @@ Letters: B rows of a rank, R ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dash_trl.rollout.batch import Survivors
+from dash_trl.rollout.batch import Survivors, joined
 
 
 @dataclass
@@ -37,6 +38,14 @@ class GenerationWindow:
         none = torch.zeros(0, dtype=torch.long)
         lengths = torch.zeros(len(self.lengths), rows, 3, dtype=torch.long)
         return GenerationWindow(self.rollouts.survivors(none), lengths, self.num_items_in_batch)
+
+    @classmethod
+    def of_parts(cls, used: int, parts: Sequence[GenerationWindow]) -> GenerationWindow:
+        """One whose first `used` rows of a rank are used; its others are those of the parts."""
+        first = parts[0]
+        lengths = [torch.zeros_like(first.lengths[:, :1]).expand(-1, used, -1), *(part.lengths for part in parts)]
+        rollouts = joined([part.rollouts for part in parts])
+        return cls(rollouts, torch.cat(lengths, dim=1), first.num_items_in_batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors only, so that `torch.load(weights_only=True)` reads it."""

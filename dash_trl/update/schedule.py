@@ -122,31 +122,41 @@ class Schedule:
             planned = self._plan(step, lengths, num_items_in_batch)
         return self._planned[step], planned
 
-    def holds_window(self, step: int) -> bool:
-        """The optimizer step takes all of the window that begins at this micro-step."""
-        return step + self.steps_per_generation <= self.optimizer_step.stop
+    def shares_window(self, step: int) -> bool:
+        """The window that begins at this micro-step is taken whole by the optimizer step, or by a number of such."""
+        taken = self.optimizer_step.stop - step
+        return taken >= self.steps_per_generation or (
+            step == self.optimizer_step.start and self.steps_per_generation % taken == 0
+        )
+
+    def share(self, step: int) -> range:
+        """The micro-steps of the optimizer step, up to the end of the window in use, in which its rows are used."""
+        begin = step - step % self.steps_per_generation
+        return range(
+            max(begin, self.optimizer_step.start), min(begin + self.steps_per_generation, self.optimizer_step.stop)
+        )
 
     def ends_window(self, step: int) -> bool:
         """The last micro-step of the window in use."""
         return (step + 1) % self.steps_per_generation == 0
 
     def plan_part(
-        self, step: int, lengths: Tensor, num_items_in_batch: float, *, rows: int, last: bool
+        self, step: int, lengths: Tensor, num_items_in_batch: float, *, last: bool
     ) -> tuple[list[Pass], list[MicroBatch]]:
-        """As `passes`, for a part of a window that an optimizer step takes whole, all in its last micro-step.
+        """As `passes`, for a part of an optimizer step's share of a window, all in the share's last micro-step.
 
-        What is kept of the window is not known before its last part: `Segment.kept_*` are 0.
+        What is kept of the share is not known before its last part: `Segment.kept_*` are 0.
 
         Args:
-            lengths: [R, M, 3] of the part. rows: of a rank in the window. last: no other part follows.
+            lengths: [R, M, 3] of the part. last: no other part of the share follows.
         """
         (micro_batches,) = self.pack(lengths, 1, last and self.ran_model and self.is_last(step))
-        ranks, steps = lengths.shape[0], self.steps_per_generation
+        ranks, steps = lengths.shape[0], len(self.share(step))
         segment = Segment(
             micro_steps=steps,
             passes=steps * ranks,
-            all_rows=ranks * rows,
-            all_tokens=num_items_in_batch,
+            all_rows=ranks * steps * self.rows_per_step,
+            all_tokens=num_items_in_batch * steps / self.steps_per_generation,
             kept_rows=0,
             kept_tokens=0,
         )
