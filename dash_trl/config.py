@@ -113,7 +113,7 @@ class DASHConfig(GRPOConfig):
             `1` without servers: the next window is sampled while the rewards of an agent are awaited.
         reward_pipeline (`bool`, defaults to `False`):
             Train on the groups that are scored while the rewards of others are awaited, within one optimizer step; its
-            update is the same. It takes reward functions that score each completion (`dash_trl.RewardAgent`); see
+            update is the same. Mini's steps take the groups that come next. It takes reward functions that score each completion (`dash_trl.RewardAgent`); see
             docs/rewards.md.
         vllm_server_urls (`list[str]` or `None`, defaults to `None`):
             Sample from these vLLM servers (`python -m dash_trl.serve` starts some), e.g. `http://127.0.0.1:8000

@@ -467,7 +467,7 @@ class DASHTrainer(GRPOTrainer):
         request, arguments = self._awaited
         parts: list[CreditedRollouts] = []
         outcomes, order = [], []
-        waiting = arrivals(request, len(rollouts) // self.num_generations, self.ranks.least, self._groups_of_step)
+        waiting = arrivals(request, len(rollouts) // self.num_generations, self._on_all_ranks, self._groups_of_step)
         for rows, last in self.recorder.timed_each("wait_for_rewards", waiting):
             rewards = self._reward_team.rewards(request, rows.tolist())
             credited, outcome = self._credited(self._scored(rollouts.rows(rows), rewards))
@@ -486,6 +486,11 @@ class DASHTrainer(GRPOTrainer):
                 self._log_credit(whole, torch.cat(outcomes))
                 self._log_filter(whole, self._verdict(whole))
             yield window, last
+
+    def _on_all_ranks(self, groups: int) -> int:
+        """So many have come on each."""
+        with self.recorder.timed("wait_for_ranks"):
+            return self.ranks.least(groups)
 
     def _groups_of_step(self) -> int:
         """Of this rank, that the optimizer step takes of the window in use."""

@@ -11,7 +11,8 @@ import torch
 
 PHASES = ("generate", "reward", "logprobs", "train")
 WAITING = ("wait_for_rollouts", "wait_for_weights")  # for servers, which are within "generate"
-WAITING_FOR_REWARDS = "wait_for_rewards"  # where the update does not wait for all of them
+# Where the update does not wait for all of them; the second, for the slowest rank, is within the first.
+WAITING_FOR_REWARDS = ("wait_for_rewards", "wait_for_ranks")
 
 Value = TypeVar("Value")
 
@@ -37,7 +38,7 @@ class Recorder:
         rewards: bool = False,
     ):
         self.metrics = metrics
-        self._phases = PHASES + (WAITING if servers else ()) + ((WAITING_FOR_REWARDS,) if rewards else ())
+        self._phases = PHASES + (WAITING if servers else ()) + (WAITING_FOR_REWARDS if rewards else ())
         self._on_gpu = device.type == "cuda"
         self._logged = logged
         self._spans: list[tuple[str, Any, Any]] = []  # (phase, its beginning, its end) since the last log
