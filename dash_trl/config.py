@@ -113,8 +113,8 @@ class DASHConfig(GRPOConfig):
             `1` without servers: the next window is sampled while the rewards of an agent are awaited.
         reward_pipeline (`bool`, defaults to `False`):
             Train on the groups that are scored while the rewards of others are awaited, within one optimizer step; its
-            update is the same. Mini's steps take the groups that come next. It takes reward functions that score each completion (`dash_trl.RewardAgent`); see
-            docs/rewards.md.
+            update is the same. Mini's steps take the groups that come next. It takes reward functions that score each
+            completion (`dash_trl.RewardAgent`); see docs/rewards.md.
         vllm_server_urls (`list[str]` or `None`, defaults to `None`):
             Sample from these vLLM servers (`python -m dash_trl.serve` starts some), e.g. `http://127.0.0.1:8000
             http://127.0.0.1:8001`. Implies `use_vllm=True` and `vllm_mode="server"`; TRL's `vllm_server_timeout` is how

@@ -207,8 +207,8 @@ REFUSED = [
     ({"num_iterations": 2}, "num_iterations=2, which uses the window in several steps"),
     ({"steps_per_generation": 6}, "gradient_accumulation_steps=4, which begins a window within an optimizer step"),
     (
-        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1},
-        "2 completions of a process, .* groups of 4",
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4},
+        "leaves an optimizer step 2 completions of a process, which are no whole groups of 4",
     ),
 ]
 
