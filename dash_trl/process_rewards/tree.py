@@ -27,6 +27,7 @@ from transformers.masking_utils import sdpa_mask
 from dash_trl.update import computing_dtype, isolation_flaw
 
 TREE_ATTENTION = "sdpa_trees"
+LOGITS_AT_ONCE = 64  # scored tokens whose log-softmax is taken at a time
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Tree:
 
     def __len__(self) -> int:
         return len(self.trunk) + sum(len(branch.tokens) for branch in self.branches)
+
+    @property
+    def scored(self) -> int:
+        """Tokens whose log-probs are wanted, each by a row of logits."""
+        return sum(len(branch.tokens) - branch.scored for branch in self.branches)
 
 
 @dataclass(frozen=True)
@@ -128,9 +134,10 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
             trees=tuple(shapes),
             use_cache=False,
         ).logits[0]
-    log_probs = logits.float().log_softmax(dim=-1)
-    flat = log_probs.gather(1, torch.tensor(targets, device=device).unsqueeze(1)).flatten().tolist()
-    values = iter(flat)
+    wanted = torch.tensor(targets, device=device).unsqueeze(1).split(LOGITS_AT_ONCE)
+    parts = zip(logits.split(LOGITS_AT_ONCE), wanted, strict=True)  # not twice more as many as the model made
+    log_probs = [part.float().log_softmax(dim=-1).gather(1, tokens) for part, tokens in parts]
+    values = iter(torch.cat(log_probs).flatten().tolist())
     return [[[next(values) for _ in branch.tokens[branch.scored :]] for branch in tree.branches] for tree in trees]
 
 

@@ -1,0 +1,77 @@
+"""No pass of DASH makes the logits of all its tokens: neither forward nor backward, and V(prefix) not either."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from trl.kernels import chunked_logprob
+
+from dash_trl import DASHTrainer, ProcessRewardCallback
+from dash_trl.process_rewards import AnswerLogProbValue
+from dash_trl.process_rewards.values import LOGITS_TOKENS
+from tests.tiny import pad, run, save_tiny_model
+
+POSITIONS, VOCABULARY = 32, 3001  # of a chunk; of the model, so large that nothing else comes near
+
+
+class TooLarge(BaseException):
+    """No `Exception`: a layout whose trial raises one is not used, and another one is."""
+
+
+class Limited(TorchDispatchMode):
+    """Raises at a tensor of more elements than a chunk's positions × vocabulary."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            if isinstance(one, torch.Tensor) and one.numel() > POSITIONS * VOCABULARY:
+                raise TooLarge(f"{function} made {tuple(one.shape)}")
+        return made
+
+
+class Unfused(DASHTrainer):
+    """Log-probs from the logits of all tokens."""
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
+        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
+        labels = input_ids[:, -logits_to_keep:].unsqueeze(2)
+        return logits.log_softmax(dim=-1).gather(2, labels).squeeze(2), None, None
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("large"), vocab_size=VOCABULARY, hidden_size=16)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """A chunk of TRL's is of 4,096 positions and 32,768 tokens of the vocabulary, for large models."""
+    monkeypatch.setattr(chunked_logprob, "TOKEN_CHUNK_SIZE", POSITIONS)
+    monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", VOCABULARY)
+
+
+def train(trainer_class, model, tmp_path, value=False, **settings):
+    """Old and reference log-probs, the loss and its backward pass, and V(prefix) if it is asked for."""
+    estimator = AnswerLogProbValue(" = ", max_tokens_per_pass=LOGITS_TOKENS * POSITIONS)
+    every = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "max_episode_tokens": 8}
+    callbacks = [ProcessRewardCallback(estimator, **every)] if value else None
+    shapes = {"num_iterations": 2, "max_steps": 2, "beta": 0.04, "max_tokens_per_microbatch": 256}
+    with Limited():
+        return run(trainer_class, model, tmp_path, callbacks=callbacks, **{**shapes, **settings})
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded", "values"])
+def test_no_tensor_is_as_large_as_the_logits(layout, model, tmp_path, small_chunks):
+    prepare = pad if layout == "padded" else None
+    trainer = train(DASHTrainer, model, tmp_path, value=layout == "values", prepare=prepare)
+    assert trainer.state.global_step == 2
+
+
+def test_the_limit_sees_logits(model, tmp_path, small_chunks, monkeypatch):
+    with pytest.raises(TooLarge, match=f"{VOCABULARY}"):
+        train(Unfused, model, tmp_path, prepare=pad)
+    monkeypatch.setattr("dash_trl.process_rewards.values.LOGITS_TOKENS", 1)
+    with pytest.raises(TooLarge, match=f"{VOCABULARY}"):
+        train(DASHTrainer, model, tmp_path, value=True)
