@@ -84,7 +84,8 @@ class Workload:
         self.step += 1
         lengths = [min(max(round(generator.lognormvariate(0, 0.8) * MEAN), 8), LONGEST) for _ in prompts]
         completions = [[generator.randrange(10, 150_000) for _ in range(length)] for length in lengths]
-        return {"prompt_ids": trainer.processing_class(text=prompts)["input_ids"], "completion_ids": completions}
+        prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
+        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None}
 
     def rewards(self, rows: int) -> list[float]:
         return [0.0 if row // GROUP < self.constant_groups else float(row % GROUP < GROUP // 2) for row in range(rows)]
