@@ -17,7 +17,7 @@ import os
 import queue
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -239,6 +239,22 @@ class ServerPool:
             self._loop.run(drop())
             raise
         return batch.results
+
+    def as_completed(self, jobs: list[Job]) -> Iterator[tuple[int, Any]]:
+        """(number of a job, its result), as they come; raises as `complete`. Where it is left early, so is the work."""
+
+        async def drop() -> None:
+            self._drop(jobs)
+
+        batch = self.submit(jobs, order=URGENT)
+        try:
+            for _ in jobs:
+                finished = batch.finished.get()
+                if isinstance(finished, BaseException):
+                    raise finished
+                yield finished
+        finally:
+            self._loop.run(drop())
 
     def cancel(self) -> None:
         """Nobody needs what is in work: it is taken back from the servers, too."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.sampling.weights.checksum import combine_workers, tensor_checksum
+    from dash_trl.sampling.weights.checksum import combine_workers, tensor_checksum, weights_checksum
     from dash_trl.sampling.weights.file import FileWeights
     from dash_trl.sampling.weights.nccl import NCCLWeights
     from dash_trl.sampling.weights.proof import check_probe, model_log_probs, probe_tokens, scale_linear

@@ -1,0 +1,96 @@
+"""A model by its name: whether it is there, what it is, and its weights, with a LoRA adapter merged into them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+ADAPTER = "adapter_config.json"  # peft's, in the directory of an adapter
+WEIGHT_FILES = (".safetensors", ".bin", ".pt")
+EMBEDDED = "embedded"  # the tiny model of `dash_trl.embedded`, in place of a path
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory or a name on the hub; of a model, or of a LoRA adapter on one.
+
+    Raises:
+        ValueError: on construction, if there is no such model; no weights are read.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        self.config  # noqa: B018 (read now, so that a model which is not there is an error now)
+
+    @property
+    def is_adapter(self) -> bool:
+        return (Path(self.name).expanduser() / ADAPTER).is_file()
+
+    @cached_property
+    def base(self) -> str:
+        """Where the config and the weights are: of an adapter, the model that it was trained on."""
+        if not self.is_adapter:
+            return str(Path(self.name).expanduser()) if Path(self.name).expanduser().is_dir() else self.name
+        settings = json.loads((Path(self.name).expanduser() / ADAPTER).read_text())
+        return str(settings.get("base_model_name_or_path"))
+
+    @cached_property
+    def config(self) -> Any:
+        try:
+            return AutoConfig.from_pretrained(self.base)
+        except (OSError, ValueError) as error:
+            of = f"the base model {self.base!r} of the adapter {self.name!r}" if self.is_adapter else f"{self.name!r}"
+            raise ValueError(
+                f"The model {of} cannot be read: no directory or hub name with a config.json was found "
+                f"({type(error).__name__}: {str(error).splitlines()[0]}). Check the spelling and, for a hub model, the "
+                "network and your access."
+            ) from error
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        own = (Path(self.name).expanduser() / "tokenizer_config.json").is_file()
+        try:
+            return AutoTokenizer.from_pretrained(self.name if own else self.base, padding_side="left")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"The model {self.name!r} has no tokenizer that can be read: {error}") from error
+
+    @property
+    def generation_config(self) -> Any:
+        try:
+            return GenerationConfig.from_pretrained(self.base)
+        except OSError:  # it has none of its own
+            return GenerationConfig.from_model_config(self.config)
+
+    def load(self, dtype: Any, device: str = "cpu") -> Any:
+        """The model for inference, adapters merged."""
+        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=dtype)
+        if self.is_adapter:
+            from peft import PeftModel  # here: most runs have no adapter
+
+            model = PeftModel.from_pretrained(model, str(Path(self.name).expanduser())).merge_and_unload()
+        return model.to(device).eval()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the weights: a commit on the hub, else a hash of the files.
+
+        Samples of a directory that was trained further are no samples of the same model.
+        """
+        digest = hashlib.sha256()
+        for source in dict.fromkeys([self.name, self.base]):
+            folder = Path(source).expanduser()
+            if not folder.is_dir():
+                digest.update(str(getattr(self.config, "_commit_hash", None)).encode())
+                continue
+            for file in sorted(folder.iterdir()):
+                if file.suffix in WEIGHT_FILES and file.is_file():
+                    with file.open("rb") as content:
+                        digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
+        return digest.hexdigest()[:16]

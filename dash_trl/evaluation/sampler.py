@@ -1,0 +1,127 @@
+"""What samplers have in common: prompts in, decoded completions out, and who draws them is a subclass.
+
+    sample(prompts) ──► token ids ──► _draw: transformers | vLLM here | vLLM servers ──► (index, its completions)
+
+Letters: P prompts, S samples of each. Samples come from the model's own distribution at the given temperature: top-k,
+top-p and repetition penalties that a model's `generation_config` may ask for are switched off, as in TRL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Prompt = str | list[dict[str, str]]
+Drawn = tuple[int, list[list[int]]]  # index of a prompt, token ids of its completions
+
+
+@dataclass(frozen=True)
+class SampledCompletion:
+    """One completion.
+
+    Attributes:
+        text: without special tokens. token_ids: up to and including the first end token.
+        truncated: it reached `max_new_tokens` before an end token.
+    """
+
+    text: str
+    token_ids: list[int]
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How completions are drawn: `num_samples` of each prompt, at a temperature (0: greedy), of `max_new_tokens`."""
+
+    num_samples: int
+    temperature: float
+    max_new_tokens: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or self.num_samples < 1 or (self.temperature == 0 and self.num_samples > 1):
+            raise ValueError(
+                f"temperature={self.temperature} with num_samples={self.num_samples}: greedy decoding (temperature 0) "
+                "gives one sample per prompt. Use num_samples=1, or a temperature above 0."
+            )
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} leaves no room for a completion: give at least 1.")
+
+    def stream(self, number: int) -> int:
+        """The seed of one of its streams (a batch, a request): those of neighbouring seeds have nothing in common."""
+        return int.from_bytes(hashlib.sha256(f"{self.seed} {number}".encode()).digest()[:8]) >> 1  # fits into int64
+
+
+class Sampler(ABC):
+    """A model that completes prompts; a context manager that gives back what it holds.
+
+    Args:
+        tokenizer: with a chat template if prompts are conversations.
+        end_tokens: ids that end a completion.
+    """
+
+    def __init__(self, tokenizer: Any, end_tokens: Sequence[int]):
+        self.tokenizer = tokenizer
+        self.end_tokens = list(end_tokens)
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_samples: int = 1,
+        temperature: float = 1.0,
+        max_new_tokens: int = 256,
+        seed: int = 0,
+        done: Collection[int] = (),
+    ) -> Iterator[tuple[int, list[SampledCompletion]]]:
+        """(index of a prompt, its `num_samples` completions), in the order in which they are done.
+
+        Args:
+            done: indices of prompts that are not needed any more. What is drawn for the others is what would be drawn
+                for them without it, so that an interrupted run goes on with all prompts and those that it has.
+        """
+        draw = Draw(num_samples, temperature, max_new_tokens, seed)
+        ids = [self.prompt_ids(prompt) for prompt in prompts]
+        left = set(range(len(ids))).difference(done)
+        return self._completions(self._draw(ids, draw, left) if left else iter(()))
+
+    def _completions(self, drawn: Iterator[Drawn]) -> Iterator[tuple[int, list[SampledCompletion]]]:
+        for index, rows in drawn:
+            texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+            yield (
+                index,
+                [
+                    SampledCompletion(text, ids, truncated=not ids or ids[-1] not in self.end_tokens)
+                    for text, ids in zip(texts, rows, strict=True)
+                ],
+            )
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt)["input_ids"]
+        text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    @abstractmethod
+    def _draw(self, prompts: list[list[int]], draw: Draw, left: set[int]) -> Iterator[Drawn]:
+        """(index, token ids of its completions) of those that are left, at least one, as they are done."""
+
+    def close(self) -> None:  # noqa: B027 (one that holds nothing has nothing to give back)
+        """Gives back what it holds."""
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
+    """The tokenizer's end of sequence and those that the model declares, as TRL takes them."""
+    declared = generation_config.eos_token_id
+    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return list(dict.fromkeys([*declared, *own]))
