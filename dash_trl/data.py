@@ -9,6 +9,7 @@ The layouts that are recognised (column names in any case):
 |---|---|---|
 | GSM8K (arXiv:2110.14168) | `question` | `answer`, what follows `####`, without thousands separators |
 | MATH (arXiv:2103.03874), MATH-500, AIME | `problem` | `answer`, else the last \boxed{} of `solution` |
+| OlympiadBench (arXiv:2402.14008) | `question` | `final_answer`, a list |
 | ready-made | `prompt`, a string or a conversation, kept as it is | `answer`, else the last \boxed{} of `solution` |
 
 | data set | problem | tests |
@@ -44,7 +45,7 @@ DEFAULT_TEMPLATE, CODE_TEMPLATE = "boxed", "code"
 FIRST_TEST = "\n\nYour program should pass this test, and others like it:\n\n"  # MBPP's text does not name the function
 
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
-ANSWER_COLUMNS = ("answer", "solution")
+ANSWER_COLUMNS = ("answer", "final_answer", "solution")
 TEXT_COLUMNS = ("prompt", "text")
 TEST_COLUMNS = ("tests", "test", "test_list")
 SETUP_COLUMNS = ("test_setup_code", "test_imports")
@@ -252,7 +253,10 @@ def make_prompt(problem: Any, template: str | None, chat: bool) -> str | list[di
 def find_answer(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
     """The gold answer of one row, from the first of the columns that has one."""
     for column in columns:
-        answer = final_answer(row[column], marked=column.lower() == "solution")
+        value = row[column]
+        if isinstance(value, Sequence) and not isinstance(value, str):  # OlympiadBench's
+            value = _DOLLAR.sub("", ", ".join(map(str, value)))
+        answer = final_answer(value, marked=column.lower() == "solution")
         if answer:
             return answer
     return None
@@ -275,6 +279,7 @@ def final_answer(value: Any, *, marked: bool = False) -> str | None:
     return boxed or None
 
 
+_DOLLAR = re.compile(r"(?<!\\)\$")  # around formulas, each of several answers its own
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -384,3 +389,20 @@ def _require_all(values: Sequence[Any], dataset: Dataset, what: str, argument: s
             f"{str(dataset[missing[0]])[:EXCERPT_CHARS]}. Name another column with {argument}, or remove these "
             "rows and load the copy that save_to_disk writes."
         )
+
+
+def has_tests(name_or_path: str | Path, *, config: str | None = None, split: str = "train") -> bool:
+    """Whether it is a data set of programming problems, for `load_code_dataset`, by its columns; else it is of math.
+
+    Raises:
+        ValueError: it has the columns of neither.
+    """
+    columns = _load(str(name_or_path), config, split).column_names
+    known = {column.lower() for column in columns}
+    tests = not known.isdisjoint(TEST_COLUMNS)
+    if not tests and known.isdisjoint(ANSWER_COLUMNS):
+        raise ValueError(
+            f"{str(name_or_path)!r} has neither gold answers ({', '.join(ANSWER_COLUMNS)}) nor unit tests "
+            f"({', '.join(TEST_COLUMNS)}): its columns are {list(columns)}. Rename the right one."
+        )
+    return tests

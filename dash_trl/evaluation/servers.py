@@ -60,3 +60,10 @@ class ServerSampler(Sampler):
         self.pool.cancel()
         if self._temporary is not None:
             self._temporary.cleanup()
+
+
+def check_shapes(checkpoints: Sequence[Checkpoint], urls: Sequence[str]) -> None:
+    """Whether the servers can hold each of these models; raises as `check_servers`, before weights are loaded."""
+    pool = ServerPool(urls)
+    for checkpoint in checkpoints:
+        check_servers(pool, checkpoint.config, checkpoint.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,48 @@ def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Pa
         figure.suptitle(title)
     figure.savefig(picture, dpi=120)
     return Path(picture)
+
+
+def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path, *, title: str = "") -> Path:
+    """Draw pass@k over k, a line per model in its 95 % interval, as in Figure 5 of the paper.
+
+    Args:
+        models: name → what `python -m dash_trl.evaluation` writes as figures: `pass_at`, k → [value, low, high].
+        picture: the file to write.
+    Returns:
+        The path of the picture.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    ks: set[int] = set()
+    for name, figures in models.items():
+        points = sorted((int(k), *interval) for k, interval in figures["pass_at"].items() if None not in interval)
+        if not points:
+            continue
+        own, value, low, high = zip(*points, strict=True)
+        ks.update(own)
+        (line,) = axis.plot(own, [100 * one for one in value], marker="o", markersize=3, label=_marked(name, figures))
+        axis.fill_between(
+            own, [100 * one for one in low], [100 * one for one in high], color=line.get_color(), alpha=0.15, lw=0
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sorted(ks))
+    axis.xaxis.set_major_formatter(ScalarFormatter())
+    axis.set(xlabel="k", title=f"pass@k (%){title and f', {title}'}")
+    axis.spines[["top", "right"]].set_visible(False)
+    if ks:
+        axis.legend(loc="lower right", frameon=False)
+    figure.savefig(picture, dpi=120)
+    return Path(picture)
+
+
+def _marked(name: str, figures: Mapping[str, Any]) -> str:
+    return f"{name}* ({figures['failed']:.1%} unscored)" if figures.get("marked") else name
 
 
 def smooth(values: list[float], weight: float = 0.8) -> list[float]:

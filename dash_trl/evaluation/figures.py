@@ -1,0 +1,105 @@
+"""From scored samples to figures: accuracy and pass@k with their intervals, lengths, truncated and failed shares.
+
+A sample that its reward failed on counts neither way. Where that is more than one in a hundred, the figures are of
+other samples than those asked for, and are marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dash_trl.evaluation.estimates import CORRECT_ABOVE, bootstrap_interval, pass_at_k
+
+MARKED_ABOVE = 0.01  # share of failed rewards
+MARK = "*"
+
+
+def figures_of(rows: Sequence[Sequence[Mapping[str, Any]]], ks: Sequence[int], *, seed: int = 0) -> dict[str, Any]:
+    """The figures, as JSON; None where nothing could be estimated.
+
+    Args:
+        rows: per problem its samples, each with `reward` (None: failed), `tokens` and `truncated`.
+        ks: at most the samples of a problem.
+        seed: of the intervals.
+    Returns:
+        accuracy: correct samples among the scored ones, with accuracy_interval.
+        pass_at: k (a string) → [mean over problems, low, high]; of problems with k scored samples.
+        left_out: k (a string) → problems that have fewer.
+        problems, samples: their numbers. failed, truncated: shares of the samples. mean_length: tokens.
+        marked: more than 1 % of the rewards failed.
+    """
+    samples = [sample for row in rows for sample in row]
+    scored = [[sample["reward"] for sample in row if sample["reward"] is not None] for row in rows]
+    counts = [(len(rewards), sum(reward > CORRECT_ABOVE for reward in rewards)) for rewards in scored]
+    known = [(n, c) for n, c in counts if n > 0]
+    total = sum(n for n, _ in known)
+    accuracy = interval = None
+    if known:
+        accuracy = sum(c for _, c in known) / total
+        interval = list(bootstrap_interval([c for _, c in known], [n for n, _ in known], seed=seed))
+    pass_at: dict[str, list[float | None]] = {}
+    for k in ks:
+        estimates = [pass_at_k(n, c, k) for n, c in counts if n >= k]
+        mean = [sum(estimates) / len(estimates), *bootstrap_interval(estimates, seed=seed)] if estimates else [None] * 3
+        pass_at[str(k)] = mean
+    failed = (len(samples) - total) / len(samples) if samples else 0.0
+    return {
+        "accuracy": accuracy,
+        "accuracy_interval": interval,
+        "pass_at": pass_at,
+        "left_out": {str(k): sum(n < k for n, _ in counts) for k in ks},
+        "problems": len(rows),
+        "samples": len(samples),
+        "failed": failed,
+        "truncated": sum(sample["truncated"] for sample in samples) / len(samples) if samples else 0.0,
+        "mean_length": sum(sample["tokens"] for sample in samples) / len(samples) if samples else 0.0,
+        "marked": failed > MARKED_ABOVE,
+    }
+
+
+def remarks(name: str, figures: Mapping[str, Any]) -> list[str]:
+    """What has to be said beside the figures of a model."""
+    said = []
+    if figures["marked"]:
+        said.append(
+            f"{MARK} {name}: the reward failed on {figures['failed']:.1%} of {figures['samples']} samples, which count "
+            "neither as right nor as wrong."
+        )
+    for k, problems in figures["left_out"].items():
+        if problems:
+            said.append(
+                f"{name}: pass@{k} leaves out {problems} of {figures['problems']} problems, which have fewer than {k} "
+                "scored samples."
+            )
+    return said
+
+
+def table(models: Mapping[str, Mapping[str, Any]], ks: Sequence[int]) -> str:
+    """A line per model; shares in per cent, the 95 % intervals in brackets."""
+    rows = [["model", "accuracy", *(f"pass@{k}" for k in ks), "tokens", "truncated", "failed"]]
+    for name, figures in models.items():
+        mark = MARK if figures["marked"] else ""
+        cells = [(figures["accuracy"], *(figures["accuracy_interval"] or (None, None)))]
+        cells += [tuple(figures["pass_at"][str(k)]) for k in ks]
+        rows.append(
+            [
+                name,
+                *(_cell(*cell) + mark for cell in cells),
+                f"{figures['mean_length']:.0f}",
+                f"{figures['truncated']:.1%}",
+                f"{figures['failed']:.1%}",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _cell(value: float | None, low: float | None, high: float | None) -> str:
+    return (
+        "–"
+        if value is None or low is None or high is None
+        else f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+    )
