@@ -189,7 +189,7 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
             for remark in remarks(job.label, results[job.label]):
                 logger.warning(remark)
     print(f"\n{table(results, ks)}\n\nsamples: {', '.join(str(job.records.path) for job in jobs)}")
-    print(f"plot:    {plot_pass_at_k(results, folder / PICTURE, title=task.dataset_name)}")
+    print(f"plot:    {plot_pass_at_k(results, folder / PICTURE, title=Path(task.dataset_name).name)}")
     return results
 
 

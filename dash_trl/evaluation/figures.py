@@ -41,8 +41,9 @@ def figures_of(rows: Sequence[Sequence[Mapping[str, Any]]], ks: Sequence[int], *
     pass_at: dict[str, list[float | None]] = {}
     for k in ks:
         estimates = [pass_at_k(n, c, k) for n, c in counts if n >= k]
-        mean = [sum(estimates) / len(estimates), *bootstrap_interval(estimates, seed=seed)] if estimates else [None] * 3
-        pass_at[str(k)] = mean
+        pass_at[str(k)] = [None] * 3
+        if estimates:
+            pass_at[str(k)] = [sum(estimates) / len(estimates), *bootstrap_interval(estimates, seed=seed)]
     failed = (len(samples) - total) / len(samples) if samples else 0.0
     return {
         "accuracy": accuracy,
@@ -92,14 +93,11 @@ def table(models: Mapping[str, Mapping[str, Any]], ks: Sequence[int]) -> str:
             ]
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _cell(value: float | None, low: float | None, high: float | None) -> str:
-    return (
-        "–"
-        if value is None or low is None or high is None
-        else f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-    )
+    if value is None or low is None or high is None:
+        return "–"
+    return f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"

@@ -104,8 +104,8 @@ class Task:
             )
         if not chat:
             raise ValueError(
-                f"dataset_name={self.dataset_name!r} has conversations, but the model's tokenizer has no chat template: "
-                "it is for models that were trained on these problems."
+                f"dataset_name={self.dataset_name!r} has conversations, but the model's tokenizer has no chat "
+                "template: it is for models that were trained on these problems."
             )
         return _part(known.problems(), self.dataset_test_split, self.dataset_name)
 
