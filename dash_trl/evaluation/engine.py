@@ -34,6 +34,7 @@ class VLLMSampler(Sampler):
             options["tensor_parallel_size"] = layout(len(gpus), 1, parallelism(()), config)[1]
         else:  # as `dash_trl.serve` starts a server
             options |= {"dtype": "float32", "enforce_eager": True, "max_num_seqs": CPU_SEQUENCES}
+            options["enable_chunked_prefill"] = False  # with it and seeds the engine dies (`sampling.takes_seeds`)
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)  # read by the engine's process
         with tempfile.TemporaryDirectory(prefix="dash_trl_merged_") as merged:
             path = checkpoint.base

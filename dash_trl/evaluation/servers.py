@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dash_trl.evaluation.checkpoint import Checkpoint
 from dash_trl.evaluation.sampler import Draw, Drawn, Sampler, end_tokens
-from dash_trl.sampling import ServerPool, check_servers, load_checkpoint
+from dash_trl.sampling import ServerPool, check_servers, load_checkpoint, takes_seeds
 
 # Neutral values of what a server would take from the model's generation_config.
 OWN_DISTRIBUTION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -18,7 +18,7 @@ class ServerSampler(Sampler):
     """A request per prompt, with a seed of its own; a failed one is made again on another server.
 
     Not repeatable in spite of the seeds: which requests share a batch depends on timing, and so do the last bits of
-    the logits.
+    the logits. Servers on a CPU get none (`takes_seeds`).
 
     Args:
         urls: servers of models of the checkpoint's shape. They keep its weights.
@@ -31,6 +31,7 @@ class ServerSampler(Sampler):
         super().__init__(checkpoint.tokenizer, end_tokens(checkpoint.generation_config, checkpoint.tokenizer))
         self.pool = ServerPool(urls)
         dtype = check_servers(self.pool, checkpoint.config, checkpoint.name)
+        self._takes_seeds = takes_seeds(self.pool)
         self._temporary = tempfile.TemporaryDirectory(prefix="dash_trl_weights_") if weight_dir is None else None
         folder = self._temporary.name if self._temporary is not None else str(weight_dir)
         try:
@@ -47,8 +48,8 @@ class ServerSampler(Sampler):
                 **OWN_DISTRIBUTION,
                 "temperature": draw.temperature,
                 "max_tokens": draw.max_new_tokens,
-                "seed": draw.stream(index),
                 "stop_token_ids": self.end_tokens,
+                **({"seed": draw.stream(index)} if self._takes_seeds else {}),
             }
             jobs += self.pool.completions([(prompts[index], draw.num_samples)], sampling)
         for number, job in enumerate(jobs):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.sampling.checkpoints import check_servers, load_checkpoint
+    from dash_trl.sampling.checkpoints import check_servers, load_checkpoint, takes_seeds
     from dash_trl.sampling.pool import PoolError, ServerPool
     from dash_trl.sampling.trl import VLLMPool, install, without_client
     from dash_trl.sampling.urls import check_urls, is_loopback, is_unspecified

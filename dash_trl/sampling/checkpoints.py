@@ -57,6 +57,16 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> torch.dtype:
     return getattr(torch, next(iter(dtypes.values())))
 
 
+def takes_seeds(pool: ServerPool) -> bool:
+    """Whether the servers survive a request with a seed.
+
+    vLLM 0.31 rewinds the request's generator when a prompt is computed in parts, and a generator on a CPU cannot be:
+    the engine dies ("CPU Generator does not use offset", vllm/v1/worker/gpu_model_runner.py).
+    """
+    configs = _ask(pool, lambda server: server.config())
+    return all(config.get("device_config", {}).get("device") != "cpu" for config in configs.values())
+
+
 def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_dir: str | Path) -> None:
     """Have all servers sample from this model, those that die and come back, too.
 
