@@ -197,9 +197,6 @@ def _jobs(
     models: Sequence[str], task: Task, arguments: EvaluationArguments, folder: Path, stack: ExitStack
 ) -> Iterator[Job]:
     """Opens the files of all models, and says of each what is wrong with it."""
-    repeated = [model for model in models if models.count(model) > 1]
-    if repeated:
-        raise ValueError(f"The model {repeated[0]!r} is named twice: name each once.")
     shared = {
         "dataset_name": task.dataset_name,
         **arguments.settings(),
@@ -207,8 +204,8 @@ def _jobs(
         **task.reward_settings(),
     }
     problems: dict[bool, Dataset] = {}
-    for model, label in zip(models, labels(models), strict=True):
-        checkpoint = Checkpoint(model_of(model, task))
+    checkpoints = [Checkpoint(model_of(model, task)) for model in models]
+    for model, label, checkpoint in zip(models, labels(models), checkpoints, strict=True):
         chat = checkpoint.tokenizer.chat_template is not None
         if chat not in problems:
             problems[chat] = task.problems(chat)
@@ -226,9 +223,10 @@ def _jobs(
 
 def labels(models: Sequence[str]) -> list[str]:
     """Short names for files and plots: the last part of each, with as many before it as tell them apart."""
-    parts = [Path(os.path.normpath(model)).parts for model in models]
+    full = [os.path.abspath(model) if os.path.isdir(model) else model for model in models]
+    parts = [Path(one).parts for one in full]
     for length in range(1, max(map(len, parts)) + 1):
-        short = ["-".join(part.strip("/.") for part in one[-length:]).strip("-") or "model" for one in parts]
+        short = ["-".join(one[-length:]).strip("/.-~") for one in parts]
         if len(set(short)) == len(short):
             return short
     raise ValueError(f"The models {list(models)} are the same: name each once.")

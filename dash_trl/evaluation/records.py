@@ -106,17 +106,18 @@ class Records:
             logger.warning(f"{self.path} ends with half a line, of a run that was interrupted: it is dropped.")
         lines = whole.split(b"\n") if newline else []
         for number, line in enumerate(lines, 1):
-            self._take(number, line)
-        if rest:
-            self._file.truncate(len(content) - len(rest))
-        if not lines:
+            self._take(number, line, alone=len(lines) == 1)
+        self._file.truncate(len(content) - len(rest) if self._rows else 0)
+        if not self._rows:
             self._append({"settings": self.settings})
 
-    def _take(self, number: int, line: bytes) -> None:
+    def _take(self, number: int, line: bytes, alone: bool) -> None:
         try:
             row = json.loads(line)
             if number == 1:
-                self._compare(dict(row["settings"]))
+                theirs = dict(row["settings"])
+                if not alone:  # else nothing was done with them
+                    self._compare(theirs)
             else:
                 self._rows[int(row.pop("index"))] = row
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
