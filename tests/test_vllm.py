@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,6 +28,10 @@ from dash_trl import DASHConfig, DASHTrainer
 from dash_trl.embedded.problems import arithmetic_dataset, arithmetic_reward
 from dash_trl.embedded.run import embedded_defaults
 from dash_trl.embedded.warm_up import embedded_model
+from dash_trl.evaluation import LocalSampler, open_sampler
+from dash_trl.evaluation.checkpoint import Checkpoint
+from dash_trl.evaluation.command import main
+from dash_trl.evaluation.servers import check_shapes
 from dash_trl.rewards import JudgeError, JudgeReward
 from dash_trl.sampling.trl import VLLMPool
 from dash_trl.sampling.weights.snapshot import WeightMismatch
@@ -467,3 +472,114 @@ def test_colocated(model_path, tmp_path):
     (rank,) = results(stdout)
     assert rank["steps"] == 2 and rank["moved"] > 1e-4
     assert max(rank["differences"]) < 0.01 and len(rank["differences"]) == 2  # TRL loads the model in bfloat16
+
+
+# ----------------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.fixture(scope="module")
+def checkpoints(model_path, tmp_path_factory) -> dict[str, str]:
+    """Of one shape: the embedded model's directory, one with other weights, a LoRA adapter on it."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    other = AutoModelForCausalLM.from_pretrained(model_path)
+    change(other, 5)
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model_path), config)
+    for name, one in (("other", other), ("adapter", adapted)):
+        one.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return {"own": model_path, "other": str(folder / "other"), "adapter": str(folder / "adapter")}
+
+
+CONVERSATIONS = arithmetic_dataset("test", 12)["prompt"]
+
+
+def greedy(sampler: Any) -> list[list[int]]:
+    drawn = dict(sampler.sample(CONVERSATIONS, temperature=0, max_new_tokens=20))
+    return [drawn[index][0].token_ids for index in range(len(CONVERSATIONS))]
+
+
+@pytest.fixture(scope="module")
+def by_transformers(checkpoints) -> dict[str, list[list[int]]]:
+    own = greedy(open_sampler(checkpoints["own"]))
+    other = greedy(open_sampler(checkpoints["other"]))
+    adapted = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(checkpoints["own"]), checkpoints["adapter"]
+    )
+    adapter = greedy(LocalSampler(adapted, AutoTokenizer.from_pretrained(checkpoints["own"])))
+    assert own != other and own != adapter
+    return {"own": own, "other": other, "adapter": adapter}
+
+
+def test_servers_take_one_checkpoint_after_another(servers, checkpoints, by_transformers, tmp_path):
+    """In place, LoRA merged; and the one that they hold is not written again."""
+    for number, (name, written) in enumerate([("other", True), ("adapter", True), ("own", True), ("own", False)]):
+        folder = tmp_path / str(number)
+        with open_sampler(checkpoints[name], server_urls=servers.urls, weight_dir=folder) as sampler:
+            assert greedy(sampler) == by_transformers[name], name
+            assert folder.exists() == written, name
+
+
+def test_servers_that_were_given_other_weights_get_theirs_again_or_are_refused(
+    servers, checkpoints, by_transformers, tmp_path
+):
+    with open_sampler(checkpoints["other"], server_urls=servers.urls, weight_dir=tmp_path) as first:
+        with open_sampler(checkpoints["own"], server_urls=servers.urls, weight_dir=tmp_path) as second:
+            assert greedy(second) == by_transformers["own"]
+            held = open_sampler(checkpoints["own"], server_urls=servers.urls)
+        assert greedy(first) == by_transformers["other"]
+        with held, pytest.raises(WeightMismatch, match="holds others"):
+            greedy(held)
+
+
+def test_evaluation_by_servers(servers, checkpoints, tiny_model, tmp_path, capsys):
+    def evaluate(*models: str) -> None:
+        main([*models, *"--dataset_name embedded --dataset_test_split test[:40] --num_samples 16 --k 1 4".split(), *to])
+
+    to = ["--vllm_server_urls", *servers.urls, "--output_dir", str(tmp_path)]
+    with pytest.raises(ValueError, match=rf"another shape than .* python -m dash_trl.serve {tiny_model} --servers 2"):
+        check_shapes([Checkpoint(checkpoints["own"]), Checkpoint(tiny_model)], servers.urls)
+    evaluate(checkpoints["other"], "embedded")
+    accuracy = {name: json.loads((tmp_path / f"{name}.json").read_text())["accuracy"] for name in ("other", "embedded")}
+    assert 0.25 < accuracy["embedded"] < 0.65 and accuracy["other"] < accuracy["embedded"]
+    file = tmp_path / "embedded.jsonl"
+    whole = file.read_text().splitlines()
+    assert [json.loads(line)["index"] for line in whole[1:]] == list(range(40))
+    file.write_text("\n".join([*whole[:11], whole[12], whole[30][:20]]))
+    evaluate("embedded")
+    again = file.read_text().splitlines()
+    assert again[:11] == whole[:11] and again[12] == whole[12] and len(again) == 41
+    assert [json.loads(line)["index"] for line in again[1:]] == list(range(40))
+
+
+IN_PROCESS = """
+import sys
+from dash_trl.evaluation import open_sampler
+from tests.test_vllm import CONVERSATIONS, greedy
+
+with open_sampler(sys.argv[1], backend="vllm") as sampler:
+    print("greedy", greedy(sampler))
+    whole = dict(sampler.sample(CONVERSATIONS, num_samples=32, max_new_tokens=20, seed=1))
+    rest = dict(sampler.sample(CONVERSATIONS, num_samples=32, max_new_tokens=20, seed=1, done={0, 5}))
+    print("same", rest == {index: samples for index, samples in whole.items() if index not in (0, 5)})
+    print("texts", len({sample.text for samples in whole.values() for sample in samples}))
+"""
+
+
+def test_vllm_in_process_draws_each_request_by_its_seed(checkpoints, by_transformers):
+    """More prompt tokens at once than vLLM takes in a step: computed in parts, with seeds, they end a CPU engine."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_PROCESS, checkpoints["adapter"]],
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = dict(
+        line.split(" ", 1) for line in done.stdout.splitlines() if line.split(" ")[0] in ("greedy", "same", "texts")
+    )
+    assert json.loads(said["greedy"]) == by_transformers["adapter"]
+    assert said["same"] == "True" and int(said["texts"]) > 50

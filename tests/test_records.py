@@ -1,0 +1,100 @@
+"""Files that an interrupted run goes on with: wherever it was cut, and whose it was."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dash_trl.evaluation import Records
+
+SETTINGS = {"model": "a", "temperature": 0.7, "k": (1, 2)}
+ROWS = {0: {"text": "zwölf\n"}, 1: {"text": "b"}, 2: {"text": "", "rewards": [None, 1.0]}}
+
+
+def write(path, rows=ROWS, settings=SETTINGS):
+    """As a run does: what is there is not made again."""
+    with Records(path, settings) as records:
+        for index, row in rows.items():
+            if index not in records.rows:
+                records.add(index, row)
+        records.sort()
+    return path.read_bytes()
+
+
+def test_a_file_is_its_settings_and_a_line_per_row(tmp_path):
+    lines = [json.loads(line) for line in write(tmp_path / "a.jsonl").decode().splitlines()]
+    assert lines[0] == {"settings": {"model": "a", "temperature": 0.7, "k": [1, 2]}}
+    assert lines[1:] == [{"index": index, **row} for index, row in ROWS.items()]
+
+
+def test_wherever_it_was_cut_it_becomes_the_same_file(tmp_path):
+    whole = write(tmp_path / "whole.jsonl")
+    for length in range(len(whole) + 1):
+        cut = tmp_path / "cut.jsonl"
+        cut.write_bytes(whole[:length])
+        assert write(cut) == whole, whole[:length]
+
+
+def test_half_a_line_is_dropped_and_said(tmp_path, caplog):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(write(path)[:-3])
+    with Records(path, SETTINGS) as records:
+        assert dict(records.rows) == {0: ROWS[0], 1: ROWS[1]}
+    assert "ends with half a line" in caplog.text
+
+
+def test_rows_that_came_in_another_order_are_sorted(tmp_path):
+    assert write(tmp_path / "b.jsonl", dict(reversed(ROWS.items()))) == write(tmp_path / "a.jsonl")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "b.jsonl"}
+
+
+def test_other_settings_are_refused_by_name_and_nothing_is_overwritten(tmp_path):
+    before = write(tmp_path / "a.jsonl")
+    other = {"model": "a", "temperature": 1.0, "seed": 3}
+    with pytest.raises(ValueError) as error:
+        Records(tmp_path / "a.jsonl", other)
+    for difference in (
+        "temperature is 0.7 there and 1.0 here",
+        "k is [1, 2] there and missing",
+        "seed is missing there",
+    ):
+        assert difference in str(error.value)
+    assert "model" not in str(error.value).partition("other settings")[2]
+    assert (tmp_path / "a.jsonl").read_bytes() == before
+
+
+def test_settings_without_a_row_bind_nobody(tmp_path):
+    write(tmp_path / "a.jsonl", {})
+    assert write(tmp_path / "a.jsonl", settings={"seed": 1}) == write(tmp_path / "b.jsonl", settings={"seed": 1})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"# notes\n", b'{"problem": "1+1"}\n', b'{"settings": {}}\n{"text": "b"}\n', b"[1]\n", b"\xff\n", b"half"],
+)
+def test_a_file_of_another_form_is_left_alone(tmp_path, content):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is none of a file of records"):
+        Records(path, {})
+    assert path.read_bytes() == content
+
+
+def test_a_broken_line_in_the_middle_is_no_half_line(tmp_path):
+    lines = write(tmp_path / "a.jsonl").splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_bytes(b"".join([lines[0], lines[1][:9] + b"\n", lines[2]]))
+    with pytest.raises(ValueError, match="Line 2 of .*a.jsonl"):
+        Records(tmp_path / "a.jsonl", SETTINGS)
+
+
+def test_two_runs_do_not_write_one_file(tmp_path):
+    with Records(tmp_path / "a.jsonl", SETTINGS), pytest.raises(ValueError, match="Another process is writing"):
+        Records(tmp_path / "a.jsonl", SETTINGS)
+    write(tmp_path / "a.jsonl")  # it is free again
+
+
+def test_where_nothing_can_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be written"):
+        Records(tmp_path / "file" / "a.jsonl", SETTINGS)
