@@ -26,6 +26,7 @@ UPDATE = [
 PURE = [f"update.{name}" for name in (*UPDATE, "skipped_steps")]
 PURE += [f"rollout.{name}" for name in ("ahead", "batch", "window", "resume")]
 PURE += ["monitoring.metrics", "monitoring.recorder"]
+PURE += ["evaluation.estimates", "evaluation.figures", "evaluation.records"]
 PURE += ["process_rewards.credit", "process_rewards.diagnostics"]
 PURE += ["sampling.backlog", "sampling.health", "sampling.weights.checksum", "sampling.urls", "sampling.server"]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dash_trl.monitoring.plots import plot_run, read_metrics, smooth
+from dash_trl.monitoring.plots import plot_pass_at_k, plot_run, read_metrics, smooth
 
 
 def write(path, logs):
@@ -34,3 +34,29 @@ def test_a_file_without_rewards_is_an_error(tmp_path):
 def test_smooth_is_a_weighted_mean():
     assert smooth([2.0, 2.0, 2.0]) == pytest.approx([2.0, 2.0, 2.0])
     assert smooth([0.0, 1.0], weight=0.5) == pytest.approx([0.0, 1 / 1.5])
+
+
+def test_pass_at_k_of_several_models(tmp_path, monkeypatch):
+    """A line per model through its values, in its interval; what was not estimated is left out, a mark is named."""
+    from matplotlib.axes import Axes
+
+    drawn, bands = {}, []
+    plot, fill = Axes.plot, Axes.fill_between
+    monkeypatch.setattr(
+        Axes,
+        "plot",
+        lambda self, x, y, label, **k: drawn.update({label: (list(x), y)}) or plot(self, x, y, label=label, **k),
+    )
+    monkeypatch.setattr(
+        Axes, "fill_between", lambda self, x, low, high, **k: bands.append((low, high)) or fill(self, x, low, high, **k)
+    )
+    models = {
+        "good": {"pass_at": {"16": [0.9, 0.8, 1.0], "1": [0.5, 0.4, 0.6]}, "marked": False, "failed": 0.0},
+        "failing": {"pass_at": {"1": [0.2, 0.1, 0.3], "16": [None, None, None]}, "marked": True, "failed": 0.05},
+        "nothing": {"pass_at": {"1": [None, None, None]}, "marked": True, "failed": 1.0},
+    }
+    picture = plot_pass_at_k(models, tmp_path / "a.png", title="math")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert drawn == {"good": ([1, 16], [50.0, 90.0]), "failing* (5.0% unscored)": ([1], [20.0])}
+    assert bands == [([40.0, 80.0], [60.0, 100.0]), ([10.0], [30.0])]
+    plot_pass_at_k({"nothing": models["nothing"]}, tmp_path / "b.png")

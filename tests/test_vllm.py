@@ -561,15 +561,17 @@ from tests.test_vllm import CONVERSATIONS, greedy
 
 with open_sampler(sys.argv[1], backend="vllm") as sampler:
     print("greedy", greedy(sampler))
-    whole = dict(sampler.sample(CONVERSATIONS, num_samples=32, max_new_tokens=20, seed=1))
-    rest = dict(sampler.sample(CONVERSATIONS, num_samples=32, max_new_tokens=20, seed=1, done={0, 5}))
+    prompts = [30 * f"{number}+1-1" for number in range(8)]  # 32 of each: more tokens than vLLM takes in a step
+    arguments = {"num_samples": 32, "max_new_tokens": 20, "seed": 1}
+    whole = dict(sampler.sample(prompts, **arguments))
+    rest = dict(sampler.sample(prompts, **arguments, done={0, 5}))
     print("same", rest == {index: samples for index, samples in whole.items() if index not in (0, 5)})
     print("texts", len({sample.text for samples in whole.values() for sample in samples}))
 """
 
 
 def test_vllm_in_process_draws_each_request_by_its_seed(checkpoints, by_transformers):
-    """More prompt tokens at once than vLLM takes in a step: computed in parts, with seeds, they end a CPU engine."""
+    """Prompts that are computed in parts, with seeds, would end an engine on a CPU."""
     done = subprocess.run(
         [sys.executable, "-c", IN_PROCESS, checkpoints["adapter"]],
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},

@@ -18,7 +18,7 @@ EMBEDDED = "embedded"  # the tiny model of `dash_trl.embedded`, in place of a pa
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory or a name on the hub; of a model, or of a LoRA adapter on one.
+    """A model by its directory or its name on the hub, or the directory of a LoRA adapter on one.
 
     Raises:
         ValueError: on construction, if there is no such model; no weights are read.

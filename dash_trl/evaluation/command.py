@@ -158,7 +158,9 @@ def main(argv: Sequence[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="a directory or hub name, or 'embedded'")
+    parser.add_argument(
+        "models", nargs="+", metavar="MODEL", help="a directory (of a LoRA adapter, too), a hub name, or 'embedded'"
+    )
     arguments, rest = parser.parse_args_into_dataclasses(argv)
     evaluate_models(rest.models, arguments)
 

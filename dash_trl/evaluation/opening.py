@@ -30,7 +30,7 @@ def open_sampler(
                 ...
 
     Args:
-        model: a directory or hub name, of a model or of a LoRA adapter; or "embedded".
+        model: a directory or hub name; the directory of a LoRA adapter; or "embedded".
         backend: "transformers", or "vllm" within this process.
         server_urls: vLLM servers (`python -m dash_trl.serve`) to sample from, in place of either. They get the model's
             weights if they hold others of the same shape, and keep them.
