@@ -73,6 +73,17 @@ def test_what_is_left_is_drawn_as_in_the_whole_run(tiny_model):
         assert rest == {index: samples for index, samples in whole.items() if index not in done}
 
 
+def test_every_batch_and_seed_has_numbers_of_its_own(tiny_model):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    sampler = LocalSampler(model, tokenizer, batch_size=2)
+    drawn = [
+        tuple(tuple(one.token_ids) for one in samples)
+        for seed in range(3)
+        for _, samples in sampler.sample(["1"] * 3, num_samples=2, max_new_tokens=12, seed=seed)
+    ]
+    assert len(set(drawn)) == len(drawn) == 9
+
+
 def test_truncated_is_what_did_not_end(tiny_model):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     sampler = LocalSampler(model, tokenizer)

@@ -70,6 +70,25 @@ def prompts(count: int, n: int) -> list[tuple[list[int], int]]:
     return [([i, 1, 2], n) for i in range(count)]
 
 
+@pytest.mark.parametrize("fault", [None, "500"])
+def test_results_are_taken_as_they_come(fakes, fault):
+    """From a server that fails the first request, too; whoever stops taking takes the rest back."""
+    pool = ServerPool([fakes(fault, 1).url, fakes().url], server_timeout=20.0)
+    jobs = pool.completions(prompts(20, 2), {"max_tokens": 8})
+    assert sorted(pool.as_completed(jobs)) == list(enumerate(expected(20, 2)))
+    rest = pool.as_completed(pool.completions(prompts(20, 2), {"max_tokens": 8}))
+    next(rest)
+    rest.close()
+    assert not pool.backlog.waiting and not pool.backlog.running
+    assert pool.complete(prompts(3, 1), {"max_tokens": 8}) == expected(3, 1)
+
+
+def test_what_every_server_refuses_is_raised_where_results_are_taken(fakes):
+    pool = ServerPool([fakes("400").url], server_timeout=20.0)
+    with pytest.raises(ValueError, match="answered 400"):
+        list(pool.as_completed(pool.completions(prompts(2, 1), {"max_tokens": 8})))
+
+
 @pytest.mark.parametrize("fault", FAULTS + FAULTS_OF_SAMPLES)
 def test_a_good_server_answers_what_a_bad_one_fails(fault, fakes):
     bad, good = fakes(fault, spared=1), fakes()  # a server is tried before it is trusted
