@@ -561,7 +561,7 @@ from tests.test_vllm import CONVERSATIONS, greedy
 
 with open_sampler(sys.argv[1], backend="vllm") as sampler:
     print("greedy", greedy(sampler))
-    prompts = [30 * f"{number}+1-1" for number in range(8)]  # 32 of each: more tokens than vLLM takes in a step
+    prompts = [30 * f"{number}+1-1" for number in range(24)]  # 32 of each: more tokens than vLLM takes in a step
     arguments = {"num_samples": 32, "max_new_tokens": 20, "seed": 1}
     whole = dict(sampler.sample(prompts, **arguments))
     rest = dict(sampler.sample(prompts, **arguments, done={0, 5}))
