@@ -39,8 +39,8 @@ def start_python_twice(_: int) -> None:
 
 
 def run(data: Path, workers: int) -> dict[str, Any]:
-    problems = list(load_code_dataset(data, split="test"))
-    codes = [json.loads(line)["code"] for line in (data / "test.jsonl").read_text().splitlines()]
+    problems = list(load_code_dataset(data, split="all", prompt_template="plain", completion=True))
+    codes = [one["completion"] for one in problems]
     count = len(problems)
     with CodeReward() as reward, ThreadPoolExecutor(workers) as pool:
         box = reward.sandbox

@@ -2,36 +2,45 @@ r"""Math and programming problems as TRL wants them: data sets with the columns 
 
     hub name | file | directory | save_to_disk  ──► datasets.Dataset ──► problem, answer columns ──► prompt, answer
                                                                     └──► problem, tests columns ──► prompt, tests, …
+                                                     completion=True ──► and the solution by a human, as `completion`
 
 The layouts that are recognised (column names in any case):
 
-| data set | problem | answer |
-|---|---|---|
-| GSM8K (arXiv:2110.14168) | `question` | `answer`, what follows `####`, without thousands separators |
-| MATH (arXiv:2103.03874), MATH-500, AIME | `problem` | `answer`, else the last \boxed{} of `solution` |
-| OlympiadBench (arXiv:2402.14008) | `question` | `final_answer`, a list |
-| ready-made | `prompt`, a string or a conversation, kept as it is | `answer`, else the last \boxed{} of `solution` |
+| data set | problem | answer | solution |
+|---|---|---|---|
+| GSM8K (arXiv:2110.14168) | `question` | `answer`, what follows `####`, without thousands separators | `answer` |
+| MATH (arXiv:2103.03874), MATH-500, AIME | `problem` | `answer`, else the last \boxed{} of `solution` | `solution` |
+| OlympiadBench (arXiv:2402.14008) | `question` | `final_answer`, a list | |
+| ready-made | `prompt`, a string or a conversation, kept as it is | as of MATH | `completion`, kept as it is |
 
-| data set | problem | tests |
-|---|---|---|
-| MBPP (arXiv:2108.07732), MBPP+ | `text` or `prompt`, with the first assert | `test`, a script, or `test_list` |
-| HumanEval (arXiv:2107.03374), HumanEval+ | `prompt`, the beginning of a program | `test`, whose `check` is called |
-| ready-made | `prompt`, kept as it is | `tests`, a script or several |
+| data set | problem | tests | solution |
+|---|---|---|---|
+| MBPP (arXiv:2108.07732), MBPP+ | `text` or `prompt`, with the first assert | `test` or `test_list`, scripts | `code` |
+| HumanEval (arXiv:2107.03374), HumanEval+ | `prompt`, a program's start | `test`, a `check` | `canonical_solution` |
+| ready-made | `prompt`, kept as it is | `tests`, a script or several | `completion`, kept as it is |
+
+MBPP+ has one split of 378 problems. Here it has two, as in the paper: 264 in "train" and 114 in "test", by
+`MBPP_PLUS_SEED`, since the paper's own are not published; "train+test" or "all" is all of them.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import hashlib
+import logging
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dash_trl.rewards import last_boxed, last_hashes
+from dash_trl.rewards import completion_text, last_boxed, last_hashes
 
 if TYPE_CHECKING:
-    from datasets import Dataset, ReadInstruction
+    from datasets import Dataset
+
+logger = logging.getLogger(__name__)
 
 PROMPT_TEMPLATES = {
     "plain": "{problem}",
@@ -46,11 +55,16 @@ FIRST_TEST = "\n\nYour program should pass this test, and others like it:\n\n"  
 
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "final_answer", "solution")
+SOLUTION_COLUMNS = ("completion", "solution", "answer")  # an answer without its way is none
 TEXT_COLUMNS = ("prompt", "text")
+PROGRAM_COLUMNS = ("completion", "code", "canonical_solution", "solution")
 TEST_COLUMNS = ("tests", "test", "test_list")
 SETUP_COLUMNS = ("test_setup_code", "test_imports")
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 ONLY_SPLIT = "train"  # of a single file, or a saved `Dataset`, as `datasets` calls it
+MBPP_PLUS_COLUMNS = {"task_id", "prompt", "code", "test_list", "test"}
+MBPP_PLUS_ROWS, MBPP_PLUS_TRAIN = 378, 264  # Section 4.1 of the paper
+MBPP_PLUS, MBPP_PLUS_SEED = ("train", "test"), 0
 EXCERPT_CHARS = 200  # of a row that an error shows
 
 
@@ -61,8 +75,10 @@ def load_math_dataset(
     split: str = "train",
     prompt_template: str | None = None,
     chat: bool = False,
+    completion: bool = False,
     problem_column: str | None = None,
     answer_column: str | None = None,
+    solution_column: str | None = None,
 ) -> Dataset:
     r"""Loads math problems with gold answers, for `DASHTrainer(train_dataset=...)` and `MathAccuracyReward`.
 
@@ -76,12 +92,17 @@ def load_math_dataset(
         prompt_template: a name in `PROMPT_TEMPLATES`, or a text with `{problem}` in it. None: "boxed", but a column
             `prompt` stays as it is.
         chat: make each prompt a conversation of one user message, for a tokenizer with a chat template.
+        completion: add the solutions, for supervised fine-tuning. GSM8K's lose their <<calculator marks>>; one whose
+            final answer is not in a box gets a last sentence with it, boxed if the prompt asks for that.
         problem_column: where the problems are, if not in one of `PROBLEM_COLUMNS`.
         answer_column: where the gold answers are, if not in one of `ANSWER_COLUMNS`.
+        solution_column: where the solutions are, if not in one of `SOLUTION_COLUMNS`.
     Returns:
-        Columns `prompt` (string or conversation) and `answer` (string), in the order of the source.
+        Columns `prompt` (string or conversation), `answer` (string) and, if asked for, `completion` (of the prompt's
+        form), in the order of the source.
     Raises:
-        ValueError: if the path, config, split, template or columns do not exist, or rows lack a problem or an answer.
+        ValueError: if the path, config, split, template or columns do not exist, or rows lack a problem, an answer or
+            a solution.
     """
     template = None if prompt_template is None else resolve_template(prompt_template)
     source = str(name_or_path)
@@ -95,9 +116,9 @@ def load_math_dataset(
     if template is None and problems_from.lower() != "prompt":
         template = PROMPT_TEMPLATES[DEFAULT_TEMPLATE]
     rows = dataset.select_columns([problems_from, *answers_from])
-    prompts = [make_prompt(problem, template, chat) for problem in rows[problems_from]]
+    prompts: list[Any] = [make_prompt(problem, template, chat) for problem in rows[problems_from]]
     _require_all(prompts, dataset, f"a problem in {problems_from!r}", "problem_column", source)
-    answers = [find_answer(row, answers_from) for row in rows]
+    answers: list[Any] = [find_answer(row, answers_from) for row in rows]
     where = " or ".join(map(repr, answers_from))
     _require_all(
         answers,
@@ -107,9 +128,17 @@ def load_math_dataset(
         source,
     )
 
+    loaded = {"prompt": prompts, "answer": answers}
+    if completion:
+        solutions = _solutions(dataset, solution_column, SOLUTION_COLUMNS, source)
+        loaded["completion"] = [
+            make_completion(one if ready else math_solution(one, prompt, answer), prompt)
+            for one, ready, prompt, answer in zip(*solutions, prompts, answers, strict=True)
+        ]
+
     from datasets import Dataset
 
-    return Dataset.from_dict({"prompt": prompts, "answer": answers})
+    return Dataset.from_dict(loaded)
 
 
 def load_code_dataset(
@@ -119,22 +148,27 @@ def load_code_dataset(
     split: str = "train",
     prompt_template: str | None = None,
     chat: bool = False,
+    completion: bool = False,
     problem_column: str | None = None,
     tests_column: str | None = None,
+    solution_column: str | None = None,
 ) -> Dataset:
     r"""Loads programming problems with unit tests, for `DASHTrainer(train_dataset=...)` and `CodeReward`.
 
         load_code_dataset("google-research-datasets/mbpp", chat=tokenizer.chat_template is not None)
 
     Args:
-        name_or_path, config, split, chat: as of `load_math_dataset`.
+        name_or_path, config, split, chat: as of `load_math_dataset`; MBPP+ has the splits "train" and "test".
         prompt_template: a name in `PROMPT_TEMPLATES`, or a text with `{problem}` in it. None: "code", which asks for a
             fenced block; but HumanEval's prompts without `chat`, and ready-made ones, stay as they are.
+        completion: add the solutions, for supervised fine-tuning: in a fence, where the prompt asks for one.
         problem_column: where the problems are, if not in one of `TEXT_COLUMNS`.
         tests_column: where the tests are, if not in the first of `TEST_COLUMNS` that has some, row by row.
+        solution_column: where the solutions are, if not in one of `PROGRAM_COLUMNS`.
     Returns:
         Columns `prompt` (string or conversation), `tests` (scripts), `entry_point` (the function's name, or None) and,
-        of HumanEval, `starter_code` (the prompt as a program), in the order of the source.
+        of HumanEval, `starter_code` (the prompt as a program), and, if asked for, `completion` (of the prompt's form),
+        in the order of the source.
     Raises:
         ValueError: as `load_math_dataset`; for rows without tests, and for tests that are no Python.
     """
@@ -162,13 +196,21 @@ def load_code_dataset(
     starts = any(row["starter_code"] for row in rows)
     if template is None and (chat or not starts) and tests_from[0].lower() != "tests":
         template = PROMPT_TEMPLATES[CODE_TEMPLATE]
-    prompts = [make_prompt(row["problem"], template, chat) for row in rows]
+    prompts: list[Any] = [make_prompt(row["problem"], template, chat) for row in rows]
     _require_all(prompts, dataset, f"a problem in {problems_from!r}", "problem_column", source)
+
+    kept = ["tests", "entry_point", *(["starter_code"] if starts else [])]
+    loaded = {"prompt": prompts, **{name: [row[name] for row in rows] for name in kept}}
+    if completion:
+        solutions = _solutions(dataset, solution_column, PROGRAM_COLUMNS, source)
+        loaded["completion"] = [
+            make_completion(one if ready else code_solution(one, prompt, row["starter_code"]), prompt)
+            for one, ready, prompt, row in zip(*solutions, prompts, rows, strict=True)
+        ]
 
     from datasets import Dataset
 
-    kept = ["tests", "entry_point", *(["starter_code"] if starts else [])]
-    return Dataset.from_dict({"prompt": prompts, **{name: [row[name] for row in rows] for name in kept}})
+    return Dataset.from_dict(loaded)
 
 
 # ------------------------------------------------------------------------------------------------- rows, purely
@@ -250,6 +292,50 @@ def make_prompt(problem: Any, template: str | None, chat: bool) -> str | list[di
     return [{"role": "user", "content": text}] if chat else text
 
 
+def make_completion(solution: Any, prompt: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
+    """A solution in the form of its prompt: a text, or a conversation of one message by the assistant."""
+    if isinstance(prompt, str):
+        return completion_text(solution)
+    return [{"role": "assistant", "content": solution}] if isinstance(solution, str) else list(solution)
+
+
+def math_solution(solution: str, prompt: str | list[dict[str, str]], answer: str) -> str:
+    r"""A solution without GSM8K's calculator marks, that ends in the answer as the prompt asks for it.
+
+    One with a \boxed{} is left as it is. Behind a prompt that is a text it begins with a space.
+    """
+    text = _CALCULATOR.sub("", solution).strip()
+    if last_boxed(text) is None:
+        if last_hashes(text) is not None:
+            text = text.rpartition("####")[0].rstrip()
+        final = rf"\boxed{{{answer}}}" if r"\boxed" in _text(prompt) else answer
+        text = f"{text}\nThe answer is {final}.".lstrip()
+    return f"{_gap(prompt, ' ')}{text}"
+
+
+def code_solution(solution: str, prompt: str | list[dict[str, str]], starter_code: str | None) -> str:
+    """A program, in a fence if the prompt asks for one; the rest of the program that a text ends with, as it is."""
+    text = "\n".join(solution.splitlines()).strip("\n")  # MBPP's lines end in \r\n
+    if starter_code and text[:1].isspace():
+        if prompt == starter_code:
+            return text
+        text = f"{starter_code.rstrip()}\n{text}"
+    text = textwrap.dedent(text)
+    return f"{_gap(prompt, chr(10))}" + (f"```python\n{text}\n```" if "```" in _text(prompt) else text)
+
+
+def _text(prompt: str | list[dict[str, str]]) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
+
+
+def _gap(prompt: str | list[dict[str, str]], gap: str) -> str:
+    """What stands between a prompt and its completion, if the prompt is a text that does not end in white space."""
+    return gap if isinstance(prompt, str) and not prompt[-1:].isspace() else ""
+
+
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
+
+
 def find_answer(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
     """The gold answer of one row, from the first of the columns that has one."""
     for column in columns:
@@ -287,10 +373,10 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def _load(source: str, config: str | None, split: str) -> Dataset:
-    from datasets import ReadInstruction, load_dataset
+    from datasets import DatasetDict, ReadInstruction, concatenate_datasets, load_dataset, load_from_disk
 
     try:
-        parts = ReadInstruction.from_spec(split)
+        ReadInstruction.from_spec(split)
     except ValueError as error:
         raise ValueError(f"split={split!r} is no split ({error}): write it as 'test' or 'train[:1000]'.") from error
     path = Path(source).expanduser()
@@ -299,8 +385,6 @@ def _load(source: str, config: str | None, split: str) -> Dataset:
         raise ValueError(
             f"config={config!r} names a part of a data set on the hub, but {source!r} is one on disk: leave it out."
         )
-    if saved:
-        return _load_saved(path, parts, source, split)
     name_and_config: tuple[str, str | None]
     if path.is_file():
         if path.suffix not in FILE_FORMATS:
@@ -310,46 +394,52 @@ def _load(source: str, config: str | None, split: str) -> Dataset:
         name_and_config, files = (FILE_FORMATS[path.suffix], None), {"data_files": {ONLY_SPLIT: str(path)}}
     else:
         name_and_config, files = (str(path) if path.is_dir() else source, config), {}
-    if path.is_dir() and not any(file.suffix in FILE_FORMATS for file in path.rglob("*")):
+    if path.is_dir() and not saved and not any(file.suffix in FILE_FORMATS for file in path.rglob("*")):
         raise ValueError(f"The directory {source!r} holds no data files: it needs e.g. train.jsonl ({_FORMAT_NAMES}).")
     if not path.exists() and _looks_like_path(source):
         raise ValueError(f"{source!r} does not exist (looked for {path.absolute()}): correct the path.")
     try:
-        return load_dataset(*name_and_config, **files, split=split)
+        loaded = load_from_disk(str(path)) if saved else load_dataset(*name_and_config, **files)
     except ValueError as error:
-        _explain_split(error, source, split)
-        raise
+        if "corresponds to no data" not in str(error):
+            raise
+        raise ValueError(_no_rows(source, split)) from error
     except (FileNotFoundError, ConnectionError) as error:  # DatasetNotFoundError is a FileNotFoundError
         raise ValueError(
             f"{source!r} is neither a path (looked for {path.absolute()}) nor a data set that the hub gives "
             f"({error}): correct it, or the connection."
         ) from error
-
-
-def _load_saved(path: Path, parts: ReadInstruction, source: str, split: str) -> Dataset:
-    from datasets import DatasetDict, concatenate_datasets, load_from_disk
-
-    saved = load_from_disk(str(path))
-    splits = saved if isinstance(saved, DatasetDict) else {ONLY_SPLIT: saved}
+    splits = _split_mbpp_plus(dict(loaded) if isinstance(loaded, DatasetDict) else {ONLY_SPLIT: loaded})
+    parts = ReadInstruction.from_spec("+".join(splits) if split == "all" else split)
     try:
         ranges = parts.to_absolute({name: len(rows) for name, rows in splits.items()})
     except ValueError as error:
-        _explain_split(error, source, split)
-        raise
+        if "Unknown split" not in str(error):  # datasets/arrow_reader.py
+            raise
+        first = next(iter(splits))
+        raise ValueError(
+            f"{source!r} has no split {split!r}: choose one of {list(splits)}, or a part of one, such as "
+            f"'{first}[:100]' or '{first}[100:]'."
+        ) from error
     return concatenate_datasets(
         [splits[one.splitname].select(range(one.from_, one.to) if one.from_ < one.to else []) for one in ranges]
     )
 
 
-def _explain_split(error: ValueError, source: str, split: str) -> None:
-    """Raises what `datasets` says of a split with the remedy; does nothing if the error is about something else."""
-    if "corresponds to no data" in str(error):
-        raise ValueError(_no_rows(source, split)) from error
-    known = _UNKNOWN_SPLIT.search(str(error))
-    if known is not None:
-        splits = re.findall(r"'([^']+)'", known[1])
-        remedy = f"choose one of {splits}, or a part of one, such as '{splits[0]}[:100]' or '{splits[0]}[100:]'"
-        raise ValueError(f"{source!r} has no split {split!r}: {remedy}.") from error
+def _split_mbpp_plus(splits: dict[str, Dataset]) -> dict[str, Dataset]:
+    """MBPP+ in two, by the hashes of its problems' numbers; anything else as it is."""
+    rows = next(iter(splits.values()))
+    if len(splits) > 1 or len(rows) != MBPP_PLUS_ROWS or not MBPP_PLUS_COLUMNS <= set(rows.column_names):
+        return splits
+    hashes = [hashlib.sha256(f"{MBPP_PLUS_SEED}:{name}".encode()).digest() for name in rows["task_id"]]
+    train = set(sorted(hashes)[:MBPP_PLUS_TRAIN])
+    parts = {name: [i for i, one in enumerate(hashes) if (one in train) == (name == "train")] for name in MBPP_PLUS}
+    logger.info(
+        "MBPP+ in two by seed %d: %s.",
+        MBPP_PLUS_SEED,
+        ", ".join(f"{len(part)} problems in {name!r}" for name, part in parts.items()),
+    )
+    return {name: rows.select(part) for name, part in parts.items()}
 
 
 def _no_rows(source: str, split: str) -> str:
@@ -362,7 +452,6 @@ def _looks_like_path(source: str) -> bool:
 
 
 _FORMAT_NAMES = ", ".join(FILE_FORMATS)
-_UNKNOWN_SPLIT = re.compile(r"(?s)Unknown split.*Should be one of (\[.*?\])")  # datasets/arrow_reader.py
 
 
 def _find_column(what: str, wanted: str | None, known: Sequence[str], columns: Sequence[str], source: str) -> list[str]:
@@ -379,6 +468,23 @@ def _find_column(what: str, wanted: str | None, known: Sequence[str], columns: S
             f"right one with {what}_column."
         )
     return found
+
+
+def _solutions(dataset: Dataset, wanted: str | None, known: Sequence[str], source: str) -> tuple[list[Any], list[bool]]:
+    """The solutions, and whether they are completions already."""
+    column = _find_column("solution", wanted, known, dataset.column_names, source)[0]
+    bare = wanted is None and column.lower() == "answer"
+    found = [_solution(value, bare) for value in dataset[column]]
+    what = f"a solution in {column!r}" + (" (an answer alone is none; a solution ends in #### or \\boxed{})" * bare)
+    _require_all(found, dataset, what, "solution_column", source)
+    return found, [column.lower() == "completion"] * len(found)
+
+
+def _solution(value: Any, marked: bool) -> Any:
+    """What a column holds, if that is a solution, else None; `marked`: if something stands before its #### or box."""
+    text = completion_text(value)
+    way = re.split(r"####|\\boxed", text)[0] if not marked or final_answer(text, marked=True) else ""
+    return value if way.strip() or not marked and text.strip() else None
 
 
 def _require_all(values: Sequence[Any], dataset: Dataset, what: str, argument: str, source: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import subprocess
 import sys
@@ -482,14 +481,13 @@ def test_the_example_counts_an_unscored_program_as_neither_right_nor_wrong(monke
 @pytest.mark.skipif(not MBPPPLUS.exists(), reason=f"MBPP+ is not in {MBPPPLUS}")
 def test_mbpp_plus_solutions_pass_their_tests_and_fail_the_next_ones(reward):
     """Of a sample; all 378 by benchmarks/code_reward.py."""
-    problems = list(load_code_dataset(MBPPPLUS, split="test"))
-    codes = [json.loads(line)["code"] for line in (MBPPPLUS / "test.jsonl").read_text().splitlines()]
+    problems = list(load_code_dataset(MBPPPLUS, split="all", completion=True))
     chosen = {i for i, one in enumerate(problems) if one["entry_point"] in ("sum", "freq_count")} | {*range(0, 378, 8)}
     with ThreadPoolExecutor(4) as pool:
 
         def score(code: int, problem: int) -> float:
             one = problems[problem]
-            return reward(fenced(codes[code]), one["tests"], one["entry_point"])[0]
+            return reward(problems[code]["completion"], one["tests"], one["entry_point"])[0]
 
         assert all(one == 1.0 for one in pool.map(lambda i: score(i, i), chosen))
         assert all(one == 0.0 for one in pool.map(lambda i: score(i, (i + 1) % 378), chosen))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from dash_trl import CodeReward
+from dash_trl import CodeReward, MathAccuracyReward
 from dash_trl.data import (
     PROMPT_TEMPLATES,
     final_answer,
@@ -200,11 +201,12 @@ def test_a_hub_name_goes_to_datasets_with_its_config_and_split(monkeypatch):
 
     def load_dataset(*args, **kwargs):
         calls.append((args, kwargs))
-        return datasets.Dataset.from_list(GSM8K)
+        return datasets.DatasetDict(train=datasets.Dataset.from_list(GSM8K), test=datasets.Dataset.from_list(GSM8K[1:]))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert len(load_math_dataset("openai/gsm8k", config="main", split="test")) == 2
-    assert calls == [(("openai/gsm8k", "main"), {"split": "test"})]
+    assert len(load_math_dataset("openai/gsm8k", config="main", split="test")) == 1
+    assert len(load_math_dataset("openai/gsm8k", config="main", split="all")) == 3
+    assert calls == [(("openai/gsm8k", "main"), {})] * 2
 
 
 @needs_data
@@ -368,9 +370,166 @@ def test_a_dataset_without_tests(tmp_path):
         load_code_dataset(path)
 
 
+# ----------------------------------------------------------------------------------------------------- MBPP+ in two
+
+
 @needs_data
 def test_mbpp_plus_is_read_whole():
-    dataset = load_code_dataset(SHARED / "mbppplus", split="test")
+    dataset = load_code_dataset(SHARED / "mbppplus", split="all")
     solutions = [json.loads(line) for line in (SHARED / "mbppplus" / "test.jsonl").read_text().splitlines()]
-    assert dataset["entry_point"][:] == [one["entry_point"] for one in solutions] and len(dataset) == 378
+    assert set(dataset["entry_point"]) == {one["entry_point"] for one in solutions} and len(dataset) == 378
     assert all("assert" in prompt for prompt in dataset["prompt"])
+
+
+def plus_rows(count: int, **changes) -> list[dict]:
+    return [{**PLUS, "task_id": i, "prompt": f"Task {i}.", **changes} for i in range(count)]
+
+
+def tasks(path: Path, split: str) -> list[int]:
+    prompts = load_code_dataset(path, split=split, prompt_template="plain")["prompt"]
+    return [int(prompt.split(".")[0].removeprefix("Task ")) for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", ["test.jsonl", "train.jsonl", "file"])
+def test_mbpp_plus_has_two_splits_for_good(tmp_path, name):
+    """Whatever its one split is called, and whatever the order of its rows."""
+    rows = plus_rows(378)
+    path = write(tmp_path / "d" / (name if name != "file" else "own.jsonl"), rows[:: -1 if name == "file" else 1])
+    path = path if name == "file" else path.parent
+    train, test = tasks(path, "train"), tasks(path, "test")
+    assert (len(train), len(test)) == (264, 114) and sorted(train + test) == list(range(378))
+    assert sorted(test)[:8] == [1, 5, 11, 13, 16, 22, 30, 32]
+    assert tasks(path, "all") == tasks(path, "train+test") == train + test and tasks(path, "test[:3]") == test[:3]
+    with pytest.raises(ValueError, match=r"no split 'dev': choose one of \['train', 'test'\]"):
+        tasks(path, "dev")
+
+
+@needs_data
+def test_the_split_of_mbpp_plus_is_pinned(caplog):
+    caplog.set_level("INFO", "dash_trl.data")
+    names = {
+        split: load_code_dataset(SHARED / "mbppplus", split=split)["entry_point"][:] for split in ("train", "test")
+    }
+    hashes = {split: hashlib.sha256(" ".join(names[split]).encode()).hexdigest()[:16] for split in names}
+    assert hashes == {"train": "26d49fd737d58a08", "test": "1d5e018be7b586e5"}
+    assert "MBPP+ in two by seed 0: 264 problems in 'train', 114 problems in 'test'." in caplog.messages
+
+
+@pytest.mark.parametrize("rows", [plus_rows(377), [{**row, "task_id": None} for row in plus_rows(3)]])
+def test_what_is_not_mbpp_plus_is_not_split(tmp_path, rows):
+    path = write(tmp_path / "d" / "test.jsonl", rows).parent
+    assert len(load_code_dataset(path, split="test")) == len(rows)
+    with pytest.raises(ValueError, match=r"no split 'train': choose one of \['test'\]"):
+        load_code_dataset(path)
+
+
+# ------------------------------------------------------------------------------------------------------- completions
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "completion"),
+    [
+        # GSM8K's marks go, and the answer has the form that the prompt asks for
+        (GSM8K[0], "boxed", " 1+1=2\nThe answer is \\boxed{2}."),
+        (GSM8K[0], "plain", " 1+1=2\nThe answer is 2."),
+        (GSM8K[0], "{problem}\n", "1+1=2\nThe answer is 2."),
+        ({"question": "?", "answer": "So 9.\n#### 1,200"}, "boxed", " So 9.\nThe answer is \\boxed{1200}."),
+        # MATH's solutions have their boxes
+        (MATH[0], "boxed", " " + MATH[0]["solution"]),
+        (MATH[0], "plain", " " + MATH[0]["solution"]),
+        # one without is given the answer
+        ({"problem": "?", "solution": "Add.", "answer": "5"}, "boxed", " Add.\nThe answer is \\boxed{5}."),
+        # ready-made
+        ({"prompt": "p", "completion": "<<1>> 2", "solution": "no", "answer": "2"}, None, "<<1>> 2"),
+    ],
+)
+@pytest.mark.parametrize("chat", [False, True])
+def test_completions_of_math(tmp_path, row, template, completion, chat):
+    path = write(tmp_path / "a.jsonl", [row])
+    (loaded,) = load_math_dataset(path, prompt_template=template, chat=chat, completion=True).to_list()
+    assert set(loaded) == {"prompt", "answer", "completion"}
+    ready = "completion" in row
+    expected = [{"role": "assistant", "content": completion if ready else completion.strip()}] if chat else completion
+    assert loaded["completion"] == expected
+
+
+def test_a_ready_made_conversation_stays_one(tmp_path):
+    prompt, completion = ([{"role": role, "content": "c"}] for role in ("user", "assistant"))
+    path = write(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": completion, "answer": "1"}])
+    assert load_math_dataset(path, completion=True).to_list() == [
+        {"prompt": prompt, "answer": "1", "completion": completion}
+    ]
+
+
+def fenced(program: str) -> str:
+    return f"```python\n{program}\n```"
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "chat", "completion"),
+    [
+        (MBPP, None, True, fenced(MBPP["code"])),
+        (MBPP, None, False, "\n" + fenced(MBPP["code"])),
+        (MBPP, "plain", True, MBPP["code"]),
+        ({**MBPP, "code": MBPP["code"].replace("\n", "\r\n")}, None, True, fenced(MBPP["code"])),
+        (HUMANEVAL, None, False, HUMANEVAL["canonical_solution"].rstrip()),
+        (HUMANEVAL, None, True, fenced(HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"].rstrip())),
+    ],
+)
+def test_completions_of_code(tmp_path, row, template, chat, completion):
+    path = write(tmp_path / "a.jsonl", [row])
+    (loaded,) = load_code_dataset(path, prompt_template=template, chat=chat, completion=True).to_list()
+    assert loaded["completion"] == ([{"role": "assistant", "content": completion}] if chat else completion)
+    with CodeReward() as reward:
+        assert reward(*(loaded.get(name) for name in ("completion", "tests", "entry_point", "starter_code")))[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("load", "row", "message"),
+    [
+        (load_math_dataset, {"problem": "p", "answer": "1"}, r"lack a solution in 'answer' \(an answer alone is none"),
+        (load_math_dataset, {"problem": "p", "answer": "#### 1"}, "lack a solution in 'answer'"),
+        (load_math_dataset, {"problem": "p", "answer": r"\boxed{1}"}, "lack a solution in 'answer'"),
+        (
+            load_math_dataset,
+            {"problem": "p", "answer": "1", "solution": " "},
+            "row 1: .*Name another .* solution_column",
+        ),
+        (load_math_dataset, {"problem": "p", "answer": "1", "solution": None}, "1 of 2 rows .* lack a solution"),
+        (load_code_dataset, {**MBPP, "code": ""}, "1 of 2 rows .* lack a solution in 'code'; the first is row 1"),
+        (load_code_dataset, {**MBPP, "code": None}, "lack a solution in 'code'"),
+    ],
+)
+def test_rows_without_a_solution(tmp_path, load, row, message):
+    good = {**row, **({"code": "x = 1"} if "code" in row else {})}
+    if "code" not in row:
+        good["solution" if "solution" in row else "answer"] = r"Add. \boxed{1}"
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        load(write(tmp_path / "a.jsonl", [good, row]), completion=True)
+
+
+def test_a_dataset_without_solutions_says_what_is_there(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"text": "p", "test_list": ["assert f(1)"], "program": "f = bool"}])
+    with pytest.raises(ValueError, match=r"no solution column: .*'completion', 'code'.*'program'\]. .*solution_column"):
+        load_code_dataset(path, completion=True)
+    (row,) = load_code_dataset(path, completion=True, solution_column="program", prompt_template="plain")
+    assert row["completion"] == "\nf = bool"
+
+
+@needs_data
+@pytest.mark.parametrize(("name", "split"), [("gsm8k", "train"), ("gsm8k", "test"), ("math500", "test")])
+@pytest.mark.parametrize("template", [None, "plain"])
+def test_every_solution_is_right_by_the_reward(name, split, template):
+    rows = load_math_dataset(SHARED / name, split=split, prompt_template=template, completion=True)
+    rewards = MathAccuracyReward()(completions=rows["completion"][:], answer=rows["answer"][:])
+    assert len(rewards) == len(rows) and set(rewards) == {1.0}
+    assert name != "gsm8k" or not any("<<" in text or "####" in text for text in rows["completion"])
+
+
+@needs_data
+@pytest.mark.parametrize("chat", [False, True])
+def test_solutions_of_mbpp_plus_pass(chat):
+    """Every twentieth; all 378 were tried by hand."""
+    rows = load_code_dataset(SHARED / "mbppplus", split="all", chat=chat, completion=True).select(range(0, 378, 20))
+    with CodeReward() as reward:
+        assert {reward(row["completion"], row["tests"], row["entry_point"])[0] for row in rows} == {1.0}
