@@ -321,7 +321,9 @@ def code_solution(solution: str, prompt: str | list[dict[str, str]], starter_cod
             return text
         text = f"{starter_code.rstrip()}\n{text}"
     text = textwrap.dedent(text)
-    return f"{_gap(prompt, chr(10))}" + (f"```python\n{text}\n```" if "```" in _text(prompt) else text)
+    if "```" in _text(prompt):
+        return f"{_gap(prompt, ' ')}```python\n{text}\n```"
+    return _gap(prompt, "\n") + text
 
 
 def _text(prompt: str | list[dict[str, str]]) -> str:
@@ -329,7 +331,10 @@ def _text(prompt: str | list[dict[str, str]]) -> str:
 
 
 def _gap(prompt: str | list[dict[str, str]], gap: str) -> str:
-    """What stands between a prompt and its completion, if the prompt is a text that does not end in white space."""
+    """What stands between a prompt and its completion, if the prompt is a text that does not end in white space.
+
+    A space begins a token, where a newline would be the end of the token of the punctuation mark before it.
+    """
     return gap if isinstance(prompt, str) and not prompt[-1:].isspace() else ""
 
 

@@ -42,8 +42,8 @@ class Programming(Mathematics):
     def embedded_model(self, progress: bool) -> str:
         return embedded_model(settings=PROGRAM_WARM_UP, lessons=PROGRAM_LESSONS, progress=progress)
 
-    def embedded_problems(self, split: str, seed: int = 0) -> Any:
-        return program_dataset(split, seed=seed)
+    def embedded_problems(self, split: str, seed: int = 0, completion: bool = False) -> Any:
+        return program_dataset(split, seed=seed, completion=completion)
 
     load_dataset = staticmethod(load_code_dataset)
 
@@ -54,6 +54,9 @@ class Programming(Mathematics):
         with RewardAgent(self.tests, timeout=PATIENCE) as agent:
             (reward,) = agent.rewards
             return reward(completions=completions, **columns)  # None: unscored, neither right nor wrong
+
+
+TASKS: dict[str, type[Mathematics]] = {"math": Mathematics, "code": Programming}  # of `sft.py` and `traces.py`
 
 
 if __name__ == "__main__":

@@ -74,18 +74,19 @@ class Mathematics:
         """The directory of a small model that was warmed up for the embedded problems."""
         return embedded_model(progress=progress)
 
-    def embedded_problems(self, split: str, seed: int = 0) -> Any:
-        return arithmetic_dataset(split, seed=seed)
+    def embedded_problems(self, split: str, seed: int = 0, completion: bool = False) -> Any:
+        return arithmetic_dataset(split, seed=seed, completion=completion)
 
     load_dataset = staticmethod(load_math_dataset)
 
-    def load(self, split: str, chat: bool) -> Any:
+    def load(self, split: str, chat: bool, completion: bool = False) -> Any:
         return self.load_dataset(
             self.script.dataset_name,
             config=self.script.dataset_config,
             split=split,
             prompt_template=self.script.prompt_template,
             chat=chat,
+            completion=completion,
         )
 
     def reward(self) -> Any:
@@ -135,14 +136,8 @@ def main(
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(RewardProgressCallback)
 
-    measured = script.dataset_name is None and args.should_save and not sharded(trainer)
-    before = measure(trainer, tokenizer, task) if measured else {}
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    after = measure(trainer, tokenizer, task) if measured else {}
-    trainer.save_model(args.output_dir)
+    train_and_measure(trainer, tokenizer, task, args.max_completion_length)
     if args.should_save:
-        for name, value in before.items():
-            print(f"{name} accuracy on 256 held-out problems: {value:.3f} before, {after[name]:.3f} after")
         print(f"metrics: {metrics}\nmodel:   {args.output_dir}")
         try:
             print(f"plot:    {plot_run(metrics, metrics.with_name('run.png'), title=Path(args.output_dir).name)}")
@@ -198,7 +193,7 @@ WITHOUT_EFFECT = {
 }
 
 
-def check_effects(script: MathArguments, args: DASHConfig, model_args: ModelConfig) -> None:
+def check_effects(script: MathArguments, args: Any, model_args: ModelConfig) -> None:
     """Refuse what would be ignored: half a task, and options of what is not used."""
     values = [(one.name, getattr(script, one.name), one.default) for one in fields(script)]
     changed = {name: value for name, value, default in values if value != default}
@@ -237,27 +232,27 @@ def check_effects(script: MathArguments, args: DASHConfig, model_args: ModelConf
             )
 
 
-def evaluates(args: DASHConfig) -> bool:
+def evaluates(args: Any) -> bool:
     return args.eval_strategy != "no" or args.eval_on_start
 
 
-def load_problems(task: Mathematics, args: DASHConfig, tokenizer: Any) -> tuple[Any, Any]:
-    """For training; for the evaluation, or None."""
+def load_problems(task: Mathematics, args: Any, tokenizer: Any, completion: bool = False) -> tuple[Any, Any]:
+    """For training; for the evaluation, or None. With solutions by humans, if asked for."""
     script = task.script
     if script.dataset_name is None:
-        evaluation = task.embedded_problems("test") if evaluates(args) else None
-        return task.embedded_problems("train", seed=args.seed), evaluation
+        evaluation = task.embedded_problems("test", completion=completion) if evaluates(args) else None
+        return task.embedded_problems("train", seed=args.seed, completion=completion), evaluation
     chat = tokenizer.chat_template is not None
     with args.main_process_first(local=False, desc="loading the dataset"):
-        train = task.load(script.dataset_train_split, chat)
+        train = task.load(script.dataset_train_split, chat, completion)
         try:
-            evaluation = task.load(script.dataset_test_split, chat) if evaluates(args) else None
+            evaluation = task.load(script.dataset_test_split, chat, completion) if evaluates(args) else None
         except ValueError as error:
             raise ValueError(f"--dataset_test_split, for the evaluation: {error}") from error
     return train, evaluation
 
 
-def with_model_arguments(args: DASHConfig, model_args: ModelConfig) -> None:
+def with_model_arguments(args: Any, model_args: ModelConfig) -> None:
     """Notes TRL's `ModelConfig` in `args`, as the keyword arguments with which the trainer loads the model."""
     kwargs = {
         "revision": model_args.model_revision,
@@ -267,15 +262,26 @@ def with_model_arguments(args: DASHConfig, model_args: ModelConfig) -> None:
     args.model_init_kwargs = {**kwargs, **(args.model_init_kwargs or {})}
 
 
-def sharded(trainer: DASHTrainer) -> bool:
+def train_and_measure(trainer: Any, tokenizer: Any, task: Mathematics, max_new_tokens: int) -> None:
+    """Trains and saves; of an embedded run, the accuracy before and after."""
+    args = trainer.args
+    measured = task.script.dataset_name is None and args.should_save and not sharded(trainer)
+    before = measure(trainer, tokenizer, task, max_new_tokens) if measured else {}
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    after = measure(trainer, tokenizer, task, max_new_tokens) if measured else {}
+    trainer.save_model(args.output_dir)
+    for name, value in before.items():
+        print(f"{name} accuracy on 256 held-out problems: {value:.3f} before, {after[name]:.3f} after")
+
+
+def sharded(trainer: Any) -> bool:
     """Under ZeRO-3 and FSDP one process alone has no whole model to sample from."""
     return trainer.is_fsdp_enabled or (trainer.is_deepspeed_enabled and trainer.accelerator.num_processes > 1)
 
 
-def measure(trainer: DASHTrainer, tokenizer: Any, task: Mathematics) -> dict[str, float]:
+def measure(trainer: Any, tokenizer: Any, task: Mathematics, max_new_tokens: int) -> dict[str, float]:
     """Accuracy on the held-out problems: two samples each at temperature 1, and the greedy answer."""
     model: AutoModelForCausalLM = trainer.accelerator.unwrap_model(trainer.model)
-    length = trainer.args.max_completion_length
     return {
         name: accuracy(
             model,
@@ -284,7 +290,7 @@ def measure(trainer: DASHTrainer, tokenizer: Any, task: Mathematics) -> dict[str
             task.is_right,
             num_samples=samples,
             temperature=temperature,
-            max_new_tokens=length,
+            max_new_tokens=max_new_tokens,
         )
         for name, samples, temperature in (("sampled", 2, 1.0), ("greedy", 1, 0.0))
     }

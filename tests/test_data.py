@@ -469,7 +469,8 @@ def fenced(program: str) -> str:
     ("row", "template", "chat", "completion"),
     [
         (MBPP, None, True, fenced(MBPP["code"])),
-        (MBPP, None, False, "\n" + fenced(MBPP["code"])),
+        (MBPP, None, False, " " + fenced(MBPP["code"])),
+        (MBPP, "plain", False, "\n" + MBPP["code"]),
         (MBPP, "plain", True, MBPP["code"]),
         ({**MBPP, "code": MBPP["code"].replace("\n", "\r\n")}, None, True, fenced(MBPP["code"])),
         (HUMANEVAL, None, False, HUMANEVAL["canonical_solution"].rstrip()),

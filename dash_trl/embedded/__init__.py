@@ -10,6 +10,6 @@ if TYPE_CHECKING:
     from dash_trl.embedded.programs import PROGRAM_LESSONS, PROGRAM_WARM_UP, program_dataset
     from dash_trl.embedded.run import embedded_defaults
     from dash_trl.embedded.tokenizer import arithmetic_tokenizer
-    from dash_trl.embedded.warm_up import WarmUp, embedded_model
+    from dash_trl.embedded.warm_up import WarmUp, cached_model, embedded_model
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -3,6 +3,8 @@
 problem 7+5-3 ──► the model writes   7+5=12        ──► reward 1 if the last "The answer is N" is right
                                      12-3=9
                                      The answer is 9
+
+A solution by a human is right and skips steps: 7+5-3=9 in one line.
 """
 
 from __future__ import annotations
@@ -48,8 +50,24 @@ def _answer(problem: str) -> int:
     return sum(int(number) for number in re.findall(r"[+-]?\d+", problem))
 
 
+def _human_solution(problem: str) -> str:
+    """Two operations in each line, where the model was taught one."""
+    total, *operations = re.findall(r"[+-]?\d+", problem)
+    lines = []
+    for start in range(0, len(operations), 2):
+        left = total + "".join(operations[start : start + 2])
+        total = str(_answer(left))
+        lines.append(f"{left}={total}")
+    return "\n".join([*lines, f"The answer is {total}"])
+
+
 def arithmetic_dataset(
-    split: str = "train", size: int | None = None, seed: int = 0, *, operands: Sequence[int] = OPERANDS
+    split: str = "train",
+    size: int | None = None,
+    seed: int = 0,
+    *,
+    operands: Sequence[int] = OPERANDS,
+    completion: bool = False,
 ) -> Dataset:
     """Distinct arithmetic problems with the columns `prompt` (one user message) and `answer` (a string).
 
@@ -58,6 +76,7 @@ def arithmetic_dataset(
         size: number of problems; by default 4,096 for training and 256 for the test.
         seed: another seed draws other problems of the same split.
         operands: how many numbers a problem may have.
+        completion: add a column `completion` (one message by the assistant), with a solution by a human.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} does not exist. Use 'train' or 'test'.")
@@ -72,12 +91,13 @@ def arithmetic_dataset(
         chosen[problem] = None
         if len(chosen) == size:
             break
-    return Dataset.from_dict(
-        {
-            "prompt": [[{"role": "user", "content": problem}] for problem in chosen],
-            "answer": [str(_answer(problem)) for problem in chosen],
-        }
-    )
+    columns: dict[str, list[Any]] = {
+        "prompt": [[{"role": "user", "content": problem}] for problem in chosen],
+        "answer": [str(_answer(problem)) for problem in chosen],
+    }
+    if completion:
+        columns["completion"] = [[{"role": "assistant", "content": _human_solution(problem)}] for problem in chosen]
+    return Dataset.from_dict(columns)
 
 
 def arithmetic_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 from datasets import Dataset
 
@@ -41,24 +42,33 @@ def _functions(split: str, generator: random.Random) -> Iterator[str]:
         yield generator.choice(problems)
 
 
-def program_dataset(split: str = "train", size: int | None = None, seed: int = 0) -> Dataset:
+def program_dataset(
+    split: str = "train", size: int | None = None, seed: int = 0, *, completion: bool = False
+) -> Dataset:
     """Problems with the columns `prompt` (one user message), `tests` (asserts) and `entry_point`; see `CodeReward`.
 
     Args:
         split: "train" or "test". A problem's text decides its split, so the two are disjoint for all seeds.
         size: number of problems, which may repeat; by default 4,096 for training and 256 for the test.
+        completion: add a column `completion` (one message by the assistant), with a program that passes the tests.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} does not exist. Use 'train' or 'test'.")
     size = size if size is not None else (TEST_PROBLEMS if split == "test" else TRAIN_PROBLEMS)
     problems = list(islice(_functions(split, random.Random(f"{split}{seed}")), size))
-    return Dataset.from_dict(
-        {
-            "prompt": [[{"role": "user", "content": problem}] for problem in problems],
-            "tests": [_tests(*FUNCTIONS[problem], (*SHOWN, *HIDDEN), "assert f({}) == {}") for problem in problems],
-            "entry_point": ["f"] * size,
-        }
-    )
+    columns: dict[str, list[Any]] = {
+        "prompt": [[{"role": "user", "content": problem}] for problem in problems],
+        "tests": [_tests(*FUNCTIONS[problem], (*SHOWN, *HIDDEN), "assert f({}) == {}") for problem in problems],
+        "entry_point": ["f"] * size,
+    }
+    if completion:
+        programs = [_program(*FUNCTIONS[problem]) for problem in problems]
+        columns["completion"] = [[{"role": "assistant", "content": program}] for program in programs]
+    return Dataset.from_dict(columns)
+
+
+def _program(operator: str, constant: int) -> str:
+    return PROGRAM.format(operator=operator, constant=constant)
 
 
 def _solution(problem: str, generator: random.Random, slip_rate: float, wait_rate: float) -> str:
@@ -66,7 +76,7 @@ def _solution(problem: str, generator: random.Random, slip_rate: float, wait_rat
     function = FUNCTIONS[problem]
     if generator.random() < slip_rate:
         function = generator.choice([other for other in FUNCTIONS.values() if other != function])
-    return PROGRAM.format(operator=function[0], constant=function[1])
+    return _program(*function)
 
 
 PROGRAM_LESSONS = Lessons(

@@ -15,10 +15,11 @@ import random
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -191,10 +192,13 @@ def _warm_up(
     return model.cpu()
 
 
-def _cache_path(settings: WarmUp, cache_dir: str | Path | None = None, name: str = ARITHMETIC.name) -> Path:
+def _cache_path(
+    settings: WarmUp | Mapping[str, Any], cache_dir: str | Path | None = None, name: str = ARITHMETIC.name
+) -> Path:
     """Where the model of these settings is, or will be."""
     folder = cache_folder() if cache_dir is None else Path(cache_dir)
-    key = json.dumps({"format": FORMAT_VERSION, **asdict(settings)}, sort_keys=True)
+    known = asdict(settings) if isinstance(settings, WarmUp) else settings
+    key = json.dumps({"format": FORMAT_VERSION, **known}, sort_keys=True)
     return folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
@@ -217,7 +221,32 @@ def embedded_model(
         progress: show a progress bar.
         lessons: what it is taught.
     """
-    final = _cache_path(settings, cache_dir, lessons.name)
+
+    def make(unfinished: Path) -> None:
+        threads = torch.get_num_threads()
+        # `accelerate launch` leaves a process one thread; a second one takes a third of the time off.
+        torch.set_num_threads(max(threads, min(2, os.cpu_count() or 1)))
+        try:
+            tokenizer = lessons.tokenizer()
+            _warm_up(tokenizer, settings, progress, lessons).save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+        finally:
+            torch.set_num_threads(threads)
+
+    return cached_model(lessons.name, asdict(settings), make, cache_dir)
+
+
+def cached_model(
+    name: str, settings: Mapping[str, Any], make: Callable[[Path], None], cache_dir: str | Path | None = None
+) -> str:
+    """The directory of a model that is made once, and cached beside the embedded one.
+
+    Args:
+        name, settings: of what is made; both are in the name of its directory.
+        make: writes it into the directory that it is given.
+        cache_dir: as of `embedded_model`.
+    """
+    final = _cache_path(settings, cache_dir, name)
     folder = final.parent
     if final.is_dir():
         return str(final)
@@ -230,13 +259,7 @@ def embedded_model(
                 f"The embedded model cannot be cached in {folder} ({error}). Pass a writable cache_dir, or set "
                 "XDG_CACHE_HOME to one."
             ) from error
-        threads = torch.get_num_threads()
-        stack.callback(torch.set_num_threads, threads)
-        # `accelerate launch` leaves a process one thread; a second one takes a third of the time off.
-        torch.set_num_threads(max(threads, min(2, os.cpu_count() or 1)))
-        tokenizer = lessons.tokenizer()
-        _warm_up(tokenizer, settings, progress, lessons).save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
+        make(unfinished)
         try:
             os.replace(unfinished, final)
         except OSError:
