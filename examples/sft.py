@@ -7,11 +7,11 @@
     accelerate launch --config_file accelerate_configs/zero3_offload.yaml examples/sft.py \\
         --config examples/configs/sft_h_qwen2.5-0.5b.yaml      # a run of the paper; sft_m_… after its traces
 
-    accelerate launch examples/sft.py --model_name_or_path MODEL --task code --dataset_name evalplus/mbppplus
+    accelerate launch examples/sft.py --model_name_or_path MODEL --dataset_name evalplus/mbppplus      # programs
 
 Every field of `SupervisedArguments`, TRL's `SFTConfig` and `ModelConfig` is a flag and a YAML key. The loss is on the
-completions alone. The problems and prompts are those of `train_math.py` (`--task code`: of `train_code.py`), so that
-the models of all of them are measured alike.
+completions alone. The problems and prompts are those of `train_math.py` and, where there are tests, `train_code.py`, so
+that all their models are measured alike. `--dataset_name embedded_code` are the programs of this package.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from train_code import TASKS
+from train_code import EMBEDDED, task_of
 from train_math import (
     MathArguments,
+    Mathematics,
     check_effects,
     evaluates,
     load_problems,
@@ -34,12 +35,12 @@ from train_math import (
     train_and_measure,
     with_model_arguments,
 )
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ProgressCallback
 from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from dash_trl.checks import check_model
 from dash_trl.embedded import embedded_defaults
-from dash_trl.monitoring import MetricsFileCallback
+from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback
 
 logger = logging.getLogger("dash_trl.sft")
 
@@ -48,7 +49,6 @@ logger = logging.getLogger("dash_trl.sft")
 class SupervisedArguments(MathArguments):
     """The dataset and the prompt as of `train_math.py`; what to learn."""
 
-    task: str = field(default="math", metadata={"choices": list(TASKS), "help": "What the problems are."})
     completions: str | None = field(
         default=None,
         metadata={"help": "A file of `prompt` and `completion` rows, as traces.py writes it, in place of a dataset."},
@@ -65,17 +65,17 @@ class SupervisedConfig(SFTConfig):
 
 
 READ = {"dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "prompt_template"}
-READ |= {"task", "completions"}
+READ |= {"completions"}
 
 
 def supervised_defaults() -> dict[str, Any]:
-    """Settings of the run without a model and a dataset: three epochs, as in the paper, of 32 rows per step."""
+    """Settings of the run without a model and a dataset: the paper's three epochs."""
     shared = ("use_cpu", "bf16", "gradient_checkpointing", "logging_steps", "save_strategy", "report_to")
     return {name: embedded_defaults()[name] for name in shared} | {
         "output_dir": "outputs/embedded_sft",
-        "per_device_train_batch_size": 32,
+        "per_device_train_batch_size": 64,
         "num_train_epochs": 3,
-        "learning_rate": 5e-4,
+        "learning_rate": 1e-3,
     }
 
 
@@ -84,14 +84,19 @@ def main(argv: list[str]) -> None:
     logging.getLogger("dash_trl").setLevel(logging.INFO)
     types = (SupervisedArguments, SupervisedConfig, ModelConfig)
     script, args, model_args = parse(argv, types, supervised_defaults())
-    script = check_arguments(script, args, model_args)
-    task: Any = TASKS[script.task](script)
-    completions = None if script.completions is None else read_completions(script.completions)
-    if model_args.model_name_or_path is None:
-        with args.main_process_first(local=False, desc="warm-up of the embedded model"):
-            model_args.model_name_or_path = task.embedded_model(progress=args.should_save)
+    check_arguments(script, args, model_args)
     with_model_arguments(args, model_args)
-    check_model(model_args.model_name_or_path, args)
+    if model_args.model_name_or_path is not None:
+        check_model(model_args.model_name_or_path, args)
+    completions = None if script.completions is None else read_completions(script.completions)
+    name = script.dataset_name or ("embedded" if model_args.model_name_or_path is None else None)
+    with args.main_process_first(local=False, desc="the dataset, and the embedded model's warm-up"):
+        if name is None:
+            task = Mathematics(replace(script, dataset_name=script.completions))  # nothing is measured
+        else:
+            task = task_of(replace(script, dataset_name=name))
+        if model_args.model_name_or_path is None:
+            model_args.model_name_or_path = task.embedded_model(progress=args.should_save)
     tokenizer = AutoTokenizer.from_pretrained(
         model_args.model_name_or_path,
         revision=args.model_init_kwargs["revision"],
@@ -112,32 +117,34 @@ def main(argv: list[str]) -> None:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
+    if not args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(RewardProgressCallback)
     train_and_measure(trainer, tokenizer, task, task.embedded_defaults()["max_completion_length"])
     if args.should_save:
         print(f"metrics: {metrics}\nmodel:   {args.output_dir}")
     trainer.accelerator.end_training()
 
 
-def check_arguments(
-    script: SupervisedArguments, args: SupervisedConfig, model_args: ModelConfig
-) -> SupervisedArguments:
-    """Refuse what would be ignored. Returns them with a file of completions as the dataset, where there is a model."""
+def check_arguments(script: SupervisedArguments, args: SupervisedConfig, model_args: ModelConfig) -> None:
+    """Refuse what would be ignored."""
     given = {one.name: getattr(script, one.name) for one in fields(script) if getattr(script, one.name) != one.default}
-    model, file = model_args.model_name_or_path, script.completions
-    for name in given.keys() - READ - {"dataset_streaming", "ignore_bias_buffers"}:
-        raise ValueError(f"{name}={given[name]!r} has no effect on supervised fine-tuning: remove it.")
+    model, file, name = model_args.model_name_or_path, script.completions, script.dataset_name
+    for other in given.keys() - READ - {"dataset_streaming", "ignore_bias_buffers"}:
+        raise ValueError(f"{other}={given[other]!r} has no effect on supervised fine-tuning: remove it.")
     if file is not None:
-        for name in given.keys() & READ - {"task", "completions"}:
-            raise ValueError(f"{name}={given[name]!r} has no effect with completions={file!r}: give one of the two.")
+        for other in sorted(given.keys() & READ - {"completions"}):
+            if name not in EMBEDDED:  # which says on what the model is measured
+                raise ValueError(
+                    f"{other}={given[other]!r} has no effect with completions={file!r}: give one of the two."
+                )
         if evaluates(args):
             raise ValueError(
                 f"completions={file!r} are trained on, and there are no others to evaluate: leave --eval_strategy out, "
                 "and measure the model by python -m dash_trl.evaluation."
             )
-    as_dataset = file if model is not None and file is not None else script.dataset_name
-    script = replace(script, dataset_name=as_dataset)
-    check_effects(replace(script, completions=None, task="math"), args, model_args)
-    return script
+    as_dataset = None if model is None and name in EMBEDDED else name or (model and file)
+    check_effects(replace(script, completions=None, dataset_name=as_dataset), args, model_args)
 
 
 def read_completions(file: str) -> Dataset:
@@ -163,8 +170,8 @@ def read_completions(file: str) -> Dataset:
             ) from error
         if not row["completion"] or isinstance(row["prompt"], str) != isinstance(row["completion"], str):
             raise ValueError(
-                f"Line {number} of {file} has an empty completion, or one of another form than its prompt (a text, or a "
-                f"list of messages): {str(row)[:200]}. Correct or remove it."
+                f"Line {number} of {file} has an empty completion, or one of another form than its prompt (a text, or "
+                f"a list of messages): {str(row)[:200]}. Correct or remove it."
             )
         rows.append(row)
     if not rows:
@@ -179,8 +186,8 @@ def check_completions(rows: Dataset, tokenizer: Any, args: SupervisedConfig) -> 
     chat = not isinstance(rows[0]["prompt"], str)
     if chat and tokenizer.chat_template is None:
         raise ValueError(
-            "The prompts are conversations, but the model's tokenizer has no chat template: add --chat_template_path, or "
-            "sample the traces from a teacher without one."
+            "The prompts are conversations, but the model's tokenizer has no chat template: add --chat_template_path, "
+            "or sample the traces from a teacher without one."
         )
     end = args.eos_token or tokenizer.eos_token
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from train_math import Mathematics, main
 
 from dash_trl import CodeReward, RewardAgent, load_code_dataset
+from dash_trl.data import has_tests
 from dash_trl.embedded import PROGRAM_LESSONS, PROGRAM_WARM_UP, embedded_defaults, embedded_model, program_dataset
 
 PATIENCE = 120.0  # seconds for a program; the sandbox ends it in one minute
@@ -56,7 +58,17 @@ class Programming(Mathematics):
             return reward(completions=completions, **columns)  # None: unscored, neither right nor wrong
 
 
-TASKS: dict[str, type[Mathematics]] = {"math": Mathematics, "code": Programming}  # of `sft.py` and `traces.py`
+# The data sets of this package, by the names that `python -m dash_trl.evaluation` knows.
+EMBEDDED: dict[str, type[Mathematics]] = {"embedded": Mathematics, "embedded_code": Programming}
+
+
+def task_of(script: Any) -> Mathematics:
+    """The task of a data set: an embedded one, or by its columns. For `sft.py` and `traces.py`."""
+    name = script.dataset_name
+    if name in EMBEDDED:
+        return EMBEDDED[name](replace(script, dataset_name=None))
+    code = has_tests(name, config=script.dataset_config, split=script.dataset_train_split)
+    return (Programming if code else Mathematics)(script)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,20 @@ BALANCED = 0.05  # of a step's seconds: a trainer that waits for less keeps the 
 
 
 class RewardProgressCallback(ProgressCallback):
-    """The progress bar with reward and kept share beside it, instead of a printed dict per log.
+    """The progress bar with reward and kept share beside it, or else the loss, instead of a printed dict per log.
 
     With `async_level` > 0 it says which side waits for the other: "trainer 30%" of its time, or "servers".
     """
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        if state.is_world_process_zero and self.training_bar is not None and logs and "reward" in logs:
-            figures = {"reward": logs["reward"], "kept": logs.get("filter/kept_rows")}
+        if (
+            state.is_world_process_zero
+            and self.training_bar is not None
+            and logs
+            and ("reward" in logs or "loss" in logs)
+        ):
+            figures = {"reward": logs.get("reward"), "kept": logs.get("filter/kept_rows")}
+            figures = figures if "reward" in logs else {"loss": logs["loss"]}
             shown = {key: f"{value:.2f}" for key, value in figures.items() if value is not None}
             if getattr(args, "async_level", 0):
                 shown["waits"] = who_waits(logs)
