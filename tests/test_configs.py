@@ -13,7 +13,7 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 ACCELERATE = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-RUNS = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
+RUNS = [path for path in sorted((ROOT / "examples" / "configs").glob("*.yaml")) if not path.stem.startswith("sft_")]
 TRAINING_GPUS = 4  # Table 7
 
 # (method, size) that the paper reports: Tables 1, 3, 5 and 6. Multi and Mini are "N/A" for 3B in Table 7.

@@ -259,7 +259,8 @@ def test_code_without_tests_is_a_mistake(train_math, tmp_path):
 def test_the_paper_s_runs_are_no_mistakes(train_math):
     types = (train_math.MathArguments, train_math.DASHConfig, train_math.ModelConfig)
     one_process = ["--use_cpu", "--bf16=False", "--per_device_train_batch_size=8"]  # where the paper has four
-    for file in sorted((ROOT / "examples" / "configs").glob("*.yaml")):
+    files = sorted((ROOT / "examples" / "configs").glob("*.yaml"))
+    for file in (file for file in files if not file.stem.startswith("sft_")):
         script, args, model = train_math.parse([f"--config={file}", *one_process], types, {})
         train_math.check_effects(script, args, model)
         assert (model.model_name_or_path, args.logging_steps) == (
