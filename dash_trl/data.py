@@ -10,7 +10,7 @@ The layouts that are recognised (column names in any case):
 |---|---|---|---|
 | GSM8K (arXiv:2110.14168) | `question` | `answer`, what follows `####`, without thousands separators | `answer` |
 | MATH (arXiv:2103.03874), MATH-500, AIME | `problem` | `answer`, else the last \boxed{} of `solution` | `solution` |
-| OlympiadBench (arXiv:2402.14008) | `question` | `final_answer`, a list | |
+| OlympiadBench (arXiv:2402.14008) | `question` | `final_answer`, a list | `solution`, the first of a list |
 | ready-made | `prompt`, a string or a conversation, kept as it is | as of MATH | `completion`, kept as it is |
 
 | data set | problem | tests | solution |
@@ -487,6 +487,8 @@ def _solutions(dataset: Dataset, wanted: str | None, known: Sequence[str], sourc
 
 def _solution(value: Any, marked: bool) -> Any:
     """What a column holds, if that is a solution, else None; `marked`: if something stands before its #### or box."""
+    if isinstance(value, Sequence) and value and isinstance(value[0], str) and not isinstance(value, str):
+        value = value[0]  # OlympiadBench's
     text = completion_text(value)
     way = re.split(r"####|\\boxed", text)[0] if not marked or final_answer(text, marked=True) else ""
     return value if way.strip() or not marked and text.strip() else None
