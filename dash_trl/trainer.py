@@ -453,11 +453,19 @@ class DASHTrainer(GRPOTrainer):
         mini = len(self._schedule.share(self._step)) < self.args.steps_per_generation
         if mini:  # the later steps' rows are scored, too, by the weights that the first one has
             known = sampled.with_rewards(torch.zeros(len(sampled), 1)).with_advantages(torch.zeros(len(sampled)))
+            rows = (sampled.lengths()[:, 1] > 0).nonzero().squeeze(1)  # one that is fully masked takes no pass
             lengths = self.ranks.gather(sampled.lengths()).view(self.ranks.count, -1, 3)
-            whole = GenerationWindow(known.survivors(torch.arange(len(sampled))), lengths, num_items_in_batch)
+            whole = GenerationWindow(known.survivors(rows), lengths, num_items_in_batch)
             with self.recorder.timed("logprobs"):
                 self._score(whole)
-            sampled = sampled.with_log_probs(**{name: getattr(whole.rollouts, name) for name in SCORED_FIELDS})
+            found = {name: getattr(whole.rollouts, name) for name in SCORED_FIELDS}
+            sampled = sampled.with_log_probs(
+                **{
+                    name: value.new_zeros(len(sampled), *value.shape[1:]).index_copy(0, rows, value)
+                    for name, value in found.items()
+                    if value is not None
+                }
+            )
         return self._parts(sampled, num_items_in_batch, scored=mini)
 
     def _parts(

@@ -148,7 +148,13 @@ def mini(model, tmp_path, reward=None, **settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"gradient_accumulation_steps": 2, "max_steps": 4}, {"beta": 0.04, "loss_type": "dapo"}, {"logprobs": True}],
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "max_steps": 4},
+        {"beta": 0.04, "loss_type": "dapo"},
+        {"logprobs": True},
+        {"mask_truncated_completions": True, "beta": 0.04},
+    ],
 )
 def test_mini_fills_optimizer_steps_in_the_order_of_arrival(settings, tiny_model, tmp_path, monkeypatch):
     """As one that waits for all rewards, if its shuffle had this order."""
