@@ -508,6 +508,7 @@ class DASHTrainer(GRPOTrainer):
     def _wait_for_rest(self) -> None:
         """The groups that later optimizer steps take of the window in use, as they are where all are waited for."""
         if self._arriving is not None:
+            self.model.train()  # an evaluation has left it otherwise
             used = self._step % self.args.steps_per_generation * self.args.per_device_train_batch_size
             self._window = GenerationWindow.of_parts(used, [window for window, _ in self._arriving])
             self._arriving = None
@@ -963,8 +964,8 @@ class DASHTrainer(GRPOTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Beside the random state of each rank, its window: a resumed run goes on where the checkpoint was taken."""
+        self._wait_for_rest()  # a callback on what has come may draw random numbers
         super()._save_rng_state(output_dir)
-        self._wait_for_rest()
         shapes, step = self._shapes(), self._schedule.completed(self._step, self.state.global_step)
         SavedRun(
             shapes=shapes,

@@ -268,3 +268,25 @@ def test_what_says_that_it_may_gets_whole_groups(tiny_model, tmp_path):
         PerGroup, tiny_model, tmp_path, reward=RewardAgent(Delayed()), callbacks=[looks], reward_pipeline=True, **SHAPES
     )
     assert sum(looks.rows) == 16 and all(rows % 4 == 0 for rows in looks.rows)
+
+
+class Draws(LooksAtGroups):
+    """A random number for each group."""
+
+    def on_rewards(self, args, state, control, rollouts, **kwargs):
+        self.drawn = [*getattr(self, "drawn", []), *torch.rand(len(rollouts) // 4).tolist()]
+
+
+def test_a_checkpoint_within_a_window_is_one_of_training(tiny_model, tmp_path):
+    """It comes after an evaluation; what its window draws and fails at while it waits belongs to the run."""
+    settings = {**MINI, "reward_pipeline": True, "eval_dataset": prompts(4), "per_device_eval_batch_size": 4}
+    settings |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    draws = [Draws(), Draws()]
+    whole, rest = (
+        trained(tiny_model, tmp_path, 0, fails=True, callbacks=[one], resume=resume, **settings)[1]
+        for one, resume in zip(draws, (None, str(tmp_path / "checkpoint-2")), strict=True)
+    )
+    assert len(draws[0].drawn) == 8 and draws[0].drawn[4:] == draws[1].drawn
+    for trainer, windows in ((whole, 2), (rest, 1)):
+        failed = [line["rewards/delayed/failed"] for line in trainer.state.log_history if "filter/kept_rows" in line]
+        assert len(failed) == windows and all(failed)
