@@ -179,16 +179,22 @@ def shuffled(rows: int) -> Tensor:
     return shuffle_sequence_dict({"row": torch.arange(rows)})["row"]
 
 
-def withhold_rewards(trainer: Any) -> None:
-    """What TRL logged of the last batch without its rewards is not logged; see `relog_rewards`."""
+def withhold_rewards(trainer: Any) -> dict[str, list[Any]]:
+    """What TRL logged of the last batch without its rewards is not logged, its table of completions neither.
+
+    Returns:
+        The prompts and completions of all ranks, for `relog_rewards`.
+    """
     metrics, logs = trainer._metrics["train"], trainer._logs
     for name in _reward_metrics(trainer):
         metrics[name].pop()
         if not metrics[name]:
             del metrics[name]
-    for logged in (*logs["rewards"].values(), logs["advantages"]):
-        for row in range(len(logged)):
-            logged[row] = torch.nan
+    withheld = {name: list(logs[name]) for name in ("prompt", "completion")}
+    for logged in (*logs["rewards"].values(), *(logs[name] for name in (*withheld, "advantages"))):
+        logged.clear()
+    logs["extra"].clear()
+    return withheld
 
 
 def _reward_metrics(trainer: Any) -> list[str]:
@@ -196,24 +202,26 @@ def _reward_metrics(trainer: Any) -> list[str]:
     return [*functions, "reward", "reward_std", "frac_reward_zero_std"]
 
 
-def relog_rewards(trainer: Any, rewards: Tensor) -> None:
-    """The rewards of the last batch, and what reward functions logged, in place of what TRL logged without them.
+def relog_rewards(trainer: Any, rewards: Tensor, withheld: dict[str, list[Any]]) -> None:
+    """A batch with its rewards, and with what reward functions logged; its advantages are left to `relog_advantages`.
 
     Args:
-        rewards: [N, F], the rows of all ranks; NaN = not applicable or unscored.
+        rewards: [N, F], the rows of all ranks; NaN = not applicable or unscored. withheld: see `withhold_rewards`.
     """
     metrics, logs = trainer._metrics["train"], trainer._logs
-    for name in _reward_metrics(trainer):
-        metrics[name].append(torch.nan)
+    for name, rows in withheld.items():  # the tables have room for one batch: an evaluation's rows leave them
+        logs[name].extend(rows)
+    logs["advantages"].extend([torch.nan] * len(rewards))
     for number, name in enumerate(trainer.reward_func_names):
         column = rewards[:, number]
-        metrics[f"rewards/{name}/mean"][-1] = column.nanmean().item()
-        metrics[f"rewards/{name}/std"][-1] = nanstd(column).item()
-        for back, value in enumerate(reversed(column.tolist()), 1):
-            logs["rewards"][name][-back] = value
+        metrics[f"rewards/{name}/mean"].append(column.nanmean().item())
+        metrics[f"rewards/{name}/std"].append(nanstd(column).item())
+        logs["rewards"][name].extend(column.tolist())
     total = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
     total[rewards.isnan().all(dim=1)] = torch.nan
-    metrics["reward"][-1], metrics["reward_std"][-1] = total.nanmean().item(), nanstd(total).item()
+    metrics["reward"].append(total.nanmean().item())
+    metrics["reward_std"].append(nanstd(total).item())
+    metrics["frac_reward_zero_std"].append(torch.nan)
 
     own = len(rewards) // trainer.accelerator.num_processes
     for column in sorted(set(gather_object(list(trainer._pending_extra_logs)))):

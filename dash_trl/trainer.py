@@ -448,7 +448,7 @@ class DASHTrainer(GRPOTrainer):
         self._streaming = True
         sampled, num_items_in_batch = self._sample(examples)
         self._streaming = False
-        withhold_rewards(self)
+        withheld = withhold_rewards(self)
         shuffled(len(sampled))  # its random numbers: what is sampled next is what it would be without the pipeline
         mini = len(self._schedule.share(self._step)) < self.args.steps_per_generation
         if mini:  # the later steps' rows are scored, too, by the weights that the first one has
@@ -466,10 +466,10 @@ class DASHTrainer(GRPOTrainer):
                     if value is not None
                 }
             )
-        return self._parts(sampled, num_items_in_batch, scored=mini)
+        return self._parts(sampled, num_items_in_batch, withheld, scored=mini)
 
     def _parts(
-        self, rollouts: RolloutBatch, num_items_in_batch: Tensor, *, scored: bool
+        self, rollouts: RolloutBatch, num_items_in_batch: Tensor, withheld: dict[str, list[Any]], *, scored: bool
     ) -> Iterator[tuple[GenerationWindow, bool]]:
         """Reward → credit → filter → score, of some groups at a time."""
         request, arguments = self._awaited
@@ -489,7 +489,7 @@ class DASHTrainer(GRPOTrainer):
                     self._score(window)
             if sum(map(len, order)) == len(rollouts):
                 self._reward_team.hand_over(request, arguments[2])
-                relog_rewards(self, self._take_rewards(*arguments))
+                relog_rewards(self, self._take_rewards(*arguments), withheld)
                 whole = joined(parts).rows(torch.cat(order).argsort())
                 self._log_credit(whole, torch.cat(outcomes))
                 self._log_filter(whole, self._verdict(whole))

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -34,15 +35,24 @@ class Delayed:
         return float(sum(completion_ids) % 2), {"length": len(completion_ids), "end": str(completion_ids[-1])}
 
 
+class Short(Delayed):
+    """Another score, by the same name."""
+
+    def compute_score(self, completion_ids, prompt):
+        return 0.5 if prompt.startswith("1") else float(len(completion_ids) < 8)
+
+
 def trained(model, tmp_path, seed, **settings):
     fails = settings.pop("fails", False)
-    trainer = run(DASHTrainer, model, tmp_path, reward=RewardAgent(Delayed(seed, fails)), **{**SHAPES, **settings})
+    rewards = [Delayed(seed, fails), *(Short() for _ in settings.get("reward_weights", [])[1:])]
+    trainer = run(DASHTrainer, model, tmp_path, reward=RewardAgent(rewards), **{**SHAPES, **settings})
     return parameters(trainer.model), trainer
 
 
 SETTINGS = [
     {},
     {"fails": True},
+    {"fails": True, "reward_weights": [1.0, 0.5]},  # of two functions with the same name
     {"loss_type": "grpo"},
     {"loss_type": "bnpo"},
     {"scale_rewards": "none", "loss_type": "dr_grpo"},
@@ -290,3 +300,20 @@ def test_a_checkpoint_within_a_window_is_one_of_training(tiny_model, tmp_path):
     for trainer, windows in ((whole, 2), (rest, 1)):
         failed = [line["rewards/delayed/failed"] for line in trainer.state.log_history if "filter/kept_rows" in line]
         assert len(failed) == windows and all(failed)
+
+
+def test_a_window_comes_into_the_table_with_its_rewards(tiny_model, tmp_path):
+    """Not before; and not into the rows of an evaluation that came meanwhile."""
+
+    def texts(completion, completion_ids):
+        return float(len(completion_ids)), {"text": completion}
+
+    settings = {**MINI, "reward_pipeline": True, "log_completions": True, "eval_strategy": "steps", "eval_steps": 3}
+    settings |= {"eval_dataset": prompts(1), "per_device_eval_batch_size": 4, "reward": RewardAgent(texts)}
+    run(DASHTrainer, tiny_model, tmp_path, **settings)
+    rows = {}
+    for step in (1, 3, 4, 5, 8):  # an evaluation's table takes the place of its step's
+        table = pandas.read_parquet(tmp_path / "completions" / f"completions_{step:05d}.parquet")
+        assert list(table.get("texts/text", [])) == list(table["completion"])
+        rows[step] = len(table)
+    assert rows == {1: 0, 3: 4, 4: 16, 5: 0, 8: 16}
