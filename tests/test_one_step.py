@@ -144,6 +144,14 @@ def test_a_resumed_run_samples_again_what_was_not_trained_on(tiny_model, tmp_pat
     assert rest.state.num_input_tokens_seen > 0
 
 
+def test_a_window_that_was_not_corrected_is_not_gone_on_with(tiny_model, tmp_path):
+    """Its rows have no ratio to the sampler, which the loss asks for here."""
+    settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 2}
+    trained(tiny_model, tmp_path, async_level=0, **settings)
+    with pytest.raises(ValueError, match=r"vllm_importance_sampling=False \(now True\)"):
+        trained(tiny_model, tmp_path, resume=str(tmp_path / "checkpoint-2"), **settings)
+
+
 @pytest.mark.parametrize(
     ("reward", "settings"),
     [

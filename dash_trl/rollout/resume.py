@@ -49,7 +49,11 @@ class Shapes:
             "shuffle_seed": args.seed if args.shuffle_dataset else None,
             "beta_above_0": args.beta != 0.0,
             "vllm_importance_sampling": args.loss_type == "decoupled_ppo"
-            or (args.use_vllm and args.vllm_importance_sampling_correction and args.loss_type != "aipo"),
+            or (
+                (args.use_vllm or args.async_level > 0)
+                and args.vllm_importance_sampling_correction
+                and args.loss_type != "aipo"
+            ),
             "sampler_is_old": args.loss_type == "aipo",
         }
         return cls(**own, **{field.name: getattr(args, field.name) for field in fields(cls) if field.name not in own})
