@@ -223,6 +223,7 @@ class DASHTrainer(GRPOTrainer):
         window = GenerationWindow(survivors, lengths, num_items_in_batch)
         with self.recorder.timed("logprobs"):
             self._score(window)
+        self._log_sampler(window.rollouts)
         return window
 
     def _sample(self, examples: list[dict[str, Any]]) -> tuple[RolloutBatch, Tensor]:
@@ -395,11 +396,24 @@ class DASHTrainer(GRPOTrainer):
                 clip_min=self.vllm_importance_sampling_clip_min,
                 clip_max=self.vllm_importance_sampling_clip_max,
             )
+        window.rollouts = survivors.with_log_probs(**known)
+
+    def _log_sampler(self, survivors: Survivors) -> None:
+        """How far they are from the sampler, and what was made of it: of all that a window leaves, once scored."""
+        sampled, mask = survivors.sampling_per_token_logps, survivors.loss_mask
+        old, ratio = survivors.old_per_token_logps, survivors.importance_sampling_ratio
+        if self._sampler_is_old:
+            assert sampled is not None, "checked where it was sampled"
+            rows = unknown_log_probs(sampled, mask).any(dim=1)
+            found, kept = self.ranks.sum(torch.tensor([int(rows.sum()), len(rows)])).tolist()
+            self.recorder.log(self._off_policy.rescored(found, kept, say=self.accelerator.is_main_process))
+        if ratio is not None:
+            assert old is not None and sampled is not None, "of which it was made"
+            known = {"old_per_token_logps": old, "importance_sampling_ratio": ratio}
             gather, device = self.accelerator.gather, self.accelerator.device
             self.recorder.log(sampler_metrics(sampled, mask, gather, device, **known))
-            ratio = known["importance_sampling_ratio"]
-            self.recorder.log(corrected_share(ratio, *log_probs, mode=mode, reduce_sum=self.ranks.sum))
-        window.rollouts = survivors.with_log_probs(**known)
+            mode = seen_as(self, self._settings()).vllm_importance_sampling_mode
+            self.recorder.log(corrected_share(ratio, old, sampled, mask, mode=mode, reduce_sum=self.ranks.sum))
 
     def _log_probs(self, window: GenerationWindow, lengths: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
         """[B, T] each, float32, on the CPU: the policy's, or the reference's ("ref_…"), of rows with a length."""
@@ -422,10 +436,7 @@ class DASHTrainer(GRPOTrainer):
         unknown = torch.zeros(lengths.shape[1], dtype=torch.long)
         rows = unknown_log_probs(survivors.sampling_per_token_logps, survivors.loss_mask).any(dim=1)
         unknown[lengths[self.ranks.rank, :, 1] > 0] = rows.long()
-        lengths = lengths * self.ranks.gather(unknown).view(self.ranks.count, -1, 1)
-        kept, found = (int((one[..., 1] > 0).sum()) for one in (window.lengths, lengths))
-        self.recorder.log(self._off_policy.rescored(found, kept, say=self.accelerator.is_main_process))
-        return lengths
+        return lengths * self.ranks.gather(unknown).view(self.ranks.count, -1, 1)
 
     def _logps(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -474,6 +485,7 @@ class DASHTrainer(GRPOTrainer):
         """Reward → credit → filter → score, of some groups at a time."""
         request, arguments = self._awaited
         parts: list[CreditedRollouts] = []
+        survivors: list[Survivors] = []
         outcomes, order = [], []
         waiting = arrivals(request, len(rollouts) // self.num_generations, self._on_all_ranks, self._groups_of_step)
         for rows, last in self.recorder.timed_each("wait_for_rewards", waiting):
@@ -487,12 +499,14 @@ class DASHTrainer(GRPOTrainer):
             if not scored:
                 with self.recorder.timed("logprobs"):
                     self._score(window)
+            survivors.append(window.rollouts)
             if sum(map(len, order)) == len(rollouts):
                 self._reward_team.hand_over(request, arguments[2])
                 relog_rewards(self, self._take_rewards(*arguments), withheld)
                 whole = joined(parts).rows(torch.cat(order).argsort())
                 self._log_credit(whole, torch.cat(outcomes))
                 self._log_filter(whole, self._verdict(whole))
+                self._log_sampler(joined(survivors))
             yield window, last
 
     def _on_all_ranks(self, groups: int) -> int:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from dash_trl import DASHConfig, DASHTrainer, RewardAgent
+from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardAgent
 from tests.tiny import log_probs, parameters, prompts, relative_difference, run
 
 SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4}
@@ -120,11 +120,41 @@ def test_losses_and_evaluation(tiny_model, tmp_path, settings):
     assert [window.policy_version.max().item() for window in trainer.windows][1] == 0
 
 
-def test_with_the_pipeline_the_update_is_the_same(tiny_model, tmp_path):
+class Seen(DASHCallback):
+    """Whose rewards the trainer has."""
+
+    per_group = True
+
+    def __init__(self):
+        self.answers = [threading.Event() for _ in range(64)]
+
+    def on_rewards(self, args, state, control, rollouts, **kwargs):
+        for example in rollouts.examples:
+            self.answers[example["answer"]].set()
+
+
+@pytest.mark.parametrize("settings", [{"vllm_importance_sampling_mode": "token_truncate"}, {"loss_type": "aipo"}])
+def test_with_the_pipeline_the_update_is_the_same(tiny_model, tmp_path, settings):
+    """With the figures of the sampler: of the window, though its second group comes when the first is trained on."""
     start = parameters(trained(tiny_model, tmp_path, max_steps=1, learning_rate=0.0).model)
-    ends = [parameters(trained(tiny_model, tmp_path, reward_pipeline=pipe).model) for pipe in (False, True)]
+    ends, figures = [], []
+    for pipe in (False, True):
+        seen = Seen()
+
+        def in_turn(completion, completion_ids, answer, pipe=pipe, seen=seen):
+            assert not pipe or answer % 2 == 0 or seen.answers[answer - 1].wait(60)
+            return alternating(completion, completion_ids)
+
+        one = {"reward_pipeline": pipe, "callbacks": [seen], "shuffle_dataset": False, "max_steps": 3, **settings}
+        trainer = trained(tiny_model, tmp_path, Watched, in_turn, **one)
+        ends.append(parameters(trainer.model))
+        figures.append([(name, value) for line in trainer.state.log_history for name, value in line.items()])
     difference, size = relative_difference(start, *ends)
     assert size > 1e-3 and difference < 1e-5
+    names = {"off_policy/clipped_share", "off_policy/rescored_rows", "async/staleness_max"}
+    own = [[(name, value) for name, value in one if name in names or name.startswith("sampling/")] for one in figures]
+    assert [name for name, _ in own[0]] == [name for name, _ in own[1]] and len(own[0]) >= 4
+    assert [value for _, value in own[0]] == pytest.approx([value for _, value in own[1]], rel=1e-4, abs=1e-6)
 
 
 def test_every_prompt_once_in_its_order(tiny_model, tmp_path):
