@@ -816,10 +816,11 @@ class DASHTrainer(GRPOTrainer):
         request = None
         if self.model.training and self._early:
             request = self._early.claim(self._ahead.window, reward_rows(*arguments), self._warn)
+        if self.model.training and (self._streaming or self._one_ahead):
+            # All ranks meet here: the rows may be others on one of them only.
+            request = self.ranks.agree(lambda: request or self._ask(*arguments))
         if request is None:
-            if not (self.model.training and (self._streaming or self._one_ahead)):
-                return self._take_rewards(*arguments)
-            request = self.ranks.agree(partial(self._ask, *arguments))
+            return self._take_rewards(*arguments)
         if self._one_ahead:
             self._generate_next()
         if not self._streaming:

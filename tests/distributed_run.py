@@ -142,11 +142,18 @@ def mini(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, 
     return {"update": update, "ranks_agree": equal_on_all_ranks(end)}
 
 
+class OtherRows(DASHTrainer):
+    """On one rank rewards are asked of other rows than those for which they have begun: there they begin anew."""
+
+    def _calculate_rewards(self, inputs: list, *args: Any) -> torch.Tensor:
+        return super()._calculate_rewards([{**one, "rank": 1} for one in inputs] if RANK else inputs, *args)
+
+
 def one_step(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The next window is sampled in process while rewards are awaited; one rank has no signal."""
     settings = {"in_process": True, "async_level": 1, "loss_type": "aipo", "max_completion_length": 6, "max_steps": 3}
     late = RewardAgent(Late(lambda call, rank: rank == 1))
-    trainer = run(DASHTrainer, model, output, reward=late, reward_pipeline=True, **settings)
+    trainer = run(OtherRows, model, output, reward=late, reward_pipeline=True, **settings)
     behind = [line["async/staleness_max"] for line in trainer.state.log_history if "async/staleness_max" in line]
     end = whole(trainer)
     _, update = relative_difference(start, end, end)
