@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardAgent
+from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
 from tests.tiny import parameters, prompts, relative_difference, run
 
 SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4, "max_steps": 1}
@@ -211,6 +212,24 @@ def test_a_mini_run_is_resumed_within_its_window(tiny_model, tmp_path):
     for expected, found in ((plain.ends[-1], whole.ends[-1]), (plain.ends[3], rest.ends[1])):
         difference, size = relative_difference(start, expected, found)
         assert size > 1e-3 and difference < 5e-6
+
+
+@pytest.mark.parametrize("estimator", ["centered_return", "episode", "grpo_process"])
+def test_process_rewards_are_those_of_the_window(estimator, tiny_model, tmp_path):
+    """Update and figures, though the groups come one after the other."""
+    ends, lines = [], []
+    for pipe in (False, True):
+        episodes = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "max_episode_tokens": 8}
+        callback = ProcessRewardCallback(AnswerLogProbValue(" = "), estimator=estimator, **episodes)
+        end, trainer = trained(tiny_model, tmp_path, 1, callbacks=[callback], reward_pipeline=pipe)
+        line = trainer.state.log_history[0]
+        ends.append(end)
+        lines.append({name: line[name] for name in line if name.startswith(("process/", "advantage/"))})
+        assert len(callback.last) == 16
+    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
+    difference, size = relative_difference(start, *ends)
+    assert size > 1e-2 and difference < 5e-6
+    assert len(lines[0]) > 8 and lines[1] == pytest.approx(lines[0], rel=1e-3, abs=1e-4)
 
 
 REFUSED = [

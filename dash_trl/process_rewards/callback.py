@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from numbers import Number
 from pathlib import Path
@@ -138,12 +139,15 @@ class ProcessRewardCallback(DASHCallback):
         self.unproductive_penalty = unproductive_penalty
         self.unproductive_below = unproductive_below
         self.last: list[tuple[Episodes, list[float]]] = []  # of the last generation batch, for a look at it
+        # Of a batch that comes in parts, until it is whole: with the credit, the skipped rows and the seconds of each.
+        self._parts: list[tuple[Rewards, Tensor, Tensor, float]] = []
         self._segmenter: Segmenter | None = None
         self._diagnostics = Diagnostics()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._parts = []  # of a run that was interrupted
         if isinstance(self.value, ServerValue) and not getattr(args, "vllm_server_urls", None):
             raise ValueError(NO_SERVERS)
         if (tokenizer := kwargs.get("processing_class")) is not None:
@@ -185,7 +189,8 @@ class ProcessRewardCallback(DASHCallback):
         outcomes = gather(outcome)
         skipped = self._skipped(outcomes, trainer.num_generations)
         episodes, values = self._values(rollouts, skipped[mine], trainer)
-        self.last = list(zip(episodes, values, strict=True))
+        first = not self._parts
+        self.last = [*([] if first else self.last), *zip(episodes, values, strict=True)]
 
         boundaries = gather(_table([one.boundaries for one in episodes], -1), pad=-1)
         all_values = gather(_table(values, math.nan), pad=math.nan).double()
@@ -204,14 +209,22 @@ class ProcessRewardCallback(DASHCallback):
         )
         credit = ranks.agree(partial(self._credit, rewards))
         rollouts.advantages = credit[mine, :columns].float()
-        figures = batch_figures(rewards, boundaries, all_values, credit, skipped=skipped)
-        seconds = time.perf_counter() - started
-        trainer.recorder.log({**process_metrics(figures), "time/values": seconds})
-        if args.log_completions and state.is_world_process_zero and state.global_step % state.logging_steps == 0:
+        self._parts.append((rewards, credit, skipped, time.perf_counter() - started))
+        logged = state.is_world_process_zero and state.global_step % state.logging_steps == 0
+        if first and args.log_completions and logged:
             self._draw(
                 Path(args.output_dir) / "completions" / f"credit_{state.global_step:05d}.html", rollouts, trainer
             )
-        self._diagnostics.check(figures, seconds=seconds, estimator=self.estimator)
+        if getattr(args, "reward_pipeline", False):  # it hands over whole groups of a process
+            if len(self.last) < args.per_device_train_batch_size * args.steps_per_generation:
+                return
+            boundaries = _table([one.boundaries for one, _ in self.last], -1)
+            all_values = _table([values for _, values in self.last], math.nan).double()
+        parts, self._parts = self._parts, []
+        whole, credits, skips, seconds = zip(*parts, strict=True)
+        figures = batch_figures(_joined(whole), boundaries, all_values, _cat(credits), skipped=_cat(skips))
+        trainer.recorder.log({**process_metrics(figures), "time/values": sum(seconds)})
+        self._diagnostics.check(figures, seconds=sum(seconds), estimator=self.estimator)
 
     def _skipped(self, outcomes: Tensor, group_size: int) -> Tensor:
         """[N] bool: unscored rows, and rows of solved groups."""
@@ -305,6 +318,18 @@ def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
     cells = [cell for row in rows for cell in row]
     table[torch.arange(table.shape[1]) < counts.unsqueeze(1)] = torch.tensor(cells, dtype=table.dtype)
     return table
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    """One is not copied: it may be large."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _joined(parts: Sequence[Rewards]) -> Rewards:
+    """Those of all parts, whose columns are as many."""
+    names = [name for name, value in vars(parts[0]).items() if isinstance(value, Tensor)]
+    tensors: dict[str, Any] = {name: _cat([getattr(one, name) for one in parts]) for name in names}
+    return replace(parts[0], **tensors)
 
 
 def _as_it_is(rows: Tensor, *, pad: float = 0) -> Tensor:
