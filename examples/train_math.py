@@ -36,13 +36,13 @@ from dash_trl import DASHConfig, DASHTrainer, MathAccuracyReward, load_math_data
 from dash_trl.checks import check_model
 from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
 from dash_trl.evaluation import accuracy
-from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback, plot_run
+from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback, plot_run
 from dash_trl.rewards import DEFAULT_NAME, load_reward
 
 
 @dataclass
 class MathArguments(ScriptArguments):
-    """TRL's dataset arguments, the prompt, and a reward of one's own."""
+    """TRL's dataset arguments, the prompt, a reward of one's own, and how long to train."""
 
     prompt_template: str | None = field(
         default=None,
@@ -53,6 +53,10 @@ class MathArguments(ScriptArguments):
     )
     reward_name: str = field(
         default=DEFAULT_NAME, metadata={"help": "What it is called there: a function, a class, or a RewardAgent."}
+    )
+    time_limit: float | None = field(
+        default=None,
+        metadata={"help": "Stop after so many seconds of training, those before a resumed checkpoint included."},
     )
 
 
@@ -107,6 +111,7 @@ def main(
     script, args, model_args, *own = parse(argv, types, make_task.embedded_defaults())
     check_effects(script, args, model_args)
     task = make_task(script)
+    timer = TimeLimitCallback(script.time_limit)
     if model_args.model_name_or_path is None:
         with args.main_process_first(local=False, desc="warm-up of the embedded model"):
             model_args.model_name_or_path = task.embedded_model(progress=args.should_save)
@@ -128,7 +133,7 @@ def main(
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
-        callbacks=[MetricsFileCallback(metrics), *(make_callbacks(script, *own) if make_callbacks else ())],
+        callbacks=[timer, MetricsFileCallback(metrics), *(make_callbacks(script, *own) if make_callbacks else ())],
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
@@ -202,7 +207,7 @@ def check_effects(script: MathArguments, args: Any, model_args: ModelConfig) -> 
             raise ValueError(f"{name}={changed[name]} has no effect: {reason}. Remove it.")
     if script.reward_path is None and "reward_name" in changed:
         raise ValueError(f"reward_name={script.reward_name!r} has no effect without --reward_path, its file.")
-    changed = {name: value for name, value in changed.items() if not name.startswith(("reward_", "judge_"))}
+    changed = {name: value for name, value in changed.items() if not name.startswith(("reward_", "judge_", "time_"))}
     model, dataset = model_args.model_name_or_path, script.dataset_name
     if model is not None and dataset is None:
         raise ValueError(

@@ -5,6 +5,7 @@ accelerate launch --config_file tests/accelerate/ddp.yaml tests/distributed_run.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer, RewardAgent
+from dash_trl.monitoring import TimeLimitCallback
 from dash_trl.sampling.weights.proof import model_log_probs
 from tests.tiny import (
     ScriptedReward,
@@ -372,6 +374,14 @@ def read_ahead(model: str, output: Path) -> list[Any]:
     return gather_object([[wrong, goes_on]])
 
 
+def time_limit(model: str, output: Path) -> list[int]:
+    """The step at which each rank stops: by the first one's clock it is the second, by the other's the first."""
+    clock = itertools.count(0, 1 if RANK == 0 else 100)  # asked twice per step, and before
+    timer = TimeLimitCallback(4, clock=lambda: next(clock))
+    trainer = run(DASHTrainer, model, output, callbacks=[timer], max_steps=4)
+    return gather_object([trainer.state.global_step])
+
+
 def main() -> None:
     output, model, sliding, *larger = sys.argv[1:]
     # before ZeRO-3 makes it load partitions
@@ -407,6 +417,7 @@ def main() -> None:
     results["spoiled step"] = spoiled_step(model, Path(output), start)
     if not os.environ.get("ACCELERATE_USE_DEEPSPEED"):  # the windows are the same, the checkpoints take seconds
         results["resumed"] = resumed(model, Path(output), start)
+        results["time limit"] = time_limit(model, Path(output))
         results["read ahead"] = read_ahead(model, Path(output))
     if RANK == 0:
         print("RESULTS " + json.dumps(results), flush=True)

@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, ProcessRewardCallback, RolloutBatch
-from dash_trl.monitoring.progress import MetricsFileCallback
+from dash_trl.monitoring import MetricsFileCallback, TimeLimitCallback
 from dash_trl.rollout import ScoredRollouts
 from tests.tiny import ScriptedReward, prompts, run
 
@@ -186,3 +186,55 @@ def test_metrics_file(tiny_model, tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 3]
     assert {"reward", "filter/kept_rows", "time/train", "packing/padding_share"} <= lines[0].keys()
+
+
+class Clock:
+    """Goes on by so many seconds with each optimizer step."""
+
+    def __init__(self, *seconds):
+        self.now, self.seconds = 100.0, iter(seconds)
+
+    def __call__(self):
+        return self.now
+
+    def reward(self, completion_ids, **kwargs):
+        self.now += next(self.seconds)
+        return [float(len(ids) % 2) for ids in completion_ids]
+
+
+def timed(tiny_model, folder, limit, *seconds, **settings):
+    clock = Clock(*seconds)
+    path, timer = folder / "metrics.jsonl", TimeLimitCallback(limit, clock=clock)
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "reward": clock.reward, **settings}
+    trainer = run(DASHTrainer, tiny_model, folder, callbacks=[timer, MetricsFileCallback(path)], **settings)
+    elapsed = [json.loads(line)["time/elapsed"] for line in path.read_text().splitlines()]
+    return trainer, elapsed
+
+
+def test_a_run_stops_at_the_first_step_past_its_time_and_a_resumed_one_counts_what_was_before(tiny_model, tmp_path):
+    trainer, elapsed = timed(tiny_model, tmp_path, 10.0, 4, 3, 2, 1, 5)
+    assert (trainer.state.global_step, elapsed) == (4, [4, 7, 9, 10, 10])
+    assert (tmp_path / "checkpoint-4").is_dir()
+    # 50 s were lost with what came after the checkpoint of step 2
+    again, elapsed = timed(tiny_model, tmp_path, 10.0, 2, 1, 5, resume=str(tmp_path / "checkpoint-2"))
+    assert (again.state.global_step, elapsed[5:]) == (4, [9, 10, 10])
+
+
+def test_training_once_more_begins_at_0(tiny_model, tmp_path):
+    trainer, _ = timed(tiny_model, tmp_path, 10.0, *[6] * 4, save_strategy="no")
+    assert trainer.state.global_step == 2
+    trainer.train()
+    assert trainer.state.global_step == 2 and not (tmp_path / "checkpoint-2").exists()
+
+
+def test_a_checkpoint_of_a_run_that_did_not_count(tiny_model, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    run(DASHTrainer, tiny_model, tmp_path, max_steps=2, **settings)
+    trainer, elapsed = timed(tiny_model, tmp_path, None, *[1] * 4, resume=str(tmp_path / "checkpoint-2"))
+    assert (trainer.state.global_step, elapsed) == (6, [1, 2, 3, 4, 4])
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
+def test_no_time_is_a_mistake(limit):
+    with pytest.raises(ValueError, match="leaves no time to train in"):
+        TimeLimitCallback(limit)

@@ -86,6 +86,7 @@ def test_two_ranks(backend, tiny_model, tmp_path):
     if backend == "ddp":
         refused = results["resumed"].pop("refused")
         assert refused[0] == refused[1] and "generation_window_1.pt is missing" in refused[0]
+        assert results.pop("time limit") == [2, 2]
         assert results.pop("read ahead") == [[[], [True, True]]] * 2
     assert results["one step ahead"].pop("behind") == [0, 1, 1]
     assert len(results) == 17 + 2 * len(larger) + (backend == "ddp")

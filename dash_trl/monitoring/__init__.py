@@ -18,5 +18,6 @@ if TYPE_CHECKING:
     from dash_trl.monitoring.plots import plot_pass_at_k, plot_run
     from dash_trl.monitoring.progress import MetricsFileCallback, RewardProgressCallback
     from dash_trl.monitoring.recorder import Recorder
+    from dash_trl.monitoring.time_limit import TimeLimitCallback
 
 __getattr__, __dir__, __all__ = lazy(__name__)
