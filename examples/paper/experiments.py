@@ -1,0 +1,312 @@
+"""What the paper ran: methods, tables, figures; and how the embedded model stands in for its models.
+
+A run is a method on a model size with a seed. At the paper's scale its settings are a file of `examples/configs/`, at
+the embedded scale the flags below, over the defaults of the training scripts: the paper's 8 rows of a micro-step (2 on
+each of 4 GPUs) are 8 rows of one process there, its 32 micro-steps 16. Tables and figures name methods only, so that
+they share runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+PARAMETERS = {"0.5": 0.494e9, "1.5": 1.544e9, "3.0": 3.086e9}  # of Qwen2.5
+TEACHER = "Qwen/Qwen2.5-7B-Instruct"
+TEMPERATURE = 0.9  # of sampling in training; the paper does not say at which it evaluates
+
+
+# ---------------------------------------------------------------------------------------------------------- methods
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a model is trained.
+
+    Attributes:
+        script: in examples/; None: it is not trained.
+        flags: of the embedded scale.
+        code: on programs, not on mathematics.
+        stopped_by: the method whose seconds of training are this one's limit.
+        traces: learns from a teacher's solutions.
+        seconds: of one embedded run on two idle cores, start and measurements included; for the estimate.
+    """
+
+    script: str | None
+    flags: dict[str, Any] = field(default_factory=dict)
+    code: bool = False
+    stopped_by: str | None = None
+    traces: bool = False
+    seconds: float = 0.0
+
+
+STEPS, CODE_STEPS = 40, 20  # optimizer steps of the embedded runs; the learning rate falls to 0 over them
+MICRO_STEPS = 16  # of an embedded optimizer step
+DASH = {"max_steps": STEPS, "beta": 0.04, "loss_type": "dr_grpo", "filter_denominator": "kept"}
+NO_GF = {**DASH, "gradient_filter_threshold": None, "filter_denominator": "all"}
+GRPO = {**NO_GF, "steps_per_generation": 1}
+ROWS_4 = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": MICRO_STEPS // 2}  # 4 on each of 4 GPUs
+MULTI = {"num_iterations": 3, "max_steps": 3 * STEPS}
+MINI = {"gradient_accumulation_steps": 1, "steps_per_generation": MICRO_STEPS, "max_steps": MICRO_STEPS * STEPS}
+ON_CODE = {"max_steps": CODE_STEPS}
+
+METHODS = {
+    "base": Method(None),
+    "sft_h": Method("sft", seconds=40),
+    "sft_m": Method("sft", traces=True, seconds=40),
+    "grpo": Method("train_math", GRPO, seconds=65),
+    "no_gf": Method("train_math", NO_GF, seconds=45),
+    "dash": Method("train_math", DASH, seconds=45),
+    "no_kl": Method("train_math", {**DASH, "beta": 0.0}, seconds=40),
+    "multi": Method("train_math", {**DASH, **MULTI}, stopped_by="dash", seconds=45),
+    "mini": Method("train_math", {**DASH, **MINI}, stopped_by="dash", seconds=45),
+    "no_gf_rows4": Method("train_math", {**NO_GF, **ROWS_4}, seconds=45),
+    "dash_rows4": Method("train_math", {**DASH, **ROWS_4}, seconds=45),
+    "base_code": Method(None, code=True),
+    "sft_h_code": Method("sft", code=True, seconds=40),
+    "grpo_code": Method("train_code", {**GRPO, **ON_CODE}, code=True, seconds=65),
+    "no_gf_code": Method("train_code", {**NO_GF, **ON_CODE}, code=True, seconds=55),
+    "dash_code": Method("train_code", {**DASH, **ON_CODE}, code=True, seconds=55),
+}
+
+
+# ------------------------------------------------------------------------------------------------------ evaluations
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Flags of `python -m dash_trl.evaluation`; `seconds` of one embedded model."""
+
+    paper: dict[str, Any]
+    embedded: dict[str, Any]
+    seconds: float
+
+
+MATH = {"num_samples": 4, "k": 1, "temperature": TEMPERATURE}
+CODE = {"num_samples": 8, "k": (1, 8)}
+EVALUATIONS = {
+    "in": Evaluation(
+        {"dataset_name": "nlile/hendrycks-MATH-benchmark", **MATH},
+        {"dataset_name": "embedded", **MATH, "temperature": 1.0},
+        seconds=5,
+    ),
+    "out": Evaluation(
+        {"dataset_name": "openai/gsm8k", "dataset_config": "main", **MATH},
+        {"dataset_name": "embedded_long", **MATH, "temperature": 1.0},
+        seconds=8,
+    ),
+    "code": Evaluation(
+        {"dataset_name": "evalplus/mbppplus", **CODE, "temperature": TEMPERATURE},
+        {"dataset_name": "embedded_code", **CODE, "temperature": 1.0, "dataset_test_split": "test[:114]"},
+        seconds=12,
+    ),
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- tables
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of figures.
+
+    Attributes:
+        source: "time", or an evaluation and what of it: "accuracy", or the k of pass@k.
+        title, embedded: above it, at each scale.
+        unit: seconds of the paper's unit of time.
+    """
+
+    source: tuple[str, str]
+    title: str
+    embedded: str
+    unit: float = 3600.0
+
+
+HOURS = Column(("time", ""), "Time (h)", "Time (s)")
+MINUTES = Column(("time", ""), "Time (min)", "Time (s)", unit=60.0)
+IN = Column(("in", "accuracy"), "MATH (%)", "3 to 5 numbers (%)")
+OUT = Column(("out", "accuracy"), "GSM8K (%)", "6 to 8 numbers (%)")
+PASS_1 = Column(("code", "1"), "pass@1 (%)", "pass@1 (%)")
+PASS_8 = Column(("code", "8"), "pass@8 (%)", "pass@8 (%)")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method on a size, in billions of parameters, and the paper's figures by column (None: "N/A")."""
+
+    label: str
+    method: str
+    size: str
+    paper: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+
+
+def _rows(label: str, method: str, **sizes: tuple[float | None, ...]) -> tuple[Row, ...]:
+    """One row per size: `b05` is 0.5 billion parameters."""
+    return tuple(Row(label, method, f"{name[1]}.{name[2]}", paper) for name, paper in sizes.items())
+
+
+TABLES = {
+    "table1": Table(
+        "Comparison of SFT to on-policy RL on math",
+        (IN, OUT),
+        (
+            *_rows("Base", "base", b05=(22.6, 30.3), b15=(48.0, 58.8), b30=(58.8, 66.0)),
+            *_rows("SFT-H", "sft_h", b05=(8.0, 7.2), b15=(17.2, 32.8), b30=(24.0, 30.6)),
+            *_rows("SFT-M", "sft_m", b05=(24.0, 22.7), b15=(46.2, 46.0), b30=(53.0, 66.0)),
+            *_rows("DASH", "dash", b05=(27.2, 31.1), b15=(54.0, 58.8), b30=(64.6, 64.6)),
+        ),
+    ),
+    "table2": Table(
+        "Comparison of SFT to on-policy RL on coding",
+        (PASS_1, PASS_8),
+        (
+            *_rows("Base", "base_code", b05=(2.6, 22.8), b15=(7.1, 60.5)),
+            *_rows("SFT-H", "sft_h_code", b05=(8.77, 29.0), b15=(19.3, 42.1)),
+            *_rows("DASH", "dash_code", b05=(11.4, 40.4), b15=(23.7, 63.2)),
+        ),
+    ),
+    "table3": Table(
+        "Comparing on-policy RL algorithms on Qwen2.5-0.5B for math",
+        (HOURS, IN, OUT),
+        (
+            *_rows("Base", "base", b05=(None, 22.6, 30.3)),
+            *_rows("GRPO", "grpo", b05=(38.9, 27.6, 32.8)),
+            *_rows("No-GF", "no_gf", b05=(6.9, 27.4, 31.6)),
+            *_rows("DASH", "dash", b05=(6.6, 27.2, 31.1)),
+        ),
+    ),
+    "table4": Table(
+        "Comparing on-policy RL algorithms using Qwen2.5-0.5B for coding",
+        (MINUTES, PASS_1, PASS_8),
+        (
+            *_rows("Base", "base_code", b05=(None, 2.3, 22.8)),
+            *_rows("GRPO", "grpo_code", b05=(35.3, 11.4, 49.1)),
+            *_rows("No-GF", "no_gf_code", b05=(16.3, 10.5, 43.9)),
+            *_rows("DASH", "dash_code", b05=(16.5, 11.4, 40.4)),
+        ),
+    ),
+    "table5": Table(
+        "Comparing PG to PPO for math",
+        (IN, OUT),
+        (
+            *_rows("DASH", "dash", b05=(27.2, 31.1), b15=(54.0, 58.8)),
+            *_rows("Multi", "multi", b05=(28.8, 31.5), b15=(54.0, 61.0)),
+            *_rows("Mini", "mini", b05=(29.8, 31.6), b15=(36.0, 8.1)),
+        ),
+    ),
+    "table6": Table(
+        "Comparing No-KL to DASH and Base on math",
+        (HOURS, IN, OUT),
+        (
+            *_rows("Base", "base", b05=(None, 22.6, 30.3), b15=(None, 48.0, 58.8), b30=(None, 58.8, 66.0)),
+            *_rows("DASH (with KL)", "dash", b05=(6.6, 27.2, 31.1), b15=(12.8, 54.0, 58.8), b30=(22.6, 64.6, 64.6)),
+            *_rows("No-KL", "no_kl", b05=(5.7, 31.4, 34.0), b15=(10.3, 56.8, 62.1), b30=(17.6, 66.4, 60.0)),
+        ),
+    ),
+    "table10": Table(
+        "Comparing No-GF to DASH with per device batch of 4 instead of 2 for Qwen2.5-0.5B on math",
+        (HOURS, IN, OUT),
+        (
+            *_rows("No-GF", "no_gf_rows4", b05=(5.1, 31.8, 31.3)),
+            *_rows("DASH", "dash_rows4", b05=(4.6, 28.4, 30.9)),
+        ),
+    ),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------- figures
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Curves of training.
+
+    Attributes:
+        table: with which it is drawn, of whose runs.
+        methods: label → method. sizes: a row of panels each; the embedded scale has the first one's only.
+        panels: title → the names in the log that are added up, see `MetricsFileCallback`. None: the split of time.
+        over: what the horizontal axis is, in the log.
+    """
+
+    title: str
+    table: str
+    methods: dict[str, str]
+    panels: dict[str, tuple[str, ...]] | None
+    sizes: tuple[str, ...] = ("0.5",)
+    over: str = "step"
+
+
+SIGNAL = {
+    "mean |advantage|": ("advantage/abs_mean",),
+    "seconds of the loss": ("time/logprobs", "time/train"),
+    "reward": ("reward",),
+}
+PG_PPO = {"DASH": "dash", "Multi": "multi", "Mini": "mini"}
+FIGURES = {
+    "figure1": Figure(
+        "The split of time", "table3", {"GRPO": "grpo", "No-GF": "no_gf", "DASH": "dash"}, None
+    ),
+    "figure3": Figure("DASH and No-GF", "table3", {"DASH": "dash", "No-GF": "no_gf"}, SIGNAL),
+    "figure4": Figure("PG and PPO", "table5", PG_PPO, {"reward": ("reward",)}, over="time/elapsed"),
+    "figure6": Figure(
+        "With and without KL",
+        "table6",
+        {"DASH": "dash", "No-KL": "no_kl"},
+        {"reward": ("reward",), "tokens of a completion": ("completions/mean_length",)},
+        sizes=("0.5", "1.5", "3.0"),
+    ),
+    "figure8": Figure("PG and PPO", "table5", PG_PPO, {"reward": ("reward",)}, sizes=("1.5",), over="time/elapsed"),
+    "figure9": Figure(
+        "DASH and No-GF, 4 rows per device", "table10", {"DASH": "dash_rows4", "No-GF": "no_gf_rows4"}, SIGNAL
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+
+
+def config_of(method: str, size: str) -> Path:
+    """The YAML file of a run of the paper."""
+    return CONFIGS / f"{method}_qwen2.5-{_short(size)}b.yaml"
+
+
+def model_of(size: str) -> str:
+    """A base model of the paper."""
+    return f"Qwen/Qwen2.5-{_short(size).upper()}B"
+
+
+def _short(size: str) -> str:
+    return size.removesuffix(".0")
+
+
+def paper_hours(method: str, size: str) -> float | None:
+    """What the paper says that a run took; one that is stopped takes as long as what stops it."""
+    method = METHODS[method].stopped_by or method
+    for table in TABLES.values():
+        for row in table.rows:
+            if (row.method, row.size) == (method, size) and table.columns[0].source[0] == "time":
+                value = row.paper[0]
+                return None if value is None else value * table.columns[0].unit / 3600
+    return None
+
+
+def settings_of(tables: Sequence[str], *, embedded: bool) -> list[tuple[str, str]]:
+    """(method, size) of the tables, what others depend on first; the embedded scale has one size, "0.5"."""
+    found: dict[tuple[str, str], None] = {}
+    for name in tables:
+        for row in TABLES[name].rows:
+            if not embedded or row.size == "0.5":
+                if stopped_by := METHODS[row.method].stopped_by:
+                    found[stopped_by, row.size] = None
+                found[row.method, row.size] = None
+    return list(found)
