@@ -16,9 +16,17 @@ class Command:
 
     Args:
         arguments: the command line. environment: added to this process's. log: file for stdout and stderr.
+        pass_fds: open files that it inherits.
     """
 
-    def __init__(self, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, log: str | Path):
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        log: str | Path,
+        pass_fds: Sequence[int] = (),
+    ):
         self.arguments = list(arguments)
         self.log = Path(log)
         with self.log.open("ab") as file:
@@ -29,6 +37,7 @@ class Command:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=tuple(pass_fds),
             )
 
     @property

@@ -253,9 +253,7 @@ SIGNAL = {
 }
 PG_PPO = {"DASH": "dash", "Multi": "multi", "Mini": "mini"}
 FIGURES = {
-    "figure1": Figure(
-        "The split of time", "table3", {"GRPO": "grpo", "No-GF": "no_gf", "DASH": "dash"}, None
-    ),
+    "figure1": Figure("The split of time", "table3", {"GRPO": "grpo", "No-GF": "no_gf", "DASH": "dash"}, None),
     "figure3": Figure("DASH and No-GF", "table3", {"DASH": "dash", "No-GF": "no_gf"}, SIGNAL),
     "figure4": Figure("PG and PPO", "table5", PG_PPO, {"reward": ("reward",)}, over="time/elapsed"),
     "figure6": Figure(

@@ -1,0 +1,192 @@
+"""Tables and figures from what runs wrote: metrics.jsonl of a training, and the figures of an evaluation.
+
+values of the seeds ──► Cell: mean, 95 % interval ──► rows of text ──► Markdown, CSV beside the paper's figures
+logs of the seeds ──► curves
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments import Column, Figure, Row, Table
+
+from dash_trl.monitoring import read_metrics, smooth
+
+# 0.975 quantiles of Student's t with 1, 2, … degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2)
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+MOST_SEEDS = len(T_QUANTILES) + 1
+PHASES = ("generate", "reward", "logprobs", "train")  # of a step, in their order
+COLORS = ("tab:blue", "tab:orange", "tab:green")
+MARK = "*"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure with its 95 % interval, where there is one.
+
+    Attributes:
+        runs: over which it is the mean. marked: more than 1 % of the rewards behind it failed.
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    runs: int = 1
+    marked: bool = False
+
+    def __str__(self) -> str:
+        interval = "" if self.low is None else f" [{self.low:.1f}, {self.high:.1f}]"
+        return f"{self.value:.1f}{interval}{MARK if self.marked else ''}"
+
+
+def over_seeds(values: Sequence[float]) -> Cell:
+    """The mean of runs with different seeds: x̄ ± t s / √n, with n − 1 degrees of freedom; none for one run."""
+    mean, n = sum(values) / len(values), len(values)
+    if n == 1:
+        return Cell(mean)
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1))
+    half = T_QUANTILES[n - 2] * deviation / math.sqrt(n)
+    return Cell(mean, mean - half, mean + half, n)
+
+
+def measured(figures: Sequence[Mapping[str, Any]], what: str) -> Cell:
+    """A column of an evaluation, in per cent: of one model, with the evaluation's interval over problems; of several
+    seeds, with that over seeds.
+
+    Args:
+        figures: JSON of `python -m dash_trl.evaluation`, one per seed. what: "accuracy", or the k of pass@k.
+    """
+    found = [
+        [one["accuracy"], *one["accuracy_interval"]] if what == "accuracy" else one["pass_at"][what] for one in figures
+    ]
+    marked = any(one["marked"] for one in figures)
+    percent = [[100 * value for value in one] for one in found]
+    if len(percent) == 1:
+        return Cell(*percent[0], marked=marked)
+    cell = over_seeds([value for value, _, _ in percent])
+    return Cell(cell.value, cell.low, cell.high, cell.runs, marked)
+
+
+def seconds_of(metrics: Path) -> float:
+    """The seconds of training of a run, in `time/elapsed` of its last log."""
+    return read_metrics(metrics)[-1]["time/elapsed"]
+
+
+# ----------------------------------------------------------------------------------------------------------- tables
+
+
+Find = Callable[[Row, Column], Cell | None]
+
+
+def markdown(name: str, table: Table, find: Find, *, embedded: bool, notes: Sequence[str] = ()) -> str:
+    """The table with the paper's figures beside.
+
+    Args:
+        find: the figure of a cell; None: there is none.
+        embedded: the rows of the smallest size only, since there is one model.
+    """
+    head = ["Method", *([] if embedded else ["Size (B)"])]
+    for column in table.columns:
+        head += [column.embedded if embedded else column.title, f"paper: {column.title}"]
+    lines, marked = [head, ["---"] * len(head)], False
+    for row in rows_of(table, embedded=embedded):
+        line = [row.label, *([] if embedded else [row.size])]
+        for column, paper in zip(table.columns, row.paper, strict=True):
+            cell = find(row, column)
+            marked |= cell is not None and cell.marked
+            line += ["–" if cell is None else str(cell), "–" if paper is None else f"{paper:g}"]
+        lines.append(line)
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    of = "the embedded model; the paper's figures are of Qwen2.5-0.5B" if embedded else "Qwen2.5"
+    said = [*notes, *([f"{MARK} More than 1 % of the rewards failed, and count neither way."] if marked else [])]
+    return f"### {name.replace("table", "Table ")}. {table.title} ({of})\n\n{text}\n" + "".join(f"\n{note}\n" for note in said)
+
+
+def comma_separated(table: Table, find: Find, *, embedded: bool) -> str:
+    """A line per figure; the paper's in its unit, ours in the same, or in seconds at the embedded scale."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["method", "size", "figure", "value", "low", "high", "runs", "paper"])
+    for row in rows_of(table, embedded=embedded):
+        for column, paper in zip(table.columns, row.paper, strict=True):
+            cell = find(row, column)
+            own = ["", "", "", ""] if cell is None else [cell.value, cell.low, cell.high, cell.runs]
+            size = "embedded" if embedded else row.size
+            writer.writerow([row.label, size, column.embedded if embedded else column.title, *own, paper])
+    return file.getvalue()
+
+
+def rows_of(table: Table, *, embedded: bool) -> list[Row]:
+    return [row for row in table.rows if not embedded or row.size == "0.5"]
+
+
+# ---------------------------------------------------------------------------------------------------------- figures
+
+
+def draw(figure: Figure, logs: Mapping[tuple[str, str], Sequence[Path]], picture: Path, *, embedded: bool) -> Path:
+    """The curves, a thin one per seed and, over steps, a thick one of their mean; or the split of time.
+
+    Args:
+        logs: (method, size) → metrics.jsonl of its seeds.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Canvas
+
+    sizes = figure.sizes[:1] if embedded else figure.sizes
+    panels = figure.panels or {"": ()}
+    canvas = Canvas(figsize=(0.5 + 3.5 * len(panels), 0.5 + 2.8 * len(sizes)), layout="constrained")
+    FigureCanvasAgg(canvas)
+    axes = canvas.subplots(len(sizes), len(panels), squeeze=False)
+    for size, line in zip(sizes, axes, strict=True):
+        of = {label: [by_step(path) for path in logs[method, size]] for label, method in figure.methods.items()}
+        for (title, names), axis in zip(panels.items(), line, strict=True):
+            if figure.panels is None:
+                split_of_time(axis, of)
+            else:
+                curves(axis, of, names, figure.over)
+            axis.set_title(title if embedded else f"{title} {size}B".strip())
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.legend(frameon=False)
+    canvas.suptitle(figure.title)
+    canvas.savefig(picture, dpi=120)
+    return picture
+
+
+def by_step(metrics: Path) -> list[dict[str, Any]]:
+    """The logs of a run; of a step that was taken again after a resume, the last."""
+    return list({log["step"]: log for log in read_metrics(metrics)}.values())
+
+
+def curves(axis: Any, of: Mapping[str, Sequence[list[dict[str, Any]]]], names: Sequence[str], over: str) -> None:
+    for (label, seeds), color in zip(of.items(), COLORS, strict=False):
+        values = [smooth([sum(log.get(name, 0.0) for name in names) for log in logs]) for logs in seeds]
+        several = len(seeds) > 1 and over == "step"
+        for number, (logs, one) in enumerate(zip(seeds, values, strict=True)):
+            label_once = label if number == 0 and not several else None
+            axis.plot(
+                [log[over] for log in logs], one, color=color, alpha=0.4 if several else 0.9, lw=0.8, label=label_once
+            )
+        if several:
+            length = min(map(len, values))
+            mean = [sum(one[step] for one in values) / len(values) for step in range(length)]
+            axis.plot([log[over] for log in seeds[0]][:length], mean, color=color, label=label)
+    axis.set_xlabel("step" if over == "step" else "seconds of training")
+
+
+def split_of_time(axis: Any, of: Mapping[str, Sequence[list[dict[str, Any]]]]) -> None:
+    """The seconds of a run by phase, mean over seeds."""
+    below = [0.0] * len(of)
+    for phase in PHASES:
+        heights = [
+            sum(log.get(f"time/{phase}", 0.0) for logs in seeds for log in logs) / len(seeds) for seeds in of.values()
+        ]
+        axis.bar(list(of), heights, bottom=below, label=phase, width=0.6)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    axis.set_ylabel("seconds of training")
+    axis.margins(y=0.3)  # room above for the legend

@@ -1,0 +1,529 @@
+"""The paper's tables and figures: train what is missing, evaluate, write them with the paper's figures beside.
+
+    python examples/paper/run.py table3                        # the embedded model, offline, on 2 CPU cores
+    python examples/paper/run.py all                           # all of them
+    python examples/paper/run.py table3 --quick                # does it run? a few steps, whose figures say nothing
+    python examples/paper/run.py table3 --scale paper --dry_run     # what Qwen2.5 needs, and the commands
+    python examples/paper/run.py table3 --scale paper
+
+Says first how long it takes, or what it needs. Interrupted, the same command goes on: a training with a checkpoint is
+resumed, one without begins anew, and what is done, for whatever table, is done. In OUTPUT_DIR: table3.md, table3.csv,
+figure1.png, …; runs/<run>/ the models and metrics.jsonl; evaluation/<problems>/<run>.json and .jsonl; logs/.
+experiments.py lists the runs, the tables and the paper's figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import report
+from experiments import (
+    EVALUATIONS,
+    FIGURES,
+    METHODS,
+    PARAMETERS,
+    STEPS,
+    TABLES,
+    TEACHER,
+    Column,
+    Method,
+    Row,
+    config_of,
+    model_of,
+    paper_hours,
+    settings_of,
+)
+
+from dash_trl.workers import Command
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+SEEDS = {"embedded": (0, 1, 2), "paper": (42,)}  # 42 is Transformers' default, the one that the authors had
+TRACES = "traces"
+QUICK_STEPS = 2
+SAVED_EVERY = 0.1  # of a run of the paper: what is lost at most when it is interrupted
+TAIL_LINES = 25  # of the log of a program that failed
+START_SECONDS = 12.0  # until a program begins to work
+DONE_ALREADY = 1.0  # seconds: what took less was there
+SERVER_SECONDS = 900.0  # until the servers say that they are ready
+BYTES_SAVED, BYTES_CHECKPOINT = 4, 16  # per parameter: float32 weights; with AdamW's two moments and the weights again
+
+
+@dataclass(frozen=True)
+class Run:
+    """A method on a size with a seed; or the traces of the teacher, once for all."""
+
+    method: str
+    size: str = ""
+    seed: int = 0
+
+    @property
+    def spec(self) -> Method:
+        return Method(TRACES, seconds=75) if self.method == TRACES else METHODS[self.method]
+
+
+class Scale:
+    """How runs, models and commands are called at a scale."""
+
+    def __init__(self, name: str, folder: Path, seeds: Sequence[int], quick: bool):
+        self.embedded = name == "embedded"
+        self.folder, self.seeds, self.quick = folder, seeds, quick
+
+    def name(self, run: Run) -> str:
+        if run.method == TRACES:
+            return TRACES
+        stem = run.method if self.embedded else config_of(run.method, run.size).stem
+        return f"{stem}_seed{run.seed}"
+
+    def home(self, run: Run) -> Path:
+        return self.folder / "runs" / self.name(run)
+
+    def runs(self, method: str, size: str) -> list[Run]:
+        """Its seeds; none of a base model."""
+        return [] if METHODS[method].script is None else [Run(method, size, seed) for seed in self.seeds]
+
+    def runs_of(self, tables: Sequence[str]) -> list[Run]:
+        """The trainings behind tables, in an order in which they can be made."""
+        runs = [run for setting in settings_of(tables, embedded=self.embedded) for run in self.runs(*setting)]
+        return [Run(TRACES), *runs] if any(run.spec.traces for run in runs) else runs
+
+    def models(self, method: str, size: str) -> list[str]:
+        """What is evaluated of a row."""
+        if METHODS[method].script is None:
+            return ["embedded" if self.embedded else model_of(size)]
+        return [str(self.home(run)) for run in self.runs(method, size)]
+
+    # ------------------------------------------------------------------------------------------------- commands
+
+    def settings(self, run: Run, limit: float | None) -> dict[str, Any]:
+        """The flags of a training, but for where it writes and what it resumes.
+
+        Args:
+            limit: seconds of training of what it is stopped by.
+        """
+        spec = run.spec
+        if run.method == TRACES:
+            return (
+                {}
+                if self.embedded
+                else {
+                    "dataset_name": EVALUATIONS["in"].paper["dataset_name"],
+                    "dataset_train_split": "train",
+                    "temperature": 0.7,
+                    "use_vllm": True,
+                }
+            )
+        flags: dict[str, Any] = {"seed": run.seed}
+        if self.embedded:
+            flags |= {"disable_tqdm": True, **spec.flags}
+            if spec.script == "sft" and spec.code:
+                flags["task"] = "code"
+            if self.quick:
+                flags["max_steps"] = QUICK_STEPS * max(1, flags.get("max_steps", 0) // STEPS)
+        else:
+            flags = {"config": config_of(run.method, run.size), **flags}
+            flags |= {"save_strategy": "steps", "save_steps": SAVED_EVERY, "save_total_limit": 1}
+        if spec.traces:
+            flags["completions"] = self.home(Run(TRACES)) / "traces.jsonl"
+        if spec.stopped_by:
+            flags["time_limit"] = "SECONDS_OF_DASH" if limit is None else round(limit, 1)
+        return flags
+
+    def command(self, run: Run, limit: float | None) -> list[str]:
+        """Of a training that begins anew."""
+        flags = self.settings(run, limit)
+        if run.method == TRACES:
+            target = ["embedded" if self.embedded else TEACHER, "--output", str(self.home(run) / "traces.jsonl")]
+            return [sys.executable, str(EXAMPLES / "traces.py"), *target, *as_flags(flags)]
+        launch = [sys.executable]
+        if not self.embedded:
+            config = str(ROOT / "accelerate_configs" / "zero3_offload.yaml")
+            launch += ["-m", "accelerate.commands.launch", "--config_file", config]
+            launch += ["--num_processes", str(self.gpus(run)[0])]
+        script = str(EXAMPLES / f"{run.spec.script}.py")
+        return [*launch, script, *as_flags(flags), "--output_dir", str(self.home(run))]
+
+    def gpus(self, run: Run) -> tuple[int, int]:
+        """(train, sample) of the paper's run: Appendix A."""
+        if run.method == TRACES:
+            return 0, 1
+        training = 2 if run.spec.code else 4
+        return training, 0 if run.spec.script == "sft" else 2
+
+    def evaluation(self, kind: str, models: Sequence[str]) -> list[str]:
+        spec = EVALUATIONS[kind]
+        flags = dict(spec.embedded if self.embedded else {**spec.paper, "use_vllm": True})
+        if self.quick:
+            flags["dataset_test_split"] = "test[:8]"
+        output = ["--output_dir", str(self.folder / "evaluation" / kind)]
+        return [sys.executable, "-m", "dash_trl.evaluation", *models, *as_flags(flags), *output]
+
+    def figures(self, kind: str, model: str) -> Path:
+        """Of an evaluation, which names its files after the last part of the model's name."""
+        return self.folder / "evaluation" / kind / f"{Path(model).name}.json"
+
+
+def as_flags(settings: Mapping[str, Any]) -> list[str]:
+    """Lists as several words, others as one."""
+    words = []
+    for name, value in settings.items():
+        words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return words
+
+
+# ------------------------------------------------------------------------------------------------- what is done
+
+
+def is_done(home: Path) -> bool:
+    return (home / "run.json").is_file()
+
+
+def finish(home: Path, command: Sequence[str], seconds: float) -> None:
+    """The last file of a run: with it, the run is done."""
+    partial = home / ".run.json.partial"
+    partial.write_text(json.dumps({"command": list(command), "seconds": round(seconds, 1)}, indent=2) + "\n")
+    os.replace(partial, home / "run.json")
+
+
+def check_same(home: Path, command: Sequence[str]) -> None:
+    """Refuse a run that was made, or begun, by another command."""
+    for file in (home / "run.json", home / "begun.json"):
+        if not file.is_file():
+            continue
+        found = json.loads(file.read_text())["command"]
+        if found[1:] != list(command)[1:]:  # another Python is no other run
+            was, now = [one for one in found if one not in command], [one for one in command if one not in found]
+            raise ValueError(
+                f"{home} holds a run of other settings: {shlex.join(was)}, where this one has {shlex.join(now)}. "
+                f"Choose another --output_dir, or remove {home}."
+            )
+
+
+def checkpoint_of(home: Path) -> Path | None:
+    """The last checkpoint that was written to its end, of which trainer_state.json is the last file."""
+    found = [path.parent for path in home.glob("checkpoint-*/trainer_state.json")]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[int]:
+    """The folder for this process and the programs that it starts, which keep the lock should it be killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(
+                f"Another run.py, or a program that a killed one started, is at work in {folder}: wait for it, end it, "
+                "or choose another --output_dir."
+            ) from error
+        yield lock
+    finally:
+        os.close(lock)
+
+
+# ------------------------------------------------------------------------------------------------------ the work
+
+
+class Work:
+    """Trains, evaluates, writes."""
+
+    def __init__(self, scale: Scale):
+        self.scale = scale
+        self._estimated = self._spent = 0.0  # seconds of what was done here, for the estimate of what is left
+
+    def begin(self, lock: int, gpus: Sequence[str]) -> None:
+        """
+        Args:
+            lock: an open file that the programs inherit. gpus: as CUDA_VISIBLE_DEVICES names them; the paper's scale.
+        """
+        self._lock, self._gpus = lock, gpus
+        (self.scale.folder / "logs").mkdir(parents=True, exist_ok=True)
+
+    def train(self, run: Run) -> None:
+        home, limit = self.scale.home(run), None
+        if run.spec.stopped_by:
+            limit = report.seconds_of(self.scale.home(Run(run.spec.stopped_by, run.size, run.seed)) / "metrics.jsonl")
+        command = self.scale.command(run, limit)
+        check_same(home, command)
+        if is_done(home):
+            return
+        checkpoint = checkpoint_of(home)
+        if checkpoint is None and run.method != TRACES:  # which goes on by itself
+            shutil.rmtree(home, ignore_errors=True)
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "begun.json").write_text(json.dumps({"command": command}))
+        resumed = [] if checkpoint is None else ["--resume_from_checkpoint", str(checkpoint)]
+        with ExitStack() as stack:
+            started = time.monotonic()
+            training, sampling = (0, 0) if self.scale.embedded else self.scale.gpus(run)
+            environment = {} if self.scale.embedded else self._on(self._gpus[: training or sampling])
+            urls = []
+            if training and sampling:
+                gpus = self._gpus[training : training + sampling]
+                urls = stack.enter_context(self._servers(model_of(run.size), gpus, self.scale.name(run)))
+            self._call(self.scale.name(run), [*command, *resumed, *urls], environment)
+            finish(home, command, time.monotonic() - started)
+
+    def evaluate(self, kind: str, models: Sequence[str]) -> None:
+        environment = {} if self.scale.embedded else self._on(self._gpus[:1])
+        self._call(f"evaluation_{kind}", self.scale.evaluation(kind, models), environment)
+
+    @staticmethod
+    def _on(gpus: Sequence[str]) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+
+    def _call(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Run a program to its end; one that fails is an error with the end of its log."""
+        program = self._start(name, command, environment)
+        try:
+            code = program.process.wait()
+        finally:
+            program.stop(at_once=not program.running)
+        if code != 0:
+            raise RuntimeError(
+                f"{shlex.join(command)} ended with {code}. The end of {program.log}:\n{tail(program.log)}"
+            )
+
+    def _start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Command:
+        own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")} if self.scale.embedded else {}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        log = self.scale.folder / "logs" / f"{name}.log"
+        return Command(command, environment={**own, "PYTHONPATH": path, **environment}, log=log, pass_fds=(self._lock,))
+
+    @contextmanager
+    def _servers(self, model: str, gpus: Sequence[str], name: str) -> Iterator[list[str]]:
+        """The flag with the URLs of vLLM servers, one per GPU, which are stopped at the end."""
+        log = self.scale.folder / "logs" / f"{name}_servers.log"
+        log.unlink(missing_ok=True)  # of an earlier try, whose URLs it has
+        command = [sys.executable, "-m", "dash_trl.serve", model, "--servers", str(len(gpus))]
+        servers = self._start(log.stem, command, self._on(gpus))
+        try:
+            started = time.monotonic()
+            while not (urls := urls_in(log.read_text(errors="replace"))):
+                if not servers.running or time.monotonic() - started > SERVER_SECONDS:
+                    raise RuntimeError(f"{shlex.join(command)} gave no servers. The end of {log}:\n{tail(log)}")
+                time.sleep(1.0)
+            yield ["--vllm_server_urls", *urls]
+        finally:
+            servers.stop()
+
+    # --------------------------------------------------------------------------------------------- a table
+
+    def left(self, tables: Sequence[str]) -> tuple[list[Run], dict[str, list[str]]]:
+        """(trainings, problems → models) that are missing."""
+        runs = [run for run in self.scale.runs_of(tables) if not is_done(self.scale.home(run))]
+        models: dict[str, dict[str, None]] = {}
+        for table in tables:
+            for row in report.rows_of(TABLES[table], embedded=self.scale.embedded):
+                wanted = self.scale.models(row.method, row.size)
+                for kind in kinds_of(table):
+                    missing = [one for one in wanted if not self.scale.figures(kind, one).is_file()]
+                    models.setdefault(kind, {}).update(dict.fromkeys(missing))
+        return runs, {kind: list(found) for kind, found in models.items() if found}
+
+    def seconds_left(self, tables: Sequence[str]) -> float:
+        """By the list of runs, and by how much longer than there it took so far. Embedded."""
+        runs, models = self.left(tables)
+        evaluations = sum(START_SECONDS + EVALUATIONS[kind].seconds * len(found) for kind, found in models.items())
+        pace = self._spent / self._estimated if self._estimated else 1.0
+        return pace * (sum(run.spec.seconds for run in runs) + evaluations)
+
+    def make(self, table: str, later: Sequence[str]) -> list[Path]:
+        """Train and evaluate what a table lacks, and write it and its figures.
+
+        Args:
+            later: the tables that follow, for the time that is left.
+        """
+        for run in self.scale.runs_of([table]):
+            with self._timed(self.scale.name(run), run.spec.seconds, [table, *later]):
+                self.train(run)
+        for kind, models in self.left([table])[1].items():
+            # At the paper's scale one by one: a process holds one model on its GPU.
+            for part in [models] if self.scale.embedded else [[one] for one in models]:
+                estimate = START_SECONDS + EVALUATIONS[kind].seconds * len(part)
+                with self._timed(f"evaluation of {len(part)} models, {kind}", estimate, [table, *later]):
+                    self.evaluate(kind, part)
+        return write(self.scale, table)
+
+    @contextmanager
+    def _timed(self, name: str, estimate: float, tables: Sequence[str]) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        spent = time.monotonic() - started
+        if spent < DONE_ALREADY:
+            return
+        self._spent, self._estimated = self._spent + spent, self._estimated + estimate
+        left = f"; {minutes(self.seconds_left(tables))} left" if self.scale.embedded else ""
+        print(f"{name}: {spent:.0f} s{left}", flush=True)
+
+
+def kinds_of(table: str) -> list[str]:
+    """The evaluations that a table has columns of."""
+    return list(dict.fromkeys(column.source[0] for column in TABLES[table].columns if column.source[0] != "time"))
+
+
+def write(scale: Scale, table: str) -> list[Path]:
+    """A table as Markdown and CSV, and its figures, from what was trained and evaluated."""
+    spec = TABLES[table]
+
+    def find(row: Row, column: Column) -> report.Cell | None:
+        kind, what = column.source
+        if kind != "time":
+            models = scale.models(row.method, row.size)
+            return report.measured([json.loads(scale.figures(kind, one).read_text()) for one in models], what)
+        metrics = [scale.home(run) / "metrics.jsonl" for run in scale.runs(row.method, row.size)]
+        unit = 1.0 if scale.embedded else column.unit
+        return report.over_seeds([report.seconds_of(one) / unit for one in metrics]) if metrics else None
+
+    text = report.markdown(table, spec, find, embedded=scale.embedded, notes=notes(scale))
+    files = [scale.folder / f"{table}.md", scale.folder / f"{table}.csv"]
+    files[0].write_text(text)
+    files[1].write_text(report.comma_separated(spec, find, embedded=scale.embedded))
+    for name, figure in FIGURES.items():
+        if figure.table == table and (not scale.embedded or "0.5" in figure.sizes):
+            logs = {
+                (method, size): [scale.home(run) / "metrics.jsonl" for run in scale.runs(method, size)]
+                for method in figure.methods.values()
+                for size in (figure.sizes[:1] if scale.embedded else figure.sizes)
+            }
+            files.append(report.draw(figure, logs, scale.folder / f"{name}.png", embedded=scale.embedded))
+    print(f"\n{text}\n{', '.join(map(str, files))}\n", flush=True)
+    return files
+
+
+def notes(scale: Scale) -> list[str]:
+    seeds = ", ".join(map(str, scale.seeds))
+    several = f"Means over the seeds {seeds} with 95 % intervals (Student's t); without training, of one model: "
+    one = "The 95 % intervals are of one run (seed " + seeds + "): "
+    said = [(several if len(scale.seeds) > 1 else one) + "a bootstrap over the problems."]
+    return ["**Of --quick: these figures say nothing.**", *said] if scale.quick else said
+
+
+# ----------------------------------------------------------------------------------------- what is said beforehand
+
+
+def needs(scale: Scale, work: Work, tables: Sequence[str]) -> str:
+    """The time that the embedded scale takes; the GPUs, hours and disk of the paper's."""
+    runs, models = work.left(tables)
+    count = f"{len(runs)} trainings and {sum(map(len, models.values()))} evaluations of a model are missing"
+    if scale.embedded:
+        return f"{count}: {minutes(work.seconds_left(tables))} on 2 idle CPU cores."
+    hours = [None if run.method == TRACES else paper_hours(run.method, run.size) for run in runs]
+    known = [one for one in hours if one is not None]
+    largest = max((PARAMETERS[run.size] for run in runs if run.size), default=0.0)
+    saved = sum(PARAMETERS[run.size] for run in runs if run.size)
+    gigabytes = (BYTES_SAVED * saved + 2 * BYTES_CHECKPOINT * largest) / 1e9  # a new checkpoint beside the last one
+    return (
+        f"{count}. They take {gpus_needed(scale, runs)} GPUs, and {gigabytes:.0f} GB of disk beside the models of the "
+        f"hub. The paper trained {len(known)} of them in {sum(known):.1f} h, on A6000 GPUs of 48 GB (programs: on L4 "
+        f"and L40S); of the other {len(hours) - len(known)} it gives no time, nor of evaluations."
+    )
+
+
+def gpus_needed(scale: Scale, runs: Sequence[Run]) -> int:
+    return max([sum(scale.gpus(run)) for run in runs], default=1)
+
+
+def commands(scale: Scale, work: Work, tables: Sequence[str]) -> Iterator[str]:
+    """What would be run, as for a shell."""
+    runs, models = work.left(tables)
+    for run in runs:
+        home, limit = scale.home(run), None
+        command, place = scale.command(run, limit), ""
+        yield f"# {scale.name(run)}" + ("" if checkpoint_of(home) is None else f", from {checkpoint_of(home)}")
+        if not scale.embedded:
+            training, sampling = scale.gpus(run)
+            gpus = [str(number) for number in range(training + sampling)]
+            if training and sampling:
+                serve = [sys.executable, "-m", "dash_trl.serve", model_of(run.size), "--servers", str(sampling)]
+                yield f"CUDA_VISIBLE_DEVICES={','.join(gpus[training:])} {shlex.join(serve)}"
+                command = [*command, "--vllm_server_urls", "THEIR_URLS"]
+            place = f"CUDA_VISIBLE_DEVICES={','.join(gpus[: training or sampling])} "
+        yield place + shlex.join(command)
+    for kind, found in models.items():
+        yield f"# evaluation: {kind}"
+        yield from (
+            shlex.join(scale.evaluation(kind, part))
+            for part in ([found] if scale.embedded else [[one] for one in found])
+        )
+
+
+def minutes(seconds: float) -> str:
+    return f"about {seconds / 60:.0f} min" if seconds >= 90 else f"about {seconds:.0f} s"
+
+
+def tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+
+
+def urls_in(text: str) -> list[str]:
+    """What `dash_trl.serve` prints when its servers are ready."""
+    found = [line.split()[1:] for line in text.splitlines() if line.strip().startswith("--vllm_server_urls ")]
+    return found[-1] if found else []
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "tables", nargs="+", choices=[*TABLES, "all"], metavar="TABLE", help=f"{', '.join(TABLES)}; all"
+    )
+    parser.add_argument("--scale", choices=list(SEEDS), default="embedded")
+    parser.add_argument("--output_dir", help="default: outputs/paper/<scale>, and a folder of its own for --quick")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2; of the paper's scale 42")
+    parser.add_argument("--quick", action="store_true", help="a few steps of each embedded run, to see that it runs")
+    parser.add_argument("--dry_run", action="store_true", help="say what it takes, print the commands, run nothing")
+    arguments = parser.parse_args(argv)
+    tables = list(TABLES) if "all" in arguments.tables else [name for name in TABLES if name in arguments.tables]
+    seeds = list(dict.fromkeys(arguments.seeds or SEEDS[arguments.scale]))
+    if len(seeds) > report.MOST_SEEDS:
+        raise ValueError(f"{len(seeds)} seeds: give at most {report.MOST_SEEDS}, for which there are t quantiles here.")
+    if arguments.quick and arguments.scale != "embedded":
+        raise ValueError("--quick is for --scale embedded: at the paper's scale it would still need the GPUs.")
+    default = Path("outputs", "paper", arguments.scale + ("_quick" if arguments.quick else ""))
+    scale = Scale(arguments.scale, Path(arguments.output_dir or default).resolve(), seeds, arguments.quick)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does
+            signal.signal(number, lambda *_: sys.exit("Stopped."))  # so that what was started is stopped, too
+    work = Work(scale)
+    print(needs(scale, work, tables), flush=True)
+    if arguments.dry_run:
+        print("\n".join(commands(scale, work, tables)))
+        return
+    gpus = [] if scale.embedded else check_gpus(gpus_needed(scale, work.left(tables)[0]))
+    with locked(scale.folder) as lock:
+        work.begin(lock, gpus)
+        for number, table in enumerate(tables):
+            work.make(table, tables[number + 1 :])
+
+
+def check_gpus(needed: int) -> list[str]:
+    from dash_trl.serve import visible_gpus  # here: it imports torch
+
+    gpus = visible_gpus()
+    if len(gpus) < needed:
+        raise ValueError(
+            f"The runs take {needed} GPUs, and {len(gpus)} are visible. --dry_run prints the commands, to be run where "
+            "they are, or with other numbers of GPUs; --scale embedded takes none."
+        )
+    return gpus
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
