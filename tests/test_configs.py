@@ -13,15 +13,17 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 ACCELERATE = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-RUNS = [path for path in sorted((ROOT / "examples" / "configs").glob("*.yaml")) if not path.stem.startswith("sft_")]
-TRAINING_GPUS = 4  # Table 7
+# Supervised ones have another script, and a test of their own.
+RUNS = sorted(path for path in (ROOT / "examples" / "configs").glob("*.yaml") if not path.stem.startswith("sft_"))
+TRAINING_GPUS = 4  # Table 7; for programs 2
 
-# (method, size) that the paper reports: Tables 1, 3, 5 and 6. Multi and Mini are "N/A" for 3B in Table 7.
+# (method, size) that the paper reports: Tables 1 to 6 and 10. Multi and Mini are "N/A" for 3B in Table 7.
 PAPER = {
     *[("dash", size) for size in ("0.5b", "1.5b", "3b")],
     *[("no_kl", size) for size in ("0.5b", "1.5b", "3b")],
     *[(method, "0.5b") for method in ("grpo", "no_gf")],
-    *[(method, size) for method in ("multi", "mini") for size in ("0.5b", "1.5b")],
+    *[(method, size) for method in ("multi", "mini", "dash_code") for size in ("0.5b", "1.5b")],
+    *[(method, "0.5b") for method in ("grpo_code", "no_gf_code", "dash_rows4", "no_gf_rows4")],
 }
 
 FIGURE_7 = """
@@ -147,6 +149,9 @@ def test_the_parser_turns_the_file_into_a_config(path):
 def test_table_7(path):
     method, size = method_and_size(path)
     run = read(path)
+    gpus = 2 if method.endswith("_code") else TRAINING_GPUS  # with the same keys, so that half as many rows make a step
+    assert run["per_device_train_batch_size"] == (4 if method.endswith("_rows4") else 2)
+    method = method.removesuffix("_rows4").removesuffix("_code")
     large = method in ("multi", "mini") and size == "1.5b"
 
     assert run["model_name_or_path"].lower() == f"qwen/qwen2.5-{size}"
@@ -159,9 +164,12 @@ def test_table_7(path):
     assert run["gradient_filter_threshold"] == (None if method in ("grpo", "no_gf") else 0.1)
     assert run["num_iterations"] == (3 if method == "multi" else 1)
 
-    micro_step = TRAINING_GPUS * run["per_device_train_batch_size"]
-    assert micro_step * run["gradient_accumulation_steps"] == (8 if method == "mini" else 1024 if large else 256)
-    assert micro_step * run["steps_per_generation"] == (8 if method == "grpo" else 1024 if large else 256)
+    micro_step = gpus * run["per_device_train_batch_size"]
+    share = gpus / TRAINING_GPUS
+    assert (
+        micro_step * run["gradient_accumulation_steps"] == (8 if method == "mini" else 1024 if large else 256) * share
+    )
+    assert micro_step * run["steps_per_generation"] == (8 if method == "grpo" else 1024 if large else 256) * share
     assert micro_step * run["steps_per_generation"] % run["num_generations"] == 0
 
 
@@ -176,8 +184,13 @@ def test_loss_scaling_and_denominator_are_named(path):
 def test_the_runs_differ_in_nothing_else():
     own = {"output_dir", "model_name_or_path", "learning_rate", "gradient_accumulation_steps", "steps_per_generation"}
     own |= {"num_iterations", "beta", "gradient_filter_threshold", "filter_denominator"}
+    own |= {"dataset_name", "per_device_train_batch_size"}  # programs; Table 10
     shared = [{key: value for key, value in read(path).items() if key not in own} for path in RUNS]
     assert all(run == shared[0] for run in shared)
     assert all(list(read(path)) == list(read(RUNS[0])) for path in RUNS)
+    for path in RUNS:
+        program = method_and_size(path)[0].endswith("_code")
+        assert read(path)["dataset_name"] == ("evalplus/mbppplus" if program else "nlile/hendrycks-MATH-benchmark")
+        assert ("train_code.py" in path.read_text()) == program
     assert all(read(path)["output_dir"].endswith(f"/{path.stem}") for path in RUNS)
     assert all(len(path.read_text().splitlines()) <= 35 for path in RUNS)

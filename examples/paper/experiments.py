@@ -53,7 +53,16 @@ MULTI = {"num_iterations": 3, "max_steps": 3 * STEPS}
 MINI = {"gradient_accumulation_steps": 1, "steps_per_generation": MICRO_STEPS, "max_steps": MICRO_STEPS * STEPS}
 ON_CODE = {"max_steps": CODE_STEPS}
 
+TRACES = "traces"  # of the teacher, for all that learn from them
+PAPER_TRACES = {
+    "dataset_name": "nlile/hendrycks-MATH-benchmark",
+    "dataset_train_split": "train",
+    "temperature": 0.7,
+    "use_vllm": True,
+}
+
 METHODS = {
+    TRACES: Method("traces", {"temperature": 0.7}, seconds=75),
     "base": Method(None),
     "sft_h": Method("sft", seconds=40),
     "sft_m": Method("sft", traces=True, seconds=40),
@@ -66,7 +75,7 @@ METHODS = {
     "no_gf_rows4": Method("train_math", {**NO_GF, **ROWS_4}, seconds=45),
     "dash_rows4": Method("train_math", {**DASH, **ROWS_4}, seconds=45),
     "base_code": Method(None, code=True),
-    "sft_h_code": Method("sft", code=True, seconds=40),
+    "sft_h_code": Method("sft", {"dataset_name": "embedded_code"}, code=True, seconds=40),
     "grpo_code": Method("train_code", {**GRPO, **ON_CODE}, code=True, seconds=65),
     "no_gf_code": Method("train_code", {**NO_GF, **ON_CODE}, code=True, seconds=55),
     "dash_code": Method("train_code", {**DASH, **ON_CODE}, code=True, seconds=55),

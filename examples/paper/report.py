@@ -105,7 +105,9 @@ def markdown(name: str, table: Table, find: Find, *, embedded: bool, notes: Sequ
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     of = "the embedded model; the paper's figures are of Qwen2.5-0.5B" if embedded else "Qwen2.5"
     said = [*notes, *([f"{MARK} More than 1 % of the rewards failed, and count neither way."] if marked else [])]
-    return f"### {name.replace("table", "Table ")}. {table.title} ({of})\n\n{text}\n" + "".join(f"\n{note}\n" for note in said)
+    return f"### {name.replace('table', 'Table ')}. {table.title} ({of})\n\n{text}\n" + "".join(
+        f"\n{note}\n" for note in said
+    )
 
 
 def comma_separated(table: Table, find: Find, *, embedded: bool) -> str:

@@ -34,10 +34,12 @@ from experiments import (
     EVALUATIONS,
     FIGURES,
     METHODS,
+    PAPER_TRACES,
     PARAMETERS,
     STEPS,
     TABLES,
     TEACHER,
+    TRACES,
     Column,
     Method,
     Row,
@@ -52,7 +54,6 @@ from dash_trl.workers import Command
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SEEDS = {"embedded": (0, 1, 2), "paper": (42,)}  # 42 is Transformers' default, the one that the authors had
-TRACES = "traces"
 QUICK_STEPS = 2
 SAVED_EVERY = 0.1  # of a run of the paper: what is lost at most when it is interrupted
 TAIL_LINES = 25  # of the log of a program that failed
@@ -72,7 +73,7 @@ class Run:
 
     @property
     def spec(self) -> Method:
-        return Method(TRACES, seconds=75) if self.method == TRACES else METHODS[self.method]
+        return METHODS[self.method]
 
 
 class Scale:
@@ -116,21 +117,11 @@ class Scale:
         """
         spec = run.spec
         if run.method == TRACES:
-            return (
-                {}
-                if self.embedded
-                else {
-                    "dataset_name": EVALUATIONS["in"].paper["dataset_name"],
-                    "dataset_train_split": "train",
-                    "temperature": 0.7,
-                    "use_vllm": True,
-                }
-            )
+            part = {"dataset_train_split": "train[:64]"} if self.quick else {}
+            return {**(spec.flags if self.embedded else PAPER_TRACES), **part}
         flags: dict[str, Any] = {"seed": run.seed}
         if self.embedded:
             flags |= {"disable_tqdm": True, **spec.flags}
-            if spec.script == "sft" and spec.code:
-                flags["task"] = "code"
             if self.quick:
                 flags["max_steps"] = QUICK_STEPS * max(1, flags.get("max_steps", 0) // STEPS)
         else:

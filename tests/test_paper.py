@@ -1,0 +1,331 @@
+"""examples/paper: its lists are whole, its commands parse, its tables are right, and an interrupted one goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "paper")]
+
+import experiments  # noqa: E402
+import report  # noqa: E402
+import run as runner  # noqa: E402
+
+TABLES = list(experiments.TABLES)
+DASH_SECONDS = 20.0
+
+
+def scale(name: str, folder: Path, seeds=(0,), quick: bool = False) -> runner.Scale:
+    return runner.Scale(name, folder, seeds, quick)
+
+
+# ------------------------------------------------------------------------------------------------------- the lists
+
+
+def test_every_table_of_the_paper_with_figures_of_accuracy_is_there():
+    assert TABLES == [f"table{number}" for number in (1, 2, 3, 4, 5, 6, 10)]
+    assert list(experiments.FIGURES) == [f"figure{number}" for number in (1, 3, 4, 6, 8, 9)]  # 5: the evaluation draws
+
+
+def test_what_is_said_in_two_tables_is_the_same():
+    """The paper's own tables differ in one figure: the 0.5B base model's pass@1."""
+    said: dict[tuple[str, str, str], set[float]] = {}
+    for table in experiments.TABLES.values():
+        for row in table.rows:
+            assert len(row.paper) == len(table.columns)
+            for column, value in zip(table.columns, row.paper, strict=True):
+                if value is not None:
+                    said.setdefault((row.method, row.size, column.title), set()).add(value)
+    assert {key: values for key, values in said.items() if len(values) > 1} == {
+        ("base_code", "0.5", "pass@1 (%)"): {2.6, 2.3}
+    }
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_row_has_its_run(name):
+    for row in experiments.TABLES[name].rows:
+        method = experiments.METHODS[row.method]
+        assert row.size in experiments.PARAMETERS
+        assert method.script is None or experiments.config_of(row.method, row.size).is_file()
+        assert method.code == (name in ("table2", "table4"))
+
+
+@pytest.mark.parametrize("name", list(experiments.FIGURES))
+def test_a_figure_draws_runs_of_its_table(name):
+    figure = experiments.FIGURES[name]
+    rows = {(row.method, row.size) for row in experiments.TABLES[figure.table].rows}
+    assert {(method, size) for method in figure.methods.values() for size in figure.sizes} <= rows
+
+
+@pytest.mark.parametrize("method", [name for name, one in experiments.METHODS.items() if "train" in str(one.script)])
+def test_the_embedded_flags_are_those_of_the_paper_s_file(method):
+    """Beside the lengths: how much is sampled at once is told in micro-steps of 8 rows, 16 in place of 32."""
+    flags = experiments.METHODS[method].flags
+    config = yaml.safe_load(experiments.config_of(method, "0.5").read_text())
+    for name in ("beta", "loss_type", "filter_denominator"):
+        assert flags[name] == config[name]
+    assert flags.get("gradient_filter_threshold", 0.1) == config["gradient_filter_threshold"]
+    assert flags.get("num_iterations", 1) == config["num_iterations"]
+    rows = flags.get("per_device_train_batch_size", 8)
+    steps = flags.get("gradient_accumulation_steps", 16)
+    gpus = 4
+    assert rows == gpus * config["per_device_train_batch_size"]
+    assert steps == max(1, config["gradient_accumulation_steps"] // 2)
+    sampled = flags.get("steps_per_generation", steps)
+    assert sampled == max(1, config["steps_per_generation"] // 2)
+
+
+def test_what_a_run_depends_on_comes_before_it(tmp_path):
+    runs = [one.method for one in scale("embedded", tmp_path).runs_of(["table1", "table5"])]
+    assert runs == ["traces", "sft_h", "sft_m", "dash", "multi", "mini"]  # DASH once, for both tables
+
+
+def test_the_hours_of_the_paper():
+    assert experiments.paper_hours("grpo", "0.5") == 38.9
+    assert experiments.paper_hours("grpo_code", "0.5") == pytest.approx(35.3 / 60)
+    assert experiments.paper_hours("mini", "1.5") == experiments.paper_hours("dash", "1.5") == 12.8
+    assert experiments.paper_hours("sft_h", "0.5") is None
+
+
+# ---------------------------------------------------------------------------------------------------- the commands
+
+
+def commands(name: str, folder: Path, quick: bool = False) -> list[list[str]]:
+    work = runner.Work(scale(name, folder, quick=quick))
+    lines = [line for line in runner.commands(work.scale, work, TABLES) if not line.startswith("#")]
+    return [[word for word in shlex.split(line) if not word.startswith("CUDA_VISIBLE_DEVICES=")] for line in lines]
+
+
+@pytest.mark.parametrize("name", ["embedded", "paper"])
+def test_every_command_parses(name, tmp_path):
+    """By the parser of its script; files that are named exist."""
+    import sft
+    import traces
+    import train_math
+    from transformers import HfArgumentParser
+    from trl import ModelConfig
+
+    from dash_trl import DASHConfig
+    from dash_trl.evaluation.command import EvaluationArguments
+
+    one_process = ["--use_cpu", "--bf16=False"]  # where the paper has GPUs
+    seen = set()
+    for command in commands(name, tmp_path):
+        words = [word.replace("SECONDS_OF_DASH", "9") for word in command]
+        if "dash_trl.evaluation" in words:
+            parser = HfArgumentParser(EvaluationArguments)
+            parser.add_argument("models", nargs="+")
+            parser.parse_args_into_dataclasses(words[words.index("dash_trl.evaluation") + 1 :])
+            continue
+        if "dash_trl.serve" in words:
+            continue
+        script = next(word for word in words if word.endswith(".py"))
+        flags = words[words.index(script) + 1 :]
+        seen.add(Path(script).stem)
+        if script.endswith("traces.py"):
+            parser = HfArgumentParser(traces.TraceArguments)
+            parser.add_argument("teacher")
+            parser.parse_args_into_dataclasses(flags)
+            continue
+        supervised = script.endswith("sft.py")
+        rows = [] if supervised or name == "embedded" else ["--per_device_train_batch_size=8"]
+        types = (
+            (sft.SupervisedArguments, sft.SupervisedConfig, ModelConfig)
+            if supervised
+            else (train_math.MathArguments, DASHConfig, ModelConfig)
+        )
+        script_arguments, args, _ = train_math.parse([*flags, *one_process, *rows], types, {})
+        assert args.seed == 0 and Path(args.output_dir).parent == tmp_path / "runs"
+        assert (script_arguments.time_limit == 9) == any(m in args.output_dir for m in ("multi", "mini"))
+        if supervised:
+            assert (script_arguments.completions is not None) == ("sft_m" in args.output_dir)
+    assert seen == {"train_math", "train_code", "sft", "traces"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["table3", "--scale", "paper"], "3 trainings and 8 evaluations of a model are missing. They take 6 GPUs"),
+        (["table3", "--scale", "paper"], "The paper trained 3 of them in 52.4 h"),
+        (["table4", "--scale", "paper"], "They take 4 GPUs"),
+        (["table3", "--scale", "paper"], "-m dash_trl.serve Qwen/Qwen2.5-0.5B --servers 2"),
+        (["table3", "--scale", "paper"], "--num_processes 4"),
+        (["table4", "--scale", "paper"], "--num_processes 2"),
+        (["table3"], "9 trainings and 20 evaluations of a model are missing: about"),
+        (["all", "--seeds", "0"], "--time_limit SECONDS_OF_DASH"),
+    ],
+)
+def test_it_says_first_what_it_takes(arguments, said, tmp_path, capsys):
+    runner.main([*arguments, "--dry_run", "--output_dir", str(tmp_path)])
+    assert said in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["table3", "--scale", "paper", "--quick"], "--quick is for --scale embedded"),
+        (["table3", "--seeds", *map(str, range(11))], "11 seeds: give at most 10"),
+        (["table3", "--scale", "paper"], "The runs take 6 GPUs, and 0 are visible. --dry_run prints the commands"),
+    ],
+)
+def test_mistakes(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("dash_trl.serve.visible_gpus", lambda: [])
+    with pytest.raises(ValueError, match=message):
+        runner.main([*arguments, "--output_dir", str(tmp_path)])
+
+
+def test_all_of_the_embedded_scale_takes_at_most_90_minutes(tmp_path):
+    work = runner.Work(scale("embedded", tmp_path, (0, 1, 2)))
+    assert work.seconds_left(TABLES) < 90 * 60
+
+
+# ------------------------------------------------------------------------------------------------------- the tables
+
+
+def pretend(one: runner.Scale, method: str, accuracies, seconds=(), kind: str = "in") -> None:
+    """What the runs of a method leave behind, by hand."""
+    models = one.models(method, "0.5")
+    for model, accuracy in zip(models, accuracies, strict=True):
+        file = one.figures(kind, model)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        interval = [accuracy - 0.05, accuracy + 0.05]
+        file.write_text(
+            json.dumps({"accuracy": accuracy, "accuracy_interval": interval, "pass_at": {}, "marked": accuracy == 0.25})
+        )
+    for run, elapsed in zip(one.runs(method, "0.5"), seconds, strict=False):
+        home = one.home(run)
+        home.mkdir(parents=True, exist_ok=True)
+        logs = [{"step": step, "reward": 0.5, "time/elapsed": elapsed * step / 2} for step in (1, 1, 2)]
+        (home / "metrics.jsonl").write_text("".join(json.dumps(log) + "\n" for log in logs))
+        runner.finish(home, one.command(run, None), elapsed)
+
+
+# t = 4.303 with 2 degrees of freedom: 80, 82, 84 has s = 2, and 4.303 · 2 / √3 = 4.97; 10, 11, 12 half of it
+EXPECTED = """\
+### Table 10. Comparing No-GF to DASH with per device batch of 4 instead of 2 for Qwen2.5-0.5B on math (the embedded \
+model; the paper's figures are of Qwen2.5-0.5B)
+
+| Method | Time (s) | paper: Time (h) | 3 to 5 numbers (%) | paper: MATH (%) | 6 to 8 numbers (%) | paper: GSM8K (%) |
+| --- | --- | --- | --- | --- | --- | --- |
+| No-GF | 11.0 [8.5, 13.5] | 5.1 | 82.0 [77.0, 87.0] | 31.8 | 5.0 [5.0, 5.0] | 31.3 |
+| DASH | 8.0 [8.0, 8.0] | 4.6 | 25.0 [25.0, 25.0]* | 28.4 | 6.0 [6.0, 6.0] | 30.9 |
+
+Means over the seeds 0, 1, 2 with 95 % intervals (Student's t); without training, of one model: a bootstrap over the \
+problems.
+
+* More than 1 % of the rewards failed, and count neither way.
+"""
+
+
+def test_a_table_by_hand(tmp_path):
+    one = scale("embedded", tmp_path, (0, 1, 2))
+    pretend(one, "no_gf_rows4", (0.80, 0.82, 0.84), (10, 11, 12))
+    pretend(one, "dash_rows4", (0.25, 0.25, 0.25), (8, 8, 8))
+    pretend(one, "no_gf_rows4", (0.05,) * 3, kind="out")
+    pretend(one, "dash_rows4", (0.06,) * 3, kind="out")
+    files = runner.write(one, "table10")
+    assert (tmp_path / "table10.md").read_text() == EXPECTED
+    first, *lines = (tmp_path / "table10.csv").read_text().splitlines()
+    assert first == "method,size,figure,value,low,high,runs,paper" and len(lines) == 6
+    name, size, figure, value, low, high, runs, paper = lines[1].split(",")
+    assert (name, size, figure, runs, paper) == ("No-GF", "embedded", "3 to 5 numbers (%)", "3", "31.8")
+    assert [round(float(number), 2) for number in (value, low, high)] == [82.0, 77.03, 86.97]
+    assert files[-1].name == "figure9.png" and files[-1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_run_has_the_interval_of_its_evaluation(tmp_path):
+    one = scale("embedded", tmp_path)
+    for method, accuracy in (("dash", 0.8), ("multi", 0.7), ("mini", 0.6)):
+        pretend(one, method, [accuracy], [9.0])
+        pretend(one, method, [accuracy], kind="out")
+    files = runner.write(one, "table5")
+    assert "| Multi | 70.0 [65.0, 75.0] | 28.8 |" in (tmp_path / "table5.md").read_text()
+    assert [file.name for file in files] == ["table5.md", "table5.csv", "figure4.png"]  # figure 8: a size that is not
+
+
+def test_a_step_that_was_taken_again_counts_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": s, "reward": r}) + "\n" for s, r in ((1, 0.1), (2, 0.2), (2, 0.4))))
+    assert [log["reward"] for log in report.by_step(path)] == [0.1, 0.4]
+
+
+# ------------------------------------------------------------------------------------------------ interrupted runs
+
+
+def test_what_is_done_is_not_done_again_and_other_settings_are_refused(tmp_path):
+    one = scale("embedded", tmp_path, quick=True)
+    pretend(one, "dash", [0.8], [DASH_SECONDS])
+    work = runner.Work(one)
+    assert "dash" not in [run.method for run in work.left(["table5"])[0]]
+    work.train(runner.Run("dash", "0.5", 0))  # starts nothing, or would need a lock
+    with pytest.raises(ValueError, match="holds a run of other settings: 2, where this one has 40"):
+        runner.Work(scale("embedded", tmp_path)).train(runner.Run("dash", "0.5", 0))
+
+
+def test_a_half_done_run_begins_anew_or_at_its_last_whole_checkpoint(tmp_path):
+    assert runner.checkpoint_of(tmp_path) is None
+    for step, files in ((9, ["trainer_state.json"]), (10, ["trainer_state.json"]), (11, ["model.safetensors"])):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        for file in files:
+            (tmp_path / f"checkpoint-{step}" / file).write_text("")
+    assert runner.checkpoint_of(tmp_path) == tmp_path / "checkpoint-10"
+    assert not runner.is_done(tmp_path)
+
+
+def test_two_at_once_are_refused(tmp_path):
+    with runner.locked(tmp_path):
+        with pytest.raises(ValueError, match="Another run.py, or a program that a killed one started"):
+            with runner.locked(tmp_path):
+                pass
+
+
+def test_the_urls_of_servers():
+    said = "logs: /tmp/x\nReady. Train with:\n\n    --vllm_server_urls http://a:1 http://b:2\n\nCtrl+C stops"
+    assert runner.urls_in(said) == ["http://a:1", "http://b:2"] and runner.urls_in("Starting") == []
+
+
+def test_a_program_that_fails_is_an_error_with_the_end_of_its_log(tmp_path):
+    with runner.locked(tmp_path) as lock:
+        work = runner.Work(scale("embedded", tmp_path))
+        work.begin(lock, [])
+        with pytest.raises(RuntimeError, match=r"(?s)ended with 1. The end of .*ZeroDivisionError"):
+            work._call("fails", [sys.executable, "-c", "1/0"], {})
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_it_goes_on(tmp_path):
+    """Real runs of two steps: the first one is done, the second one killed with run.py, and its half removed."""
+    command = [sys.executable, str(EXAMPLES / "paper" / "run.py"), "table10", "--quick", "--seeds", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "CI": "1", "HF_HUB_OFFLINE": "1"}
+    command += ["--output_dir", str(tmp_path)]
+    first, second = (tmp_path / "runs" / f"{name}_seed0" for name in ("no_gf_rows4", "dash_rows4"))
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 300
+    while not (second / "begun.json").is_file():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert runner.is_done(first) and not runner.is_done(second)
+    when = (first / "run.json").stat().st_mtime_ns
+    (second / "half").write_text("")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.startswith("1 trainings and 4 evaluations") and "no_gf_rows4_seed0:" not in done.stdout
+    assert (first / "run.json").stat().st_mtime_ns == when and not (second / "half").exists()
+    table = (tmp_path / "table10.md").read_text()
+    assert "--quick: these figures say nothing" in table and "–" not in table
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert again.stdout.startswith("0 trainings and 0 evaluations") and (tmp_path / "table10.md").read_text() == table
