@@ -104,8 +104,8 @@ EVALUATIONS = {
     ),
     "out": Evaluation(
         {"dataset_name": "openai/gsm8k", "dataset_config": "main", **MATH},
-        {"dataset_name": "embedded_long", **MATH, "temperature": 1.0},
-        seconds=8,
+        {"dataset_name": "embedded_long", **MATH, "num_samples": 2, "temperature": 1.0},
+        seconds=5,
     ),
     "code": Evaluation(
         {"dataset_name": "evalplus/mbppplus", **CODE, "temperature": TEMPERATURE},
