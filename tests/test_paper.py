@@ -122,7 +122,8 @@ def test_every_command_parses(name, tmp_path):
     one_process = ["--use_cpu", "--bf16=False"]  # where the paper has GPUs
     seen = set()
     for command in commands(name, tmp_path):
-        words = [word.replace("SECONDS_OF_DASH", "9") for word in command]
+        stand_ins = {"SECONDS_OF_DASH": "9", "THEIR_URLS": "http://127.0.0.1:8000"}
+        words = [stand_ins.get(word, word) for word in command]
         if "dash_trl.evaluation" in words:
             parser = HfArgumentParser(EvaluationArguments)
             parser.add_argument("models", nargs="+")
@@ -272,6 +273,17 @@ def test_what_is_done_is_not_done_again_and_other_settings_are_refused(tmp_path)
     work.train(runner.Run("dash", "0.5", 0))  # starts nothing, or would need a lock
     with pytest.raises(ValueError, match="holds a run of other settings: 2, where this one has 40"):
         runner.Work(scale("embedded", tmp_path)).train(runner.Run("dash", "0.5", 0))
+
+
+def test_a_run_that_is_made_again_is_evaluated_again(tmp_path):
+    one = scale("embedded", tmp_path)
+    run = runner.Run("dash", "0.5", 0)
+    for method in ("dash", "no_kl"):
+        pretend(one, method, [0.8], [DASH_SECONDS])
+    (one.home(run) / "run.json").unlink()  # as an interrupt leaves it
+    runner.Work(one)._clear(run)
+    assert not one.home(run).exists() and not one.figures("in", str(one.home(run))).exists()
+    assert one.figures("in", one.models("no_kl", "0.5")[0]).exists()
 
 
 def test_a_half_done_run_begins_anew_or_at_its_last_whole_checkpoint(tmp_path):

@@ -55,6 +55,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SEEDS = {"embedded": (0, 1, 2), "paper": (42,)}  # 42 is Transformers' default, the one that the authors had
 QUICK_STEPS = 2
+# As `make demo` has it, and offline.
+EMBEDDED_ENVIRONMENT = {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000", "HF_HUB_OFFLINE": "1"}
 SAVED_EVERY = 0.1  # of a run of the paper: what is lost at most when it is interrupted
 TAIL_LINES = 25  # of the log of a program that failed
 START_SECONDS = 12.0  # until a program begins to work
@@ -189,18 +191,17 @@ def finish(home: Path, command: Sequence[str], seconds: float) -> None:
     os.replace(partial, home / "run.json")
 
 
-def check_same(home: Path, command: Sequence[str]) -> None:
-    """Refuse a run that was made, or begun, by another command."""
-    for file in (home / "run.json", home / "begun.json"):
-        if not file.is_file():
-            continue
-        found = json.loads(file.read_text())["command"]
-        if found[1:] != list(command)[1:]:  # another Python is no other run
-            was, now = [one for one in found if one not in command], [one for one in command if one not in found]
-            raise ValueError(
-                f"{home} holds a run of other settings: {shlex.join(was)}, where this one has {shlex.join(now)}. "
-                f"Choose another --output_dir, or remove {home}."
-            )
+def check_same(file: Path, command: Sequence[str]) -> None:
+    """Refuse a run that was made, or begun, by another command, which the file names; if there is one."""
+    if not file.is_file():
+        return
+    found = json.loads(file.read_text())["command"]
+    if found[1:] != list(command)[1:]:  # another Python is no other run
+        was, now = [one for one in found if one not in command], [one for one in command if one not in found]
+        raise ValueError(
+            f"{file.parent} holds a run of other settings: {shlex.join(was)}, where this one has {shlex.join(now)}. "
+            f"Choose another --output_dir, or remove {file.parent}."
+        )
 
 
 def checkpoint_of(home: Path) -> Path | None:
@@ -250,12 +251,14 @@ class Work:
         if run.spec.stopped_by:
             limit = report.seconds_of(self.scale.home(Run(run.spec.stopped_by, run.size, run.seed)) / "metrics.jsonl")
         command = self.scale.command(run, limit)
-        check_same(home, command)
+        check_same(home / "run.json", command)
         if is_done(home):
             return
         checkpoint = checkpoint_of(home)
-        if checkpoint is None and run.method != TRACES:  # which goes on by itself
-            shutil.rmtree(home, ignore_errors=True)
+        if checkpoint is not None:
+            check_same(home / "begun.json", command)
+        else:
+            self._clear(run)
         home.mkdir(parents=True, exist_ok=True)
         (home / "begun.json").write_text(json.dumps({"command": command}))
         resumed = [] if checkpoint is None else ["--resume_from_checkpoint", str(checkpoint)]
@@ -274,6 +277,16 @@ class Work:
         environment = {} if self.scale.embedded else self._on(self._gpus[:1])
         self._call(f"evaluation_{kind}", self.scale.evaluation(kind, models), environment)
 
+    def _clear(self, run: Run) -> None:
+        """Remove what is half done, and the evaluations of a model that was there before."""
+        if run.method == TRACES:
+            return  # they go on by themselves
+        shutil.rmtree(self.scale.home(run), ignore_errors=True)
+        for kind in EVALUATIONS:
+            figures = self.scale.figures(kind, str(self.scale.home(run)))
+            for file in (figures, figures.with_suffix(".jsonl")):
+                file.unlink(missing_ok=True)
+
     @staticmethod
     def _on(gpus: Sequence[str]) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
@@ -291,7 +304,8 @@ class Work:
             )
 
     def _start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Command:
-        own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")} if self.scale.embedded else {}
+        own = {name: os.environ.get(name, value) for name, value in EMBEDDED_ENVIRONMENT.items()}
+        own = own if self.scale.embedded else {}
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         log = self.scale.folder / "logs" / f"{name}.log"
         return Command(command, environment={**own, "PYTHONPATH": path, **environment}, log=log, pass_fds=(self._lock,))
@@ -491,7 +505,9 @@ def main(argv: Sequence[str]) -> None:
     scale = Scale(arguments.scale, Path(arguments.output_dir or default).resolve(), seeds, arguments.quick)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does
-            signal.signal(number, lambda *_: sys.exit("Stopped."))  # so that what was started is stopped, too
+            signal.signal(
+                number, lambda *_: sys.exit("Stopped. The same command goes on.")
+            )  # so that what was started is stopped, too
     work = Work(scale)
     print(needs(scale, work, tables), flush=True)
     if arguments.dry_run:
@@ -500,8 +516,11 @@ def main(argv: Sequence[str]) -> None:
     gpus = [] if scale.embedded else check_gpus(gpus_needed(scale, work.left(tables)[0]))
     with locked(scale.folder) as lock:
         work.begin(lock, gpus)
-        for number, table in enumerate(tables):
-            work.make(table, tables[number + 1 :])
+        try:
+            for number, table in enumerate(tables):
+                work.make(table, tables[number + 1 :])
+        except KeyboardInterrupt:
+            sys.exit("Interrupted. The same command goes on.")
 
 
 def check_gpus(needed: int) -> list[str]:
