@@ -22,6 +22,8 @@ import experiments  # noqa: E402
 import report  # noqa: E402
 import run as runner  # noqa: E402
 
+from dash_trl.workers import Command  # noqa: E402
+
 TABLES = list(experiments.TABLES)
 DASH_SECONDS = 20.0
 
@@ -301,6 +303,17 @@ def test_two_at_once_are_refused(tmp_path):
         with pytest.raises(ValueError, match="Another run.py, or a program that a killed one started"):
             with runner.locked(tmp_path):
                 pass
+
+
+def test_a_program_that_outlives_run_py_keeps_the_folder(tmp_path):
+    with runner.locked(tmp_path) as lock:
+        program = Command(["sleep", "60"], log=tmp_path / "log", pass_fds=(lock,))
+    with pytest.raises(ValueError, match="a program that a killed one started"):
+        with runner.locked(tmp_path):
+            pass
+    program.stop(at_once=True)
+    with runner.locked(tmp_path):
+        pass
 
 
 def test_the_urls_of_servers():
