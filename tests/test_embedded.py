@@ -46,6 +46,11 @@ def test_training_and_test_problems_are_distinct_and_disjoint():
     assert len(problems("test")) == len(set(problems("test"))) == 256
 
 
+def test_more_problems_than_there_are_is_refused():
+    with pytest.raises(ValueError, match=r"size=500: there are only \d\d distinct problems of \(2,\) numbers"):
+        arithmetic_dataset("test", size=500, operands=(2,))
+
+
 def test_the_answers_are_python_s():
     for row in arithmetic_dataset("train", size=500):
         problem = row["prompt"][0]["content"]

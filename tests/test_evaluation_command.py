@@ -338,8 +338,8 @@ def test_models_that_are_not_there(models, message, tiny_model, problems, tmp_pa
 
 @pytest.mark.parametrize("split", ["train", "test[", "test[:2]+train"])
 def test_embedded_problems_are_of_the_test_split(split):
-    with pytest.raises(ValueError, match="'embedded_long' has no split .*: use 'test'"):
-        Task("embedded_long", dataset_test_split=split).problems(chat=True)
+    with pytest.raises(ValueError, match="'embedded_shifted' has no split .*: use 'test'"):
+        Task("embedded_shifted", dataset_test_split=split).problems(chat=True)
 
 
 def test_a_model_without_a_dataset(tiny_model):

@@ -23,6 +23,7 @@ LARGEST_TOTAL = 20  # of any step; some 300 different sums, few enough to learn 
 TEST_SHARE = 8  # one problem in 8 is a test problem, by the hash of its text
 LARGEST_DATASET = 20_000  # distinct problems; there are some 5,000 of three numbers in the training split
 TEST_PROBLEMS, TRAIN_PROBLEMS = 256, 4096
+PATIENCE = 10_000  # known problems in a row, after which there is no other
 _ANSWER = re.compile(r"The answer is (-?\d+(?:\.\d+)?)")
 
 
@@ -87,10 +88,17 @@ def arithmetic_dataset(
             "Use fewer and train for several epochs."
         )
     chosen: dict[str, None] = {}  # a set that keeps its order
+    known = 0  # drawn in a row
     for problem in _problems(split, random.Random(f"{split}{seed}"), operands):
+        known = known + 1 if problem in chosen else 0
         chosen[problem] = None
         if len(chosen) == size:
             break
+        if known == PATIENCE:
+            raise ValueError(
+                f"size={size}: there are only {len(chosen)} distinct problems of {operands} numbers in "
+                f"split={split!r}. Use fewer, or more numbers."
+            )
     columns: dict[str, list[Any]] = {
         "prompt": [[{"role": "user", "content": problem}] for problem in chosen],
         "answer": [str(_answer(problem)) for problem in chosen],

@@ -44,10 +44,18 @@ class Embedded:
     code: bool = False
 
 
-LONG = (6, 7, 8)  # numbers in a chain; the models were trained on three to five
+def _with_equals_sign() -> Dataset:
+    """Out of distribution: the test problems, each with a sign behind it that no model was trained on."""
+    from datasets import Dataset
+
+    problems = arithmetic_dataset("test")
+    prompts = [[{**message, "content": f"{message['content']}="}] for (message,) in problems["prompt"]]
+    return Dataset.from_dict({"prompt": prompts, "answer": problems["answer"]})
+
+
 EMBEDDED_SETS = {
     EMBEDDED: Embedded(lambda: arithmetic_dataset("test"), 64),
-    "embedded_long": Embedded(lambda: arithmetic_dataset("test", operands=LONG), 112),
+    "embedded_shifted": Embedded(_with_equals_sign, 64),
     "embedded_code": Embedded(lambda: program_dataset("test"), 24, code=True),
 }
 

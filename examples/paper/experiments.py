@@ -104,7 +104,7 @@ EVALUATIONS = {
     ),
     "out": Evaluation(
         {"dataset_name": "openai/gsm8k", "dataset_config": "main", **MATH},
-        {"dataset_name": "embedded_long", **MATH, "num_samples": 2, "temperature": 1.0},
+        {"dataset_name": "embedded_shifted", **MATH, "temperature": 1.0},
         seconds=5,
     ),
     "code": Evaluation(
@@ -136,8 +136,8 @@ class Column:
 
 HOURS = Column(("time", ""), "Time (h)", "Time (s)")
 MINUTES = Column(("time", ""), "Time (min)", "Time (s)", unit=60.0)
-IN = Column(("in", "accuracy"), "MATH (%)", "3 to 5 numbers (%)")
-OUT = Column(("out", "accuracy"), "GSM8K (%)", "6 to 8 numbers (%)")
+IN = Column(("in", "accuracy"), "MATH (%)", "`7+5-3` (%)")
+OUT = Column(("out", "accuracy"), "GSM8K (%)", "`7+5-3=` (%)")
 PASS_1 = Column(("code", "1"), "pass@1 (%)", "pass@1 (%)")
 PASS_8 = Column(("code", "8"), "pass@8 (%)", "pass@8 (%)")
 
