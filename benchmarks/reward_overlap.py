@@ -1,6 +1,6 @@
 """What is left of the waiting for slow rewards: the experiment of the asynchronous reward agent, at 1/100 of its scale.
 
-    python benchmarks/reward_overlap.py --json reward_overlap.json                 # ~4 minutes on 2 cores
+    python benchmarks/reward_overlap.py --json reward_overlap.json                 # ~2 minutes on 2 cores
     python benchmarks/reward_overlap.py --accuracy --json reward_accuracy.json     # + accuracy, 3 seeds: ~15 minutes
 
 Each completion's reward takes 10 to 400 ms, drawn uniformly and the same in every run (in the experiment, 1 to 40 s,
@@ -14,7 +14,8 @@ GSM8K, 8 H20). The embedded model; 8 groups of 4 completions, all rewards at onc
 First with generation in process, then ("server") with a real vLLM server on one core and the trainer on the other.
 Seconds per window are medians. From the baseline: `generation`, `training` (the rest), `rewards` (what is waited for).
 `bound`: max(generation + training, rewards) in process, max(generation, training, rewards) with a server. `reduction` =
-(baseline − both) / baseline; `hidden_share` = (baseline − both) / (baseline − bound). `accuracy`: on held-out problems
+(baseline − both) / baseline; `hidden_share` = (baseline − both) / (baseline − bound), above 1 where the rewards of two
+windows are on their way at once, which the bound leaves out. `accuracy`: on held-out problems
 after as many samples with each strategy; rewards take no time there, which changes no update.
 """
 

@@ -339,6 +339,10 @@ class DASHConfig(GRPOConfig):
                 self.entropy_coef != 0 or self.use_adaptive_entropy,
                 "is shared out over all rows that are kept",
             ),
+            f"top_entropy_quantile={self.top_entropy_quantile}": (
+                self.top_entropy_quantile < 1,
+                "keeps the tokens of highest entropy of each pass",
+            ),
             f"num_iterations={self.num_iterations}": (self.num_iterations > 1, "uses the window in several steps"),
             f"{steps}, gradient_accumulation_steps={accumulated}": (
                 accumulated % self.steps_per_generation != 0 and self.steps_per_generation % accumulated != 0,

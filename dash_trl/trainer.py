@@ -462,22 +462,27 @@ class DASHTrainer(GRPOTrainer):
         withheld = withhold_rewards(self)
         shuffled(len(sampled))  # its random numbers: what is sampled next is what it would be without the pipeline
         mini = len(self._schedule.share(self._step)) < self.args.steps_per_generation
-        if mini:  # the later steps' rows are scored, too, by the weights that the first one has
-            known = sampled.with_rewards(torch.zeros(len(sampled), 1)).with_advantages(torch.zeros(len(sampled)))
-            rows = (sampled.lengths()[:, 1] > 0).nonzero().squeeze(1)  # one that is fully masked takes no pass
-            lengths = self.ranks.gather(sampled.lengths()).view(self.ranks.count, -1, 3)
-            whole = GenerationWindow(known.survivors(rows), lengths, num_items_in_batch)
-            with self.recorder.timed("logprobs"):
-                self._score(whole)
-            found = {name: getattr(whole.rollouts, name) for name in SCORED_FIELDS}
-            sampled = sampled.with_log_probs(
-                **{
-                    name: value.new_zeros(len(sampled), *value.shape[1:]).index_copy(0, rows, value)
-                    for name, value in found.items()
-                    if value is not None
-                }
-            )
+        if mini:
+            sampled = self._scored_at_once(sampled, num_items_in_batch)
         return self._parts(sampled, num_items_in_batch, withheld, scored=mini)
+
+    def _scored_at_once(self, rollouts: RolloutBatch, num_items_in_batch: Tensor) -> RolloutBatch:
+        """With what `_score` finds of all rows: those of later optimizer steps, too, by the weights of the first."""
+        count = len(rollouts)
+        rows = (rollouts.lengths()[:, 1] > 0).nonzero().squeeze(1)  # one that is fully masked takes no pass
+        known = rollouts.with_rewards(torch.zeros(count, 1)).with_advantages(torch.zeros(count)).survivors(rows)
+        lengths = self.ranks.gather(rollouts.lengths()).view(self.ranks.count, -1, 3)
+        window = GenerationWindow(known, lengths, num_items_in_batch)
+        with self.recorder.timed("logprobs"):
+            self._score(window)
+        found = {name: getattr(window.rollouts, name) for name in SCORED_FIELDS}
+        return rollouts.with_log_probs(
+            **{
+                name: value.new_zeros(count, *value.shape[1:]).index_copy(0, rows, value)
+                for name, value in found.items()
+                if value is not None
+            }
+        )
 
     def _parts(
         self, rollouts: RolloutBatch, num_items_in_batch: Tensor, withheld: dict[str, list[Any]], *, scored: bool
@@ -556,8 +561,11 @@ class DASHTrainer(GRPOTrainer):
             Some of them, and whether these are the last ones.
         """
         step, schedule = self._step, self._schedule
+        piped = self.args.reward_pipeline and schedule.has_whole_share(step)
+        if not piped:
+            self._wait_for_rest()
         if self._arriving is None and (self._window is None or schedule.window_due(step)):
-            if self.args.reward_pipeline and schedule.shares_window(step):
+            if piped:
                 self._arriving = self._begin_window(examples)
             else:
                 self._window = self._new_window(examples)
@@ -908,6 +916,7 @@ class DASHTrainer(GRPOTrainer):
         self._schedule = Schedule(
             steps_per_generation=args.steps_per_generation,
             num_iterations=args.num_iterations,
+            accumulation=args.gradient_accumulation_steps,
             rows_per_step=args.per_device_train_batch_size,
             pack=self._pack,
         )

@@ -91,13 +91,31 @@ def test_padded_rows_are_sorted_by_length():
     assert [set(step[0].rows[0]) for step in plan] == [{1, 3}, {0, 2}]
 
 
-def schedule(steps_per_generation: int, num_iterations: int = 1, rows: int = 2) -> Schedule:
+def schedule(steps_per_generation: int, num_iterations: int = 1, rows: int = 2, accumulation: int = 4) -> Schedule:
     return Schedule(
         steps_per_generation=steps_per_generation,
         num_iterations=num_iterations,
+        accumulation=accumulation,
         rows_per_step=rows,
         pack=lambda lengths, steps, last: plan_segment(lengths[..., :2], steps, max_rows=rows, last_must_run=last),
     )
+
+
+@pytest.mark.parametrize(
+    ("per_generation", "accumulation", "begins", "taken", "share", "whole"),
+    [
+        (4, 4, 4, 4, range(4, 8), True),
+        (4, 8, 8, 8, range(8, 12), True),  # two windows
+        (4, 2, 6, 2, range(6, 8), True),  # Mini
+        (4, 2, 6, 1, range(6, 7), False),  # a stream's last one
+        (4, 8, 8, 3, range(8, 11), False),
+        (4, 2, 7, 2, range(7, 8), False),  # begun where one was cut
+    ],
+)
+def test_what_an_optimizer_step_takes_of_its_window(per_generation, accumulation, begins, taken, share, whole):
+    walk = schedule(per_generation, accumulation=accumulation)
+    walk.begin_optimizer_step(begins, taken, 1)
+    assert walk.share(begins) == share and walk.has_whole_share(begins) == whole
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,7 @@ REFUSED = [
     ({"advantage_estimator": "reinforce_plus_plus"}, "which divides by the deviation of all advantages"),
     ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "which divides by the deviation of all advantages"),
     ({"entropy_coef": 0.1}, "entropy_coef=0.1, which is shared out over all rows that are kept"),
+    ({"top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2, which keeps the tokens of highest entropy of each pass"),
     ({"num_iterations": 2}, "num_iterations=2, which uses the window in several steps"),
     ({"steps_per_generation": 6}, "gradient_accumulation_steps=4, which begins a window within an optimizer step"),
     (

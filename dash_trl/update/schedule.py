@@ -60,11 +60,13 @@ class Schedule:
         *,
         steps_per_generation: int,
         num_iterations: int,
+        accumulation: int,
         rows_per_step: int,
         pack: Callable[[Tensor, int, bool], list[list[MicroBatch]]],
     ):
         self.steps_per_generation = steps_per_generation
         self.generate_every = steps_per_generation * num_iterations
+        self.accumulation = accumulation
         self.rows_per_step = rows_per_step
         self.pack = pack
         self.optimizer_step = range(0)
@@ -122,12 +124,9 @@ class Schedule:
             planned = self._plan(step, lengths, num_items_in_batch)
         return self._planned[step], planned
 
-    def shares_window(self, step: int) -> bool:
-        """The window that begins at this micro-step is taken whole by the optimizer step, or by a number of such."""
-        taken = self.optimizer_step.stop - step
-        return taken >= self.steps_per_generation or (
-            step == self.optimizer_step.start and self.steps_per_generation % taken == 0
-        )
+    def has_whole_share(self, step: int) -> bool:
+        """The optimizer step takes as much of the window as it should; one that the end of a stream cut takes less."""
+        return len(self.share(step)) == min(self.accumulation, self.steps_per_generation)
 
     def share(self, step: int) -> range:
         """The micro-steps of the optimizer step, up to the end of the window in use, in which its rows are used."""
