@@ -1,0 +1,107 @@
+"""The features of a prefix by hand, and the fit to outcomes by its definition."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations_with_replacement
+
+import numpy as np
+import pytest
+import torch
+
+from dash_trl.process_rewards.features import FEATURES, prefix_features
+from dash_trl.process_rewards.fit import fit_outcomes
+
+# ----------------------------------------------------------------------------------------------------------- features
+
+
+def test_features_by_hand():
+    rows = prefix_features((0, 2, 3), [-1.0, -4.0, -2.0, -9.0], [0.5, 2.0, 1.0, 9.0])
+    assert rows == [[-5.0, -4.0, -5.0, -4.0, 2.0, 2.5, 2.0], [-7.0, -4.0, -2.0, -2.0, 3.0, 3.5, 2.0]]
+    assert prefix_features((0, 2, 3), [-1.0, -4.0, -2.0]) == [row[:5] for row in rows]
+    assert len(rows[0]) == len(FEATURES) and prefix_features((0,), []) == []
+
+
+def test_an_unknown_log_prob_is_one_of_every_prefix_that_holds_it():
+    rows = prefix_features((0, 1, 2, 3), [-1.0, math.nan, -2.0])
+    assert [math.isnan(sum(row)) for row in rows] == [False, True, True]
+
+
+# ---------------------------------------------------------------------------------------------------------------- fit
+
+
+def examples(logistic: bool, rollouts: int = 40, features: int = 3):
+    """Prefixes of rollouts with one to four each, and outcomes that depend on them."""
+    generator = torch.Generator().manual_seed(0)
+    rollout = torch.arange(rollouts).repeat_interleave(torch.arange(rollouts) % 4 + 1)
+    x = torch.randn(len(rollout), features, generator=generator, dtype=torch.double) * torch.tensor([1.0, 30.0, 0.01])
+    x += torch.tensor([0.0, -50.0, 7.0])
+    first = torch.tensor([int((rollout == r).nonzero()[0]) for r in range(rollouts)])
+    score = x[first, 0] + 0.5 * torch.randn(rollouts, generator=generator, dtype=torch.double)
+    return x, rollout, (score > 0).double() if logistic else 3 * score
+
+
+def by_definition(x, rollout):
+    """(columns, weights) of the objective, in Python numbers."""
+    counts = [rollout.tolist().count(one) for one in rollout.tolist()]
+    weights = [1 / count for count in counts]
+    columns = []
+    for feature in x.T.tolist():
+        mean = sum(w * v for w, v in zip(weights, feature, strict=True)) / sum(weights)
+        variance = sum(w * (v - mean) ** 2 for w, v in zip(weights, feature, strict=True)) / sum(weights)
+        columns.append([(v - mean) / math.sqrt(variance) for v in feature])
+    rows = list(zip(*columns, strict=True))
+    products = [[1.0, *row, *(a * b for a, b in combinations_with_replacement(row, 2))] for row in rows]
+    return torch.tensor(products, dtype=torch.double), torch.tensor(weights, dtype=torch.double)
+
+
+@pytest.mark.parametrize("ridge", [0.01, 1.0, 100.0])
+def test_a_logistic_fit_is_the_minimum_of_its_objective(ridge):
+    x, rollout, outcomes = examples(logistic=True)
+    fit = fit_outcomes(x, rollout, outcomes, logistic=True, ridge=ridge)
+    columns, shares = by_definition(x, rollout)
+    w = fit.weights.clone().requires_grad_()
+    chance = torch.sigmoid(columns @ w)
+    y = outcomes[rollout]
+    loss = -(shares * (y * chance.log() + (1 - y) * (1 - chance).log())).sum() + ridge / 2 * (w[1:] ** 2).sum()
+    (gradient,) = torch.autograd.grad(loss, w)
+    assert gradient.abs().max() < 1e-9
+    assert fit(x) == pytest.approx(chance.tolist(), abs=1e-12) and fit.base == outcomes.mean()
+
+
+def test_a_linear_fit_is_that_of_least_squares():
+    x, rollout, outcomes = examples(logistic=False)
+    fit = fit_outcomes(x, rollout, outcomes, logistic=False, ridge=2.0)
+    columns, shares = by_definition(x, rollout)
+    penalty = np.sqrt(2.0) * np.eye(columns.shape[1])[1:]  # as rows of data, the intercept left out
+    left = np.concatenate([columns.numpy() * shares.sqrt().numpy()[:, None], penalty])
+    right = np.concatenate([(outcomes[rollout] * shares.sqrt()).numpy(), np.zeros(len(penalty))])
+    expected = np.linalg.lstsq(left, right, rcond=None)[0]
+    assert fit.weights.numpy() == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("logistic", [True, False])
+def test_a_rollout_counts_as_one_whatever_its_prefixes(logistic):
+    """Each prefix of one rollout thrice over changes nothing."""
+    x, rollout, outcomes = examples(logistic)
+    again = torch.cat([torch.arange(len(x)), *[(rollout == 3).nonzero().flatten()] * 2])
+    one = fit_outcomes(x, rollout, outcomes, logistic=logistic, ridge=1.0)
+    other = fit_outcomes(x[again], rollout[again], outcomes, logistic=logistic, ridge=1.0)
+    assert one(x) == pytest.approx(other(x), abs=1e-9)
+
+
+def test_nothing_is_guessed_beyond_what_was_seen():
+    x, rollout, outcomes = examples(logistic=False)
+    fit = fit_outcomes(x, rollout, outcomes, logistic=False, ridge=1.0)
+    beyond, edge = x[:1].clone(), x[:1].clone()
+    beyond[0, 1], edge[0, 1] = 1e9, x[:, 1].max()
+    assert fit(beyond) == fit(edge)
+    assert math.isnan(*fit(torch.full((1, 3), math.nan, dtype=torch.double)))
+
+
+@pytest.mark.parametrize("logistic", [True, False])
+def test_a_constant_feature_and_separable_outcomes_are_no_trouble(logistic):
+    x = torch.tensor([[0.1, 0.3]] * 10 + [[0.2, 0.3]] * 10, dtype=torch.double)
+    outcomes = torch.tensor([0.0] * 10 + [1.0] * 10, dtype=torch.double)
+    fit = fit_outcomes(x, torch.arange(20), outcomes, logistic=logistic, ridge=1e-3)
+    assert [round(one) for one in fit(x)] == outcomes.tolist()
