@@ -60,6 +60,17 @@ class DASHCallback(TrainerCallback):
         # method without calling ours, so that the check is put around whichever it is.
         cls.on_train_begin = _where_events_come(cls.on_train_begin)  # type: ignore[method-assign]
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of it beside the generation window; None: nothing.
+
+        Tensors, numbers, texts, lists and dicts, so that `torch.load(weights_only=True)` reads it; the same on all
+        ranks, of which the first one's is saved; not changed after it was handed out.
+        """
+        return None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Of the checkpoint that a run is resumed from, on every rank."""
+
     def on_rollouts_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
     ) -> None:

@@ -65,6 +65,7 @@ from dash_trl.rewards import (
 from dash_trl.rollout import (
     SAMPLED_FIELDS,
     SCORED_FIELDS,
+    STATES,
     CreditedRollouts,
     EpochOrder,
     GenerationWindow,
@@ -76,6 +77,7 @@ from dash_trl.rollout import (
     Shapes,
     Survivors,
     joined,
+    load_states,
     one_run,
     open_epoch,
     why_a_new_window,
@@ -156,6 +158,7 @@ class DASHTrainer(GRPOTrainer):
     _generated: Generated | None  # the window after the one that has begun
     _sampled_by: Tensor | None  # policy versions of a batch that was sampled before its time
     _arriving: Iterator[tuple[GenerationWindow, bool]] | None  # its parts
+    _states_before: dict[str, Any]  # of the callbacks, as they were before the optimizer step that runs
     _tokenized: Any  # the prompts of the window that begins, where it is sampled ahead: what TRL's method returned
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -418,16 +421,40 @@ class DASHTrainer(GRPOTrainer):
     def _log_probs(self, window: GenerationWindow, lengths: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
         """[B, T] each, float32, on the CPU: the policy's, or the reference's ("ref_…"), of rows with a length."""
         known = {name: torch.zeros(window.rollouts.completion_ids.shape) for name in names}
-        plan = self._pack(lengths, 1)[0] if names else []
-        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            for micro_batch in plan:
-                rows, inputs = self._rows(window, micro_batch)
-                inputs = self._prepare_inputs(inputs)
-                for name in names:
-                    reference = name.startswith("ref")
-                    logps = self._reference_logps(inputs) if reference else self._logps(self.model, inputs)
-                    known[name][rows, : logps.shape[1]] = logps[: len(rows), : known[name].shape[1]].float().cpu()
+        for rows, inputs in self._forward_inputs(window, lengths) if names else ():
+            for name in names:
+                reference = name.startswith("ref")
+                _put(self._reference_logps(inputs) if reference else self._logps(self.model, inputs), known[name], rows)
         return known
+
+    def _forward_inputs(self, window: GenerationWindow, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
+        """Of each pass without gradient over the rows with a length: this rank's rows, and its inputs."""
+        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            for micro_batch in self._pack(lengths, 1)[0]:
+                rows, inputs = self._rows(window, micro_batch)
+                yield rows, self._prepare_inputs(inputs)
+
+    @torch.no_grad()
+    def log_probs_and_entropies(self, rollouts: CreditedRollouts, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T] each, float32, on the CPU: of the tokens of some rows by the policy of now; 0 for all others.
+
+        A forward pass over these rows, in micro-batches as for old log-probs, a third of what training on them costs.
+        To be called on every rank at the same point.
+
+        Args:
+            rows: [B] bool.
+        """
+        lengths = rollouts.lengths() * rows.unsqueeze(1)
+        chosen = (lengths[:, 1] > 0).nonzero().squeeze(1)  # one that is fully masked takes no pass
+        of_all = self.ranks.gather(lengths).view(self.ranks.count, -1, 3)
+        window = GenerationWindow(rollouts.survivors(chosen), of_all, of_all[..., 2].sum())
+        found = torch.zeros(2, len(chosen), rollouts.completion_ids.shape[1])
+        for own, inputs in self._forward_inputs(window, window.lengths):
+            for values, known in zip(self._pass(self.model, inputs, compute_entropy=True)[:2], found, strict=True):
+                _put(values, known, own)
+        whole = torch.zeros(2, len(rollouts), found.shape[2]).index_copy(1, chosen, found)
+        log_probs, entropies = whole * rollouts.loss_mask
+        return log_probs, entropies
 
     def _unknown_rows(self, window: GenerationWindow) -> Tensor:
         """`window.lengths` of the rows with a token whose log-prob the sampler did not report; 0 for all others."""
@@ -439,10 +466,15 @@ class DASHTrainer(GRPOTrainer):
         return lengths * self.ranks.gather(unknown).view(self.ranks.count, -1, 1)
 
     def _logps(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        return self._pass(model, inputs)[0]
+
+    def _pass(self, model: Any, inputs: dict[str, Any], **kwargs: Any) -> tuple:
+        """What `_get_per_token_logps_and_entropies` finds."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         with self._passes.laid_out(inputs):
-            return self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])[0]
+            width = inputs["completion_ids"].shape[1]
+            return self._get_per_token_logps_and_entropies(model, ids, mask, width, **kwargs)
 
     def _reference_logps(self, inputs: dict[str, Any]) -> Tensor:
         if self.ref_model is not None:
@@ -546,6 +578,7 @@ class DASHTrainer(GRPOTrainer):
         if self.state.global_step == 0 and not isinstance(self.train_dataset, Sized):
             self.ranks.agree(partial(check_first_step, len(batches), self.args))
         self._schedule.begin_optimizer_step(self._step, len(batches), self.state.global_step)
+        self._states_before = self._callback_states()
         return batches, num_items
 
     def _rows(self, window: GenerationWindow, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
@@ -893,6 +926,7 @@ class DASHTrainer(GRPOTrainer):
         self._window = self._rewarded = self._policy_version = self._completion_lengths = self._tokenized = None
         self._reward_team = self._join_agents()
         self._streaming, self._arriving, self._awaited = False, None, None
+        self._states_before = {}
         self._generated = self._sampled_by = None
         self._ahead = RunAhead(args.async_level)
         self._announced: dict[int, tuple[list[Any], Any]] = {}  # window to come → its examples, and them tokenized
@@ -998,6 +1032,23 @@ class DASHTrainer(GRPOTrainer):
             skipped_steps=self._skipped.total,
             window=None if self._schedule.sampled_after(step) else self._window,
         ).save(self._window_file(output_dir))
+        states = self._states_before if self._schedule.samples_again(step) else self._callback_states()
+        if states and self.accelerator.is_main_process:
+            torch.save(states, os.path.join(output_dir, STATES))
+
+    def _callback_states(self) -> dict[str, Any]:
+        found = {type(one).__name__: one.state_dict() for one in self._dash_callbacks()}
+        return {name: state for name, state in found.items() if state is not None}
+
+    def _load_callback_states(self, checkpoint: str) -> None:
+        """All ranks go on with the first one's, so many as they are."""
+        saved = self.ranks.agree(partial(load_states, checkpoint), main_only=True)
+        for callback in self._dash_callbacks():
+            name = type(callback).__name__
+            if name in saved:
+                self.ranks.agree(partial(callback.load_state_dict, saved[name]))
+            elif callback.state_dict() is not None:
+                self._warn(f"{checkpoint} holds nothing that {name} has learned; it goes on as it is.")
 
     def _resume(self, checkpoint: str, start: tuple[int, int]) -> tuple[int, int]:
         """Go on in the checkpoint's window, or say why with a new one.
@@ -1012,6 +1063,7 @@ class DASHTrainer(GRPOTrainer):
         reason = why_a_new_window(saved, self._shapes(), start, checkpoint=checkpoint, ignore_data_skip=skip)
         if saved is not None:
             self._skipped.total = saved.skipped_steps
+        self._load_callback_states(checkpoint)
         if reason is not None:
             self._warn(f"{reason}; training goes on with a new generation window.")
             return start
@@ -1036,12 +1088,19 @@ class DASHTrainer(GRPOTrainer):
 
     def _dispatch(self, event: str, rollouts: RolloutBatch) -> None:
         """Hand the rollouts to each `DASHCallback`; what fails on one rank is an error on all."""
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, DASHCallback):
-                self.ranks.agree(partial(self._call, callback, event, rollouts))
+        for callback in self._dash_callbacks():
+            self.ranks.agree(partial(self._call, callback, event, rollouts))
+
+    def _dash_callbacks(self) -> list[DASHCallback]:
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, DASHCallback)]
 
     def _call(self, callback: DASHCallback, event: str, rollouts: RolloutBatch) -> None:
         before = rollouts.tensors()
         extras = {"model": self.model, "processing_class": self.processing_class, "trainer": self}
         getattr(callback, event)(self.args, self.state, self.control, rollouts, **extras)
         rollouts.validate(like=before, culprit=f"{type(callback).__name__}.{event}")
+
+
+def _put(values: Tensor, known: Tensor, rows: list[int]) -> None:
+    """What a pass found of its rows, [size, T], into those of `known`, [B, T], whose columns may be more or fewer."""
+    known[rows, : values.shape[1]] = values[: len(rows), : known.shape[1]].float().cpu()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         joined,
     )
     from dash_trl.rollout.prompts import EpochOrder, PromptReader, open_epoch
-    from dash_trl.rollout.resume import SavedRun, Shapes, one_run, why_a_new_window
+    from dash_trl.rollout.resume import STATES, SavedRun, Shapes, load_states, one_run, why_a_new_window
     from dash_trl.rollout.window import GenerationWindow
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -118,6 +118,23 @@ class SavedRun:
         return replace(self, window=None)
 
 
+STATES = "callback_states.pt"  # beside the windows, of all ranks
+
+
+def load_states(checkpoint: str) -> dict[str, Any]:
+    """The states of the callbacks that have one, by the names of their classes; none without the file."""
+    path = os.path.join(checkpoint, STATES)
+    if not os.path.isfile(path):
+        return {}
+    try:
+        return dict(torch.load(path, weights_only=True))
+    except Exception as error:  # as for a window
+        raise ValueError(
+            f"{path} is damaged, or of another version ({type(error).__name__}). Resume from another checkpoint, or "
+            "delete the file to go on without what callbacks had learned."
+        ) from error
+
+
 def one_run(found: Sequence[SavedRun | str | None], processes: int, checkpoint: str) -> SavedRun | None:
     """What the ranks found, if that is one run; the same on all of them, so that they go on or stop together.
 

@@ -104,6 +104,10 @@ class Schedule:
         """The window in use begins after micro-step `step`, so that a run that goes on at `step` cannot use it."""
         return self._sampled_at is not None and self._sampled_at > step
 
+    def samples_again(self, step: int) -> bool:
+        """A run that goes on at micro-step `step` samples the window in use anew, which begins there or later."""
+        return self._sampled_at is not None and self._sampled_at >= step
+
     def window_due(self, step: int) -> bool:
         """A new generation window starts at this micro-step; False when asked again after `window_sampled`."""
         return step % self.generate_every == 0 and self._sampled_at != step
