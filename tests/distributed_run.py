@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import random
 import sys
@@ -200,6 +201,37 @@ def process_rewards(model: str, output: Path, start: dict[str, torch.Tensor]) ->
         "ranks_agree": equal_on_all_ranks(end),
         "episodes": gather_object([sum(episodes)]),
     }, trainer
+
+
+def outcome_value(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Other episodes on each rank; in the second window one has no scored row, so that it runs dummies only."""
+    from dash_trl.process_rewards import OutcomeValue, ProcessRewardCallback
+
+    class Reward(ScriptedReward):
+        calls = 0
+
+        def __call__(self, **kwargs: Any) -> list[float]:
+            rewards, self.calls = super().__call__(**kwargs), self.calls + 1
+            return [math.nan] * len(rewards) if RANK == 1 and self.calls == 2 else rewards
+
+    every = 3 + 2 * RANK
+    callback = ProcessRewardCallback(
+        OutcomeValue(min_rollouts=4, min_problems=2),
+        markers=lambda text: range(0, len(text), every),
+        min_episode_tokens=2,
+        max_episode_tokens=8 + 4 * RANK,
+    )
+    saved = "no" if os.environ.get("ACCELERATE_USE_DEEPSPEED") else "steps"  # where one takes seconds
+    settings: dict[str, Any] = {"max_steps": 3, "save_strategy": saved, "save_steps": 3}
+    trainer = run(DASHTrainer, model, output / "outcome", reward=Reward(constant=0.2), callbacks=[callback], **settings)
+    end, windows = whole(trainer), callback.value.state_dict()["windows"]
+    return {
+        "update": relative_difference(start, end, end)[1],
+        "ranks_agree": equal_on_all_ranks(end),
+        "learned": gather_object([[len(window["outcome"]) for window in windows]]),
+        "buffers": gather_object([[{name: float(one.double().sum()) for name, one in w.items()} for w in windows]]),
+        "valued": [line["process/valued_rows"] for line in trainer.state.log_history if "process/valued_rows" in line],
+    }
 
 
 def own_rows(model: str, output: Path, **settings: Any) -> dict[str, Any]:
@@ -408,6 +440,7 @@ def main() -> None:
     results["beta with dropped rows"] = beta_with_dropped_rows(model, Path(output), start)
     results["process rewards"], _ = process_rewards(model, Path(output), start)
     results["process rewards, sliding window"], trainer = process_rewards(sliding, Path(output), start)
+    results["outcome value"] = outcome_value(model, Path(output), start)
     results["own rows"] = gather_object([own_rows(model, Path(output))])
     results["rows of all"] = gather_object([own_rows(model, Path(output), num_generations=32)])
     results["Monte Carlo values"] = gather_object([monte_carlo(trainer)])

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.tiny import save_tiny_model
+from dash_trl import DASHTrainer, ProcessRewardCallback
+from dash_trl.process_rewards import OutcomeValue
+from tests.tiny import run, save_tiny_model
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ["ddp", "zero2", "zero3"]
@@ -55,6 +57,14 @@ def larger_models(directory: Path) -> list[str]:
     return paths
 
 
+def learned_alone(model: str, output: Path) -> list[int]:
+    """The rollouts per window in the buffer of one process, which goes on with what two have learned."""
+    value = OutcomeValue(min_rollouts=4, min_problems=2)
+    settings = {"resume": str(output / "outcome" / "checkpoint-3"), "gradient_accumulation_steps": 8, "max_steps": 4}
+    run(DASHTrainer, model, output / "alone", callbacks=[ProcessRewardCallback(value)], **settings)
+    return [len(window["outcome"]) for window in value.state_dict()["windows"]]
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks(backend, tiny_model, tmp_path):
@@ -74,6 +84,12 @@ def test_two_ranks(backend, tiny_model, tmp_path):
     for name in ("process rewards", "process rewards, sliding window"):
         episodes = results[name].pop("episodes")
         assert episodes[0] > 16 and episodes[1] == 0
+    outcome = results["outcome value"]
+    assert outcome.pop("learned") == [[32, 16, 32]] * 2
+    first, second = outcome.pop("buffers")
+    assert first == second
+    valued = outcome.pop("valued")
+    assert valued[0] == 0.0 < min(valued[1:])
     for name, rows in (("own rows", 16), ("rows of all", 32)):  # the second: one group, which lies on both ranks
         for rank in (credit := results.pop(name)):
             assert rank["rows"] == rows and rank["ranks_agree"] and rank["difference"] <= 1e-12, name
@@ -88,8 +104,9 @@ def test_two_ranks(backend, tiny_model, tmp_path):
         assert refused[0] == refused[1] and "generation_window_1.pt is missing" in refused[0]
         assert results.pop("time limit") == [2, 2]
         assert results.pop("read ahead") == [[[], [True, True]]] * 2
+        assert learned_alone(tiny_model, tmp_path) == [32, 16, 32, 32]
     assert results["one step ahead"].pop("behind") == [0, 1, 1]
-    assert len(results) == 17 + 2 * len(larger) + (backend == "ddp")
+    assert len(results) == 18 + 2 * len(larger) + (backend == "ddp")
     for name, result in results.items():
         assert result["update"] > 1e-3, name
         assert result["ranks_agree"], name

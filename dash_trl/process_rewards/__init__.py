@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings
     from dash_trl.process_rewards.episodes import EPISODE_MARKERS, Episodes, Segmenter, line_starts
     from dash_trl.process_rewards.monte_carlo import MonteCarloValue
+    from dash_trl.process_rewards.outcome import OutcomeValue
     from dash_trl.process_rewards.picture import credit_html
     from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_log_probs
     from dash_trl.process_rewards.values import AnswerLogProbValue, ServerValue, ValueEstimator, ValueRequest

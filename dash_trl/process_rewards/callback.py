@@ -49,7 +49,7 @@ from dash_trl.process_rewards.values import (
     checked_values,
 )
 from dash_trl.rollout import CreditedRollouts
-from dash_trl.update import check_tensor, weighted_rewards
+from dash_trl.update import check_tensor, unknown_log_probs, weighted_rewards
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,9 @@ class ProcessRewardCallback(DASHCallback):
         estimator: name of the credit estimator, see `dash_trl.process_rewards.ESTIMATORS`.
         settings: weights of outcome and process, floor of the scale, γ and λ.
         markers, max_episode_tokens, min_episode_tokens, final_answer: see `Segmenter`.
-        answer_column: dataset column with the accepted answer, a text or a list of texts.
+        answer_column: dataset column with the accepted answer, a text or a list of texts; for values that need it.
         skip_solved: no values for groups whose rewards are all the same and positive: nothing is left to learn there.
+            A value that learns, `OutcomeValue`, learns from them all the same.
         unproductive_penalty: subtracted from the advantage of each token of an episode with |U| < `unproductive_below`.
     Raises:
         ValueError: for unknown or impossible settings; at the start of training without the answer column or servers;
@@ -102,15 +103,15 @@ class ProcessRewardCallback(DASHCallback):
         self.value = AnswerLogProbValue() if value is None else value
         if isinstance(value, type) or not callable(self.value):
             raise ValueError(
-                f"value={value!r} cannot estimate V(prefix): pass AnswerLogProbValue(...), MonteCarloValue(...) or "
-                "another instance or function that takes (requests, trainer). A name of an estimator is "
-                "estimator='...', words before an answer are AnswerLogProbValue('...')."
+                f"value={value!r} cannot estimate V(prefix): pass AnswerLogProbValue(...), MonteCarloValue(...), "
+                "OutcomeValue(...) or another instance or function that takes (requests, trainer). A name of an "
+                "estimator is estimator='...', words before an answer are AnswerLogProbValue('...')."
             )
         if estimator == "gae" and getattr(self.value, "space", None) != "probability":
             raise ValueError(
                 "estimator='gae' compares values with the outcome, so they have to be probabilities: pass "
-                "value=AnswerLogProbValue(space='probability') or MonteCarloValue(); one of your own says so by an "
-                "attribute, space = 'probability'."
+                "value=AnswerLogProbValue(space='probability'), MonteCarloValue() or OutcomeValue(); one of your own "
+                "says so by an attribute, space = 'probability'."
             )
         check_segmentation(markers, max_episode_tokens, min_episode_tokens, final_answer)
         check_text("answer_column", answer_column, example="'answer'")
@@ -141,24 +142,41 @@ class ProcessRewardCallback(DASHCallback):
         self.last: list[tuple[Episodes, list[float]]] = []  # of the last generation batch, for a look at it
         # Of a batch that comes in parts, until it is whole: with the credit, the skipped rows and the seconds of each.
         self._parts: list[tuple[Rewards, Tensor, Tensor, float]] = []
+        # Of such a batch, or the whole one, for a value that learns: group, rollout, weighted reward.
+        self._lessons: list[tuple[int, ValueRequest, float]] = []
         self._segmenter: Segmenter | None = None
         self._diagnostics = Diagnostics()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._parts = []  # of a run that was interrupted
+        self._parts, self._lessons = [], []  # of a run that was interrupted
         if isinstance(self.value, ServerValue) and not getattr(args, "vllm_server_urls", None):
             raise ValueError(NO_SERVERS)
         if (tokenizer := kwargs.get("processing_class")) is not None:
             self._segmenter = Segmenter(tokenizer, **self.segmentation)
         loader = kwargs.get("train_dataloader")
         columns = getattr(getattr(loader, "dataset", None), "column_names", None)
-        if columns is not None and self.answer_column not in columns:
+        if columns is not None and self._needs_answers and self.answer_column not in columns:
             raise ValueError(
                 f"The dataset has the columns {columns}, but not {self.answer_column!r}, whose answer V(prefix) is the "
                 "probability of. Name the column with answer_column=..."
             )
+
+    @property
+    def _needs_answers(self) -> bool:
+        return getattr(self.value, "needs_answers", True)
+
+    @property
+    def _learns(self) -> bool:
+        return hasattr(self.value, "learn")
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return {type(self.value).__name__: self.value.state_dict()} if hasattr(self.value, "state_dict") else None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if (of_value := state.get(type(self.value).__name__)) is not None:  # not that of another value
+            self.value.load_state_dict(of_value)  # type: ignore[attr-defined]
 
     def on_advantages(
         self,
@@ -188,7 +206,7 @@ class ProcessRewardCallback(DASHCallback):
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
         outcomes = gather(outcome)
         skipped = self._skipped(outcomes, trainer.num_generations)
-        episodes, values = self._values(rollouts, skipped[mine], trainer)
+        episodes, values = self._values(rollouts, skipped[mine], outcome, trainer)
         first = not self._parts
         self.last = [*([] if first else self.last), *zip(episodes, values, strict=True)]
 
@@ -222,9 +240,12 @@ class ProcessRewardCallback(DASHCallback):
             all_values = _table([values for _, values in self.last], math.nan).double()
         parts, self._parts = self._parts, []
         whole, credits, skips, seconds = zip(*parts, strict=True)
+        ready, started = getattr(self.value, "ready", True), time.perf_counter()
+        self._learn(trainer)
+        seconds = (*seconds, time.perf_counter() - started)
         figures = batch_figures(_joined(whole), boundaries, all_values, _cat(credits), skipped=_cat(skips))
         trainer.recorder.log({**process_metrics(figures), "time/values": sum(seconds)})
-        self._diagnostics.check(figures, seconds=sum(seconds), estimator=self.estimator)
+        self._diagnostics.check(figures, seconds=sum(seconds), estimator=self.estimator, ready=ready)
 
     def _skipped(self, outcomes: Tensor, group_size: int) -> Tensor:
         """[N] bool: unscored rows, and rows of solved groups."""
@@ -233,30 +254,58 @@ class ProcessRewardCallback(DASHCallback):
         return solved.repeat_interleave(group_size) | outcomes.isnan()
 
     def _values(
-        self, rollouts: CreditedRollouts, skipped: Tensor, trainer: Any
+        self, rollouts: CreditedRollouts, skipped: Tensor, outcome: Tensor, trainer: Any
     ) -> tuple[list[Episodes], list[list[float]]]:
-        """This rank's episodes, and their values; a skipped row is not asked for."""
-        episodes, requests = trainer.ranks.agree(partial(self._requests, rollouts, skipped))
+        """This rank's episodes, and their values; a skipped row is not asked for, but may be learned from."""
+        learned = ~outcome.isnan() & self._learns
+        known: tuple[Tensor | None, Tensor | None] = None, None
+        if getattr(self.value, "needs_log_probs", False):
+            known = _log_probs(rollouts, ~skipped | learned, trainer)
+        of_rows = partial(self._requests, rollouts, skipped, learned, *known)
+        episodes, requests, whole = trainer.ranks.agree(of_rows)
+        rows = learned.nonzero().flatten().tolist()
+        self._lessons += [(int(rollouts.group[row]), whole[row], float(outcome[row])) for row in rows]
         found = checked_values(self.value(requests, trainer), requests, self.value)
         return episodes, [values or [math.nan] for values in found]
 
-    def _requests(self, rollouts: CreditedRollouts, skipped: Tensor) -> tuple[list[Episodes], list[ValueRequest]]:
-        """What is read in this rank's rows."""
+    def _requests(
+        self,
+        rollouts: CreditedRollouts,
+        skipped: Tensor,
+        learned: Tensor,
+        log_probs: Tensor | None,
+        entropies: Tensor | None,
+    ) -> tuple[list[Episodes], list[ValueRequest], list[ValueRequest]]:
+        """What is read in this rank's rows: episodes and requests, and the requests with those only learned from."""
         assert self._segmenter is not None
-        episodes, requests = [], []
+        episodes, requests, whole = [], [], []
         for row, example in enumerate(rollouts.examples):
-            completion = rollouts.completion_ids[row][rollouts.completion_mask[row].bool()].tolist()
-            episodes.append(Episodes((0,), len(completion)) if skipped[row] else self._segmenter(completion))
-            requests.append(
+            tokens = rollouts.completion_mask[row].bool()
+            completion = rollouts.completion_ids[row][tokens].tolist()
+            none = Episodes((0,), len(completion))
+            cut = self._segmenter(completion) if learned[row] or not skipped[row] else none
+            whole.append(
                 ValueRequest(
                     prompt_ids=tuple(rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()].tolist()),
                     completion_ids=tuple(completion),
-                    boundaries=() if skipped[row] else episodes[-1].boundaries,
-                    answers=accepted_answers(example, self.answer_column),
+                    boundaries=cut.boundaries,
+                    answers=accepted_answers(example, self.answer_column) if self._needs_answers else (),
                     example=example,
+                    log_probs=None if log_probs is None else tuple(log_probs[row][tokens].tolist()),
+                    entropies=None if entropies is None else tuple(entropies[row][tokens].tolist()),
                 )
             )
-        return episodes, requests
+            episodes.append(none if skipped[row] else cut)
+            requests.append(replace(whole[-1], boundaries=()) if skipped[row] else whole[-1])
+        return episodes, requests, whole
+
+    def _learn(self, trainer: Any) -> None:
+        """Of a window that has been valued, its rows in the order of their groups, in whatever order those came."""
+        if not self._learns:
+            return
+        lessons, self._lessons = sorted(self._lessons, key=lambda lesson: lesson[0]), []
+        requests, outcomes = [lesson[1] for lesson in lessons], [lesson[2] for lesson in lessons]
+        self.value.learn(requests, outcomes, trainer)  # type: ignore[attr-defined]
 
     def _draw(self, path: Path, rollouts: CreditedRollouts, trainer: Any) -> None:
         """The first group's credit, as a page beside TRL's completions table."""
@@ -285,6 +334,15 @@ class ProcessRewardCallback(DASHCallback):
             idle = rewards.ends & (rewards.process.abs() < self.unproductive_below)
             credit = credit - self.unproductive_penalty * spread_over_episodes(idle.double(), rewards.ends)
         return credit
+
+
+def _log_probs(rollouts: CreditedRollouts, rows: Tensor, trainer: Any) -> tuple[Tensor, Tensor | None]:
+    """[B, T] each: the sampler's log-probs, NaN where it did not report one; or those of a pass, with the entropies."""
+    sampled, mask = rollouts.sampling_per_token_logps, rollouts.loss_mask
+    if sampled is None:
+        return trainer.log_probs_and_entropies(rollouts, rows)
+    unknown = unknown_log_probs(sampled, mask)
+    return sampled.masked_fill(mask == 0, 0.0).masked_fill(unknown, math.nan), None
 
 
 def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:

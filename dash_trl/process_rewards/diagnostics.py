@@ -84,10 +84,11 @@ class Diagnostics:
         self._failures = {"values": 0, "structure": 0, "scale": 0, "time": 0}
         self._last: float | None = None
 
-    def check(self, figures: Figures, *, seconds: float, estimator: str) -> None:
+    def check(self, figures: Figures, *, seconds: float, estimator: str, ready: bool = True) -> None:
         """
         Args:
             figures: `batch_figures`. seconds: that the values took. estimator: its name.
+            ready: False while the value estimator has too little to go by, so that values are missing by intent.
         """
         now = time.perf_counter()
         between = now - self._last if self._last is not None else None
@@ -95,7 +96,7 @@ class Diagnostics:
         asked, valued = figures["asked"][0], figures["process/valued_rows"][0]
         several_structured = figures["structured where several"][0]
         process, outcome = figures["added"][1], figures["outcome"][1]
-        if asked:
+        if asked and ready:
             self._note(
                 "values",
                 valued == 0,

@@ -60,6 +60,7 @@ class MonteCarloValue:
     """
 
     space = "probability"
+    needs_answers = False
 
     def __init__(self, num_rollouts: int = 9):
         if not (is_whole(num_rollouts) and num_rollouts >= 1):

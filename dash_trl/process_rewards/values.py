@@ -2,7 +2,8 @@
 
     request: prompt, completion, boundaries, answers ──► estimator ──► one value per boundary, NaN = missing
 
-`AnswerLogProbValue` asks the policy itself for the known answer, forced now; `monte_carlo.py` lets it finish K times. A
+`AnswerLogProbValue` asks the policy itself for the known answer, forced now; `monte_carlo.py` lets it finish K times;
+`outcome.py` fits the outcomes of the last windows to what the tokens' log-probs look like. A
 value that could not be computed is missing (NaN), never 0: log P = 0 would mean certainty.
 """
 
@@ -50,6 +51,8 @@ class ValueRequest:
             completion is not asked for.
         answers: the accepted answers.
         example: the dataset row, for the reward functions of `MonteCarloValue`.
+        log_probs, entropies: of each token of the completion, by the policy that sampled it; NaN = not known, 0 = not
+            written by the policy. For an estimator that `needs_log_probs`; entropies where a model pass gave them.
     """
 
     prompt_ids: tuple[int, ...]
@@ -57,13 +60,25 @@ class ValueRequest:
     boundaries: tuple[int, ...]
     answers: tuple[str, ...] = ()
     example: dict[str, Any] | None = None
+    log_probs: tuple[float, ...] | None = None
+    entropies: tuple[float, ...] | None = None
 
 
 class ValueEstimator(Protocol):
-    """Values the prefixes of a rank's completions."""
+    """Values the prefixes of a rank's completions.
+
+    It may have, besides:
+        needs_answers: False if it does without `ValueRequest.answers`, and the dataset without a column of them.
+        needs_log_probs: True if it is to get `log_probs`.
+        ready: False while it has no values yet, so that it is no mistake that all are missing.
+        learn(requests, outcomes, trainer): called once per generation window, after all of it was valued, on every rank
+            at the same point, with this rank's scored rows, their boundaries and weighted rewards.
+        state_dict(), load_state_dict(state): what a checkpoint keeps of it, as tensors, numbers, lists and dicts, the
+            same on all ranks and not changed later.
+    """
 
     space: str
-    """"log" or "probability"."""
+    """"log", "probability", or "reward"."""
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         """One list per request, one value per boundary; NaN = missing. Called on every rank at the same point."""

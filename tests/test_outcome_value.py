@@ -1,0 +1,463 @@
+"""`OutcomeValue`: what it learns, no leak of a window's outcomes or of later tokens; in real and in resumed runs."""
+
+from __future__ import annotations
+
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import TrainerCallback
+
+from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback
+from dash_trl.distributed import Ranks
+from dash_trl.process_rewards import MonteCarloValue, OutcomeValue, ValueRequest
+from tests.test_resume import WIDER
+from tests.tiny import ScriptedReward, ScriptedRollouts, log_probs, parameters, prompts, run
+
+# -------------------------------------------------------------------------------------------------------- the estimator
+
+
+class Trainer:
+    """What `OutcomeValue` needs of one."""
+
+    def __init__(self):
+        self.ranks = Ranks(Accelerator(cpu=True))
+        self.logged = []
+        self.recorder = SimpleNamespace(log=self.logged.append)
+
+
+def rollouts(seed: int, count: int = 24, entropies: bool = True, wrong: float = 0.5):
+    """(requests, outcomes): a rollout that fails has an unlikely token in its second episode."""
+    generator = random.Random(seed)
+    requests, outcomes = [], []
+    for row in range(count):
+        fails = generator.random() < wrong
+        likely = [-generator.random() / 10 for _ in range(9)]
+        if fails:
+            likely[generator.randrange(3, 6)] = -4.0 - generator.random()
+        completion = tuple(generator.randrange(4, 260) for _ in likely)
+        disorder = tuple(generator.random() for _ in likely) if entropies else None
+        requests.append(
+            ValueRequest((row // 4, seed), completion, (0, 3, 6, 9), log_probs=tuple(likely), entropies=disorder)
+        )
+        outcomes.append(0.0 if fails else 1.0)
+    return requests, outcomes
+
+
+def small(**settings) -> OutcomeValue:
+    return OutcomeValue(**{"min_rollouts": 4, "min_problems": 2, **settings})
+
+
+def taught(*windows, **settings) -> tuple[OutcomeValue, Trainer]:
+    value, trainer = small(**settings), Trainer()
+    for requests, outcomes in windows:
+        value(requests, trainer)
+        value.learn(requests, outcomes, trainer)
+    return value, trainer
+
+
+def test_it_learns_what_ends_badly():
+    value, trainer = taught(rollouts(0), rollouts(1))
+    requests, outcomes = rollouts(2)
+    values = value(requests, trainer)
+    ends = sorted((row[-1], outcome) for row, outcome in zip(values, outcomes, strict=True))
+    assert [outcome for _, outcome in ends] == sorted(outcomes) and ends[0][0] < 0.1 < 0.9 < ends[-1][0]
+    base = sum(rollouts(0)[1] + rollouts(1)[1]) / 48
+    assert all(row[0] == pytest.approx(base, abs=1e-12) for row in values)
+    assert all(0 < v < 1 for row in values for v in row)
+
+
+def test_what_comes_after_a_boundary_leaves_its_value_bitwise():
+    value, trainer = taught(rollouts(0), rollouts(1))
+    (request, *_), _ = rollouts(2)
+    before = value([request], trainer)[0]
+    for at in (3, 6, 8):
+        changed = ValueRequest(
+            request.prompt_ids,
+            (*request.completion_ids[:at], *(9 for _ in request.completion_ids[at:])),
+            request.boundaries,
+            log_probs=(*request.log_probs[:at], *(-7.0 for _ in request.log_probs[at:])),
+            entropies=(*request.entropies[:at], *(3.0 for _ in request.entropies[at:])),
+        )
+        found = value([changed], trainer)[0]
+        known = sum(boundary <= at for boundary in request.boundaries)
+        assert found[:known] == before[:known] and found[known:] != before[known:]
+
+
+def test_other_rows_leave_a_value_bitwise():
+    value, trainer = taught(rollouts(0), rollouts(1))
+    requests, _ = rollouts(2)
+    together = value(requests, trainer)
+    assert [value([request], trainer)[0] for request in requests] == together
+
+
+def test_a_window_is_valued_without_its_outcomes():
+    (first, outcomes), (second, others) = rollouts(0), rollouts(1)
+    value, trainer = taught((first, outcomes))
+    flipped, _ = taught((first, outcomes))
+    assert value(second, trainer) == flipped(second, trainer)
+    value.learn(second, others, trainer)
+    flipped.learn(second, [1 - one for one in others], trainer)
+    assert value(second, trainer) != flipped(second, trainer)
+
+
+def test_no_global_random_numbers_are_drawn():
+    torch.manual_seed(0)
+    state, python = torch.get_rng_state(), random.getstate()
+    taught(rollouts(0), rollouts(1))[0](rollouts(2)[0], Trainer())
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python
+
+
+@pytest.mark.parametrize(
+    ("settings", "windows", "ready"),
+    [
+        ({}, [rollouts(0)], True),
+        ({"min_rollouts": 13}, [rollouts(0)], False),
+        ({"min_rollouts": 13}, [rollouts(0), rollouts(1)], True),
+        ({"min_rollouts": 13, "num_windows": 1}, [rollouts(0), rollouts(1)], False),
+        ({"min_problems": 7}, [rollouts(0)], False),
+        ({"min_problems": 7}, [rollouts(0), rollouts(0)], False),  # the same problems again
+        ({"min_problems": 7}, [rollouts(0), rollouts(1)], True),
+        ({}, [rollouts(0, wrong=0.0)], False),
+        ({}, [rollouts(0, wrong=1.0)], False),
+        ({}, [([], [])], False),
+    ],
+)
+def test_values_are_missing_until_there_is_enough_of_both_kinds(settings, windows, ready):
+    value, trainer = taught(*windows, **settings)
+    values = [one for row in value(rollouts(2)[0], trainer) for one in row]
+    assert value.ready == ready and all(math.isnan(one) != ready for one in values)
+
+
+def test_without_both_kinds_it_is_said_once(caplog):
+    taught(*[rollouts(seed, wrong=0.0) for seed in range(7)], num_windows=3)
+    assert caplog.text.count("nothing to tell good prefixes from bad ones") == 1
+    assert "of the 72 rollouts of the last 3 generation windows, 0 of 0 problems have a reward above" in caplog.text
+
+
+def test_unknown_prefixes_are_missing_and_counted():
+    requests, outcomes = rollouts(1)
+    hole = (math.nan, *requests[0].log_probs[1:])
+    requests[0] = ValueRequest(
+        requests[0].prompt_ids,
+        requests[0].completion_ids,
+        requests[0].boundaries,
+        log_probs=hole,
+        entropies=requests[0].entropies,
+    )
+    value, trainer = taught(rollouts(0))
+    values = value(requests, trainer)
+    assert [math.isnan(one) for one in values[0]] == [False, True, True, True]
+    assert not any(math.isnan(one) for row in values[1:] for one in row)
+    value.learn(requests, outcomes, trainer)
+    assert trainer.logged[-1] == {"process/learned_rollouts": 48.0, "process/unknown_prefixes": 3 / 72}
+    assert not any(math.isnan(one) for row in value(rollouts(2)[0], trainer) for one in row)
+
+
+def test_a_row_that_is_not_asked_for_has_no_values():
+    value, trainer = taught(rollouts(0))
+    request = rollouts(1)[0][0]
+    assert value([ValueRequest((1,), (2,), (), log_probs=(0.0,)), request], trainer)[0] == []
+
+
+@pytest.mark.parametrize("reward", [1.5, -0.2, 3.0])
+def test_rewards_that_are_no_probabilities(reward):
+    requests, outcomes = rollouts(0)
+    outcomes[5] = reward
+    said = rf"weighted reward {reward:g}, which is none. Pass OutcomeValue\(space='reward'"
+    with pytest.raises(ValueError, match=said):
+        taught((requests, outcomes))
+    value, trainer = taught((requests, outcomes), rollouts(1), space="reward")
+    assert value(rollouts(2)[0], trainer)[0][0] == pytest.approx(sum(outcomes + rollouts(1)[1]) / 48)
+
+
+def test_float32_sums_of_rewards_are_probabilities():
+    requests, outcomes = rollouts(0)
+    value, _ = taught((requests, [one * 1.0000001 for one in outcomes]))
+    assert value.state_dict()["windows"][0]["outcome"].unique().tolist() == [0.0, 1.0]
+
+
+def test_a_state_is_the_whole_of_it():
+    value, trainer = taught(*[rollouts(seed) for seed in range(4)], num_windows=3)
+    state = value.state_dict()
+    other = small(num_windows=3)
+    other.load_state_dict(state)
+    value.learn(*rollouts(4), trainer)
+    assert len(state["windows"]) == 3, "not changed later"
+    other.learn(*rollouts(4), trainer)
+    assert value(rollouts(5)[0], trainer) == other(rollouts(5)[0], trainer)
+
+
+def test_a_state_of_other_features_is_refused():
+    value, trainer = taught(rollouts(0, entropies=False))
+    other = small()
+    other.load_state_dict(value.state_dict())
+    for call in (lambda: other(rollouts(1)[0], trainer), lambda: other.learn(*rollouts(1), trainer)):
+        with pytest.raises(ValueError, match="rollouts with 5 numbers per prefix, and others with 7"):
+            call()
+    state = value.state_dict()
+    state["windows"][0]["features"] = state["windows"][0]["features"][:, :4]
+    with pytest.raises(ValueError, match="has 4 numbers per prefix, but this version knows 5, and 7 with entropies"):
+        small().load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (dict(space="log"), "space='log' is unknown: use 'probability' or 'reward'"),
+        (dict(num_windows=0), "num_windows=0 gives nothing to fit"),
+        (dict(min_rollouts=1.5), "min_rollouts=1.5 gives nothing"),
+        (dict(min_problems=True), "min_problems=True gives nothing"),
+        (dict(ridge=0), "ridge=0 leaves a fit"),
+        (dict(ridge=math.nan), "ridge=nan leaves a fit"),
+    ],
+)
+def test_mistakes_are_said_at_once(settings, said):
+    with pytest.raises(ValueError, match=said):
+        OutcomeValue(**settings)
+
+
+def test_gae_takes_probabilities_only():
+    ProcessRewardCallback(OutcomeValue(), estimator="gae")
+    with pytest.raises(ValueError, match=r"gae.* have to be probabilities"):
+        ProcessRewardCallback(OutcomeValue(space="reward"), estimator="gae")
+
+
+def test_requests_without_log_probs_are_a_mistake():
+    value, trainer = small(), Trainer()
+    with pytest.raises(ValueError, match="a request has none: hand them over"):
+        value.learn([ValueRequest((1,), (2,), (0, 1))], [1.0], trainer)
+
+
+# -------------------------------------------------------------------------------------------------------------- in runs
+
+
+class Windows(DASHCallback):
+    """Comes after the process rewards: what they made of each window."""
+
+    per_group = True
+
+    def __init__(self, process: ProcessRewardCallback):
+        self.process, self.values, self.advantages, self.rollouts = process, [], [], []
+
+    def on_advantages(self, args, state, control, rollouts, **kwargs):
+        self.values.append([values for _, values in self.process.last])
+        self.advantages.append(rollouts.advantages.clone())
+        self.rollouts.append(rollouts)
+
+
+def callback(value=None, **settings) -> ProcessRewardCallback:
+    episodes = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "max_episode_tokens": 8}
+    return ProcessRewardCallback(small() if value is None else value, **episodes, **settings)
+
+
+def train(model, output, process, **settings):
+    settings = {"reward": ScriptedReward(constant=0.2), "max_steps": 3, "learning_rate": 0.1, **settings}
+    windows = Windows(process)
+    settings["callbacks"] = [process, windows, *settings.get("callbacks", [])]
+    return run(DASHTrainer, model, output, **settings), windows
+
+
+@pytest.mark.parametrize("sampler", [True, False], ids=["the sampler's log-probs", "a pass"])
+def test_it_trains_without_answers(tiny_model, tmp_path, sampler, caplog):
+    process = callback()
+    dataset = prompts(64).remove_columns("answer")
+    trainer, windows = train(tiny_model, tmp_path, process, dataset=dataset, logprobs=sampler)
+    logs = [line for line in trainer.state.log_history if "process/valued_rows" in line]
+    assert [line["process/valued_rows"] > 0 for line in logs] == [False, True, True]
+    assert [line["process/learned_rollouts"] for line in logs] == [16.0, 32.0, 48.0]
+    assert logs[-1]["process/missing_values"] == logs[-1]["process/unknown_prefixes"] == 0.0
+    assert logs[-1]["process/structured_rows"] > 0.5 and logs[-1]["time/values"] > 0
+    outcome = windows.advantages[0]
+    assert torch.equal(outcome, outcome[:, :1] * windows.rollouts[0].completion_mask), "by outcome alone, the first"
+    features = process.value.state_dict()["windows"][0]["features"].shape[1]
+    assert features == (5 if sampler else 7)
+    assert "No row has a value" not in caplog.text
+
+
+def test_the_pass_gives_log_probs_and_entropies_of_the_policy(tiny_model, tmp_path):
+    found = {}
+
+    class Asks(DASHCallback):
+        def on_advantages(self, args, state, control, rollouts, **kwargs):
+            rows = torch.arange(16) % 3 > 0
+            found["both"] = kwargs["trainer"].log_probs_and_entropies(rollouts, rows)
+            model, width = kwargs["model"], rollouts.completion_ids.shape[1]
+            found["expected"] = torch.zeros(2, 16, width)
+            for row in rows.nonzero().flatten().tolist():
+                prompt, ids = (
+                    getattr(rollouts, f"{name}_ids")[row][getattr(rollouts, f"{name}_mask")[row].bool()].tolist()
+                    for name in ("prompt", "completion")
+                )
+                found["expected"][0, row, : len(ids)] = torch.tensor(log_probs(model, prompt, ids))
+                with torch.no_grad():
+                    logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+                found["expected"][1, row, : len(ids)] = torch.distributions.Categorical(logits=logits).entropy()
+
+    run(DASHTrainer, tiny_model, tmp_path, callbacks=[Asks()])
+    for values, expected in zip(found["both"], found["expected"], strict=True):
+        assert torch.allclose(values, expected, atol=1e-5) and values.abs().sum() > 1
+
+
+def test_a_window_of_a_run_does_not_see_its_outcomes(tiny_model, tmp_path):
+    class Flipped(ScriptedReward):
+        def __init__(self, at):
+            super().__init__(constant=0.2)
+            self.at, self.calls = at, 0
+
+        def __call__(self, **kwargs):
+            rewards, self.calls = super().__call__(**kwargs), self.calls + 1
+            return [1 - one for one in rewards] if self.calls == self.at else rewards
+
+    # The policy stays as it is, so that only the fits differ.
+    settings = {"learning_rate": 0.0, "logprobs": True}
+    skip = {"skip_solved": False}  # else which rows are asked for depends on the outcomes
+    _, plain = train(tiny_model, tmp_path, callback(**skip), reward=Flipped(0), **settings)
+    _, other = train(tiny_model, tmp_path, callback(**skip), reward=Flipped(2), **settings)
+    as_text = [[repr(values) for values in windows.values] for windows in (plain, other)]
+    assert as_text[0][:2] == as_text[1][:2] and "nan" not in as_text[0][1]
+    assert as_text[0][2] != as_text[1][2]
+
+
+def test_solved_groups_teach_and_are_not_asked_for(tiny_model, tmp_path):
+    def half(completion_ids, **kwargs):
+        return [1.0] * 8 + [0.0, 1.0] * 4
+
+    process = callback()
+    _, windows = train(tiny_model, tmp_path, process, reward=half)
+    assert [window["outcome"].sum() for window in process.value.state_dict()["windows"]] == [12.0] * 3
+    assert [len(one) for one in windows.values[-1][:8]] == [1] * 8 and max(map(len, windows.values[-1][8:])) > 2
+
+
+def test_unscored_rows_do_not_teach(tiny_model, tmp_path):
+    def reward(completion_ids, **kwargs):
+        return [math.nan if i % 4 == 0 else float(i % 2) for i in range(len(completion_ids))]
+
+    process = callback()
+    train(tiny_model, tmp_path, process, reward=reward)
+    assert [len(window["outcome"]) for window in process.value.state_dict()["windows"]] == [12] * 3
+
+
+def test_tokens_that_the_policy_did_not_write_say_nothing(tiny_model, tmp_path):
+    class Tools(ScriptedRollouts):
+        def __call__(self, prompts, trainer):
+            sampled = super().__call__(prompts, trainer)
+            mask = [[i % 2 for i in range(len(ids))] for ids in sampled["completion_ids"]]
+            return {**sampled, "env_mask": mask}
+
+    seen = []
+
+    class Seen(OutcomeValue):
+        def learn(self, requests, outcomes, trainer):
+            seen.extend(requests)
+            super().learn(requests, outcomes, trainer)
+
+    for logprobs in (True, False):
+        train(tiny_model, tmp_path, callback(Seen()), rollouts=Tools(logprobs=logprobs), max_steps=1)
+    assert len(seen) == 32
+    for request in seen:
+        assert len(request.log_probs) == len(request.completion_ids)
+        assert not any(request.log_probs[::2]) and all(one < 0 for one in request.log_probs[1::2])
+
+
+def test_monte_carlo_needs_no_answers_either(tiny_model, tmp_path):
+    dataset = prompts(64).remove_columns("answer")
+    trainer, _ = train(tiny_model, tmp_path, callback(MonteCarloValue(2)), dataset=dataset, max_steps=1)
+    assert trainer.state.log_history[0]["process/valued_rows"] > 0
+
+
+@pytest.mark.parametrize("shapes", [{}, {"steps_per_generation": 2}], ids=["one step", "two windows"])
+def test_a_window_that_comes_in_parts_teaches_once(tiny_model, tmp_path, shapes):
+    from dash_trl import RewardAgent
+
+    class Score:
+        __name__ = "score"
+
+        def compute_score(self, prompt, completion_ids):
+            return ScriptedReward(constant=0.2)(prompts=[prompt], completion_ids=[completion_ids])[0]
+
+    states = []
+    for pipe in (False, True):
+        process = callback()
+        reward = RewardAgent(Score())
+        settings = {"reward": reward, "reward_pipeline": pipe, "learning_rate": 0.0, "max_steps": 2, **shapes}
+        train(tiny_model, tmp_path, process, **settings)
+        states.append(process.value.state_dict()["windows"])
+    assert len(states[0]) == len(states[1]) > 1
+    for one, other in zip(*states, strict=True):
+        assert torch.equal(one["outcome"], other["outcome"]) and torch.equal(one["problem"], other["problem"])
+        assert torch.allclose(one["features"], other["features"], atol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------- resumed runs
+
+
+class Seeded(ScriptedRollouts):
+    """Completions that depend on torch's random state, which a checkpoint holds."""
+
+    def __call__(self, prompts, trainer):
+        self.random = random.Random(int(torch.randint(2**30, ())))
+        return super().__call__(prompts, trainer)
+
+
+RESUMED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "optimizer": "adamw_torch"}
+
+
+@pytest.mark.parametrize("shapes", [{}, {"steps_per_generation": 8}], ids=["between windows", "within one"])
+@pytest.mark.parametrize("sampler", [True, False])
+def test_a_resumed_run_is_the_uninterrupted_one(tiny_model, tmp_path, shapes, sampler):
+    settings = {**RESUMED, **shapes}
+    one, other = callback(), callback()
+    whole, _ = train(tiny_model, tmp_path, one, rollouts=Seeded(logprobs=sampler), **settings)
+    checkpoint = str(tmp_path / "checkpoint-3")
+    again, windows = train(
+        tiny_model, tmp_path / "again", other, rollouts=Seeded(logprobs=sampler), resume=checkpoint, **settings
+    )
+    assert not any(math.isnan(values[0]) for values in windows.values[0] if len(values) > 1)
+    for (name, value), found in zip(parameters(whole.model).items(), parameters(again.model).values(), strict=True):
+        assert torch.equal(value, found), name
+
+
+@pytest.mark.parametrize("shapes", [{}, {"steps_per_generation": 2}], ids=["one window", "two windows"])
+def test_a_checkpoint_from_within_a_step_has_not_learned_what_is_repeated(tiny_model, tmp_path, shapes):
+    trainers = []
+
+    class SaveEarly(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                trainers[-1]._save_checkpoint(trainers[-1].model, trial=None)
+
+    settings = {"max_steps": 4, "rollouts": Seeded(), **shapes}
+    process, again = callback(), callback()
+    train(tiny_model, tmp_path, process, callbacks=[SaveEarly()], prepare=trainers.append, **settings)
+    train(tiny_model, tmp_path / "again", again, resume=str(tmp_path / "checkpoint-2"), **settings)
+    whole, resumed = (one.value.state_dict()["windows"] for one in (process, again))
+    count = 4 * (1 + len(shapes))
+    assert len(whole) == len(resumed) == count
+    for one, other in zip(whole[: count // 2], resumed[: count // 2], strict=True):
+        assert torch.equal(one["features"], other["features"])
+
+
+def test_other_shapes_go_on_with_what_was_learned(tiny_model, tmp_path, caplog):
+    """As another number of ranks does."""
+    train(tiny_model, tmp_path, callback(), **RESUMED)
+    process = callback()
+    resume, shapes = str(tmp_path / "checkpoint-3"), {**WIDER, "steps_per_generation": 2}
+    train(tiny_model, tmp_path / "on", process, resume=resume, **{**RESUMED, **shapes, "save_strategy": "no"})
+    assert "training goes on with a new generation window" in caplog.text
+    assert len(process.value.state_dict()["windows"]) == 6
+
+
+def test_a_checkpoint_without_a_state_is_said(tiny_model, tmp_path, caplog):
+    train(tiny_model, tmp_path, callback(), **RESUMED)
+    state = tmp_path / "checkpoint-3" / "callback_states.pt"
+    resumed = {"resume": str(tmp_path / "checkpoint-3"), **RESUMED, "save_strategy": "no"}
+    state.write_bytes(b"no state")
+    with pytest.raises(ValueError, match="callback_states.pt is damaged, or of another version"):
+        train(tiny_model, tmp_path / "on", callback(), **resumed)
+    state.unlink()
+    train(tiny_model, tmp_path / "on", callback(), **resumed)
+    assert "holds nothing that ProcessRewardCallback has learned" in caplog.text
