@@ -1073,7 +1073,7 @@ class DASHTrainer(GRPOTrainer):
 
     def _shapes(self) -> Shapes:
         prompts = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
-        return Shapes.of(self.args, processes=self.ranks.count, prompts=prompts)
+        return Shapes.of(self.args, processes=self.ranks.count, prompts=prompts, one_ahead=self._one_ahead)
 
     def _window_file(self, directory: str) -> str:
         return os.path.join(directory, f"generation_window_{self.ranks.rank}.pt")

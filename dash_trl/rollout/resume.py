@@ -42,18 +42,15 @@ class Shapes:
     sampler_is_old: bool
 
     @classmethod
-    def of(cls, args: Any, *, processes: int, prompts: int | None) -> Shapes:
+    def of(cls, args: Any, *, processes: int, prompts: int | None, one_ahead: bool) -> Shapes:
+        """`one_ahead`: the next window is sampled in process while rewards are awaited, with known log-probs."""
         own = {
             "processes": processes,
             "prompts": prompts,
             "shuffle_seed": args.seed if args.shuffle_dataset else None,
             "beta_above_0": args.beta != 0.0,
             "vllm_importance_sampling": args.loss_type == "decoupled_ppo"
-            or (
-                (args.use_vllm or args.async_level > 0)
-                and args.vllm_importance_sampling_correction
-                and args.loss_type != "aipo"
-            ),
+            or ((args.use_vllm or one_ahead) and args.vllm_importance_sampling_correction and args.loss_type != "aipo"),
             "sampler_is_old": args.loss_type == "aipo",
         }
         return cls(**own, **{field.name: getattr(args, field.name) for field in fields(cls) if field.name not in own})
