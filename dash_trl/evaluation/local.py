@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dash_trl.evaluation.sampler import Draw, Drawn, Sampler, end_tokens
+from dash_trl.update import evaluating
 
 BATCH_SIZE = 64
 
@@ -73,13 +74,7 @@ class LocalSampler(Sampler):
 @contextmanager
 def _inference(model: Any, seed: int) -> Iterator[None]:
     """Evaluation mode, no gradients and a seeded RNG inside; all of it as before outside."""
-    training = {module: module.training for module in model.modules()}
-    try:
-        # All devices, since manual_seed reaches all of them.
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.no_grad():
-            torch.manual_seed(seed)
-            model.eval()
-            yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
+    # All devices, since manual_seed reaches all of them.
+    with evaluating(model), torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.no_grad():
+        torch.manual_seed(seed)
+        yield

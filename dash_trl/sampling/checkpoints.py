@@ -6,7 +6,7 @@ checkpoint ──► checksum is the servers'? ── yes ──► its log-prob
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from dash_trl.sampling.pool import PoolError, ServerPool
-from dash_trl.sampling.server import ServerError, VLLMServer
+from dash_trl.sampling.server import VLLMServer
 from dash_trl.sampling.vllm_plugin import model_shape
 from dash_trl.sampling.weights import (
+    PERTURBATION,
     FileWeights,
     Snapshot,
     check_probe,
@@ -26,8 +27,6 @@ from dash_trl.sampling.weights import (
     scale_linear,
     weights_checksum,
 )
-
-PERTURBATION = 0.5  # as of the first sync of a training run (trl.py)
 
 
 def check_servers(pool: ServerPool, config: Any, name: str) -> torch.dtype:
@@ -40,7 +39,7 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> torch.dtype:
         PoolError: a server does not answer.
     """
     pool.wait_until_ready()
-    reports = _ask(pool, lambda server: server.weight_report())
+    reports = pool.ask_all(lambda server: server.weight_report())
     own = model_shape(config.get_text_config())
     for url, report in reports.items():
         if report.shape != own:
@@ -63,7 +62,7 @@ def takes_seeds(pool: ServerPool) -> bool:
     vLLM 0.31 rewinds the request's generator when a prompt is computed in parts, and a generator on a CPU cannot be:
     the engine dies ("CPU Generator does not use offset", vllm/v1/worker/gpu_model_runner.py).
     """
-    configs = _ask(pool, lambda server: server.config())
+    configs = pool.ask_all(lambda server: server.config())
     return all(config.get("device_config", {}).get("device") != "cpu" for config in configs.values())
 
 
@@ -82,7 +81,7 @@ def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_
     ids = probe_tokens(min(model.config.get_text_config().vocab_size, vocabulary))  # type: ignore[union-attr, operator]
     plain = model_log_probs(model, ids, 1.0)
     snapshot = Snapshot(pool.fleet.version, "", weights_checksum(model.parameters()))
-    reports = _ask(pool, lambda server: server.weight_report())
+    reports = pool.ask_all(lambda server: server.weight_report())
     if all(report.checksum == snapshot.checksum for report in reports.values()):
         pool.refit = partial(_verify, snapshot)
         _prove(pool, ids, plain, plain, dtype)
@@ -115,15 +114,4 @@ def _send(pool: ServerPool, weights: FileWeights, parameters: Iterator[tuple[str
 
 
 def _prove(pool: ServerPool, ids: list[int], expected: Tensor, plain: Tensor, dtype: torch.dtype) -> None:
-    check_probe(expected, plain, _ask(pool, lambda server: server.log_probs(ids)), dtype)
-
-
-def _ask(pool: ServerPool, ask: Callable[[VLLMServer], Awaitable[Any]]) -> dict[str, Any]:
-    """Of all servers, which have to answer."""
-    answers = pool.on_each(ask)
-    for url, answer in answers.items():
-        if isinstance(answer, ServerError):
-            raise PoolError(f"{url}: {answer}") from answer
-        if isinstance(answer, BaseException):
-            raise answer
-    return answers
+    check_probe(expected, plain, pool.ask_all(lambda server: server.log_probs(ids)), dtype)

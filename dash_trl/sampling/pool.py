@@ -403,6 +403,20 @@ class ServerPool:
 
         return dict(zip(urls, self._loop.run(ask_all()), strict=True))
 
+    def ask_all(self, ask: Callable[[VLLMServer], Awaitable[Any]]) -> dict[str, Any]:
+        """As `on_each` of all servers, which have to answer.
+
+        Raises:
+            PoolError: one cannot be reached, or failed. What else `ask` raised is raised.
+        """
+        answers = self.on_each(ask)
+        for url, answer in answers.items():
+            if isinstance(answer, ServerError):
+                raise PoolError(f"{url}: {answer}") from answer
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
     def new_version(self, version: int) -> list[str]:
         """Weights are about to be sent; `weights_sent` ends it. What is in flight goes on with them.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, groupby
@@ -23,9 +23,10 @@ from dash_trl.distributed import TIMEOUT, Ranks
 from dash_trl.sampling.backlog import Job
 from dash_trl.sampling.health import State
 from dash_trl.sampling.pool import API_KEY, Batch, PoolError, ServerPool
-from dash_trl.sampling.server import Completion, ServerError, VLLMServer
+from dash_trl.sampling.server import Completion, VLLMServer
 from dash_trl.sampling.vllm_plugin import model_shape
 from dash_trl.sampling.weights import (
+    PERTURBATION,
     FileWeights,
     NCCLWeights,
     Snapshot,
@@ -41,7 +42,6 @@ logger = logging.getLogger(__name__)
 Seen = Callable[[int, int, list[list[int]]], None]  # called with (window, first row, token ids of some rows)
 
 WEIGHT_DIR = "_vllm_weights"  # in output_dir; push_to_hub leaves out what begins with an underscore
-PERTURBATION = 0.5  # exact in every dtype, and it moves log-probs towards uniform, where they are stable
 
 
 class VLLMPool(VLLMGeneration):
@@ -237,7 +237,7 @@ class VLLMPool(VLLMGeneration):
 
     def _check_servers(self) -> torch.dtype:
         """Whether they can be this trainer's; returns the dtype of their weights."""
-        reports = self._ask(lambda server: server.weight_report())
+        reports = self.pool.ask_all(lambda server: server.weight_report())
         own = model_shape(self.model.config.get_text_config())
         for url, report in reports.items():
             if report.shape != own:
@@ -255,7 +255,7 @@ class VLLMPool(VLLMGeneration):
                 "The servers' weights are quantised or copied between workers, so that no checksum can be compared "
                 "with the trainer's: after the first sync, which log-probs prove, a lost update would go unnoticed."
             )
-        configs = self._ask(lambda server: server.config())
+        configs = self.pool.ask_all(lambda server: server.config())
         modes = {config["model_config"]["logprobs_mode"] for config in configs.values()}
         if modes != {"processed_logprobs"}:
             logger.warning(
@@ -317,19 +317,9 @@ class VLLMPool(VLLMGeneration):
         return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default.", "_fsdp_wrapped_module."])
 
     def _check(self, ids: list[int], expected: Tensor, plain: Tensor) -> None:
-        served = self._ask(lambda server: server.log_probs(ids))
+        served = self.pool.ask_all(lambda server: server.log_probs(ids))
         assert self._weights is not None
         check_probe(expected, plain, served, self._weights.dtype)
-
-    def _ask(self, ask: Callable[[VLLMServer], Awaitable[Any]]) -> dict[str, Any]:
-        """Of all servers, which have to answer."""
-        answers = self.pool.on_each(ask)
-        for url, answer in answers.items():
-            if isinstance(answer, ServerError):
-                raise PoolError(f"{url}: {answer}") from answer
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
 
     async def _refit(self, server: VLLMServer) -> int | None:
         if self._weights is None or self._snapshot is None:

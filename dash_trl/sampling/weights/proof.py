@@ -18,6 +18,7 @@ from dash_trl.update import evaluating
 logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 32
+PERTURBATION = 0.5  # exact in every dtype, and it moves log-probs towards uniform, where they are stable
 
 # Mean absolute difference of log-probs between trainer and server that rounding explains. The perturbation moves them
 # by an order of magnitude more in any trained model.
