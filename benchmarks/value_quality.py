@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_model
-from dash_trl.process_rewards import AnswerLogProbValue, Segmenter, ValueRequest, line_starts
+from dash_trl.process_rewards import AnswerLogProbValue, Segmenter, ValueRequest, auc, line_starts, spearman, within
 
 PROMPTS, RESPONSES, ROLLOUTS, BATCH, LONGEST = 64, 4, 32, 256, 64
 END = "<|im_end|>"
@@ -57,48 +57,6 @@ def sample(model: Any, tokenizer: Any, prefixes: Sequence[Sequence[int]]) -> lis
             end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
             completions[i] = ids[:end]
     return completions
-
-
-def ranks(values: Sequence[float]) -> list[float]:
-    """Mid-ranks."""
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    result = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end < len(order) and values[order[end]] == values[order[start]]:
-            end += 1
-        for i in order[start:end]:
-            result[i] = (start + end - 1) / 2
-        start = end
-    return result
-
-
-def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Spearman's ρ; None where one side is constant."""
-    if len(x) < 3 or len(set(x)) == 1 or len(set(y)) == 1:
-        return None
-    return statistics.correlation(ranks(x), ranks(y))
-
-
-def auc(scores: Sequence[float], labels: Sequence[bool]) -> float | None:
-    """P(a positive scores higher than a negative), ties half; None without both."""
-    positives, negatives = sum(labels), len(labels) - sum(labels)
-    if not positives or not negatives:
-        return None
-    total = sum(rank for rank, label in zip(ranks(scores), labels, strict=True) if label)
-    return (total - positives * (positives - 1) / 2) / (positives * negatives)
-
-
-def within(measure: Any, groups: Sequence[int], x: Sequence[float], y: Sequence[Any]) -> float:
-    """Mean of a measure over the groups in which it is defined."""
-    values = []
-    for group in sorted(set(groups)):
-        members = [i for i, one in enumerate(groups) if one == group]
-        value = measure([x[i] for i in members], [y[i] for i in members])
-        if value is not None:
-            values.append(value)
-    return statistics.mean(values)
 
 
 def main() -> None:

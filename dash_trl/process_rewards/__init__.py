@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
+    from dash_trl.process_rewards.agreement import auc, brier, calibration_error, reliability, spearman, within
     from dash_trl.process_rewards.callback import ProcessRewardCallback
     from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings
     from dash_trl.process_rewards.episodes import EPISODE_MARKERS, Episodes, Segmenter, line_starts
