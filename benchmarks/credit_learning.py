@@ -1,57 +1,106 @@
-"""Does credit per episode learn faster? Outcome only against estimators and values on long chains of the embedded task.
+"""Does credit per episode learn faster? Outcome only against estimators and values on long chains of small sums.
 
-    python benchmarks/credit_learning.py --json credit_learning.json          # ~70 minutes on 2 cores
-    python benchmarks/credit_learning.py --methods centered_return grpo_process episode       # ~35 minutes
+    python benchmarks/credit_learning.py --runs slips.jsonl --json slips.json                           # ~100 minutes
+    python benchmarks/credit_learning.py --runs confident.jsonl --json confident.json --task confident  # ~100 minutes
+    python benchmarks/credit_learning.py --runs forced.jsonl --methods "centered_return, forced answer"
 
-Chains of 7 to 9 numbers, a model warmed up on them, 128 rows in groups of 8 per step. The learning rate is tuned for
-outcome only, by its final accuracy with one seed, and shared. Then every method runs with the same 5 seeds (the same
-problems in the same order); every 10 steps the sampled accuracy on 256 held-out problems is measured, two samples each.
-Mean and 95 % interval (Student's t over seeds) against samples and seconds; the seconds count V, not the measuring.
-`samples_ratio`: samples until the mean curve reaches outcome-only's final accuracy, relative to outcome-only's; null if
-it never does. "true V" puts the truth in the place of V(prefix): what is left to gain by better values.
-`paired_gain`: final accuracy minus outcome-only's, per seed, mean and interval.
+Chains of 7 to 9 numbers, a model warmed up on them, 128 rows in groups of 8 per step. Two tasks: *slips*, errors that
+are unlikely tokens, and *confident* ones (`confident.py`). The learning rate is tuned for outcome only, by its final
+accuracy with one seed, and shared. Then every method runs with the same 5 seeds (the same problems in the same order);
+every 10 steps the sampled accuracy on 256 held-out problems is measured, two samples each. Mean and 95 % interval
+(Student's t over seeds) against samples and seconds; the seconds count V, not the measuring.
+
+`paired_gain`, `paired_gain_of_curve`: accuracy at the end, and its mean over the curve, minus outcome-only's of the
+same seed. `samples_ratio`: samples until the mean curve reaches outcome-only's final accuracy, relative to the whole
+run; null if it never does; with the 95 % interval of a bootstrap over seeds, in which "never" is infinite. Entropy (per
+token) and the share of responses with "Wait" are those of the windows that are trained on.
+
+Values: `OutcomeValue` unless the name says otherwise; "true V" puts the truth of the untrained model in its place: what
+is left to gain by better values. Controls: "shuffled" permutes the outcomes within their groups before the fit, so that
+a gain comes from something else than what V knows; "Σ log p" is no fit at all; "without own tokens" values a prefix by
+what came before its last episode, so that no token is paid for its own log-prob.
+
+With `--runs`, each run is written there as it ends, and one that is there is not made again: a study may be
+interrupted, or shared by processes with other `--seeds`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import random
 import re
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CI", "1")  # no telemetry in a timed run
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+import confident
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from dash_trl import DASHConfig, DASHTrainer, ProcessRewardCallback
+from dash_trl import DASHCallback, DASHConfig, DASHTrainer, ProcessRewardCallback
 from dash_trl.embedded import WarmUp, arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
 from dash_trl.evaluation import accuracy
-from dash_trl.process_rewards import AnswerLogProbValue, CreditSettings, ValueEstimator, ValueRequest, line_starts
+from dash_trl.process_rewards import (
+    AnswerLogProbValue,
+    CreditSettings,
+    OutcomeValue,
+    ValueEstimator,
+    ValueRequest,
+    line_starts,
+)
 
 OPERANDS = (7, 8, 9)
 WARM_UP = WarmUp(operands=OPERANDS, steps=500, slip_rate=0.06, wait_rate=0.03, num_heads=4)
 LONGEST, STEPS, EVERY = 112, 60, 10
 SEEDS, LEARNING_RATES = (0, 1, 2, 3, 4), (1e-4, 2e-4, 4e-4)
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # by the number of seeds
-STEP_SUCCESS = 0.82  # of the warmed-up model: 0.25 over seven steps
+STEP_SUCCESS = 0.82  # of the model of slips: 0.25 over seven steps
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Task:
+    """
+    Args:
+        model: gives the directory of the warmed-up model.
+        success: sum like `7+5`, its result → the probability that the untrained model writes a right line for it.
+        forms: what may stand between the sum and its result.
+    """
+
+    model: Callable[[], str]
+    success: Callable[[str, int], float]
+    forms: str
+
+
+TASKS = {
+    "slips": Task(lambda: embedded_model(settings=WARM_UP), lambda left, right: STEP_SUCCESS, "="),
+    "confident": Task(
+        confident.confident_model, lambda left, right: 0.5 if confident.trap(left, right) else 1.0, confident.FORMS
+    ),
+}
 
 
 class TrueValue:
-    """The truth in place of V(prefix): `STEP_SUCCESS` ** steps to go, 0 after a mistake that was not taken back.
+    """The truth in place of V(prefix): the untrained model's chance of the steps to go, 0 after a mistake that was not
+    taken back.
 
     What an estimator could gain at best on this task: it separates the credit from the quality of V.
     """
 
     space = "probability"
+
+    def __init__(self, task: Task):
+        self.task = task
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         return [
@@ -64,7 +113,10 @@ class TrueValue:
 
     def _value(self, problem: str, prefix: str) -> float:
         first, *operations = re.findall(r"[+-]?\d+", problem)
-        total, done, right = int(first), 0, True
+        totals = [int(first)]
+        for operation in operations:
+            totals.append(totals[-1] + int(operation))
+        done, right = 0, True
         for line in prefix.split("\n"):
             again = line.startswith("Wait, ")
             line, done = line.removeprefix("Wait, "), done - again
@@ -72,35 +124,87 @@ class TrueValue:
                 continue
             if done == len(operations) or (again and done < 0) or not (right or again):
                 return 0.0
-            if again:
-                total -= int(operations[done])
-            total += int(operations[done])
-            right = line == f"{total - int(operations[done])}{operations[done]}={total}"
+            left = f"{totals[done]}{operations[done]}"
             done += 1
-        return STEP_SUCCESS ** (len(operations) - done) if right else 0.0
+            right = line in [f"{left}{form}{totals[done]}" for form in self.task.forms]
+        to_go = zip(totals[done:], operations[done:], totals[done + 1 :], strict=False)
+        chances = [self.task.success(f"{total}{operation}", result) for total, operation, result in to_go]
+        return math.prod(chances) if right else 0.0
 
 
-def by_log_prob(space: str = "log") -> AnswerLogProbValue:
+class Shuffled(OutcomeValue):
+    """Fitted to outcomes that were permuted within their groups: it knows how hard a problem is, and nothing else."""
+
+    def learn(self, requests: Sequence[ValueRequest], outcomes: Sequence[float], trainer: Any) -> None:
+        generator = random.Random(trainer.state.global_step)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for row, request in enumerate(requests):
+            groups.setdefault(request.prompt_ids, []).append(row)
+        shuffled = list(outcomes)
+        for rows in groups.values():
+            for row, source in zip(rows, generator.sample(rows, len(rows)), strict=True):
+                shuffled[row] = outcomes[source]
+        super().learn(requests, shuffled, trainer)
+
+
+class WithoutOwnTokens(OutcomeValue):
+    """V(b_k) from the tokens before b_{k−1}; V(b_1) is missing."""
+
+    def _features(self, request: ValueRequest) -> list[list[float]]:
+        rows = super()._features(request)
+        return [[math.nan] * len(rows[0]), *rows[:-1]] if rows else []
+
+
+class LogProbSum:
+    """V = Σ log p of the prefix: the policy's confidence as it is."""
+
+    space, needs_answers, needs_log_probs = "log", False, True
+
+    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
+        return [[math.fsum(one.log_probs[:boundary]) for boundary in one.boundaries] for one in requests]
+
+
+def by_log_prob(task: Task, space: str = "log") -> AnswerLogProbValue:
     return AnswerLogProbValue("The answer is ", closing="<|im_end|>", space=space)
 
 
 @dataclass(frozen=True)
 class Method:
     estimator: str
-    value: Callable[[], ValueEstimator] = by_log_prob
-    process_weight: float = 1.0
+    value: Callable[[Task], ValueEstimator] = lambda task: OutcomeValue()
+    settings: CreditSettings = CreditSettings()
+    anchored: bool = False
 
 
+# The first ones are made where no other is asked for.
 METHODS: dict[str, Method | None] = {
     "outcome only": None,
     "centered_return": Method("centered_return"),
-    "grpo_process": Method("grpo_process"),
     "episode": Method("episode"),
-    "centered_return, weight 0.3": Method("centered_return", process_weight=0.3),
-    "centered_return, probability": Method("centered_return", lambda: by_log_prob("probability")),
-    "episode, probability": Method("episode", lambda: by_log_prob("probability")),
+    "centered_return, anchored": Method("centered_return", anchored=True),
+    "episode, anchored": Method("episode", anchored=True),
+    "gae": Method("gae"),
     "centered_return, true V": Method("centered_return", TrueValue),
     "episode, true V": Method("episode", TrueValue),
+    "centered_return, shuffled": Method("centered_return", lambda task: Shuffled()),
+    "centered_return, Σ log p": Method("centered_return", lambda task: LogProbSum()),
+    "centered_return, without own tokens": Method("centered_return", lambda task: WithoutOwnTokens()),
+}
+STUDY = list(METHODS)
+METHODS |= {
+    "episode, anchored, true V": Method("episode", TrueValue, anchored=True),
+    "gae, true V": Method("gae", TrueValue),
+    "gae, λ = 1": Method("gae", settings=CreditSettings(lam=1.0)),
+    "centered_return, forced answer": Method("centered_return", by_log_prob),
+    "grpo_process, forced answer": Method("grpo_process", by_log_prob),
+    "episode, forced answer": Method("episode", by_log_prob),
+    "centered_return, forced answer, weight 0.3": Method(
+        "centered_return", by_log_prob, CreditSettings(process_weight=0.3)
+    ),
+    "centered_return, forced answer, probability": Method(
+        "centered_return", lambda task: by_log_prob(task, "probability")
+    ),
+    "episode, forced answer, probability": Method("episode", lambda task: by_log_prob(task, "probability")),
 }
 
 
@@ -111,36 +215,57 @@ def measure(model: Any, tokenizer: Any) -> float:
     )
 
 
-class Curve(TrainerCallback):
-    """Sampled accuracy and training seconds every few steps."""
+@dataclass
+class Curve:
+    """Every few steps: sampled accuracy, training seconds; of that step's window: entropy, share of "Wait"."""
+
+    accuracy: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=lambda: [0.0])
+    entropy: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+
+
+class Watch(DASHCallback):
+    """Fills a curve; its own time does not count."""
 
     def __init__(self, tokenizer: Any):
-        self.tokenizer, self.accuracy, self.seconds, self.total = tokenizer, [], [0.0], 0.0
+        self.tokenizer, self.curve, self.total = tokenizer, Curve(), 0.0
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.accuracy.append(measure(model, self.tokenizer))
+        self.curve.accuracy.append(measure(model, self.tokenizer))
         self.started = time.perf_counter()
+
+    def on_advantages(self, args, state, control, rollouts, trainer=None, **kwargs):
+        if state.global_step % EVERY == 0:
+            self.total += time.perf_counter() - self.started
+            everything = rollouts.completion_mask.any(dim=1)
+            entropies = trainer.log_probs_and_entropies(rollouts, everything)[1]
+            self.curve.entropy.append(float(entropies.sum() / rollouts.loss_mask.sum()))
+            texts = self.tokenizer.batch_decode(rollouts.completion_ids)
+            self.curve.waits.append(statistics.mean("Wait" in text for text in texts))
+            self.started = time.perf_counter()
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         if state.global_step % EVERY == 0:
             self.total += time.perf_counter() - self.started
-            self.accuracy.append(measure(model, self.tokenizer))
-            self.seconds.append(self.total)
+            self.curve.accuracy.append(measure(model, self.tokenizer))
+            self.curve.seconds.append(self.total)
             self.started = time.perf_counter()
 
 
-def run(path: str, method: str, seed: int, learning_rate: float) -> Curve:
+def run(task: Task, method: str, seed: int, learning_rate: float) -> Curve:
+    path = task.model()
     tokenizer = AutoTokenizer.from_pretrained(path)
-    curve = Curve(tokenizer)
-    callbacks: list[Any] = [curve]
+    watch = Watch(tokenizer)
+    callbacks: list[Any] = [watch]
     process = METHODS[method]
     if process is not None:
-        settings = CreditSettings(process_weight=process.process_weight)
         callbacks.append(
             ProcessRewardCallback(
-                process.value(),
+                process.value(task),
                 estimator=process.estimator,
-                settings=settings,
+                settings=process.settings,
+                anchored=process.anchored,
                 markers=line_starts,
                 min_episode_tokens=1,
             )
@@ -157,68 +282,117 @@ def run(path: str, method: str, seed: int, learning_rate: float) -> Curve:
             train_dataset=arithmetic_dataset("train", seed=seed, operands=OPERANDS),
             callbacks=callbacks,
         ).train()
-    return curve
+    return watch.curve
 
 
-def interval(values: list[float]) -> tuple[float, float]:
+class Runs:
+    """Those made so far, by method, seed and learning rate; kept in a file of JSON lines, if there is one."""
+
+    def __init__(self, path: Path | None, task: str):
+        self.path, self.task, self.done = path, task, {}
+        for line in path.read_text().splitlines() if path and path.exists() else ():
+            key, curve = json.loads(line)
+            self.done[tuple(key)] = Curve(**curve)
+
+    def __call__(self, method: str, seed: int, rate: float) -> Curve:
+        key = (self.task, method, seed, rate)
+        if key not in self.done:
+            self.done[key] = curve = run(TASKS[self.task], method, seed, rate)
+            if self.path:
+                with self.path.open("a") as file:
+                    file.write(json.dumps([key, asdict(curve)]) + "\n")
+            points = " ".join(f"{value:.3f}" for value in curve.accuracy)
+            print(f"seed {seed} {method:36} {points}   {curve.seconds[-1]:6.1f} s", flush=True)
+        return self.done[key]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
     """(mean, half of the 95 % interval)."""
     half = T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
     return statistics.mean(values), half
 
 
-def reached(curve: list[float], target: float) -> float | None:
-    """Steps, interpolated, until a mean curve reaches the target."""
+def reached(curve: Sequence[float], target: float) -> float:
+    """Steps, interpolated, until a mean curve reaches the target; infinite if it never does."""
     for i, value in enumerate(curve):
         if value >= target:
             return 0.0 if i == 0 else EVERY * (i - 1 + (target - curve[i - 1]) / (value - curve[i - 1]))
-    return None
+    return math.inf
+
+
+def samples_ratio(curves: Sequence[Curve], baseline: Sequence[Curve]) -> tuple[float, tuple[float, float]]:
+    """Samples to outcome-only's mean final accuracy as a share of the run; with the interval of a paired bootstrap."""
+
+    def ratio(rows: Sequence[int]) -> float:
+        target = statistics.mean(baseline[row].accuracy[-1] for row in rows)
+        return (
+            reached([*map(statistics.mean, zip(*(curves[row].accuracy for row in rows), strict=True))], target) / STEPS
+        )
+
+    generator, seeds = random.Random(0), range(len(curves))
+    resampled = sorted(ratio(generator.choices(seeds, k=len(seeds))) for _ in range(RESAMPLES))
+    return ratio(seeds), (resampled[round(0.025 * RESAMPLES)], resampled[round(0.975 * RESAMPLES) - 1])
+
+
+def finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def summary(curves: Sequence[Curve], baseline: Sequence[Curve]) -> dict[str, Any]:
+    means = [interval(values) for values in zip(*(curve.accuracy for curve in curves), strict=True)]
+    pairs = list(zip(curves, baseline, strict=True))
+    ratio, (low, high) = samples_ratio(curves, baseline)
+    of_curve = [statistics.mean(curve.accuracy[1:]) - statistics.mean(base.accuracy[1:]) for curve, base in pairs]
+    return {
+        "accuracy": [mean for mean, _ in means],
+        "interval": [half for _, half in means],
+        "seconds": [statistics.mean(values) for values in zip(*(curve.seconds for curve in curves), strict=True)],
+        "entropy": [statistics.mean(values) for values in zip(*(curve.entropy for curve in curves), strict=True)],
+        "waits": [statistics.mean(values) for values in zip(*(curve.waits for curve in curves), strict=True)],
+        "samples_ratio": finite(ratio),
+        "samples_ratio_interval": [finite(low), finite(high)],
+        "paired_gain": interval([curve.accuracy[-1] - base.accuracy[-1] for curve, base in pairs]),
+        "paired_gain_of_curve": interval(of_curve),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="2 to 8")
+    parser.add_argument("--runs", type=Path, help="keep each run in this file")
+    parser.add_argument("--task", choices=TASKS, default="slips")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="2 to 8 of them")
     parser.add_argument("--learning_rate", type=float, help="leave the tuning out")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=STUDY, metavar="METHOD")
     arguments = parser.parse_args()
     methods = ["outcome only", *(method for method in arguments.methods if method != "outcome only")]
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    path = embedded_model(settings=WARM_UP)
+    runs = Runs(arguments.runs, arguments.task)
 
     tuning: dict[str, float] = {}
     for rate in () if arguments.learning_rate else LEARNING_RATES:
-        tuning[f"{rate:g}"] = run(path, "outcome only", 100, rate).accuracy[-1]
+        tuning[f"{rate:g}"] = runs("outcome only", 100, rate).accuracy[-1]
         print(f"outcome only, learning rate {rate:g}: {tuning[f'{rate:g}']:.3f}", flush=True)
     rate = arguments.learning_rate or float(max(tuning, key=lambda name: tuning[name]))
+    curves = {(method, seed): runs(method, seed, rate) for seed in arguments.seeds for method in methods}
 
-    curves: dict[str, list[Curve]] = {method: [] for method in methods}
-    for seed in range(arguments.seeds):
-        for method in methods:
-            curves[method].append(run(path, method, seed, rate))
-            points = " ".join(f"{value:.3f}" for value in curves[method][-1].accuracy)
-            print(f"seed {seed} {method:28} {points}   {curves[method][-1].seconds[-1]:6.1f} s", flush=True)
-
-    baseline = [curve.accuracy[-1] for curve in curves["outcome only"]]
-    target = statistics.mean(baseline)
-    results: dict[str, Any] = {"learning_rate": rate, "tuning": tuning, "samples_per_step": 128, "every": EVERY}
-    for method in methods:
-        by_step = list(zip(*(curve.accuracy for curve in curves[method]), strict=True))
-        means = [interval(list(values)) for values in by_step]
-        steps = reached([mean for mean, _ in means], target)
-        gains = [curve.accuracy[-1] - base for curve, base in zip(curves[method], baseline, strict=True)]
-        results[method] = {
-            "accuracy": [mean for mean, _ in means],
-            "interval": [half for _, half in means],
-            "seconds": [statistics.mean(s) for s in zip(*(curve.seconds for curve in curves[method]), strict=True)],
-            "samples_ratio": None if steps is None else steps / STEPS,
-            "paired_gain": interval(gains),
-        }
-        (gain, half), final = results[method]["paired_gain"], means[-1]
-        ratio = "never" if steps is None else f"{steps / STEPS:.2f}"
+    results: dict[str, Any] = {"task": arguments.task, "learning_rate": rate, "tuning": tuning}
+    results |= {"samples_per_step": 128, "every": EVERY, "seeds": list(arguments.seeds)}
+    of = {method: [curves[method, seed] for seed in arguments.seeds] for method in methods}
+    for method in methods if len(arguments.seeds) > 1 else ():
+        found = results[method] = summary(of[method], of["outcome only"])
+        samples = [
+            "never" if one is None else f"{one:.2f}"
+            for one in (found["samples_ratio"], *found["samples_ratio_interval"])
+        ]
         print(
-            f"{method:28} final {final[0]:.3f} ± {final[1]:.3f}, gain {gain:+.3f} ± {half:.3f}, samples {ratio}, "
-            f"{results[method]['seconds'][-1]:.0f} s"
+            f"{method:36} final {found['accuracy'][-1]:.3f} ± {found['interval'][-1]:.3f}, "
+            "gain {:+.3f} ± {:.3f}, ".format(*found["paired_gain"])
+            + "of the curve {:+.3f} ± {:.3f}, ".format(*found["paired_gain_of_curve"])
+            + "samples {} ({} … {}), ".format(*samples)
+            + f"entropy {found['entropy'][0]:.3f} → {found['entropy'][-1]:.3f}, "
+            f"Wait {found['waits'][0]:.2f} → {found['waits'][-1]:.2f}, {found['seconds'][-1]:.0f} s"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")

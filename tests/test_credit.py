@@ -20,6 +20,7 @@ from dash_trl.process_rewards.credit import (
     Rewards,
     _groups,
     _pooled,
+    anchor,
     marginal_utilities,
     place_rewards,
 )
@@ -198,6 +199,25 @@ def test_utilities_telescope_and_merge_over_missing_values():
 
 
 POST = [[0.1, 0.2, 0.3], [0.4, 0.5], [0.2, 0.1, 0.2, 0.1], [0.3, 0.4, 0.3]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_anchored_values_pay_what_the_outcome_adds_to_the_first_one(seed):
+    rows = make_rows(seed, 12)
+    boundaries, values, lengths = as_tables(rows)
+    width = max(int(lengths.max()), 1)
+    outcomes = torch.tensor([row["outcome"] for row in rows]).double()
+    process, ends, _, valued = place_rewards(boundaries, anchor(boundaries, values, outcomes), lengths, width)
+    for i, row in enumerate(rows):
+        first, *inner = row["values"]
+        if len(row["boundaries"]) == 1:  # no episode: nothing was done that could be paid
+            assert not ends[i].any()
+        elif math.isnan(first) or math.isnan(row["outcome"]):
+            assert not valued[i] and not process[i].any()
+        else:
+            assert process[i].sum().item() == pytest.approx(row["outcome"] - first, abs=1e-9)
+            before = next(value for value in [first, *inner[:-1]][::-1] if not math.isnan(value))
+            assert process[i, row["boundaries"][-1] - 1].item() == pytest.approx(row["outcome"] - before, abs=1e-9)
 
 
 def test_the_numbers_of_the_post():

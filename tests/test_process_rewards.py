@@ -18,6 +18,7 @@ from dash_trl.process_rewards import (
     AnswerLogProbValue,
     CreditSettings,
     MonteCarloValue,
+    OutcomeValue,
     ServerValue,
     ValueRequest,
     line_starts,
@@ -166,6 +167,32 @@ def test_values_that_are_missing_leave_the_outcome(tiny_model, tmp_path):
     assert trainer.state.log_history[0]["process/missing_values"] == 1.0
 
 
+def test_an_anchored_value_leaves_the_last_episode_the_outcome(tiny_model, tmp_path):
+    def constant(requests, trainer):
+        return [[0.25] * len(request.boundaries) for request in requests]
+
+    constant.space = "probability"
+    process = callback(value=constant, estimator="episode", anchored=True)
+    reward = lambda completion_ids, **kwargs: [float(sum(ids) % 2) for ids in completion_ids]  # noqa: E731
+    trainer, rollouts, _ = train(tiny_model, tmp_path, process, reward=reward)
+    outcomes, several = rollouts.rewards.flatten(), 0
+    assert 0 < outcomes.mean() < 1
+    for group in torch.arange(len(rollouts)).view(-1, trainer.num_generations).tolist():
+        ends = {row: process.last[row][0].boundaries for row in group}
+        last = {row: float(outcomes[row]) - 0.25 for row in group if len(ends[row]) > 1}  # else there is no episode
+        if (outcomes[group] == 1).all():
+            continue  # solved: not valued
+        rms = math.sqrt(sum(u * u for u in last.values()) / sum(len(ends[row]) - 1 for row in last))
+        for row, paid in last.items():
+            *_, start, end = ends[row]
+            if start > 0:  # its first token has the outcome's advantage alone
+                added = rollouts.advantages[row] - rollouts.advantages[row, 0]
+                assert not added[:start].any()
+                assert added[start:end].tolist() == pytest.approx([paid / max(rms, 0.1)] * (end - start), abs=1e-5)
+                several += 1
+    assert several > 8
+
+
 def test_idle_episodes_can_be_charged(tiny_model, tmp_path):
     _, free, _ = train(tiny_model, tmp_path, callback())
     penalty = {"unproductive_penalty": 0.25, "unproductive_below": 1e9}
@@ -220,6 +247,9 @@ MISTAKES = [
     (dict(estimator=an_estimator), r"estimator=<function an_estimator .*ESTIMATORS\['mine'\] = function"),
     (dict(estimator="gae"), r"gae.* pass value=AnswerLogProbValue\(space='probability'\)"),
     (dict(estimator="gae", value=lambda requests, trainer: []), "says so by an attribute, space = 'probability'"),
+    (dict(anchored=True), r"anchored=True puts the outcome .* pass value=OutcomeValue\(\)"),
+    (dict(anchored=True, estimator="gae", value=OutcomeValue()), "anchored=True does nothing with estimator='gae'"),
+    (dict(anchored=1), "anchored=1 is a int. Use True or False"),
     # the settings
     (dict(settings={"process_weight": 0.5}), r"settings=\{'process_weight': 0.5\} is a dict. Pass .*CreditSettings"),
     (dict(settings=CreditSettings), "settings=<class .*CreditSettings'> is a type"),

@@ -26,6 +26,7 @@ from dash_trl.process_rewards.credit import (
     ESTIMATORS,
     CreditSettings,
     Rewards,
+    anchor,
     check_settings,
     place_rewards,
     spread_over_episodes,
@@ -74,6 +75,8 @@ class ProcessRewardCallback(DASHCallback):
         answer_column: dataset column with the accepted answer, a text or a list of texts; for values that need it.
         skip_solved: no values for groups whose rewards are all the same and positive: nothing is left to learn there.
             A value that learns, `OutcomeValue`, learns from them all the same.
+        anchored: whether the outcome takes the place of V_n, so that all that V pays is outcome − V_0; see
+            `dash_trl.process_rewards.credit.anchor`.
         unproductive_penalty: subtracted from the advantage of each token of an episode with |U| < `unproductive_below`.
     Raises:
         ValueError: for unknown or impossible settings; at the start of training without the answer column or servers;
@@ -92,6 +95,7 @@ class ProcessRewardCallback(DASHCallback):
         final_answer: str = FINAL_ANSWER,
         answer_column: str = "answer",
         skip_solved: bool = True,
+        anchored: bool = False,
         unproductive_penalty: float = 0.0,
         unproductive_below: float = 0.01,
     ):
@@ -116,6 +120,15 @@ class ProcessRewardCallback(DASHCallback):
         check_segmentation(markers, max_episode_tokens, min_episode_tokens, final_answer)
         check_text("answer_column", answer_column, example="'answer'")
         check_switch("skip_solved", skip_solved)
+        check_switch("anchored", anchored)
+        if anchored and estimator in ("gae", "grpo"):
+            raise ValueError(f"anchored=True does nothing with estimator={estimator!r}, which uses no U. Leave it out.")
+        if anchored and getattr(self.value, "space", None) not in ("probability", "reward"):
+            raise ValueError(
+                "anchored=True puts the outcome in the place of V_n, so values have to be in its unit: pass "
+                "value=OutcomeValue(), MonteCarloValue() or AnswerLogProbValue(space='probability'); one of your own "
+                "says so by an attribute, space = 'probability' or 'reward'."
+            )
         for name, number in (
             ("unproductive_penalty", unproductive_penalty),
             ("unproductive_below", unproductive_below),
@@ -136,7 +149,7 @@ class ProcessRewardCallback(DASHCallback):
             "final_answer": final_answer,
         }
         self.answer_column = answer_column
-        self.skip_solved = skip_solved
+        self.skip_solved, self.anchored = skip_solved, anchored
         self.unproductive_penalty = unproductive_penalty
         self.unproductive_below = unproductive_below
         self.last: list[tuple[Episodes, list[float]]] = []  # of the last generation batch, for a look at it
@@ -213,7 +226,8 @@ class ProcessRewardCallback(DASHCallback):
         boundaries = gather(_table([one.boundaries for one in episodes], -1), pad=-1)
         all_values = gather(_table(values, math.nan), pad=math.nan).double()
         lengths = gather(rollouts.completion_mask.sum(dim=1))
-        process, ends, per_token, valued = place_rewards(boundaries, all_values, lengths, width)
+        paid = anchor(boundaries, all_values, outcomes.double()) if self.anchored else all_values
+        process, ends, per_token, valued = place_rewards(boundaries, paid, lengths, width)
         rewards = Rewards(
             process=process,
             ends=ends,

@@ -122,6 +122,21 @@ def marginal_utilities(boundaries: Sequence[int], values: Sequence[float]) -> li
     return [(known[i][0] - 1, known[i][1] - known[i - 1][1]) for i in range(1, len(known))]
 
 
+def anchor(boundaries: Tensor, values: Tensor, outcomes: Tensor) -> Tensor:
+    """[N, K]: `values` with each row's outcome in the place of V_n, so that U_n = outcome − V_{n−1}.
+
+    Then ΣU = outcome − V_0, however V moves in between: what a V that was made to look good pays in one episode, the
+    last one takes back. With all U known it is the return of VinePPO (arXiv 2410.01679, eq. 5), whose terminal state
+    has no value but a reward. A row without an episode has no V_n.
+
+    Args:
+        boundaries: [N, K] int, padded with −1. values: [N, K], NaN = missing. outcomes: [N], NaN = unscored.
+    """
+    last = (boundaries >= 0).sum(dim=1, keepdim=True) - 1
+    at = (torch.arange(boundaries.shape[1]) == last) & (last > 0)
+    return torch.where(at, outcomes.unsqueeze(1).to(values.dtype), values)
+
+
 def place_rewards(
     boundaries: Tensor, values: Tensor, lengths: Tensor, width: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
