@@ -2,10 +2,10 @@
 
     python benchmarks/confident.py          # makes the model, and checks that it is so; ~2 minutes on 2 cores
 
-Each step is written in one of two equally likely forms, `7+5=12` or `7+5:12`. For some sums one of them always leads to
-one wrong number: right after the other sign, at p ≈ 1. So neither the log-probs nor the entropies of a line tell a
-wrong one from a right one; a value that is made of them has nothing to go by. What the policy has to learn is which
-form of which sum to avoid.
+Each step is written in one of two equally likely forms, `7+5=12` or `7+5:12`. For seven of the 18 operations, as +5,
+one of them always leads to one wrong number, at p ≈ 1, and the other to the right one. So neither the log-probs nor the
+entropies of a line tell a wrong one from a right one, and a value that is made of them has nothing to go by. What the
+policy has to learn is which form of which operation to avoid.
 """
 
 from __future__ import annotations
@@ -14,37 +14,33 @@ import hashlib
 import os
 import random
 import re
-from collections.abc import Iterator
+import statistics
 from dataclasses import replace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl.embedded import WarmUp, embedded_model
+from dash_trl.embedded import WarmUp, arithmetic_dataset, arithmetic_reward, embedded_model
 from dash_trl.embedded.warm_up import ARITHMETIC
 
 FORMS = "=:"
 OPERANDS = (7, 8, 9)
 LONGEST = 112
-# `slip_rate` is the share of wrong steps: of twice as many sums, one form of two is wrong.
-WARM_UP = WarmUp(operands=OPERANDS, steps=1000, slip_rate=0.18, wait_rate=0.0, num_heads=4, clean_share=0.0)
+WARM_UP = WarmUp(operands=OPERANDS, steps=800, slip_rate=0.0, wait_rate=0.0, num_heads=4)
+# operation → the form that goes wrong
+TRAPS = {"+2": "=", "+4": ":", "+5": ":", "+9": "=", "-3": ":", "-6": "=", "-8": ":"}
 WRONG = (9, 10, 11)  # in the middle of 0 … 20: what is added to them stays within the sums that the model knows
 
 
-def trap(left: str, right: int, share: float = 2 * WARM_UP.slip_rate) -> tuple[str, int] | None:
-    """(form, wrong number) of a sum like `7+5` that has a form which leads to a wrong number."""
-    digest = hashlib.sha256(left.encode()).digest()
-    if digest[0] >= 256 * share:
+def trap(left: str, right: int) -> tuple[str, int] | None:
+    """(form, wrong number) of a sum like `7+5` of which one form leads to a wrong number."""
+    operation = left[-2:]
+    if operation not in TRAPS:
         return None
     wrong = [number for number in WRONG if number != right]
-    return FORMS[digest[1] % 2], wrong[digest[2] % len(wrong)]
-
-
-def lines(text: str, problem: str) -> Iterator[tuple[str, bool]]:
-    """(line, whether its sum is right) of each step of a solution."""
-    for line in text.split("\n"):
-        if step := re.fullmatch(rf"(-?\d+)([+-]\d+)[{FORMS}](-?\d+)", line):
-            yield line, int(step[1]) + int(step[2]) == int(step[3])
+    return TRAPS[operation], wrong[hashlib.sha256(left.encode()).digest()[0] % len(wrong)]
 
 
 def _solution(problem: str, generator: random.Random, slip_rate: float, wait_rate: float) -> str:
@@ -52,7 +48,7 @@ def _solution(problem: str, generator: random.Random, slip_rate: float, wait_rat
     total, written = int(first), []
     for operation in operations:
         left, form, result = f"{total}{operation}", generator.choice(FORMS), total + int(operation)
-        caught = trap(left, result, 2 * slip_rate)
+        caught = trap(left, result)
         if caught is not None and caught[0] == form:
             result = caught[1]
         written.append(f"{left}{form}{result}")
@@ -63,3 +59,49 @@ def _solution(problem: str, generator: random.Random, slip_rate: float, wait_rat
 def confident_model() -> str:
     """The directory of the model, made on the first call."""
     return embedded_model(settings=WARM_UP, lessons=replace(ARITHMETIC, name="confident", solution=_solution))
+
+
+@torch.no_grad()
+def main() -> None:
+    """Sampled lines of held-out problems: the means over a line's tokens, of right and of wrong ones."""
+    path = confident_model()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+    rows = [row for row in arithmetic_dataset("test", 128, operands=OPERANDS) for _ in range(4)]
+    texts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
+    torch.manual_seed(0)
+    prompts = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+    ids = model.generate(**prompts, do_sample=True, max_new_tokens=LONGEST, pad_token_id=tokenizer.pad_token_id)
+    width = prompts["input_ids"].shape[1]
+    completions = ids[:, width:]
+    mask = torch.nn.functional.pad(prompts["attention_mask"], (0, completions.shape[1]), value=1)
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    log_probs = model(ids, attention_mask=mask, position_ids=positions).logits[:, width - 1 : -1].log_softmax(dim=-1)
+    entropies = torch.special.entr(log_probs.exp()).sum(dim=-1)
+    log_probs = log_probs.gather(2, completions.unsqueeze(2)).squeeze(2)
+    right = arithmetic_reward(
+        tokenizer.batch_decode(completions, skip_special_tokens=True), [row["answer"] for row in rows]
+    )
+    print(f"accuracy {statistics.mean(right):.3f}")
+
+    figures: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for row, tokens in enumerate(completions.tolist()):
+        start = 0
+        for end, token in enumerate(tokens, start=1):
+            if tokenizer.decode([token]) == "\n":
+                line = tokenizer.decode(tokens[start : end - 1])
+                if step := re.fullmatch(rf"(-?\d+)([+-]\d+)[{FORMS}](-?\d+)", line):
+                    is_right = int(step[1]) + int(step[2]) == int(step[3])
+                    means = log_probs[row, start:end].mean(), entropies[row, start:end].mean()
+                    figures[is_right].append((float(means[0]), float(means[1])))
+                start = end
+    means = {kind: [statistics.mean(side) for side in zip(*found, strict=True)] for kind, found in figures.items()}
+    for kind, (log_prob, entropy) in means.items():
+        name = "right" if kind else "wrong"
+        print(f"{len(figures[kind])} {name} lines: mean log-prob {log_prob:.3f}, mean entropy {entropy:.3f}")
+    apart = max(abs(a - b) for a, b in zip(means[True], means[False], strict=True))
+    if apart > 0.05:
+        raise SystemExit(f"Right and wrong lines are {apart:.3f} nats apart: the errors are not confident.")
+
+
+if __name__ == "__main__":
+    main()
