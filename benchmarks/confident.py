@@ -62,9 +62,8 @@ def confident_model() -> str:
 
 
 @torch.no_grad()
-def main() -> None:
+def check(path: str) -> None:
     """Sampled lines of held-out problems: the means over a line's tokens, of right and of wrong ones."""
-    path = confident_model()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
     rows = [row for row in arithmetic_dataset("test", 128, operands=OPERANDS) for _ in range(4)]
     texts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
@@ -104,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    check(confident_model())
