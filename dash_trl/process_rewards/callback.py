@@ -49,6 +49,7 @@ from dash_trl.process_rewards.values import (
     ValueRequest,
     checked_values,
 )
+from dash_trl.process_rewards.worth import Evidence, Watch, evidence_of
 from dash_trl.rollout import CreditedRollouts
 from dash_trl.update import check_tensor, unknown_log_probs, weighted_rewards
 
@@ -74,7 +75,7 @@ class ProcessRewardCallback(DASHCallback):
         markers, max_episode_tokens, min_episode_tokens, final_answer: see `Segmenter`.
         answer_column: dataset column with the accepted answer, a text or a list of texts; for values that need it.
         skip_solved: no values for groups whose rewards are all the same and positive: nothing is left to learn there.
-            A value that learns, `OutcomeValue`, learns from them all the same.
+            A value that learns, `OutcomeValue`, learns from them all the same, and is watched on them.
         anchored: whether the outcome takes the place of V_n, so that all that V pays is outcome − V_0; see
             `dash_trl.process_rewards.credit.anchor`.
         unproductive_penalty: subtracted from the advantage of each token of an episode with |U| < `unproductive_below`.
@@ -157,13 +158,18 @@ class ProcessRewardCallback(DASHCallback):
         self._parts: list[tuple[Rewards, Tensor, Tensor, float]] = []
         # Of such a batch, or the whole one, for a value that learns: group, rollout, weighted reward.
         self._lessons: list[tuple[int, ValueRequest, float]] = []
+        # Of such a batch, too: the numbers of its groups, what they say of V, and [sum, tokens] of known entropies.
+        self._seen: list[tuple[Tensor, Evidence, Tensor]] = []
+        self._weight = 0.0  # of the process part in this batch, if it is "auto"
+        self._logged_entropy: float | None = None
         self._segmenter: Segmenter | None = None
         self._diagnostics = Diagnostics()
+        self._watch = Watch()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._parts, self._lessons = [], []  # of a run that was interrupted
+        self._parts, self._lessons, self._seen = [], [], []  # of a run that was interrupted
         if isinstance(self.value, ServerValue) and not getattr(args, "vllm_server_urls", None):
             raise ValueError(NO_SERVERS)
         if (tokenizer := kwargs.get("processing_class")) is not None:
@@ -184,12 +190,37 @@ class ProcessRewardCallback(DASHCallback):
     def _learns(self) -> bool:
         return hasattr(self.value, "learn")
 
-    def state_dict(self) -> dict[str, Any] | None:
-        return {type(self.value).__name__: self.value.state_dict()} if hasattr(self.value, "state_dict") else None
+    @property
+    def _auto(self) -> bool:
+        return self.settings.process_weight == "auto"
+
+    @property
+    def _pays(self) -> bool:
+        """False while V is worth nothing and weighs what it is worth: this batch is as without the callback."""
+        return not self._auto or self._weight > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        name, entropies = type(self.value).__name__, list(self._diagnostics.entropies)
+        state = {"worth": {"of": name, "windows": self._watch.state_dict(), "entropies": entropies}}
+        return {**state, name: self.value.state_dict()} if hasattr(self.value, "state_dict") else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if (of_value := state.get(type(self.value).__name__)) is not None:  # not that of another value
+        name = type(self.value).__name__
+        if (of_value := state.get(name)) is not None:  # not that of another value
             self.value.load_state_dict(of_value)  # type: ignore[attr-defined]
+        if (worth := state.get("worth", {})).get("of") == name:  # missing in one of an earlier version
+            self._watch.load_state_dict(worth["windows"])
+            self._diagnostics.entropies = list(worth["entropies"])
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._logged_entropy = (logs or {}).get("entropy", self._logged_entropy)  # TRL's, of the rows trained on
 
     def on_advantages(
         self,
@@ -219,15 +250,19 @@ class ProcessRewardCallback(DASHCallback):
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
         outcomes = gather(outcome)
         skipped = self._skipped(outcomes, trainer.num_generations)
-        episodes, values = self._values(rollouts, skipped[mine], outcome, trainer)
         first = not self._parts
-        self.last = [*([] if first else self.last), *zip(episodes, values, strict=True)]
+        if first and self._auto:
+            self._weight = ranks.agree(self._watch.weight, from_main=True)
+        episodes, asked, found, entropy = self._values(rollouts, skipped[mine], outcome, trainer)
+        paid = [[math.nan] if skip else one for skip, one in zip(skipped[mine].tolist(), found, strict=True)]
+        self.last = [*([] if first else self.last), *zip(episodes, paid, strict=True)]
 
-        boundaries = gather(_table([one.boundaries for one in episodes], -1), pad=-1)
-        all_values = gather(_table(values, math.nan), pad=math.nan).double()
+        boundaries = gather(_table([request.boundaries or (0,) for request in asked], -1), pad=-1)
+        watched = gather(_table(found, math.nan), pad=math.nan).double()
+        all_values = watched.masked_fill(skipped.unsqueeze(1), math.nan)
         lengths = gather(rollouts.completion_mask.sum(dim=1))
-        paid = anchor(boundaries, all_values, outcomes.double()) if self.anchored else all_values
-        process, ends, per_token, valued = place_rewards(boundaries, paid, lengths, width)
+        earned = anchor(boundaries, all_values, outcomes.double()) if self.anchored else all_values
+        process, ends, per_token, valued = place_rewards(boundaries, earned, lengths, width)
         rewards = Rewards(
             process=process,
             ends=ends,
@@ -240,12 +275,19 @@ class ProcessRewardCallback(DASHCallback):
             sum_over_ranks=partial(_sum, ranks) if alone else _as_it_is,
         )
         credit = ranks.agree(partial(self._credit, rewards))
-        rollouts.advantages = credit[mine, :columns].float()
+        if self._pays:  # else they stay as they are, to the bit
+            rollouts.advantages = credit[mine, :columns].float()
+        group_size = trainer.num_generations
+        evidence = evidence_of(boundaries, watched, lengths, rewards.outcome, group_size=group_size)
+        self._seen.append((gather(rollouts.group)[::group_size], evidence, entropy))
         self._parts.append((rewards, credit, skipped, time.perf_counter() - started))
         logged = state.is_world_process_zero and state.global_step % state.logging_steps == 0
         if first and args.log_completions and logged:
             self._draw(
-                Path(args.output_dir) / "completions" / f"credit_{state.global_step:05d}.html", rollouts, trainer
+                Path(args.output_dir) / "completions" / f"credit_{state.global_step:05d}.html",
+                rollouts,
+                credit[mine, :columns],
+                trainer,
             )
         if getattr(args, "reward_pipeline", False):  # it hands over whole groups of a process
             if len(self.last) < args.per_device_train_batch_size * args.steps_per_generation:
@@ -256,10 +298,16 @@ class ProcessRewardCallback(DASHCallback):
         whole, credits, skips, seconds = zip(*parts, strict=True)
         ready, started = getattr(self.value, "ready", True), time.perf_counter()
         self._learn(trainer)
+        worth = self._judged(ranks, alone=alone)
         seconds = (*seconds, time.perf_counter() - started)
         figures = batch_figures(_joined(whole), boundaries, all_values, _cat(credits), skipped=_cat(skips))
-        trainer.recorder.log({**process_metrics(figures), "time/values": sum(seconds)})
-        self._diagnostics.check(figures, seconds=sum(seconds), estimator=self.estimator, ready=ready)
+        trainer.recorder.log({**process_metrics(figures), **worth, "time/values": sum(seconds)})
+        self._diagnostics.check(figures, seconds=sum(seconds), estimator=self.estimator, ready=ready, pays=self._pays)
+        weighs = self.estimator != "grpo" and self.settings.process_weight != 0
+        if self._pays and weighs and figures["process/valued_rows"][0]:
+            by_confidence = getattr(self.value, "needs_log_probs", False)
+            mean = worth.get("process/entropy", self._logged_entropy) if by_confidence else None
+            self._diagnostics.watch(worth, full=self._watch.full, entropy=mean)
 
     def _skipped(self, outcomes: Tensor, group_size: int) -> Tensor:
         """[N] bool: unscored rows, and rows of solved groups."""
@@ -269,8 +317,11 @@ class ProcessRewardCallback(DASHCallback):
 
     def _values(
         self, rollouts: CreditedRollouts, skipped: Tensor, outcome: Tensor, trainer: Any
-    ) -> tuple[list[Episodes], list[list[float]]]:
-        """This rank's episodes, and their values; a skipped row is not asked for, but may be learned from."""
+    ) -> tuple[list[Episodes], list[ValueRequest], list[list[float]], Tensor]:
+        """This rank's episodes, what was asked for and found, and the entropies' sum and number, as far as known.
+
+        A skipped row has no episodes; it is asked for where it is learned from, since V is watched there, too.
+        """
         learned = ~outcome.isnan() & self._learns
         known: tuple[Tensor | None, Tensor | None] = None, None
         if getattr(self.value, "needs_log_probs", False):
@@ -280,7 +331,11 @@ class ProcessRewardCallback(DASHCallback):
         rows = learned.nonzero().flatten().tolist()
         self._lessons += [(int(rollouts.group[row]), whole[row], float(outcome[row])) for row in rows]
         found = checked_values(self.value(requests, trainer), requests, self.value)
-        return episodes, [values or [math.nan] for values in found]
+        entropy = torch.zeros(2, dtype=torch.double)
+        if known[1] is not None:
+            tokens = rollouts.loss_mask * (~skipped | learned).unsqueeze(1)
+            entropy = torch.stack([(known[1] * tokens).sum(dtype=torch.double), tokens.sum().double()])
+        return episodes, requests, [values or [math.nan] for values in found], entropy
 
     def _requests(
         self,
@@ -290,14 +345,14 @@ class ProcessRewardCallback(DASHCallback):
         log_probs: Tensor | None,
         entropies: Tensor | None,
     ) -> tuple[list[Episodes], list[ValueRequest], list[ValueRequest]]:
-        """What is read in this rank's rows: episodes and requests, and the requests with those only learned from."""
+        """What is read in this rank's rows: their episodes, what is asked for, and the whole requests."""
         assert self._segmenter is not None
         episodes, requests, whole = [], [], []
         for row, example in enumerate(rollouts.examples):
             tokens = rollouts.completion_mask[row].bool()
             completion = rollouts.completion_ids[row][tokens].tolist()
-            none = Episodes((0,), len(completion))
-            cut = self._segmenter(completion) if learned[row] or not skipped[row] else none
+            none, needed = Episodes((0,), len(completion)), bool(learned[row] or not skipped[row])
+            cut = self._segmenter(completion) if needed else none
             whole.append(
                 ValueRequest(
                     prompt_ids=tuple(rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()].tolist()),
@@ -310,7 +365,7 @@ class ProcessRewardCallback(DASHCallback):
                 )
             )
             episodes.append(none if skipped[row] else cut)
-            requests.append(replace(whole[-1], boundaries=()) if skipped[row] else whole[-1])
+            requests.append(whole[-1] if needed else replace(whole[-1], boundaries=()))
         return episodes, requests, whole
 
     def _learn(self, trainer: Any) -> None:
@@ -321,7 +376,22 @@ class ProcessRewardCallback(DASHCallback):
         requests, outcomes = [lesson[1] for lesson in lessons], [lesson[2] for lesson in lessons]
         self.value.learn(requests, outcomes, trainer)  # type: ignore[attr-defined]
 
-    def _draw(self, path: Path, rollouts: CreditedRollouts, trainer: Any) -> None:
+    def _judged(self, ranks: Ranks, *, alone: bool) -> dict[str, float]:
+        """What V and the policy have shown up to this window, on all ranks, in the order of the groups."""
+        seen, self._seen = self._seen, []
+        groups, parts, entropies = zip(*seen, strict=True)
+        own = torch.cat(groups), Evidence.joined(parts), torch.stack(entropies).sum(dim=0)
+        of_ranks = ranks.gather_object(own)
+        of_all = of_ranks if alone else of_ranks[:1]  # where a group lies on several ranks, each has all
+        numbers, evidence = torch.cat([one[0] for one in of_all]), Evidence.joined([one[1] for one in of_all])
+        self._watch.add(evidence.groups(numbers.argsort(stable=True)))
+        worth = self._watch.figures(probability=getattr(self.value, "space", None) == "probability")
+        total, tokens = torch.stack([one[2] for one in of_ranks]).sum(dim=0).tolist()
+        if tokens:
+            worth["process/entropy"] = total / tokens
+        return {**worth, "process/weight": self._weight} if self._auto else worth
+
+    def _draw(self, path: Path, rollouts: CreditedRollouts, credit: Tensor, trainer: Any) -> None:
         """The first group's credit, as a page beside TRL's completions table."""
         pictures = []
         for row in range(min(trainer.num_generations, len(rollouts))):
@@ -330,7 +400,7 @@ class ProcessRewardCallback(DASHCallback):
             pictures.append(
                 credit_html(
                     [trainer._tokenizer.decode([token]) for token in ids],
-                    rollouts.advantages[row, : len(ids)].tolist(),
+                    credit[row, : len(ids)].tolist(),
                     episodes.boundaries,
                     values,
                     title=f"rewards {rollouts.rewards[row].tolist()}",
@@ -341,7 +411,10 @@ class ProcessRewardCallback(DASHCallback):
 
     def _credit(self, rewards: Rewards) -> Tensor:
         """[N, T]: the estimator's, less what the tokens of unproductive episodes are charged."""
-        credit = ESTIMATORS[self.estimator](rewards, self.settings)
+        if not self._pays:
+            return ESTIMATORS["grpo"](rewards, CreditSettings())  # for a look at it
+        settings = replace(self.settings, process_weight=self._weight) if self._auto else self.settings
+        credit = ESTIMATORS[self.estimator](rewards, settings)
         rows, tokens = rewards.mask.shape
         check_tensor(f"What estimator={self.estimator!r} returned", credit, "floats", N=rows, T=tokens)
         if self.unproductive_penalty:

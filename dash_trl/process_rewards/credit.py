@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -78,26 +79,36 @@ class CreditSettings:
     """Which estimator has which of them: `SETTINGS`.
 
     Args:
-        outcome_weight, process_weight: >= 0, of the two parts of the advantage.
+        outcome_weight, process_weight: >= 0, of the two parts of the advantage. process_weight="auto": as much as V was
+            worth in the windows before, the lower end of the interval of r² between V and outcome (`worth.Watch`).
+            While that is 0, the advantages are exactly those without the callback, whatever the estimator.
         scale_floor: > 0, lowest spread that process rewards are divided by, in the unit of V. Where V hardly moves, its
             noise is not worth an advantage of 1.
         gamma, lam: in [0, 1], discount and trace.
     Raises:
-        ValueError: for a number outside of its range, or none.
+        ValueError: for a number outside of its range, or none; for an outcome_weight beside "auto".
     """
 
     outcome_weight: float = 1.0
-    process_weight: float = 1.0
+    process_weight: float | Literal["auto"] = 1.0
     scale_floor: float = 0.1
     gamma: float = 1.0
     lam: float = 0.95
 
     def __post_init__(self) -> None:
         for name in ("outcome_weight", "process_weight"):
-            if not (is_number(value := getattr(self, name)) and value >= 0):
+            value = getattr(self, name)
+            auto = name == "process_weight" and value == "auto"
+            if not (auto or (is_number(value) and value >= 0)):
                 raise ValueError(
-                    f"{name}={value!r} cannot weigh a part of the advantage: use a number >= 0; 0 leaves the part out."
+                    f"{name}={value!r} cannot weigh a part of the advantage: use a number >= 0; 0 leaves the part out. "
+                    "process_weight='auto' weighs it by what V is worth."
                 )
+        if self.process_weight == "auto" and self.outcome_weight != 1:
+            raise ValueError(
+                f"outcome_weight={self.outcome_weight!r} beside process_weight='auto', which leaves the advantages as "
+                "they are while V is worth nothing: leave outcome_weight at 1, or give both weights as numbers."
+            )
         if not (is_number(self.scale_floor) and self.scale_floor > 0):
             raise ValueError(
                 f"scale_floor={self.scale_floor!r} cannot be divided by where V does not move: use a number > 0 in the "
@@ -235,7 +246,7 @@ def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """
     last = torch.zeros_like(rewards.mask)
     last[_last_token(rewards)] = True
-    total = _prime_source(rewards.process, rewards.ends, rewards).mul_(settings.process_weight)
+    total = _prime_source(rewards.process, rewards.ends, rewards).mul_(_number(settings))
     outcome = _prime_source(rewards.outcome.nan_to_num().unsqueeze(1) * last, last, rewards)
     total.add_(outcome, alpha=settings.outcome_weight)
     return _or_outcome(_whitened(_returns_to_go(total), rewards), rewards, settings)
@@ -341,12 +352,22 @@ def check_settings(estimator: str, settings: CreditSettings) -> None:
     for name in sorted(names - has):
         if (value := getattr(settings, name)) != getattr(CreditSettings, name):
             raise ValueError(
-                f"{name}={value} does nothing with estimator={estimator!r}, whose settings are "
+                f"{name}={value!r} does nothing with estimator={estimator!r}, whose settings are "
                 f"{', '.join(sorted(has)) or 'none'}. Leave it out, or choose an estimator that has it."
             )
 
 
 # -------------------------------------------------------------------------------------------------------- their parts
+
+
+def _number(settings: CreditSettings) -> float:
+    """w_p."""
+    if settings.process_weight == "auto":
+        raise ValueError(
+            "process_weight='auto' is another number in each window, which ProcessRewardCallback knows. Give an estimator "
+            "that you call yourself the number: dataclasses.replace(settings, process_weight=0.5)."
+        )
+    return settings.process_weight
 
 
 def _broadcast(per_row: Tensor, rewards: Rewards) -> Tensor:
@@ -355,7 +376,7 @@ def _broadcast(per_row: Tensor, rewards: Rewards) -> Tensor:
 
 def _with_outcome(process: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
     """w_o·A_outcome + w_p·process, the second on valued rows only; in the memory of `process`."""
-    process.mul_(settings.process_weight * rewards.valued.double().unsqueeze(1))
+    process.mul_(_number(settings) * rewards.valued.double().unsqueeze(1))
     process.add_(settings.outcome_weight * rewards.outcome_advantages.unsqueeze(1))
     return process.masked_fill_(~rewards.mask, 0)
 
@@ -369,7 +390,7 @@ def _or_outcome(advantages: Tensor, rewards: Rewards, settings: CreditSettings) 
 def _combined(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """[N, T]: w_p·r_t, and w_o·outcome on the last token."""
     row, token = _last_token(rewards)
-    combined = settings.process_weight * rewards.process
+    combined = _number(settings) * rewards.process
     combined[row, token] += settings.outcome_weight * rewards.outcome.nan_to_num()[row]
     return combined
 

@@ -3,6 +3,7 @@
     0. Are there values at all?
     1. Does any row have more than one advantage?   2. Do the advantages change by the process part?
     3. What does V cost?
+    4. Does V order rollouts better than chance?   5. Is the policy still unsure of anything, where V is its confidence?
 
 Each failed check is said once, with the remedy.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ logger = logging.getLogger(__name__)
 SCALAR_ESTIMATORS = ("grpo", "rloo")
 DROWNED = 0.01  # the process part's share of the advantages' spread under which it is lost in the outcome
 DEAR = 0.5  # share of the time between two windows that V may take
+LOST = 0.1  # share of its entropy at first under which a policy has stopped to try anything else
 PATIENCE = 3  # windows in a row before a warning: one window may be an accident
 
 
@@ -81,14 +84,16 @@ class Diagnostics:
     """Runs the checks on each generation batch and warns once per check."""
 
     def __init__(self) -> None:
-        self._failures = {"values": 0, "structure": 0, "scale": 0, "time": 0}
+        self._failures = {"values": 0, "structure": 0, "scale": 0, "time": 0, "worth": 0, "entropy": 0}
         self._last: float | None = None
+        self.entropies: list[float] = []  # of the first `PATIENCE` windows that were paid by V
 
-    def check(self, figures: Figures, *, seconds: float, estimator: str, ready: bool = True) -> None:
+    def check(self, figures: Figures, *, seconds: float, estimator: str, ready: bool = True, pays: bool = True) -> None:
         """
         Args:
             figures: `batch_figures`. seconds: that the values took. estimator: its name.
             ready: False while the value estimator has too little to go by, so that values are missing by intent.
+            pays: False while nothing is paid by V, by intent.
         """
         now = time.perf_counter()
         between = now - self._last if self._last is not None else None
@@ -103,14 +108,14 @@ class Diagnostics:
                 "No row has a value at its beginning and its end, so that there is no process reward: are the answers "
                 "empty, or does the value estimator give NaN only? process/missing_values in the log is their share.",
             )
-        if not math.isnan(several_structured):
+        if pays and not math.isnan(several_structured):
             self._note(
                 "structure",
                 estimator in SCALAR_ESTIMATORS or several_structured == 0,
                 f"All tokens of every row have one advantage: estimator={estimator!r} loses the structure of the "
                 "process rewards. Use 'centered_return', 'episode' or another per-token estimator.",
             )
-        if valued:
+        if pays and valued:
             self._note(
                 "scale",
                 process < DROWNED * outcome,
@@ -124,6 +129,38 @@ class Diagnostics:
                 f"V(prefix) takes {seconds:.1f} s of the {between:.1f} s between two generation batches. Fewer, longer "
                 "episodes (min_episode_tokens) or a larger max_tokens_per_pass make it cheaper.",
             )
+
+    def watch(self, figures: Mapping[str, float], *, full: bool, entropy: float | None) -> None:
+        """Of a window that was paid by V.
+
+        Args:
+            figures: `Watch.figures`. full: whether they are of as many windows as are looked at.
+            entropy: mean of the policy's tokens, for a V that is made of its log-probs; None = not known, or another V.
+        """
+        low = figures.get("process/concordance_low")
+        if full and low is not None:
+            self._note(
+                "worth",
+                low <= 0.5,
+                f"V orders the rollouts of a problem no better than chance: the better one has the larger V in "
+                f"{figures['process/concordance']:.1%} of the pairs, and the 95 % interval begins at {low:.1%}. Its "
+                "credit is noise. Use another value, CreditSettings(process_weight='auto'), which pays nothing while V "
+                "is worth nothing, or leave the callback out.",
+            )
+        if entropy is None:
+            return
+        if len(self.entropies) < PATIENCE:
+            self.entropies.append(entropy)
+            return
+        first = sum(self.entropies) / PATIENCE
+        self._note(
+            "entropy",
+            entropy < LOST * first,
+            f"The policy's mean entropy per token has fallen to {entropy:.2g}, from {first:.2g} in the first windows "
+            "that V paid for. V is made of the policy's own log-probs, so that its credit may pay for being sure, whatever "
+            "is said; no figure of V's worth can see that. Look at the accuracy on held-out problems. A smaller "
+            "process_weight, an entropy bonus (entropy_coef) or a value that is not made of confidence end it.",
+        )
 
     def _note(self, check: str, failed: bool, message: str) -> None:
         self._failures[check] = self._failures[check] + 1 if failed else 0
