@@ -204,8 +204,12 @@ def process_rewards(model: str, output: Path, start: dict[str, torch.Tensor]) ->
 
 
 def outcome_value(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Other episodes on each rank; in the second window one has no scored row, so that it runs dummies only."""
-    from dash_trl.process_rewards import OutcomeValue, ProcessRewardCallback
+    """Other episodes on each rank; in the second window one has no scored row, so that it runs dummies only.
+
+    The weight is what V is worth, by what an earlier run has seen of a perfect one.
+    """
+    from dash_trl.process_rewards import CreditSettings, OutcomeValue, ProcessRewardCallback
+    from dash_trl.process_rewards.worth import evidence_of
 
     class Reward(ScriptedReward):
         calls = 0
@@ -217,12 +221,18 @@ def outcome_value(model: str, output: Path, start: dict[str, torch.Tensor]) -> d
     every = 3 + 2 * RANK
     callback = ProcessRewardCallback(
         OutcomeValue(min_rollouts=4, min_problems=2),
+        settings=CreditSettings(process_weight="auto"),
         markers=lambda text: range(0, len(text), every),
         min_episode_tokens=2,
         max_episode_tokens=8 + 4 * RANK,
     )
     saved = "no" if os.environ.get("ACCELERATE_USE_DEEPSPEED") else "steps"  # where one takes seconds
     settings: dict[str, Any] = {"max_steps": 3, "save_strategy": saved, "save_steps": 3}
+    outcomes = torch.arange(64).double() % 2
+    perfect = evidence_of(
+        torch.tensor([[0, 1, 2]] * 64), outcomes.repeat(3, 1).T, torch.full((64,), 2), outcomes, group_size=4
+    )
+    callback.load_state_dict({"worth": {"of": "OutcomeValue", "windows": [vars(perfect)], "entropies": []}})
     trainer = run(DASHTrainer, model, output / "outcome", reward=Reward(constant=0.2), callbacks=[callback], **settings)
     end, windows = whole(trainer), callback.value.state_dict()["windows"]
     return {
@@ -231,7 +241,15 @@ def outcome_value(model: str, output: Path, start: dict[str, torch.Tensor]) -> d
         "learned": gather_object([[len(window["outcome"]) for window in windows]]),
         "buffers": gather_object([[{name: float(one.double().sum()) for name, one in w.items()} for w in windows]]),
         "valued": [line["process/valued_rows"] for line in trainer.state.log_history if "process/valued_rows" in line],
+        "weights": gather_object([[line.get("process/weight") for line in trainer.state.log_history]]),
+        "worth": gather_object([worth_of(callback)]),
     }
+
+
+def worth_of(callback: Any) -> list[dict[str, list]]:
+    """What a rank has seen of V, by window."""
+    windows = callback.state_dict()["worth"]["windows"]
+    return [{name: value.tolist() for name, value in window.items()} for window in windows]
 
 
 def own_rows(model: str, output: Path, **settings: Any) -> dict[str, Any]:
@@ -262,7 +280,8 @@ def own_rows(model: str, output: Path, **settings: Any) -> dict[str, Any]:
     reward = RewardPerWindow(lambda call, rank: rank == 1, constant=0.0)
     trainer = run(DASHTrainer, model, output, reward=reward, callbacks=[callback], **settings)
     logged = {name: value for name, value in trainer.state.log_history[0].items() if name.startswith("advantage/")}
-    return {**seen, "logged": logged, "ranks_agree": equal_on_all_ranks(whole(trainer))}
+    agree = equal_on_all_ranks(whole(trainer))
+    return {**seen, "logged": logged, "ranks_agree": agree, "worth": worth_of(callback)}
 
 
 def pad_to(rows: torch.Tensor, width: int) -> torch.Tensor:

@@ -88,12 +88,21 @@ def test_two_ranks(backend, tiny_model, tmp_path):
     assert outcome.pop("learned") == [[32, 16, 32]] * 2
     first, second = outcome.pop("buffers")
     assert first == second
+    weights, others = outcome.pop("weights")
+    assert weights == others and 0 < weights[2] < weights[0] == pytest.approx(1.0)
+    worth, of_other = outcome.pop("worth")
+    assert worth == of_other
+    # A window without values; one that only the first rank's rollouts say something of; one of all.
+    rollouts = [sum(count > 0 for count in window["rollouts"]) for window in worth]
+    assert rollouts == [16, 0, 4, 8] and len(worth[3]["rollouts"]) == 8
     valued = outcome.pop("valued")
     assert valued[0] == 0.0 < min(valued[1:])
     for name, rows in (("own rows", 16), ("rows of all", 32)):  # the second: one group, which lies on both ranks
         for rank in (credit := results.pop(name)):
             assert rank["rows"] == rows and rank["ranks_agree"] and rank["difference"] <= 1e-12, name
             assert rank["logged"] == credit[0]["logged"] and rank["logged"]["advantage/std"] > 0, name
+            assert rank["worth"] == credit[0]["worth"] and sum(rank["worth"][0]["rollouts"]) > 16, name
+            assert len(rank["worth"][0]["rollouts"]) == 32 // (4 if rows == 16 else 32), "each group once"
         assert sum(rank["valued"] for rank in credit) > 0
     assert results.pop("Monte Carlo values") == [{"rows": [16, 16], "right": True}] * 2
     nan, filled, *others = results["unknown log-probs"].pop("off_policy")

@@ -364,8 +364,8 @@ def _number(settings: CreditSettings) -> float:
     """w_p."""
     if settings.process_weight == "auto":
         raise ValueError(
-            "process_weight='auto' is another number in each window, which ProcessRewardCallback knows. Give an estimator "
-            "that you call yourself the number: dataclasses.replace(settings, process_weight=0.5)."
+            "process_weight='auto' is another number in each window, which ProcessRewardCallback knows. Give an "
+            "estimator that you call yourself the number: dataclasses.replace(settings, process_weight=0.5)."
         )
     return settings.process_weight
 

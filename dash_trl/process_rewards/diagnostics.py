@@ -157,9 +157,9 @@ class Diagnostics:
             "entropy",
             entropy < LOST * first,
             f"The policy's mean entropy per token has fallen to {entropy:.2g}, from {first:.2g} in the first windows "
-            "that V paid for. V is made of the policy's own log-probs, so that its credit may pay for being sure, whatever "
-            "is said; no figure of V's worth can see that. Look at the accuracy on held-out problems. A smaller "
-            "process_weight, an entropy bonus (entropy_coef) or a value that is not made of confidence end it.",
+            "that V paid for. V is made of the policy's own log-probs, so that its credit may pay for being sure, "
+            "whatever is said; no figure of V's worth can see that. Look at the accuracy on held-out problems. If it "
+            "falls, use a smaller process_weight (0 ends it), or a value that is not made of log-probs.",
         )
 
     def _note(self, check: str, failed: bool, message: str) -> None:

@@ -185,8 +185,8 @@ class Watch:
         found = {"process/concordance": float(of_all.won.sum() / pairs.sum())}
         if mixed.sum() >= LEAST_GROUPS:
             sums = torch.stack([of_all.won.sum(dim=1), pairs], dim=1)[mixed]
-            share, margin = interval(sums, lambda sums: sums[..., 0] / sums[..., 1])
-            found["process/concordance_low"] = max(0.0, share - margin)
+            odds, margin = interval(sums, _log_odds)
+            found["process/concordance_low"] = (1 + math.tanh((odds - margin) / 2)) / 2
         shares = (of_all.won.sum(dim=0) / of_all.pairs.sum(dim=0)).tolist()
         found |= {f"process/concordance_{third}_third": share for third, share in zip(THIRDS, shares, strict=True)}
         found["process/concordance_position"] = float(of_all.shorter.sum() / pairs.sum())
@@ -220,6 +220,12 @@ class Watch:
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
         self._windows = [Evidence(**window) for window in state][-WINDOWS:]
+
+
+def _log_odds(sums: Tensor) -> Tensor:
+    """log odds of won pairs, whose interval is right where a share's would reach beyond 1; half a pair to each side."""
+    won, pairs = sums.unbind(-1)
+    return ((won + 0.5) / (pairs - won + 0.5)).log()
 
 
 def _fisher(sums: Tensor) -> Tensor:
