@@ -276,7 +276,8 @@ def own_rows(model: str, output: Path, **settings: Any) -> dict[str, Any]:
         return credit
 
     ESTIMATORS["compared"] = compared
-    callback = ProcessRewardCallback(AnswerLogProbValue(" = "), estimator="compared")
+    episodes: dict[str, Any] = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2}
+    callback = ProcessRewardCallback(AnswerLogProbValue(" = "), estimator="compared", **episodes)
     reward = RewardPerWindow(lambda call, rank: rank == 1, constant=0.0)
     trainer = run(DASHTrainer, model, output, reward=reward, callbacks=[callback], **settings)
     logged = {name: value for name, value in trainer.state.log_history[0].items() if name.startswith("advantage/")}

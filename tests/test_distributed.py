@@ -101,7 +101,7 @@ def test_two_ranks(backend, tiny_model, tmp_path):
         for rank in (credit := results.pop(name)):
             assert rank["rows"] == rows and rank["ranks_agree"] and rank["difference"] <= 1e-12, name
             assert rank["logged"] == credit[0]["logged"] and rank["logged"]["advantage/std"] > 0, name
-            assert rank["worth"] == credit[0]["worth"] and sum(rank["worth"][0]["rollouts"]) > 16, name
+            assert rank["worth"] == credit[0]["worth"] and sum(rank["worth"][0]["rollouts"]) > 8, name
             assert len(rank["worth"][0]["rollouts"]) == 32 // (4 if rows == 16 else 32), "each group once"
         assert sum(rank["valued"] for rank in credit) > 0
     assert results.pop("Monte Carlo values") == [{"rows": [16, 16], "right": True}] * 2
