@@ -176,6 +176,7 @@ class Method:
     anchored: bool = False
 
 
+AUTO = CreditSettings(process_weight="auto")
 # The first ones are made where no other is asked for.
 METHODS: dict[str, Method | None] = {
     "outcome only": None,
@@ -183,6 +184,7 @@ METHODS: dict[str, Method | None] = {
     "episode": Method("episode"),
     "centered_return, anchored": Method("centered_return", anchored=True),
     "episode, anchored": Method("episode", anchored=True),
+    "centered_return, anchored, auto": Method("centered_return", settings=AUTO, anchored=True),
     "gae": Method("gae"),
     "centered_return, true V": Method("centered_return", TrueValue),
     "episode, true V": Method("episode", TrueValue),
