@@ -196,7 +196,7 @@ def test_other_k_are_new_figures_of_the_same_samples(tiny_model, problems, rewar
         reward,
     )
     evaluate(tiny_model, *arguments, *FAST, "--output_dir", tmp_path / "out")
-    monkeypatch.setattr("dash_trl.evaluation.command.open_sampler", None)
+    monkeypatch.setattr("dash_trl.evaluation.arguments.open_sampler", None)
     evaluate(tiny_model, *arguments, *FAST, "--output_dir", tmp_path / "out", "--k", 3)
     (figures,) = (tmp_path / "out").glob("*.json")
     assert list(json.loads(figures.read_text())["pass_at"]) == ["3"]

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
+    from dash_trl.evaluation.arguments import TaskArguments
     from dash_trl.evaluation.checkpoint import Checkpoint
     from dash_trl.evaluation.estimates import CORRECT_ABOVE, bootstrap_interval, pass_at_k
     from dash_trl.evaluation.local import LocalSampler
     from dash_trl.evaluation.measure import Evaluation, accuracy, evaluate, sample_completions
     from dash_trl.evaluation.opening import open_sampler
     from dash_trl.evaluation.records import Records
-    from dash_trl.evaluation.sampler import SampledCompletion, Sampler
-    from dash_trl.evaluation.servers import ServerSampler
-    from dash_trl.evaluation.tasks import Reward, hash_of
+    from dash_trl.evaluation.sampler import Draw, SampledCompletion, Sampler
+    from dash_trl.evaluation.servers import ServerSampler, check_shapes
+    from dash_trl.evaluation.tasks import Reward, Task, hash_of, model_of
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 ADAPTER = "adapter_config.json"  # peft's, in the directory of an adapter
@@ -76,6 +77,11 @@ class Checkpoint:
 
             model = PeftModel.from_pretrained(model, str(Path(self.name).expanduser())).merge_and_unload()
         return model.to(device).eval()
+
+    def load_here(self) -> Any:
+        """On a GPU in its own dtype; on a CPU in float32, where half precision is slow if it is there at all."""
+        on_gpu = torch.cuda.is_available()
+        return self.load("auto" if on_gpu else torch.float32, "cuda" if on_gpu else "cpu")
 
     @cached_property
     def fingerprint(self) -> str:

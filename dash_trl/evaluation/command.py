@@ -20,24 +20,22 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser
 
-from dash_trl.evaluation.checkpoint import EMBEDDED, Checkpoint
+from dash_trl.evaluation.arguments import TaskArguments
+from dash_trl.evaluation.checkpoint import Checkpoint
 from dash_trl.evaluation.estimates import CORRECT_ABOVE
 from dash_trl.evaluation.figures import figures_of, remarks, table
-from dash_trl.evaluation.local import BATCH_SIZE
-from dash_trl.evaluation.opening import open_sampler
 from dash_trl.evaluation.records import Records
 from dash_trl.evaluation.sampler import Draw
 from dash_trl.evaluation.servers import check_shapes
-from dash_trl.evaluation.tasks import EMBEDDED_SETS, Task, hash_of, model_of
+from dash_trl.evaluation.tasks import Task, hash_of, model_of
 from dash_trl.monitoring import plot_pass_at_k
-from dash_trl.rewards import DEFAULT_NAME
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -45,52 +43,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PICTURE = "pass_at_k.png"
-WEIGHT_DIR = "_vllm_weights"
 
 
 @dataclass
-class EvaluationArguments:
-    """What is measured, how it is sampled, and where the results go."""
+class EvaluationArguments(TaskArguments):
+    """How often each problem is tried, and where the results go."""
 
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "A hub name or a local path: GSM8K, MATH-500, AIME, OlympiadBench, MBPP+, HumanEval+, or what has "
-            f"their columns; or one of {', '.join(EMBEDDED_SETS)}, the default of the model 'embedded'."
-        },
-    )
-    dataset_config: str | None = field(default=None, metadata={"help": "The hub's name for a part of the data set."})
-    dataset_test_split: str = field(default="test", metadata={"help": "Its split, or a part of it: 'test[:100]'."})
-    prompt_template: str | None = field(
-        default=None,
-        metadata={"help": "A name in dash_trl.data.PROMPT_TEMPLATES, or a text with {problem}; as in training."},
-    )
     num_samples: int = field(default=16, metadata={"help": "Completions of each problem."})
     k: list[int] | None = field(
         default=None, metadata={"help": "Of pass@k; at most num_samples. Default: 1, 2, 4, … up to num_samples."}
     )
-    temperature: float = field(default=1.0, metadata={"help": "0 decodes greedily, with one sample."})
-    max_completion_length: int | None = field(
-        default=None, metadata={"help": "Tokens of a completion. Default: 2048, or what an embedded problem needs."}
-    )
-    seed: int = field(default=0, metadata={"help": "Of the samples and of the intervals."})
-    use_vllm: bool = field(default=False, metadata={"help": "Sample by vLLM in this process; else by transformers."})
-    vllm_server_urls: list[str] | None = field(
-        default=None, metadata={"help": "Sample from these servers (python -m dash_trl.serve); they get the weights."}
-    )
-    per_device_eval_batch_size: int = field(
-        default=BATCH_SIZE, metadata={"help": "Rows that transformers samples side by side. The samples depend on it."}
-    )
-    reward_path: str | None = field(
-        default=None, metadata={"help": "A Python file with a reward function that says what is correct (> 0.5)."}
-    )
-    reward_name: str = field(
-        default=DEFAULT_NAME, metadata={"help": "What it is called there: a function, a class, or a RewardAgent."}
-    )
     output_dir: str = field(default="outputs/evaluation", metadata={"help": "Where the results go."})
 
     def __post_init__(self) -> None:
-        Draw(self.num_samples, self.temperature, self.max_completion_length or 1, self.seed)
+        super().__post_init__()
+        Draw(self.num_samples, self.temperature, 1, self.seed)
         if self.k is None:
             self.k = [2**i for i in range(self.num_samples.bit_length())]
         self.k = sorted(set(self.k))
@@ -100,37 +67,6 @@ class EvaluationArguments:
                 f"k={wrong or self.k} with num_samples={self.num_samples}: pass@k takes 1 <= k <= num_samples samples "
                 f"of each problem. Add --num_samples {max([*wrong, 1])}, or ask for smaller k."
             )
-        if self.max_completion_length is not None and self.max_completion_length < 1:
-            raise ValueError(f"max_completion_length={self.max_completion_length}: a completion has at least 1 token.")
-        if self.backend != "transformers" and self.per_device_eval_batch_size != BATCH_SIZE:
-            raise ValueError(
-                f"per_device_eval_batch_size={self.per_device_eval_batch_size} has no effect with vLLM: leave it out."
-            )
-        if self.reward_path is None and self.reward_name != DEFAULT_NAME:
-            raise ValueError(f"reward_name={self.reward_name!r} has no effect without --reward_path, its file.")
-
-    @property
-    def backend(self) -> str:
-        return "servers" if self.vllm_server_urls else "vllm" if self.use_vllm else "transformers"
-
-    def task(self, models: Sequence[str]) -> Task:
-        name = self.dataset_name
-        if name is None:
-            others = [model for model in models if model != EMBEDDED]
-            if others:
-                raise ValueError(
-                    f"There is no dataset for {others[0]!r}: add --dataset_name, a hub name such as openai/gsm8k (with "
-                    f"--dataset_config main), a local path, or one of {', '.join(EMBEDDED_SETS)}."
-                )
-            name = EMBEDDED
-        copied = {one.name: getattr(self, one.name) for one in fields(Task) if one.name != "dataset_name"}
-        return Task(name, **copied)
-
-    def settings(self) -> dict[str, Any]:
-        """What samples depend on, beside the model, the problems and the reward."""
-        names = ("dataset_config", "dataset_test_split", "prompt_template", "num_samples", "temperature", "seed")
-        local = {"batch_size": self.per_device_eval_batch_size} if self.backend == "transformers" else {}
-        return {**{name: getattr(self, name) for name in names}, "sampler": self.backend, **local}
 
 
 @dataclass(frozen=True)
@@ -180,7 +116,7 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
             reward.check_columns(job.problems.column_names)
         if arguments.vllm_server_urls and any(job.left for job in jobs):
             check_shapes([job.checkpoint for job in jobs if job.left], arguments.vllm_server_urls)
-        length = arguments.max_completion_length or task.max_completion_length
+        length = arguments.length(task)
         results = {}
         for job in jobs:
             if job.left:
@@ -199,12 +135,7 @@ def _jobs(
     models: Sequence[str], task: Task, arguments: EvaluationArguments, folder: Path, stack: ExitStack
 ) -> Iterator[Job]:
     """Opens the files of all models, and says of each what is wrong with it."""
-    shared = {
-        "dataset_name": task.dataset_name,
-        **arguments.settings(),
-        "max_completion_length": arguments.max_completion_length or task.max_completion_length,
-        **task.reward_settings(),
-    }
+    shared = {**arguments.settings(task), "num_samples": arguments.num_samples}
     problems: dict[bool, Dataset] = {}
     checkpoints = [Checkpoint(model_of(model, task)) for model in models]
     for model, label, checkpoint in zip(models, labels(models), checkpoints, strict=True):
@@ -240,13 +171,7 @@ def _sample(job: Job, reward: Any, arguments: EvaluationArguments, length: int, 
     correct = [sample["reward"] for row in done.values() for sample in row["samples"]]
     correct = [one > CORRECT_ABOVE for one in correct if one is not None]
     with (
-        open_sampler(
-            job.checkpoint,
-            backend="vllm" if arguments.use_vllm else "transformers",
-            server_urls=arguments.vllm_server_urls or (),
-            batch_size=arguments.per_device_eval_batch_size,
-            weight_dir=folder / WEIGHT_DIR,
-        ) as sampler,
+        arguments.open_sampler(job.checkpoint, folder) as sampler,
         tqdm(total=len(job.problems), initial=len(done), desc=job.label, unit="problem") as bar,
     ):
         for index, samples in sampler.sample(

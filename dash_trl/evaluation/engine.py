@@ -54,7 +54,7 @@ class VLLMSampler(Sampler):
             parameters = SamplingParams(
                 n=draw.num_samples,
                 temperature=draw.temperature,
-                max_tokens=draw.max_new_tokens,
+                max_tokens=draw.room(index),
                 seed=draw.stream(index),
                 stop_token_ids=self.end_tokens,
                 output_kind=RequestOutputKind.FINAL_ONLY,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,9 +40,10 @@ class LocalSampler(Sampler):
             batch = rows[start : start + self.batch_size]
             if left.isdisjoint(batch):
                 continue
-            for index, ids in zip(batch, self._generate([prompts[i] for i in batch], draw, number), strict=True):
+            longest = replace(draw, max_new_tokens=max(map(draw.room, batch)))
+            for index, ids in zip(batch, self._generate([prompts[i] for i in batch], longest, number), strict=True):
                 if index in left:
-                    drawn[index].append(ids)
+                    drawn[index].append(ids[: draw.room(index)])
                     if len(drawn[index]) == draw.num_samples:
                         yield index, drawn.pop(index)
 

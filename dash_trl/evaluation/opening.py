@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from dash_trl.embedded import embedded_model
 from dash_trl.evaluation.checkpoint import EMBEDDED, Checkpoint
 from dash_trl.evaluation.local import BATCH_SIZE, LocalSampler
@@ -52,7 +50,4 @@ def open_sampler(
         from dash_trl.evaluation.engine import VLLMSampler
 
         return VLLMSampler(model)
-    on_gpu = torch.cuda.is_available()
-    # On a CPU half precision is slow where it is there at all.
-    loaded = model.load("auto" if on_gpu else torch.float32, "cuda" if on_gpu else "cpu")
-    return LocalSampler(loaded, model.tokenizer, batch_size)
+    return LocalSampler(model.load_here(), model.tokenizer, batch_size)

@@ -34,11 +34,13 @@ class SampledCompletion:
 
 @dataclass(frozen=True)
 class Draw:
-    """How completions are drawn: `num_samples` of each prompt, at a temperature (0: greedy), of `max_new_tokens`."""
+    """How completions are drawn: `num_samples` of each prompt, at a temperature (0: greedy), of `max_new_tokens`, which
+    may be another number for each prompt.
+    """
 
     num_samples: int
     temperature: float
-    max_new_tokens: int
+    max_new_tokens: int | Sequence[int]
     seed: int
 
     def __post_init__(self) -> None:
@@ -47,8 +49,13 @@ class Draw:
                 f"temperature={self.temperature} with num_samples={self.num_samples}: greedy decoding (temperature 0) "
                 "gives one sample per prompt. Use num_samples=1, or a temperature above 0."
             )
-        if self.max_new_tokens < 1:
+        fewest = self.max_new_tokens if isinstance(self.max_new_tokens, int) else min(self.max_new_tokens, default=1)
+        if fewest < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} leaves no room for a completion: give at least 1.")
+
+    def room(self, index: int) -> int:
+        """The most tokens of a completion of this prompt."""
+        return self.max_new_tokens if isinstance(self.max_new_tokens, int) else self.max_new_tokens[index]
 
     def stream(self, number: int) -> int:
         """The seed of one of its streams (a batch, a request): those of neighbouring seeds have nothing in common."""
@@ -83,21 +90,23 @@ class Sampler(ABC):
             done: indices of prompts that are not needed any more. What is drawn for the others is what would be drawn
                 for them without it, so that an interrupted run goes on with all prompts and those that it has.
         """
-        draw = Draw(num_samples, temperature, max_new_tokens, seed)
         ids = [self.prompt_ids(prompt) for prompt in prompts]
-        left = set(range(len(ids))).difference(done)
-        return self._completions(self._draw(ids, draw, left) if left else iter(()))
+        return self.continuations(ids, Draw(num_samples, temperature, max_new_tokens, seed), done=done)
 
-    def _completions(self, drawn: Iterator[Drawn]) -> Iterator[tuple[int, list[SampledCompletion]]]:
-        for index, rows in drawn:
-            texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
-            yield (
-                index,
-                [
-                    SampledCompletion(text, ids, truncated=not ids or ids[-1] not in self.end_tokens)
-                    for text, ids in zip(texts, rows, strict=True)
-                ],
-            )
+    def continuations(
+        self, prefixes: Sequence[Sequence[int]], draw: Draw, *, done: Collection[int] = ()
+    ) -> Iterator[tuple[int, list[SampledCompletion]]]:
+        """`sample` of token ids, such as prompts with the beginning of a completion: what comes behind each of them."""
+        left = set(range(len(prefixes))).difference(done)
+        drawn = self._draw(list(map(list, prefixes)), draw, left) if left else iter(())
+        return ((index, self.completions(rows)) for index, rows in drawn)
+
+    def completions(self, rows: Sequence[list[int]]) -> list[SampledCompletion]:
+        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        return [
+            SampledCompletion(text, ids, truncated=not ids or ids[-1] not in self.end_tokens)
+            for text, ids in zip(texts, rows, strict=True)
+        ]
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

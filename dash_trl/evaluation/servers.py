@@ -47,7 +47,7 @@ class ServerSampler(Sampler):
             sampling = {
                 **OWN_DISTRIBUTION,
                 "temperature": draw.temperature,
-                "max_tokens": draw.max_new_tokens,
+                "max_tokens": draw.room(index),
                 "stop_token_ids": self.end_tokens,
                 **({"seed": draw.stream(index)} if self._takes_seeds else {}),
             }
