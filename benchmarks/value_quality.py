@@ -1,132 +1,152 @@
-"""Is V(prefix) worth anything? Against Monte Carlo success on the embedded task, where truth is cheap.
+"""Is V(prefix) worth anything? Against Monte Carlo success on the embedded tasks, where truth is cheap.
 
-    python benchmarks/value_quality.py --json value_quality.json          # ~4 minutes on 2 cores
+    python benchmarks/value_quality.py --json value_quality.json                       # ~4 minutes on 2 cores
+    python benchmarks/value_quality.py --task confident --json confident.json        # a model sure of its errors
 
-256 sampled responses (64 problems × 4), cut at their lines; from every boundary K = 32 completions are sampled with the
-model itself, and their share of right answers is the truth. Reported for each force prompt and space: Spearman's ρ of V
-with the truth, and the AUC of V for "succeeds more often than not", over all boundaries and within the boundaries of
-one problem (the honest figure: credit compares prefixes of one problem); ρ of U with the difference of the truth. The
-rival is the position alone: the boundary's number in its response.
+What `python -m dash_trl.value_quality` measures, for more values: 256 responses (64 problems × 4), cut at their lines;
+from every boundary K = 32 completions are sampled with the model itself, and their share of right answers is the truth.
+The rows: the boundary's number (the rival); force prompts; `OutcomeValue` by the number of rollouts, of other problems,
+that it is fitted to; and, with all of these, by the numbers that it is fitted with.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
-import statistics
-from collections.abc import Sequence
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_model
-from dash_trl.process_rewards import AnswerLogProbValue, Segmenter, ValueRequest, auc, line_starts, spearman, within
+from dash_trl.evaluation import Checkpoint, Reward, open_sampler
+from dash_trl.monitoring import plot_value_quality
+from dash_trl.process_rewards import FEATURES, AnswerLogProbValue, OutcomeValue, Segmenter, ValueRequest, line_starts
+from dash_trl.value_quality import Candidate, Plan, choose, collect, measure, table
 
-PROMPTS, RESPONSES, ROLLOUTS, BATCH, LONGEST = 64, 4, 32, 256, 64
-END = "<|im_end|>"
+BATCH, END = 256, "<|im_end|>"
+SIZES = (128, 256, 512, 1024, 2048)
 FORCE_PROMPTS = {
     "The answer is N<|im_end|>": ("The answer is ", END),
     "The answer is N": ("The answer is ", ""),
     "Wait, the answer is N": ("Wait, The answer is ", END),
     "=N": ("=", ""),
 }
+# The numbers that `OutcomeValue` is fitted with, by what is left of them.
+SUBSETS = {
+    "without entropies": [name for name in FEATURES if "entropies" not in name],
+    "without the last episode's": [name for name in FEATURES if "last episode" not in name],
+    "confidence only": [name for name in FEATURES if name != "position"],
+    "position only": ["position"],
+}
 
 
-@torch.no_grad()
-def sample(model: Any, tokenizer: Any, prefixes: Sequence[Sequence[int]]) -> list[list[int]]:
-    """One completion of each prefix at temperature 1, without the end token."""
-    order = sorted(range(len(prefixes)), key=lambda i: len(prefixes[i]))
-    completions: list[list[int]] = [[] for _ in prefixes]
-    for start in range(0, len(order), BATCH):
-        rows = order[start : start + BATCH]
-        width = max(len(prefixes[i]) for i in rows)
-        pad = tokenizer.pad_token_id
-        generated = model.generate(
-            input_ids=torch.tensor([[pad] * (width - len(prefixes[i])) + list(prefixes[i]) for i in rows]),
-            attention_mask=torch.tensor([[0] * (width - len(prefixes[i])) + [1] * len(prefixes[i]) for i in rows]),
-            do_sample=True,
-            max_new_tokens=LONGEST,
-            pad_token_id=pad,
-        )
-        for i, ids in zip(rows, generated[:, width:].tolist(), strict=True):
-            end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
-            completions[i] = ids[:end]
-    return completions
+@dataclass(frozen=True)
+class Task:
+    """What is measured: a model, problems to fit values to, others to measure them on, and the reward."""
+
+    model: str
+    train: Any
+    test: Any
+    reward: Callable[..., list[float]]
+    longest: int
+
+
+def embedded() -> Task:
+    return Task(embedded_model(), arithmetic_dataset("train", 1024), arithmetic_dataset("test"), arithmetic_reward, 64)
+
+
+def confident() -> Task:
+    from confident import LONGEST, confident_dataset, confident_model
+
+    return Task(confident_model(), confident_dataset("train"), confident_dataset("test"), arithmetic_reward, LONGEST)
+
+
+TASKS = {"embedded": embedded, "confident": confident}
+
+
+class PartOfOutcomeValue(OutcomeValue):
+    """Fitted with some of the numbers only."""
+
+    def __init__(self, names: Sequence[str], **settings: Any):
+        super().__init__(**settings)
+        self.kept = [FEATURES.index(name) for name in names]
+
+    def _features(self, request: ValueRequest) -> list[list[float]]:
+        return [[row[column] for column in self.kept] for row in super()._features(request)]
+
+    def _columns(self, requests: Sequence[ValueRequest]) -> int:
+        return len(self.kept)
+
+
+class SumOfLogProbs:
+    """Σ log p of the tokens up to the boundary: nothing is fitted."""
+
+    space = "log"
+    needs_answers = False
+    needs_log_probs = True
+
+    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
+        return [[sum(one.log_probs[:boundary]) for boundary in one.boundaries] for one in requests]
+
+
+def candidates() -> list[Candidate]:
+    found = [
+        Candidate(f"{name}, {space}", AnswerLogProbValue(prompt, closing=closing, space=space))
+        for name, (prompt, closing) in FORCE_PROMPTS.items()
+        for space in ("log", "probability")
+    ]
+    return [*found, Candidate("outcome", OutcomeValue(num_windows=1), taught=True)]
+
+
+def parts() -> list[Candidate]:
+    found = [
+        Candidate(f"outcome, {name}", PartOfOutcomeValue(names, num_windows=1), taught=True)
+        for name, names in SUBSETS.items()
+    ]
+    return [*found, Candidate("sum of log-probs, not fitted", SumOfLogProbs())]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=TASKS, default="embedded")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="and draw them to this one")
     arguments = parser.parse_args()
-    torch.manual_seed(0)
-    path = embedded_model()
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
-    segmenter = Segmenter(tokenizer, markers=line_starts, min_episode_tokens=1)
-
-    rows = list(arithmetic_dataset("test", PROMPTS))
-    prompts = [
-        tokenizer(
-            tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False),
-            add_special_tokens=False,
-        )["input_ids"]
-        for row in rows
-    ]
-    owners = [problem for problem in range(PROMPTS) for _ in range(RESPONSES)]
-    responses = sample(model, tokenizer, [prompts[i] for i in owners])
-    requests = [
-        ValueRequest(tuple(prompts[i]), tuple(response), segmenter(response).boundaries, (rows[i]["answer"],))
-        for i, response in zip(owners, responses, strict=True)
-    ]
-    places = [(r, k) for r, request in enumerate(requests) for k in range(len(request.boundaries))]
-    prefixes = [[*requests[r].prompt_ids, *requests[r].completion_ids[: requests[r].boundaries[k]]] for r, k in places]
-    finished = sample(model, tokenizer, [prefix for prefix in prefixes for _ in range(ROLLOUTS)])
-    texts = tokenizer.batch_decode(
-        [
-            [*requests[r].completion_ids[: requests[r].boundaries[k]], *finished[n * ROLLOUTS + j]]
-            for n, (r, k) in enumerate(places)
-            for j in range(ROLLOUTS)
-        ]
-    )
-    answers = [rows[owners[r]]["answer"] for r, _ in places for _ in range(ROLLOUTS)]
-    right = arithmetic_reward(texts, answers)
-    truth = [sum(right[n * ROLLOUTS : (n + 1) * ROLLOUTS]) / ROLLOUTS for n in range(len(places))]
-    problems = [owners[r] for r, _ in places]
-    likely = [value > 0.5 for value in truth]
-    steps = [n for n, (_, k) in enumerate(places) if k > 0]  # place n − 1 is the boundary before
-    true_steps = [truth[n] - truth[n - 1] for n in steps]
-    step_problems = [problems[n] for n in steps]
-    print(f"{len(requests)} responses, {len(places)} boundaries, mean success {statistics.mean(truth):.3f}")
-
-    results: dict[str, Any] = {"responses": len(requests), "boundaries": len(places)}
-    columns = ("spearman", "spearman_within", "auc", "auc_within", "u_spearman", "u_spearman_within")
-    print(f"{'predictor':42}" + "".join(f"{column:>18}" for column in columns))
-
-    def report(name: str, values: Sequence[float]) -> None:
-        utilities = [values[n] - values[n - 1] for n in steps]
-        figures = (
-            spearman(values, truth),
-            within(spearman, problems, values, truth),
-            auc(values, likely),
-            within(auc, problems, values, likely),
-            spearman(utilities, true_steps),
-            within(spearman, step_problems, utilities, true_steps) if len(set(utilities)) > 1 else None,
-        )
-        results[name] = dict(zip(columns, figures, strict=True))
-        print(f"{name:42}" + "".join(f"{'–':>18}" if f is None else f"{f:18.3f}" for f in figures), flush=True)
-
-    report("position", [float(k) for _, k in places])
-    for name, (force_prompt, closing) in FORCE_PROMPTS.items():
-        for space in ("log", "probability"):
-            estimator = AnswerLogProbValue(force_prompt, closing=closing, space=space)
-            values = [value for row in estimator.score(requests, model, tokenizer) for value in row]
-            report(f"{name}, {space}", values)
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("dash_trl").setLevel(logging.INFO)
+    started = time.perf_counter()
+    task = TASKS[arguments.task]()
+    checkpoint = Checkpoint(task.model)
+    segmenter = Segmenter(checkpoint.tokenizer, markers=line_starts, min_episode_tokens=1)
+    plan = Plan(fit_rollouts=SIZES, max_completion_length=task.longest, shortest=1)
+    measured, to_fit = choose(task.test, task.train, plan)
+    settings = {"model": task.model, "segmentation": "lines"}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Reward(task.reward) as reward,
+        open_sampler(checkpoint, batch_size=BATCH) as sampler,
+    ):
+        study = collect(sampler, reward, measured, to_fit, plan, segmenter, Path(folder), settings)
+        sampled = time.perf_counter() - started
+        results = measure(candidates(), study, plan, sampler.model, checkpoint.tokenizer)
+        rest = measure(parts(), study, replace(plan, fit_rollouts=SIZES[-1:]), sampler.model, checkpoint.tokenizer)
+    results = replace(results, figures={**results.figures, **rest.figures}, values={**results.values, **rest.values})
+    found = {"task": arguments.task, **results.as_json(study)}
+    print(f"\n{found['responses']} responses, {found['boundaries']} boundaries, mean success {found['mean_truth']:.3f}")
+    print(table(results.figures))
+    print(f"{sampled:.0f} s for the samples, {time.perf_counter() - started:.0f} s in all")
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    if arguments.plot:
+        plot_value_quality(found, arguments.plot, title=arguments.task)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dash_trl.evaluation.measure import Evaluation, accuracy, evaluate, sample_completions
     from dash_trl.evaluation.opening import open_sampler
     from dash_trl.evaluation.records import Records
-    from dash_trl.evaluation.sampler import Draw, SampledCompletion, Sampler
+    from dash_trl.evaluation.sampler import Draw, SampledCompletion, Sampler, prompt_ids
     from dash_trl.evaluation.servers import ServerSampler, check_shapes
     from dash_trl.evaluation.tasks import Reward, Task, hash_of, model_of
 

@@ -90,7 +90,7 @@ class Sampler(ABC):
             done: indices of prompts that are not needed any more. What is drawn for the others is what would be drawn
                 for them without it, so that an interrupted run goes on with all prompts and those that it has.
         """
-        ids = [self.prompt_ids(prompt) for prompt in prompts]
+        ids = [prompt_ids(prompt, self.tokenizer) for prompt in prompts]
         return self.continuations(ids, Draw(num_samples, temperature, max_new_tokens, seed), done=done)
 
     def continuations(
@@ -108,12 +108,6 @@ class Sampler(ABC):
             for text, ids in zip(texts, rows, strict=True)
         ]
 
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer(prompt)["input_ids"]
-        text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
     @abstractmethod
     def _draw(self, prompts: list[list[int]], draw: Draw, left: set[int]) -> Iterator[Drawn]:
         """(index, token ids of its completions) of those that are left, at least one, as they are done."""
@@ -126,6 +120,13 @@ class Sampler(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:

@@ -85,6 +85,10 @@ class Task:
                     )
 
     @property
+    def is_embedded(self) -> bool:
+        return self.dataset_name in EMBEDDED_SETS
+
+    @property
     def max_completion_length(self) -> int:
         known = EMBEDDED_SETS.get(self.dataset_name)
         return MAX_COMPLETION_LENGTH if known is None else known.max_completion_length

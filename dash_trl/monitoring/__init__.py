@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         sampler_metrics,
         staleness_metrics,
     )
-    from dash_trl.monitoring.plots import plot_pass_at_k, plot_run, read_metrics, smooth
+    from dash_trl.monitoring.plots import plot_pass_at_k, plot_run, plot_value_quality, read_metrics, smooth
     from dash_trl.monitoring.progress import MetricsFileCallback, RewardProgressCallback
     from dash_trl.monitoring.recorder import Recorder
     from dash_trl.monitoring.time_limit import TimeLimitCallback

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 # The phases of a step in the order in which they happen, bottom to top in the plot.
 PHASES = ("generate", "reward", "logprobs", "train")
+
+RESPONSES_DRAWN = 4  # along which truth and V are drawn: those whose truth moves most, of different problems
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -104,6 +106,59 @@ def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path,
         axis.legend(loc="lower right", frameon=False)
     figure.savefig(picture, dpi=120)
     return Path(picture)
+
+
+def plot_value_quality(found: Mapping[str, Any], picture: str | Path, *, title: str = "") -> Path:
+    """Draw how reliable values are that are probabilities, and one of them beside the truth along a few responses.
+
+    Args:
+        found: what `python -m dash_trl.value_quality` writes: `estimators`, name → figures, with `reliability`;
+            `values`, per response its boundaries, truth and values by name.
+        picture: the file to write.
+    Returns:
+        The path of the picture.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    reliable, along = figure.subplots(1, 2)
+    probabilities = {name: one for name, one in found["estimators"].items() if one["reliability"]}
+    reliable.plot([0, 1], [0, 1], color="lightgray", lw=1)
+    for name, figures in probabilities.items():
+        value, truth, _ = zip(*figures["reliability"], strict=True)
+        reliable.plot(value, truth, marker="o", markersize=3, label=name)
+    reliable.set(title="reliability", xlabel="V", ylabel="truth", xlim=(0, 1), ylim=(0, 1))
+    if probabilities:
+        reliable.legend(loc="upper left", frameon=False, fontsize="small")
+    best = max(probabilities, key=lambda name: probabilities[name]["spearman_within"] or -1.0, default=None)
+    moved = sorted(found["values"], key=_range_of_truth, reverse=True)
+    for number, one in enumerate(_of_different_problems(moved)[:RESPONSES_DRAWN]):
+        color = f"C{number}"
+        along.plot(one["boundaries"], [_nan(y) for y in one["truth"]], color=color, marker="o", markersize=3)
+        if best is not None:
+            along.plot(one["boundaries"], [_nan(v) for v in one[best]], color=color, ls="--")
+    along.set(title=f"truth (line) and V (dashed: {best})" if best else "truth", xlabel="token")
+    for axis in (reliable, along):
+        axis.spines[["top", "right"]].set_visible(False)
+    if title:
+        figure.suptitle(title)
+    figure.savefig(picture, dpi=120)
+    return Path(picture)
+
+
+def _range_of_truth(response: Mapping[str, Any]) -> float:
+    known = [one for one in response["truth"] if one is not None]
+    return max(known) - min(known) if known else 0.0
+
+
+def _of_different_problems(responses: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return list({one["problem"]: one for one in reversed(responses)}.values())[::-1]
+
+
+def _nan(value: float | None) -> float:
+    return float("nan") if value is None else value
 
 
 def _marked(name: str, figures: Mapping[str, Any]) -> str:

@@ -43,15 +43,22 @@ def auc(values: Sequence[float], labels: Sequence[bool]) -> float | None:
     return (total - positives * (positives - 1) / 2) / (positives * negatives)
 
 
-def within(
+def by_group(
     measure: Callable[[list[Any], list[Any]], float | None], groups: Sequence[Hashable], x: Sequence, y: Sequence
-) -> float | None:
-    """The mean of a measure over the groups in which it is defined; None where it is in none."""
+) -> list[float]:
+    """A measure of each group in which it is defined, in the order of their first members."""
     members: dict[Hashable, list[int]] = {}
     for i, group in enumerate(groups):
         members.setdefault(group, []).append(i)
     found = [measure([x[i] for i in rows], [y[i] for i in rows]) for rows in members.values()]
-    known = [value for value in found if value is not None]
+    return [value for value in found if value is not None]
+
+
+def within(
+    measure: Callable[[list[Any], list[Any]], float | None], groups: Sequence[Hashable], x: Sequence, y: Sequence
+) -> float | None:
+    """The mean of a measure over the groups in which it is defined; None where it is in none."""
+    known = by_group(measure, groups, x, y)
     return statistics.mean(known) if known else None
 
 

@@ -136,6 +136,10 @@ class OutcomeValue:
             }
         )
 
+    def learned_from(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the buffer has a rollout of this problem."""
+        return any(_number(prompt_ids) in window.problem for window in self._windows)
+
     def state_dict(self) -> dict[str, Any]:
         """The buffer, of which the fit is a function; the same on all ranks. Its tensors are never changed."""
         return {"windows": [dict(vars(window)) for window in self._windows]}
