@@ -3,8 +3,9 @@
     python benchmarks/value_quality.py --json value_quality.json                       # ~4 minutes on 2 cores
     python benchmarks/value_quality.py --task confident --json confident.json        # a model sure of its errors
 
-What `python -m dash_trl.value_quality` measures, for more values: 256 responses (64 problems × 4), cut at their lines;
-from every boundary K = 32 completions are sampled with the model itself, and their share of right answers is the truth.
+What `python -m dash_trl.value_quality` measures, for more values: 4 responses of each of 64 problems (of 32 longer ones
+of the second task), cut at their lines; from every boundary K = 32 completions are sampled with the model itself, and
+their share of right answers is the truth.
 The rows: the boundary's number (the rival); force prompts; `OutcomeValue` by the number of rollouts, of other problems,
 that it is fitted to; and, with all of these, by the numbers that it is fitted with.
 """
@@ -50,23 +51,30 @@ SUBSETS = {
 
 @dataclass(frozen=True)
 class Task:
-    """What is measured: a model, problems to fit values to, others to measure them on, and the reward."""
+    """What is measured: a model, problems to fit values to, others to measure them on, and the reward.
+
+    Args:
+        measured: how many of the others, for some 1,100 boundaries. longest: tokens of a response.
+    """
 
     model: str
     train: Any
     test: Any
     reward: Callable[..., list[float]]
+    measured: int
     longest: int
 
 
 def embedded() -> Task:
-    return Task(embedded_model(), arithmetic_dataset("train", 1024), arithmetic_dataset("test"), arithmetic_reward, 64)
+    train, test = arithmetic_dataset("train", 1024), arithmetic_dataset("test")
+    return Task(embedded_model(), train, test, arithmetic_reward, 64, 64)
 
 
 def confident() -> Task:
     from confident import LONGEST, confident_dataset, confident_model
 
-    return Task(confident_model(), confident_dataset("train"), confident_dataset("test"), arithmetic_reward, LONGEST)
+    train, test = confident_dataset("train"), confident_dataset("test")
+    return Task(confident_model(), train, test, arithmetic_reward, 32, LONGEST)
 
 
 TASKS = {"embedded": embedded, "confident": confident}
@@ -126,7 +134,7 @@ def main() -> None:
     task = TASKS[arguments.task]()
     checkpoint = Checkpoint(task.model)
     segmenter = Segmenter(checkpoint.tokenizer, markers=line_starts, min_episode_tokens=1)
-    plan = Plan(fit_rollouts=SIZES, max_completion_length=task.longest, shortest=1)
+    plan = Plan(task.measured, fit_rollouts=SIZES, max_completion_length=task.longest, shortest=1)
     measured, to_fit = choose(task.test, task.train, plan)
     settings = {"model": task.model, "segmentation": "lines"}
     with (

@@ -36,6 +36,7 @@ from dash_trl.rewards import JudgeError, JudgeReward
 from dash_trl.sampling.trl import VLLMPool
 from dash_trl.sampling.weights.snapshot import WeightMismatch
 from dash_trl.serve import DIRECT, Servers
+from dash_trl.value_quality.command import main as value_quality
 from dash_trl.workers.programs import Command
 
 pytestmark = pytest.mark.vllm
@@ -552,6 +553,18 @@ def test_evaluation_by_servers(servers, checkpoints, tiny_model, tmp_path, capsy
     again = file.read_text().splitlines()
     assert again[:11] == whole[:11] and again[12] == whole[12] and len(again) == 41
     assert [json.loads(line)["index"] for line in again[1:]] == list(range(40))
+
+
+def test_value_quality_by_servers(servers, tmp_path):
+    """Prefixes are completed by them; values get log-probs alone, as where a run samples from servers."""
+    to = ["--vllm_server_urls", *servers.urls, "--output_dir", str(tmp_path)]
+    small = "--num_problems 6 --num_samples 4 --num_rollouts 4 --fit_rollouts 256 --values outcome".split()
+    value_quality(["embedded", *small, *to])
+    found = json.loads((tmp_path / "value_quality.json").read_text())
+    assert found["responses"] == 24 and found["without_truth"] == 0 and found["settings"]["sampler"] == "servers"
+    assert found["estimators"]["outcome, 256 rollouts"]["spearman"] > 0.3
+    rows = [json.loads(line) for line in (tmp_path / "truth.jsonl").read_text().splitlines()[1:]]
+    assert all(len(row["samples"]) == 4 for row in rows) and 0.1 < found["mean_truth"] < 0.8
 
 
 IN_PROCESS = """

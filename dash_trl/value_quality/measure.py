@@ -24,7 +24,7 @@ class Results:
     values: dict[str, list[list[float]]]
 
     def as_json(self, study: Study) -> dict[str, Any]:
-        """The figures, and every response's truth and values; what is missing is None."""
+        """The figures, and of every response its truth and values; what is missing is None."""
         rows = enumerate(zip(study.problems, study.requests, study.truth, strict=True))
         truth = [one for row in study.truth for one in row]
         known = [one for one in truth if not math.isnan(one)]
@@ -37,6 +37,7 @@ class Results:
             "values": [
                 {
                     "problem": problem,
+                    "prompt": (request.example or {}).get("prompt"),
                     "boundaries": list(request.boundaries),
                     "truth": _known(truth),
                     **{name: _known(values[row]) for name, values in self.values.items()},
