@@ -25,7 +25,7 @@ UPDATE = [
 ]
 PURE = [f"update.{name}" for name in (*UPDATE, "skipped_steps")]
 PURE += [f"rollout.{name}" for name in ("ahead", "batch", "window", "resume")]
-PURE += ["monitoring.metrics", "monitoring.recorder"]
+PURE += ["monitoring.metrics", "monitoring.recorder", "value_quality.figures"]
 PURE += ["evaluation.estimates", "evaluation.figures", "evaluation.records"]
 PURE += [f"process_rewards.{name}" for name in ("agreement", "credit", "diagnostics", "features", "fit", "worth")]
 PURE += ["sampling.backlog", "sampling.health", "sampling.weights.checksum", "sampling.urls", "sampling.server"]

@@ -13,7 +13,7 @@ from dash_trl._lazy import lazy
 if TYPE_CHECKING:
     from dash_trl.value_quality.candidates import Candidate, Position, Stage
     from dash_trl.value_quality.figures import COLUMNS, figures_of, table
-    from dash_trl.value_quality.measure import Results, measure
+    from dash_trl.value_quality.results import Results, measure
     from dash_trl.value_quality.study import Plan, Study, choose, collect
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -36,7 +36,7 @@ from dash_trl.process_rewards import (
 )
 from dash_trl.value_quality.candidates import Candidate, imported, saved
 from dash_trl.value_quality.figures import table
-from dash_trl.value_quality.measure import Results, measure
+from dash_trl.value_quality.results import Results, measure
 from dash_trl.value_quality.study import ANSWER, FIT_SAMPLES, Plan, choose, collect
 
 logger = logging.getLogger(__name__)
