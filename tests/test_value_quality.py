@@ -12,14 +12,14 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, HfArgumentParser
 
 from dash_trl import ProcessRewardCallback
 from dash_trl.evaluation import Draw, LocalSampler
 from dash_trl.process_rewards import OutcomeValue, ValueRequest
 from dash_trl.value_quality import Plan, choose, figures_of
 from dash_trl.value_quality.candidates import Stage, with_log_probs
-from dash_trl.value_quality.command import main
+from dash_trl.value_quality.command import ValueQualityArguments, main
 
 PROBLEMS = [{"problem": f"{i} + {i}", "answer": str(2 * i)} for i in range(30)]
 SMALL = ("--dataset_test_split", "train", "--num_problems", 6, "--num_samples", 5, "--num_rollouts", 4)
@@ -196,8 +196,12 @@ def test_rewards_beyond_0_and_1_and_failed_ones(tiny_model, caplog):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_those_of_a_pass_per_response(tiny_model, temperature):
+@pytest.mark.parametrize("absolute", [False, True])
+def test_log_probs_are_those_of_a_pass_per_response(tiny_model, temperature, absolute):
+    """Also of a model that counts positions from the row's beginning."""
     model, generator = AutoModelForCausalLM.from_pretrained(tiny_model), random.Random(0)
+    if absolute:
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=1024)).eval()
     requests = [
         ValueRequest(*(tuple(generator.randrange(3, 290) for _ in range(n)) for n in lengths), (0,))
         for lengths in [(3, 5), (1, 1), (600, 20), (7, 900), (2, 64), (5, 5)]
@@ -272,6 +276,8 @@ WITHOUT_MODEL_LOADING = {
     "no such module": (("--value_path", "none.such"), "ModuleNotFoundError"),
     "no such name": (("--value_path", "my_values.Perfekt"), "AttributeError"),
     "not callable": (("--value_path", "my_values.math"), "cannot estimate"),
+    "one that samples": (("--value_path", "dash_trl.process_rewards.MonteCarloValue"), "is a MonteCarloValue, which"),
+    "one of servers": (("--value_path", "dash_trl.process_rewards.ServerValue"), "is a ServerValue, which"),
     "no state": (("--checkpoint", "."), "has no OutcomeValue that learned anything"),
     "a space": (("--values", "outcome", "--value_space", "probability"), "are of answer values"),
     "no marker": (("--markers", ""), "cannot begin an episode"),
@@ -296,6 +302,13 @@ def test_mistakes_are_found_before_weights_are_loaded(case, tiny_model, monkeypa
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize(("flags", "entropies"), [([], True), (["--use_vllm"], False)])
+def test_a_fitted_value_gets_what_training_gets(flags, entropies):
+    """vLLM reports log-probs alone."""
+    (arguments,) = HfArgumentParser(ValueQualityArguments).parse_args_into_dataclasses(["--values", "outcome", *flags])
+    assert [one.entropies for one in arguments.candidates(["prompt"], embedded=False)] == [entropies]
+
+
 @pytest.mark.parametrize(
     ("reward", "message"),
     [("1.0", "All 30 responses have the reward 1: there is no better"), ("None", "The reward failed on all 30")],
@@ -307,8 +320,12 @@ def test_rewards_that_tell_nothing_end_it_before_the_truth(tiny_model, reward, m
     assert not Path("out/truth.jsonl").exists()
 
 
-def test_samples_of_other_settings_are_refused_by_name(tiny_model):
-    measure(*of_tiny(tiny_model, "--values", "answer"))
+def test_an_interrupted_study_goes_on_and_other_settings_are_refused_by_name(tiny_model):
+    found = measure(*of_tiny(tiny_model, "--values", "answer"))
+    truth = Path("out/truth.jsonl")
+    whole = truth.read_bytes()
+    truth.write_bytes(whole[: len(whole) // 2])
+    assert measure(*of_tiny(tiny_model, "--values", "answer")) == found and truth.read_bytes() == whole
     with pytest.raises(ValueError, match="truth.jsonl is of other settings: segmentation is"):
         measure(*of_tiny(tiny_model, "--values", "answer", "--max_episode_tokens", 3))
     with pytest.raises(ValueError, match="responses.jsonl is of other settings: temperature is 1.0 there and 0.5 here"):

@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from accelerate import Accelerator
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from dash_trl.distributed import Ranks
-from dash_trl.process_rewards import FEATURES, OutcomeValue, ValueRequest
+from dash_trl.process_rewards import FEATURES, MonteCarloValue, OutcomeValue, ServerValue, ValueRequest
 from dash_trl.rollout import STATES, load_states
 from dash_trl.update import evaluating
 
@@ -111,6 +112,12 @@ def imported(path: str) -> Any:
             f"value_path={path!r} is {value!r}, which cannot estimate V(prefix): name an instance or a function that "
             "takes (requests, trainer), or a class of them."
         )
+    if isinstance(value, MonteCarloValue | ServerValue):
+        raise ValueError(
+            f"value_path={path!r} is a {type(value).__name__}, which samples or scores as its trainer does: here is "
+            "none. Completions of prefixes are the truth that all others are measured by; ServerValue's values are "
+            "those of --values answer."
+        )
     return value
 
 
@@ -153,13 +160,9 @@ def with_log_probs(requests: Sequence[ValueRequest], model: Any, temperature: fl
             padded = torch.tensor([[0] * (width - len(row)) + row for row in ids], device=model.device)
             mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=model.device)
             keep = 1 + max(len(one.completion_ids) for one in of_rows)
-            logits = model(
-                input_ids=padded,
-                attention_mask=mask,
-                position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-                logits_to_keep=keep,
-                use_cache=False,
-            ).logits
+            inputs = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0), "logits_to_keep": keep, "use_cache": False}
+            taken = {name: value for name, value in inputs.items() if name in signature(model.forward).parameters}
+            logits = model(input_ids=padded, attention_mask=mask, **taken).logits[:, -keep:]
             for row, one, of_row, tokens in zip(rows, of_rows, logits, padded, strict=True):
                 length = len(one.completion_ids)
                 own = of_row[keep - 1 - length : keep - 1].float() / temperature

@@ -186,10 +186,11 @@ def value_quality(model: str, arguments: ValueQualityArguments) -> Results:
         tokenizer = checkpoint.tokenizer
         chat = tokenizer.chat_template is not None
         problems = task.problems(chat)
-        reward.check_columns(problems.column_names)
         others = None
         if arguments.dataset_train_split is not None:
             others = replace(task, dataset_test_split=arguments.dataset_train_split).problems(chat)
+        for rows in filter(None, (problems, others)):
+            reward.check_columns(rows.column_names)
         candidates = arguments.candidates(problems.column_names, task.is_embedded)
         segmentation = arguments.segmentation(task.is_embedded)
         segmenter = segmenter_of(tokenizer, segmentation)
