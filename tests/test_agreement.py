@@ -56,5 +56,11 @@ def test_calibration_error_and_brier_score(seed):
     assert sum(count for _, _, count in reliability(values, labels)) == len(values)
 
 
+def test_what_is_missing_has_no_rank():
+    for measure, second in ((spearman, [1.0, 2, 3]), (auc, [True, False, True])):
+        with pytest.raises(ValueError, match="has no rank"):
+            measure([0.1, math.nan, 0.3], second)
+
+
 def test_nothing_to_compare():
     assert calibration_error([], []) is None and brier([], []) is None and reliability([], []) == []

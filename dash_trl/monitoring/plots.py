@@ -131,7 +131,7 @@ def plot_value_quality(found: Mapping[str, Any], picture: str | Path, *, title: 
         reliable.plot(value, truth, marker="o", markersize=3, label=name)
     reliable.set(title="reliability", xlabel="V", ylabel="truth", xlim=(0, 1), ylim=(0, 1))
     if probabilities:
-        reliable.legend(loc="upper left", frameon=False, fontsize="small")
+        figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     best = max(probabilities, key=lambda name: probabilities[name]["spearman_within"] or -1.0, default=None)
     moved = sorted(found["values"], key=_range_of_truth, reverse=True)
     for number, one in enumerate(_of_different_problems(moved)[:RESPONSES_DRAWN]):
@@ -139,7 +139,7 @@ def plot_value_quality(found: Mapping[str, Any], picture: str | Path, *, title: 
         along.plot(one["boundaries"], [_nan(y) for y in one["truth"]], color=color, marker="o", markersize=3)
         if best is not None:
             along.plot(one["boundaries"], [_nan(v) for v in one[best]], color=color, ls="--")
-    along.set(title=f"truth (line) and V (dashed: {best})" if best else "truth", xlabel="token")
+    along.set(title="truth (line) and V (dashed)" if best else "truth", xlabel=f"token; V: {best}" if best else "token")
     for axis in (reliable, along):
         axis.spines[["top", "right"]].set_visible(False)
     if title:

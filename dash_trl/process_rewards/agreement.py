@@ -13,7 +13,13 @@ BINS = 10  # of a reliability diagram
 
 
 def ranks(values: Sequence[float]) -> list[float]:
-    """0 … n − 1 by size; equal values share the mean of their ranks."""
+    """0 … n − 1 by size; equal values share the mean of their ranks.
+
+    Raises:
+        ValueError: for NaN, which equals nothing, not even itself.
+    """
+    if any(value != value for value in values):
+        raise ValueError("A missing value (NaN) has no rank: leave its pair out.")
     order = sorted(range(len(values)), key=lambda i: values[i])
     result = [0.0] * len(values)
     start = 0
