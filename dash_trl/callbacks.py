@@ -94,6 +94,24 @@ class DASHCallback(TrainerCallback):
         """`rollouts.advantages`, [B], is there to be changed, or replaced by [B, T] for per-token credit."""
 
 
+def states_of(callbacks: Iterable[DASHCallback]) -> dict[str, Any]:
+    """What a checkpoint keeps of those that have a state, by the names of their classes; not copied."""
+    found = {type(one).__name__: one.state_dict() for one in callbacks}
+    return {name: state for name, state in found.items() if state is not None}
+
+
+def restore_states(callbacks: Iterable[DASHCallback], states: dict[str, Any]) -> list[str]:
+    """Load them, and name those that have a state, but none here."""
+    missing = []
+    for callback in callbacks:
+        name = type(callback).__name__
+        if name in states:
+            callback.load_state_dict(states[name])
+        elif callback.state_dict() is not None:
+            missing.append(name)
+    return missing
+
+
 def misspelt(name: str, events: Iterable[str]) -> str | None:
     """The event that `name` is meant to be, if it is one with a slip or without."""
     return next(iter(get_close_matches(name, list(events), n=1, cutoff=MISSPELT)), None)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,18 @@ class Ranks:
             rows: B, of a rank.
         """
         return slice(self.rank * rows, (self.rank + 1) * rows)
+
+
+@contextmanager
+def accumulating(accelerator: Any, model: Any) -> Iterator[None]:
+    """No gradient synchronisation and no DeepSpeed step after this backward pass: more follow in the micro-step."""
+    state = accelerator.gradient_state
+    synchronise = state.sync_gradients
+    state._set_sync_gradients(False)
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED  # its engine has its own boundary
+    with nullcontext() if deepspeed else accelerator.no_sync(model):
+        yield
+    state._set_sync_gradients(synchronise)
 
 
 Failures = dict[int, tuple[str, Exception | None]]  # rank → what it said, and its error where that can be pickled

@@ -7,7 +7,8 @@ What is more than a method that is overridden or an attribute that is read; each
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 from trl.trainer.utils import nanstd, shuffle_sequence_dict
+
+from dash_trl.update import ScaledCoefficient
 
 
 class Instead:
@@ -115,6 +118,19 @@ def seen_as(trainer: Any, settings: dict[str, Any]) -> Any:
     if "delta" in settings:
         others["args"] = Instead(trainer.args, delta=settings["delta"])
     return Instead(trainer, **others)
+
+
+@contextmanager
+def regularized(trainer: Any, scale: float) -> Iterator[None]:
+    """The coefficients of entropy bonus and router loss times `scale`, where TRL uses them as factors."""
+    router = trainer.router_aux_loss_coef
+    trainer.router_aux_loss_coef = ScaledCoefficient(router, scale)
+    trainer.entropy_coef = ScaledCoefficient(trainer.entropy_coef, scale)
+    try:
+        yield
+    finally:
+        trainer.router_aux_loss_coef = router
+        trainer.entropy_coef = float(trainer.entropy_coef)  # TRL may have adapted it
 
 
 def sampled_by(trainer: Any, rows: int) -> Tensor:

@@ -11,8 +11,8 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sized
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
-from dash_trl.callbacks import DASHCallback, promise_events
+from dash_trl.callbacks import DASHCallback, promise_events, restore_states, states_of
 from dash_trl.checks import (
     check_arguments,
     check_callbacks,
@@ -39,7 +39,7 @@ from dash_trl.checks import (
     long_prompt_lengths,
 )
 from dash_trl.config import DASHConfig
-from dash_trl.distributed import Ranks
+from dash_trl.distributed import Ranks, accumulating
 from dash_trl.monitoring import (
     EmptyWindows,
     OffPolicyMetrics,
@@ -64,7 +64,6 @@ from dash_trl.rewards import (
 )
 from dash_trl.rollout import (
     SAMPLED_FIELDS,
-    SCORED_FIELDS,
     STATES,
     CreditedRollouts,
     EpochOrder,
@@ -76,13 +75,14 @@ from dash_trl.rollout import (
     ScoredRollouts,
     Shapes,
     Survivors,
-    joined,
+    in_parts,
     load_states,
     one_run,
     open_epoch,
     why_a_new_window,
 )
 from dash_trl.sampling import install, without_client
+from dash_trl.scoring import Scorer, ScoringRules
 from dash_trl.seams import (
     Decoder,
     Generated,
@@ -90,6 +90,7 @@ from dash_trl.seams import (
     count_pass_time,
     generate_apart,
     log_generated,
+    regularized,
     relog_advantages,
     relog_rewards,
     sample,
@@ -103,7 +104,6 @@ from dash_trl.update import (
     MicroBatch,
     ModelPasses,
     Pass,
-    ScaledCoefficient,
     Schedule,
     SkippedSteps,
     behaviour_log_probs,
@@ -111,7 +111,6 @@ from dash_trl.update import (
     filter_rows,
     forget_plain_passes,
     group_advantages,
-    importance_sampling_ratio,
     loss_scale,
     outcome_advantages,
     packed_log_probs,
@@ -207,6 +206,14 @@ class DASHTrainer(GRPOTrainer):
             self._text_models(),
             virtual_tokens=getattr(adapter, "is_prompt_learning", False),
             continuous_batching=args.use_transformers_continuous_batching,
+        )
+        self._scorer = Scorer(
+            self.ranks,
+            self._forward_inputs,
+            {
+                "old_per_token_logps": lambda inputs: self._logps(self.model, inputs),
+                "ref_per_token_logps": self._reference_logps,
+            },
         )
         self._prepared = False  # for training, once
         self._head_hook: Any = None
@@ -368,38 +375,24 @@ class DASHTrainer(GRPOTrainer):
         kept = order[lengths[:, 1] > 0]  # a fully masked row (TRL's truncated ones) has no length
         return rollouts.survivors(kept), self.ranks.gather(lengths).view(-1, len(rollouts), 3)
 
-    @torch.no_grad()
     def _score(self, window: GenerationWindow) -> None:
-        """Old log-probs, importance-sampling ratio and reference log-probs, where TRL's rules ask for them.
+        self._scorer.score(window, self._scoring_rules())
 
-        Of rows whose old log-probs are the sampler's, only those take a pass of which it did not report all.
-        """
+    def _scoring_rules(self) -> ScoringRules:
+        """What TRL's rules ask for."""
         generate_every = self.args.steps_per_generation * self.num_iterations
         trl = seen_as(self, self._settings())
-        correct = trl.use_vllm and trl.vllm_importance_sampling_correction
-        names = []
-        if correct or self._sampler_is_old or self.args.gradient_accumulation_steps % generate_every != 0:
-            names.append("old_per_token_logps")
-        if self.beta != 0.0:
-            names.append("ref_per_token_logps")
-        survivors, lengths = window.rollouts, window.lengths
-        if self._sampler_is_old:
-            lengths = self._unknown_rows(window)
-        known = self._log_probs(window, lengths, names)
-        sampled, mask = survivors.sampling_per_token_logps, survivors.loss_mask
-        if self._sampler_is_old:
-            assert sampled is not None, "checked where it was sampled"
-            known["old_per_token_logps"] = behaviour_log_probs(sampled, known["old_per_token_logps"])
-        if correct:
-            assert sampled is not None, "checked where it was sampled"
-            log_probs, mode = (known["old_per_token_logps"], sampled, mask), trl.vllm_importance_sampling_mode
-            known["importance_sampling_ratio"] = importance_sampling_ratio(
-                *log_probs,
-                mode=mode,
-                clip_min=self.vllm_importance_sampling_clip_min,
-                clip_max=self.vllm_importance_sampling_clip_max,
-            )
-        window.rollouts = survivors.with_log_probs(**known)
+        correction = {
+            "mode": trl.vllm_importance_sampling_mode,
+            "clip_min": self.vllm_importance_sampling_clip_min,
+            "clip_max": self.vllm_importance_sampling_clip_max,
+        }
+        return ScoringRules(
+            outlives_its_weights=self.args.gradient_accumulation_steps % generate_every != 0,
+            reference=self.beta != 0.0,
+            sampler_is_old=self._sampler_is_old,
+            correction=correction if trl.use_vllm and trl.vllm_importance_sampling_correction else None,
+        )
 
     def _log_sampler(self, survivors: Survivors) -> None:
         """How far they are from the sampler, and what was made of it: of all that a window leaves, once scored."""
@@ -418,15 +411,6 @@ class DASHTrainer(GRPOTrainer):
             mode = seen_as(self, self._settings()).vllm_importance_sampling_mode
             self.recorder.log(corrected_share(ratio, old, sampled, mask, mode=mode, reduce_sum=self.ranks.sum))
 
-    def _log_probs(self, window: GenerationWindow, lengths: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-        """[B, T] each, float32, on the CPU: the policy's, or the reference's ("ref_…"), of rows with a length."""
-        known = {name: torch.zeros(window.rollouts.completion_ids.shape) for name in names}
-        for rows, inputs in self._forward_inputs(window, lengths) if names else ():
-            for name in names:
-                reference = name.startswith("ref")
-                _put(self._reference_logps(inputs) if reference else self._logps(self.model, inputs), known[name], rows)
-        return known
-
     def _forward_inputs(self, window: GenerationWindow, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
         """Of each pass without gradient over the rows with a length: this rank's rows, and its inputs."""
         with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
@@ -434,7 +418,6 @@ class DASHTrainer(GRPOTrainer):
                 rows, inputs = self._rows(window, micro_batch)
                 yield rows, self._prepare_inputs(inputs)
 
-    @torch.no_grad()
     def log_probs_and_entropies(self, rollouts: CreditedRollouts, rows: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T] each, float32, on the CPU: of the tokens of some rows by the policy of now; 0 for all others.
 
@@ -444,26 +427,9 @@ class DASHTrainer(GRPOTrainer):
         Args:
             rows: [B] bool.
         """
-        lengths = rollouts.lengths() * rows.unsqueeze(1)
-        chosen = (lengths[:, 1] > 0).nonzero().squeeze(1)  # one that is fully masked takes no pass
-        of_all = self.ranks.gather(lengths).view(self.ranks.count, -1, 3)
-        window = GenerationWindow(rollouts.survivors(chosen), of_all, of_all[..., 2].sum())
-        found = torch.zeros(2, len(chosen), rollouts.completion_ids.shape[1])
-        for own, inputs in self._forward_inputs(window, window.lengths):
-            for values, known in zip(self._pass(self.model, inputs, compute_entropy=True)[:2], found, strict=True):
-                _put(values, known, own)
-        whole = torch.zeros(2, len(rollouts), found.shape[2]).index_copy(1, chosen, found)
-        log_probs, entropies = whole * rollouts.loss_mask
-        return log_probs, entropies
-
-    def _unknown_rows(self, window: GenerationWindow) -> Tensor:
-        """`window.lengths` of the rows with a token whose log-prob the sampler did not report; 0 for all others."""
-        survivors, lengths = window.rollouts, window.lengths
-        assert survivors.sampling_per_token_logps is not None, "checked where it was sampled"
-        unknown = torch.zeros(lengths.shape[1], dtype=torch.long)
-        rows = unknown_log_probs(survivors.sampling_per_token_logps, survivors.loss_mask).any(dim=1)
-        unknown[lengths[self.ranks.rank, :, 1] > 0] = rows.long()
-        return lengths * self.ranks.gather(unknown).view(self.ranks.count, -1, 1)
+        return self._scorer.log_probs_and_entropies(
+            rollouts, rows, partial(self._pass, self.model, compute_entropy=True)
+        )
 
     def _logps(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         return self._pass(model, inputs)[0]
@@ -495,56 +461,30 @@ class DASHTrainer(GRPOTrainer):
         shuffled(len(sampled))  # its random numbers: what is sampled next is what it would be without the pipeline
         mini = len(self._schedule.share(self._step)) < self.args.steps_per_generation
         if mini:
-            sampled = self._scored_at_once(sampled, num_items_in_batch)
-        return self._parts(sampled, num_items_in_batch, withheld, scored=mini)
-
-    def _scored_at_once(self, rollouts: RolloutBatch, num_items_in_batch: Tensor) -> RolloutBatch:
-        """With what `_score` finds of all rows: those of later optimizer steps, too, by the weights of the first."""
-        count = len(rollouts)
-        rows = (rollouts.lengths()[:, 1] > 0).nonzero().squeeze(1)  # one that is fully masked takes no pass
-        known = rollouts.with_rewards(torch.zeros(count, 1)).with_advantages(torch.zeros(count)).survivors(rows)
-        lengths = self.ranks.gather(rollouts.lengths()).view(self.ranks.count, -1, 3)
-        window = GenerationWindow(known, lengths, num_items_in_batch)
-        with self.recorder.timed("logprobs"):
-            self._score(window)
-        found = {name: getattr(window.rollouts, name) for name in SCORED_FIELDS}
-        return rollouts.with_log_probs(
-            **{
-                name: value.new_zeros(count, *value.shape[1:]).index_copy(0, rows, value)
-                for name, value in found.items()
-                if value is not None
-            }
-        )
-
-    def _parts(
-        self, rollouts: RolloutBatch, num_items_in_batch: Tensor, withheld: dict[str, list[Any]], *, scored: bool
-    ) -> Iterator[tuple[GenerationWindow, bool]]:
-        """Reward → credit → filter → score, of some groups at a time."""
+            with self.recorder.timed("logprobs"):
+                sampled = self._scorer.scored_at_once(sampled, num_items_in_batch, self._scoring_rules())
         request, arguments = self._awaited
-        parts: list[CreditedRollouts] = []
-        survivors: list[Survivors] = []
-        outcomes, order = [], []
-        waiting = arrivals(request, len(rollouts) // self.num_generations, self._on_all_ranks, self._groups_of_step)
-        for rows, last in self.recorder.timed_each("wait_for_rewards", waiting):
+
+        def part(rows: Tensor) -> tuple[CreditedRollouts, Tensor, GenerationWindow]:
+            """Reward → credit → filter → score, of some groups."""
             rewards = self._reward_team.rewards(request, rows.tolist())
-            credited, outcome = self._credited(self._scored(rollouts.rows(rows), rewards))
-            parts.append(credited)
-            outcomes.append(outcome)
-            order.append(rows)
+            credited, outcome = self._credited(self._scored(sampled.rows(rows), rewards))
             kept = self._kept(credited, self._verdict(credited), torch.arange(len(rows)))
             window = GenerationWindow(*kept, num_items_in_batch)
-            if not scored:
+            if not mini:
                 with self.recorder.timed("logprobs"):
                     self._score(window)
-            survivors.append(window.rollouts)
-            if sum(map(len, order)) == len(rollouts):
-                self._reward_team.hand_over(request, arguments[2])
-                relog_rewards(self, self._take_rewards(*arguments), withheld)
-                whole = joined(parts).rows(torch.cat(order).argsort())
-                self._log_credit(whole, torch.cat(outcomes))
-                self._log_filter(whole, self._verdict(whole))
-                self._log_sampler(joined(survivors))
-            yield window, last
+            return credited, outcome, window
+
+        def log(whole: CreditedRollouts, outcome: Tensor, survivors: Survivors) -> None:
+            self._reward_team.hand_over(request, arguments[2])
+            relog_rewards(self, self._take_rewards(*arguments), withheld)
+            self._log_credit(whole, outcome)
+            self._log_filter(whole, self._verdict(whole))
+            self._log_sampler(survivors)
+
+        waiting = arrivals(request, len(sampled) // self.num_generations, self._on_all_ranks, self._groups_of_step)
+        return in_parts(self.recorder.timed_each("wait_for_rewards", waiting), len(sampled), part, when_whole=log)
 
     def _on_all_ranks(self, groups: int) -> int:
         """So many have come on each."""
@@ -578,7 +518,7 @@ class DASHTrainer(GRPOTrainer):
         if self.state.global_step == 0 and not isinstance(self.train_dataset, Sized):
             self.ranks.agree(partial(check_first_step, len(batches), self.args))
         self._schedule.begin_optimizer_step(self._step, len(batches), self.state.global_step)
-        self._states_before = self._callback_states()
+        self._states_before = states_of(self._dash_callbacks())
         return batches, num_items
 
     def _rows(self, window: GenerationWindow, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
@@ -663,7 +603,7 @@ class DASHTrainer(GRPOTrainer):
             final = micro_batches.pop() if last and micro_batches else None
             with self.recorder.timed("train"):
                 for micro_batch in micro_batches:
-                    with self._accumulating(model):  # Trainer's own step: TRL's counts a micro-step
+                    with accumulating(self.accelerator, model):  # Trainer's own step: TRL's counts a micro-step
                         loss = loss + Trainer.training_step(self, model, micro_batch, num_items_in_batch)
                     self._look_at_servers()
         with self.recorder.timed("train"):
@@ -687,17 +627,6 @@ class DASHTrainer(GRPOTrainer):
         """Between passes: rows of later windows that have come may be scored meanwhile."""
         if self._servers and self._early:
             self.vllm_generation.show_finished()
-
-    @contextmanager
-    def _accumulating(self, model: Any) -> Iterator[None]:
-        """No gradient synchronisation and no DeepSpeed step after this backward pass: more follow in the micro-step."""
-        state = self.accelerator.gradient_state
-        synchronise = state.sync_gradients
-        state._set_sync_gradients(False)
-        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED  # its engine has its own boundary
-        with nullcontext() if deepspeed else self.accelerator.no_sync(model):
-            yield
-        state._set_sync_gradients(synchronise)
 
     def _clip_grad_norm(self, model):
         # A GradScaler (fp16) cannot unscale gradients of which there are none.
@@ -734,25 +663,13 @@ class DASHTrainer(GRPOTrainer):
             return loss(model, inputs)
         one, scale = inputs["pass"], inputs["loss_scale"]
         weight = regularizer_weight(one.tokens[self.ranks.rank], one.segment)
-        with self._passes.laid_out(inputs), self._regularized(weight / scale if scale else 0.0):
+        with self._passes.laid_out(inputs), regularized(self, weight / scale if scale else 0.0):
             per_token = inputs["advantages"].dim() == 2
             with (
                 self._pass_metrics.observe(self.recorder.metrics, one, scale, per_token=per_token),
                 self._off_policy.observe(inputs),
             ):
                 return loss(model, inputs) * scale
-
-    @contextmanager
-    def _regularized(self, scale: float) -> Iterator[None]:
-        """The coefficients of entropy bonus and router loss times `scale`, where TRL uses them as factors."""
-        router = self.router_aux_loss_coef
-        self.router_aux_loss_coef = ScaledCoefficient(router, scale)
-        self.entropy_coef: float = ScaledCoefficient(self.entropy_coef, scale)
-        try:
-            yield
-        finally:
-            self.router_aux_loss_coef = router
-            self.entropy_coef = float(self.entropy_coef)  # TRL may have adapted it
 
     # ------------------------------------------------------------------ within TRL's sampling
 
@@ -824,17 +741,13 @@ class DASHTrainer(GRPOTrainer):
             self._early.begin(window, examples, prompt_ids)
             self._early.take(window, 0, completion_ids, completions)
 
-    @torch.no_grad()
     def _with_log_probs(self, output: tuple) -> tuple:
         """What `_generate` returns, with the log-probs of the weights that sampled: transformers reports none."""
         prompt_ids, completion_ids, tool_mask, completions, log_probs, *others = output
         if log_probs is None:
-            rows = Survivors.of_tokens(prompt_ids, completion_ids, pad_token_id=self._tokenizer.pad_token_id)
-            lengths = self.ranks.gather(rows.lengths()).view(self.ranks.count, -1, 3)
-            window = GenerationWindow(rows, lengths, lengths[..., 2].sum())
             with self.recorder.timed("logprobs"):
-                (known,) = self._log_probs(window, lengths, ["old_per_token_logps"]).values()
-            log_probs = [row[: len(ids)].tolist() for row, ids in zip(known, completion_ids, strict=True)]
+                pad_token_id = self._tokenizer.pad_token_id
+                log_probs = self._scorer.of_sampled(prompt_ids, completion_ids, pad_token_id=pad_token_id)
         return prompt_ids, completion_ids, tool_mask, completions, log_probs, *others
 
     def _join_agents(self) -> RewardTeam:
@@ -1032,23 +945,9 @@ class DASHTrainer(GRPOTrainer):
             skipped_steps=self._skipped.total,
             window=None if self._schedule.sampled_after(step) else self._window,
         ).save(self._window_file(output_dir))
-        states = self._states_before if self._schedule.samples_again(step) else self._callback_states()
+        states = self._states_before if self._schedule.samples_again(step) else states_of(self._dash_callbacks())
         if states and self.accelerator.is_main_process:
             torch.save(states, os.path.join(output_dir, STATES))
-
-    def _callback_states(self) -> dict[str, Any]:
-        found = {type(one).__name__: one.state_dict() for one in self._dash_callbacks()}
-        return {name: state for name, state in found.items() if state is not None}
-
-    def _load_callback_states(self, checkpoint: str) -> None:
-        """All ranks go on with the first one's, so many as they are."""
-        saved = self.ranks.agree(partial(load_states, checkpoint), main_only=True)
-        for callback in self._dash_callbacks():
-            name = type(callback).__name__
-            if name in saved:
-                self.ranks.agree(partial(callback.load_state_dict, saved[name]))
-            elif callback.state_dict() is not None:
-                self._warn(f"{checkpoint} holds nothing that {name} has learned; it goes on as it is.")
 
     def _resume(self, checkpoint: str, start: tuple[int, int]) -> tuple[int, int]:
         """Go on in the checkpoint's window, or say why with a new one.
@@ -1063,7 +962,9 @@ class DASHTrainer(GRPOTrainer):
         reason = why_a_new_window(saved, self._shapes(), start, checkpoint=checkpoint, ignore_data_skip=skip)
         if saved is not None:
             self._skipped.total = saved.skipped_steps
-        self._load_callback_states(checkpoint)
+        states = self.ranks.agree(partial(load_states, checkpoint), main_only=True)
+        for name in self.ranks.agree(partial(restore_states, self._dash_callbacks(), states)):
+            self._warn(f"{checkpoint} holds nothing that {name} has learned; it goes on as it is.")
         if reason is not None:
             self._warn(f"{reason}; training goes on with a new generation window.")
             return start
@@ -1099,8 +1000,3 @@ class DASHTrainer(GRPOTrainer):
         extras = {"model": self.model, "processing_class": self.processing_class, "trainer": self}
         getattr(callback, event)(self.args, self.state, self.control, rollouts, **extras)
         rollouts.validate(like=before, culprit=f"{type(callback).__name__}.{event}")
-
-
-def _put(values: Tensor, known: Tensor, rows: list[int]) -> None:
-    """What a pass found of its rows, [size, T], into those of `known`, [B, T], whose columns may be more or fewer."""
-    known[rows, : values.shape[1]] = values[: len(rows), : known.shape[1]].float().cpu()

@@ -24,7 +24,7 @@ UPDATE = [
     "losses",
 ]
 PURE = [f"update.{name}" for name in (*UPDATE, "skipped_steps")]
-PURE += [f"rollout.{name}" for name in ("ahead", "batch", "window", "resume")]
+PURE += [f"rollout.{name}" for name in ("ahead", "batch", "parts", "window", "resume")]
 PURE += ["monitoring.metrics", "monitoring.recorder", "value_quality.figures"]
 PURE += ["evaluation.estimates", "evaluation.figures", "evaluation.records"]
 PURE += [f"process_rewards.{name}" for name in ("agreement", "credit", "diagnostics", "features", "fit", "worth")]

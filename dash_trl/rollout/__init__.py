@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         Survivors,
         joined,
     )
+    from dash_trl.rollout.parts import in_parts
     from dash_trl.rollout.prompts import EpochOrder, PromptReader, open_epoch
     from dash_trl.rollout.resume import STATES, SavedRun, Shapes, load_states, one_run, why_a_new_window
     from dash_trl.rollout.window import GenerationWindow
