@@ -36,6 +36,8 @@ class DASHCallback(TrainerCallback):
     Attributes:
         per_group: what it does with a group depends on no other one. With `reward_pipeline`, `on_rewards` and
             `on_advantages` get some groups at a time, as their rewards come, and a callback has to say that it may.
+        needs_log_probs: it will ask for `trainer.log_probs_and_entropies`. Where transformers' `generate` samples, they
+            are kept then as tokens are sampled, which saves that method's forward pass.
 
     Raises:
         ValueError: where a subclass is defined, if the name of a method is an event's with a slip; at the start of
@@ -43,6 +45,7 @@ class DASHCallback(TrainerCallback):
     """
 
     per_group = False
+    needs_log_probs = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

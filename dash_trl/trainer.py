@@ -12,7 +12,8 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sized
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -65,6 +66,7 @@ from dash_trl.rewards import (
 from dash_trl.rollout import (
     SAMPLED_FIELDS,
     STATES,
+    WITNESSED_FIELDS,
     CreditedRollouts,
     EpochOrder,
     GenerationWindow,
@@ -81,7 +83,7 @@ from dash_trl.rollout import (
     open_epoch,
     why_a_new_window,
 )
-from dash_trl.sampling import install, without_client
+from dash_trl.sampling import Witness, install, without_client
 from dash_trl.scoring import Scorer, ScoringRules
 from dash_trl.seams import (
     Decoder,
@@ -98,6 +100,7 @@ from dash_trl.seams import (
     seen_as,
     shuffled,
     withhold_rewards,
+    witnessed,
 )
 from dash_trl.update import (
     Filtered,
@@ -155,6 +158,7 @@ class DASHTrainer(GRPOTrainer):
     _streaming: bool  # the rewards of the batch that is being sampled are not waited for
     _awaited: Any  # of the last such batch: the request, and what TRL asked for it with
     _generated: Generated | None  # the window after the one that has begun
+    _witness: Witness | None  # of the last batch, until its rollouts are there
     _sampled_by: Tensor | None  # policy versions of a batch that was sampled before its time
     _arriving: Iterator[tuple[GenerationWindow, bool]] | None  # its parts
     _states_before: dict[str, Any]  # of the callbacks, as they were before the optimizer step that runs
@@ -248,8 +252,10 @@ class DASHTrainer(GRPOTrainer):
             self.ranks.agree(partial(self._ahead.check, int(version.min())))
             self.recorder.log(staleness_metrics(version, self.state.global_step, self.ranks.gather))
         own = self.ranks.own(len(examples))
+        tokens = {name: value.cpu() for name, value in sampled.items() if name in SAMPLED_FIELDS}
         rollouts = RolloutBatch(
-            **{name: value.cpu() for name, value in sampled.items() if name in SAMPLED_FIELDS},
+            **tokens,
+            **self._witnessed(tokens),
             group=torch.arange(own.start, own.stop) // self.num_generations,
             policy_version=version,
             examples=examples,
@@ -259,6 +265,15 @@ class DASHTrainer(GRPOTrainer):
             self._log_servers()
         self._dispatch("on_rollouts_sampled", rollouts)
         return rollouts, sampled["num_items_in_batch"].cpu()
+
+    def _witnessed(self, tokens: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What was seen of these tokens while they were sampled; nothing if a rank has sampled others since."""
+        witness, self._witness = self._witness, None
+        if witness is None:
+            return {}
+        found = witness.found(tokens["completion_ids"], tokens["completion_mask"])
+        known = self.ranks.least(int(found is not None))
+        return dict(zip(WITNESSED_FIELDS, found, strict=True)) if known and found is not None else {}
 
     def _run_ahead(self, examples: list[dict[str, Any]]) -> None:
         """Announce the prompts of the window that begins, and of those that may be sampled ahead.
@@ -419,14 +434,19 @@ class DASHTrainer(GRPOTrainer):
                 yield rows, self._prepare_inputs(inputs)
 
     def log_probs_and_entropies(self, rollouts: CreditedRollouts, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T] each, float32, on the CPU: of the tokens of some rows by the policy of now; 0 for all others.
+        """[B, T] each, float32, on the CPU: of the loss tokens of some rows by the policy; 0 for all others.
 
-        A forward pass over these rows, in micro-batches as for old log-probs, a third of what training on them costs.
-        To be called on every rank at the same point.
+        As they were seen when the tokens were sampled, where transformers' `generate` did that and a callback
+        `needs_log_probs`. Else of the policy of now, by a forward pass over these rows, in micro-batches as for old
+        log-probs, a third of what training on them costs. To be called on every rank at the same point.
 
         Args:
             rows: [B] bool.
         """
+        log_probs, entropies = rollouts.witnessed_log_probs, rollouts.witnessed_entropies
+        if log_probs is not None and entropies is not None:
+            mask = rollouts.loss_mask * rows.unsqueeze(1)
+            return log_probs * mask, entropies * mask
         return self._scorer.log_probs_and_entropies(
             rollouts, rows, partial(self._pass, self.model, compute_entropy=True)
         )
@@ -712,7 +732,7 @@ class DASHTrainer(GRPOTrainer):
     def _generate(self, prompts: list) -> tuple:
         ahead, training = self._generated, self.model.training
         if training and ahead is not None:
-            self._generated, self._sampled_by = None, ahead.policy_version
+            self._generated, self._sampled_by, self._witness = None, ahead.policy_version, ahead.witness
             log_generated(self, ahead)
             return ahead.output
         decoder = self._early.decoder(self._ahead.window) if training else None
@@ -720,10 +740,22 @@ class DASHTrainer(GRPOTrainer):
 
     def _generate_now(self, generate: Callable[[list], tuple], prompts: list) -> tuple:
         training = self.model.training
-        with self.recorder.timed("generate", counts=training):
+        with self.recorder.timed("generate", counts=training), self._witnessing() if training else nullcontext():
             output = generate(prompts)
+            if training and self._witness is not None:
+                self._witness.end(output[1])
         self.ranks.agree(partial(check_prompt_lengths, [len(ids) for ids in output[0]], self._context, 0))
         return self._with_log_probs(output) if training and self._one_ahead else output
+
+    def _witnessing(self) -> AbstractContextManager[None]:
+        """Where a callback asks for it, and each step of the sampler is seen."""
+        # vLLM reports log-probs itself; continuous batching has its own loop, with other rows in each step.
+        unseen = self.use_vllm or self.use_transformers_continuous_batching or self.rollout_func is not None
+        if unseen or not any(one.needs_log_probs for one in self._dash_callbacks()):
+            self._witness = None
+            return nullcontext()
+        self._witness = Witness(self.temperature)
+        return witnessed(self._text_models()[0], self._witness)
 
     def _generate_next(self) -> None:
         """The next window's rollouts, by the weights of now: the device has nothing else to do while rewards come.
@@ -734,9 +766,9 @@ class DASHTrainer(GRPOTrainer):
         examples, self._tokenized = self._announced.get(window, ([], None))
         if examples:
             generate, prompts = super()._generate.__func__, [example["prompt"] for example in examples]
-            self._generated = generate_apart(
-                self, lambda trainer: self._generate_now(partial(generate, trainer), prompts)
-            )
+            begun = self._witness
+            generated = generate_apart(self, lambda trainer: self._generate_now(partial(generate, trainer), prompts))
+            self._generated, self._witness = replace(generated, witness=self._witness), begun
             prompt_ids, completion_ids, _, completions, *_ = self._generated.output
             self._early.begin(window, examples, prompt_ids)
             self._early.take(window, 0, completion_ids, completions)
@@ -840,7 +872,7 @@ class DASHTrainer(GRPOTrainer):
         self._reward_team = self._join_agents()
         self._streaming, self._arriving, self._awaited = False, None, None
         self._states_before = {}
-        self._generated = self._sampled_by = None
+        self._generated = self._sampled_by = self._witness = None
         self._ahead = RunAhead(args.async_level)
         self._announced: dict[int, tuple[list[Any], Any]] = {}  # window to come → its examples, and them tokenized
         ahead_of_training = (self._servers and self.rollout_func is None) or self._one_ahead

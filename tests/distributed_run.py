@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,34 @@ def worth_of(callback: Any) -> list[dict[str, list]]:
     return [{name: value.tolist() for name, value in window.items()} for window in windows]
 
 
+def witnessed(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What was seen of tokens while they were sampled is what a pass finds; one rank ends long before the other."""
+    far, steps = [], []
+
+    class Compares(DASHCallback):
+        needs_log_probs = True
+
+        def on_advantages(self, args: Any, state: Any, control: Any, rollouts: Any, **kwargs: Any) -> None:
+            rows = torch.arange(len(rollouts)) % (2 + RANK) > 0
+            unseen = replace(rollouts, witnessed_log_probs=None, witnessed_entropies=None)
+            ask = kwargs["trainer"].log_probs_and_entropies
+            seen, passed = torch.stack(ask(rollouts, rows)), torch.stack(ask(unseen, rows))
+            far.append(((seen - passed).abs().max() / passed.abs().max()).item())
+            steps.append(rollouts.completion_ids.shape[1] if rollouts.witnessed_log_probs is not None else 0)
+
+    def shorter(trainer: Any) -> None:
+        trainer.generation_config.max_new_tokens = 12 if RANK == 0 else 4
+
+    trainer = run(DASHTrainer, model, output, in_process=True, callbacks=[Compares()], prepare=shorter, max_steps=2)
+    end = whole(trainer)
+    return {
+        "update": relative_difference(start, end, end)[1],
+        "ranks_agree": equal_on_all_ranks(end),
+        "difference": max(gather_object(far)),
+        "steps": gather_object([steps]),
+    }
+
+
 def own_rows(model: str, output: Path, **settings: Any) -> dict[str, Any]:
     """How many rows a rank computes the credit of, and by how much it differs from that among the rows of all."""
     from dash_trl.process_rewards import ESTIMATORS, AnswerLogProbValue, ProcessRewardCallback
@@ -461,6 +490,7 @@ def main() -> None:
     results["process rewards"], _ = process_rewards(model, Path(output), start)
     results["process rewards, sliding window"], trainer = process_rewards(sliding, Path(output), start)
     results["outcome value"] = outcome_value(model, Path(output), start)
+    results["witnessed"] = witnessed(model, Path(output), start)
     results["own rows"] = gather_object([own_rows(model, Path(output))])
     results["rows of all"] = gather_object([own_rows(model, Path(output), num_generations=32)])
     results["Monte Carlo values"] = gather_object([monte_carlo(trainer)])

@@ -115,7 +115,8 @@ def test_two_ranks(backend, tiny_model, tmp_path):
         assert results.pop("read ahead") == [[[], [True, True]]] * 2
         assert learned_alone(tiny_model, tmp_path) == [32, 16, 32, 32]
     assert results["one step ahead"].pop("behind") == [0, 1, 1]
-    assert len(results) == 18 + 2 * len(larger) + (backend == "ddp")
+    assert results["witnessed"].pop("steps") == [[12, 12], [4, 4]]
+    assert len(results) == 19 + 2 * len(larger) + (backend == "ddp")
     for name, result in results.items():
         assert result["update"] > 1e-3, name
         assert result["ranks_agree"], name

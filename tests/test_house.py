@@ -28,7 +28,14 @@ PURE += [f"rollout.{name}" for name in ("ahead", "batch", "parts", "window", "re
 PURE += ["monitoring.metrics", "monitoring.recorder", "value_quality.figures"]
 PURE += ["evaluation.estimates", "evaluation.figures", "evaluation.records"]
 PURE += [f"process_rewards.{name}" for name in ("agreement", "credit", "diagnostics", "features", "fit", "worth")]
-PURE += ["sampling.backlog", "sampling.health", "sampling.weights.checksum", "sampling.urls", "sampling.server"]
+PURE += [
+    "sampling.backlog",
+    "sampling.health",
+    "sampling.weights.checksum",
+    "sampling.urls",
+    "sampling.server",
+    "sampling.witness",
+]
 
 
 @pytest.mark.parametrize("module", PURE)

@@ -141,6 +141,7 @@ class ProcessRewardCallback(DASHCallback):
                 )
         self.estimator = estimator
         self.per_group = estimator in PER_GROUP
+        self.needs_log_probs = bool(getattr(self.value, "needs_log_probs", False))
         self.settings = CreditSettings() if settings is None else settings
         check_settings(estimator, self.settings)
         self.segmentation: dict[str, Any] = {
@@ -324,7 +325,7 @@ class ProcessRewardCallback(DASHCallback):
         """
         learned = ~outcome.isnan() & self._learns
         known: tuple[Tensor | None, Tensor | None] = None, None
-        if getattr(self.value, "needs_log_probs", False):
+        if self.needs_log_probs:
             known = _log_probs(rollouts, ~skipped | learned, trainer)
         of_rows = partial(self._requests, rollouts, skipped, learned, *known)
         episodes, requests, whole = trainer.ranks.agree(of_rows)
@@ -424,9 +425,9 @@ class ProcessRewardCallback(DASHCallback):
 
 
 def _log_probs(rollouts: CreditedRollouts, rows: Tensor, trainer: Any) -> tuple[Tensor, Tensor | None]:
-    """[B, T] each: the sampler's log-probs, NaN where it did not report one; or those of a pass, with the entropies."""
+    """[B, T] each: the sampler's log-probs, NaN where it did not report one; or the policy's, with the entropies."""
     sampled, mask = rollouts.sampling_per_token_logps, rollouts.loss_mask
-    if sampled is None:
+    if sampled is None or rollouts.witnessed_entropies is not None:
         return trainer.log_probs_and_entropies(rollouts, rows)
     unknown = unknown_log_probs(sampled, mask)
     return sampled.masked_fill(mask == 0, 0.0).masked_fill(unknown, math.nan), None

@@ -53,9 +53,10 @@ class OutcomeValue:
     """V(prefix) = E[outcome | what the log-probs up to it look like], fitted to the rollouts of the last windows.
 
     It needs no answers and no reward model: the outcomes of a run's own rollouts, and the log-probs of their tokens,
-    as the sampler reports them, or by one forward pass over all scored rows (a third of what training on them costs),
-    which gives entropies, too. `process_rewards.features` has the numbers, `process_rewards.fit` the fit: logistic with
-    squares and products. All scored rows teach, those of solved groups too, and each rollout counts 1.
+    as the sampler reports them; with entropies as they are seen while transformers' `generate` samples, or by one
+    forward pass over all scored rows (a third of what training on them costs). `process_rewards.features` has the
+    numbers, `process_rewards.fit` the fit: logistic with squares and products. All scored rows teach, those of
+    solved groups too, and each rollout counts 1.
 
     - A window is valued by a fit that has not seen its outcomes, and teaches afterwards.
     - V(b_0) is the mean outcome of the buffer: the empty prefix has no log-probs, so that this is what a fit to it

@@ -52,7 +52,7 @@ class ValueRequest:
         answers: the accepted answers.
         example: the dataset row, for the reward functions of `MonteCarloValue`.
         log_probs, entropies: of each token of the completion, by the policy that sampled it; NaN = not known, 0 = not
-            written by the policy. For an estimator that `needs_log_probs`; entropies where a model pass gave them.
+            written by the policy. For an estimator that `needs_log_probs`; entropies where they are known.
     """
 
     prompt_ids: tuple[int, ...]

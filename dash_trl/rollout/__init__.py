@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from dash_trl.rollout.batch import (
         SAMPLED_FIELDS,
         SCORED_FIELDS,
+        WITNESSED_FIELDS,
         CreditedRollouts,
         RolloutBatch,
         ScoredRollouts,

@@ -35,6 +35,9 @@ SAMPLED_FIELDS = (
     "sampling_per_token_logps",
 )
 
+# What was seen of each token while it was sampled, for credit: it goes no further than the filter.
+WITNESSED_FIELDS = ("witnessed_log_probs", "witnessed_entropies")
+
 # What model passes find of rows where the loss asks for it.
 SCORED_FIELDS = ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
 
@@ -54,6 +57,8 @@ class RolloutBatch:
             the row: those of its request's dispatch and end, which differ if new weights came while it was in flight.
         tool_mask: [B, T], 1 = written by the policy; only where a `rollout_func` returned `env_mask`.
         sampling_per_token_logps: [B, T], the sampler's log-probs, where the sampler reports them.
+        witnessed_log_probs, witnessed_entropies: [B, T] float32, of the policy that sampled, before top-k, top-p and
+            penalties; where transformers' `generate` sampled and a callback `needs_log_probs`. Not of `Survivors`.
         old_per_token_logps, ref_per_token_logps: [B, T], where the loss asks for them: of `Survivors`, or of all rows
             where these are not known yet when the first optimizer step takes some.
         importance_sampling_ratio: as these, [B, T] (token modes) or [B, 1] (sequence modes), where the sampler is
@@ -69,6 +74,8 @@ class RolloutBatch:
     policy_version: Tensor
     tool_mask: Tensor | None = None
     sampling_per_token_logps: Tensor | None = None
+    witnessed_log_probs: Tensor | None = None
+    witnessed_entropies: Tensor | None = None
     old_per_token_logps: Tensor | None = None
     ref_per_token_logps: Tensor | None = None
     importance_sampling_ratio: Tensor | None = None
@@ -178,8 +185,9 @@ class CreditedRollouts(ScoredRollouts):
         return (self.advantages * self.loss_mask).sum(dim=1) / self.loss_mask.sum(dim=1).clamp(min=1)
 
     def survivors(self, rows: Tensor) -> Survivors:
-        """The tensors of the given rows (indices, in that order), without the texts that only rewards need."""
-        return Survivors(**{name: value[rows] for name, value in self.tensors().items()})
+        """The given rows (indices), in that order: the tensors that optimizer steps need, and no texts."""
+        tensors = {name: value for name, value in self.tensors().items() if name not in WITNESSED_FIELDS}
+        return Survivors(**{name: value[rows] for name, value in tensors.items()})
 
 
 @dataclass(kw_only=True)

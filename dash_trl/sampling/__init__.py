@@ -10,5 +10,6 @@ if TYPE_CHECKING:
     from dash_trl.sampling.trl import VLLMPool, install, without_client
     from dash_trl.sampling.urls import check_urls, is_loopback, is_unspecified
     from dash_trl.sampling.vllm_plugin import WORKER_EXTENSION
+    from dash_trl.sampling.witness import Witness
 
 __getattr__, __dir__, __all__ = lazy(__name__)
