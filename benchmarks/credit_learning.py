@@ -62,7 +62,7 @@ from dash_trl.process_rewards import (
 OPERANDS = (7, 8, 9)
 WARM_UP = WarmUp(operands=OPERANDS, steps=500, slip_rate=0.06, wait_rate=0.03, num_heads=4)
 LONGEST, STEPS, EVERY = 112, 60, 10
-SEEDS, LEARNING_RATES = (0, 1, 2, 3, 4), (1e-4, 2e-4, 4e-4)
+SEEDS = (0, 1, 2, 3, 4)
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # by the number of seeds
 STEP_SUCCESS = 0.82  # of the model of slips: 0.25 over seven steps
 RESAMPLES = 2000
@@ -75,17 +75,22 @@ class Task:
         model: gives the directory of the warmed-up model.
         success: sum like `7+5`, its result → the probability that the untrained model writes a right line for it.
         forms: what may stand between the sum and its result.
+        learning_rates: of which the tuning chooses.
     """
 
     model: Callable[[], str]
     success: Callable[[str, int], float]
     forms: str
+    learning_rates: tuple[float, ...]
 
 
 TASKS = {
-    "slips": Task(lambda: embedded_model(settings=WARM_UP), lambda left, right: STEP_SUCCESS, "="),
+    "slips": Task(lambda: embedded_model(settings=WARM_UP), lambda left, right: STEP_SUCCESS, "=", (1e-4, 2e-4, 4e-4)),
     "confident": Task(
-        confident.confident_model, lambda left, right: 0.5 if confident.trap(left, right) else 1.0, confident.FORMS
+        confident.confident_model,
+        lambda left, right: 0.5 if confident.trap(left, right) else 1.0,
+        confident.FORMS,
+        (4e-4, 8e-4, 1.6e-3),
     ),
 }
 
@@ -373,7 +378,7 @@ def main() -> None:
     runs = Runs(arguments.runs, arguments.task)
 
     tuning: dict[str, float] = {}
-    for rate in () if arguments.learning_rate else LEARNING_RATES:
+    for rate in () if arguments.learning_rate else TASKS[arguments.task].learning_rates:
         tuning[f"{rate:g}"] = runs("outcome only", 100, rate).accuracy[-1]
         print(f"outcome only, learning rate {rate:g}: {tuning[f'{rate:g}']:.3f}", flush=True)
     rate = arguments.learning_rate or float(max(tuning, key=lambda name: tuning[name]))
