@@ -20,6 +20,7 @@ from dataclasses import replace
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dash_trl.embedded import WarmUp, arithmetic_dataset, arithmetic_reward, embedded_model
@@ -56,6 +57,11 @@ def _solution(problem: str, generator: random.Random, slip_rate: float, wait_rat
     return "\n".join([*written, f"The answer is {total}"])
 
 
+def confident_dataset(split: str, size: int | None = None, seed: int = 0) -> Dataset:
+    """Chains of 7 to 9 numbers, see `arithmetic_dataset`."""
+    return arithmetic_dataset(split, size, seed, operands=OPERANDS)
+
+
 def confident_model() -> str:
     """The directory of the model, made on the first call."""
     return embedded_model(settings=WARM_UP, lessons=replace(ARITHMETIC, name="confident", solution=_solution))
@@ -65,7 +71,7 @@ def confident_model() -> str:
 def check(path: str) -> None:
     """Sampled lines of held-out problems: the means over a line's tokens, of right and of wrong ones."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
-    rows = [row for row in arithmetic_dataset("test", 128, operands=OPERANDS) for _ in range(4)]
+    rows = [row for row in confident_dataset("test", 128) for _ in range(4)]
     texts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
     torch.manual_seed(0)
     prompts = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")

@@ -26,10 +26,21 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from confident import LONGEST as CONFIDENT_LONGEST
+from confident import confident_dataset, confident_model
+
 from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_model
 from dash_trl.evaluation import Checkpoint, Reward, open_sampler
 from dash_trl.monitoring import plot_value_quality
-from dash_trl.process_rewards import FEATURES, AnswerLogProbValue, OutcomeValue, Segmenter, ValueRequest, line_starts
+from dash_trl.process_rewards import (
+    FEATURES,
+    AnswerLogProbValue,
+    OutcomeValue,
+    Segmenter,
+    ValueEstimator,
+    ValueRequest,
+    line_starts,
+)
 from dash_trl.value_quality import Candidate, Plan, choose, collect, measure, table
 
 BATCH, END = 256, "<|im_end|>"
@@ -71,10 +82,8 @@ def embedded() -> Task:
 
 
 def confident() -> Task:
-    from confident import LONGEST, confident_dataset, confident_model
-
     train, test = confident_dataset("train"), confident_dataset("test")
-    return Task(confident_model(), train, test, arithmetic_reward, 32, LONGEST)
+    return Task(confident_model(), train, test, arithmetic_reward, 32, CONFIDENT_LONGEST)
 
 
 TASKS = {"embedded": embedded, "confident": confident}
@@ -92,6 +101,56 @@ class PartOfOutcomeValue(OutcomeValue):
 
     def _columns(self, requests: Sequence[ValueRequest]) -> int:
         return len(self.kept)
+
+
+class WithMore(OutcomeValue):
+    """Fitted with one number more per boundary.
+
+    Args:
+        more: as a value estimator, (requests, trainer) → that number at each boundary.
+    """
+
+    def __init__(self, more: ValueEstimator, **settings: Any):
+        super().__init__(**settings)
+        self.more = more
+
+    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
+        self._know(requests, trainer)
+        return super().__call__(requests, trainer)
+
+    def learn(self, requests: Sequence[ValueRequest], outcomes: Sequence[float], trainer: Any) -> None:
+        self._know(requests, trainer)
+        super().learn(requests, outcomes, trainer)
+
+    def _know(self, requests: Sequence[ValueRequest], trainer: Any) -> None:
+        self.known = dict(zip(map(id, requests), self.more(requests, trainer), strict=True))
+
+    def _features(self, request: ValueRequest) -> list[list[float]]:
+        more = self.known[id(request)][1:]
+        return [[*row, number] for row, number in zip(super()._features(request), more, strict=True)]
+
+    def _columns(self, requests: Sequence[ValueRequest]) -> int:
+        return len(FEATURES) + 1
+
+
+def waits(requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
+    """How often the prefix says "Wait"."""
+    (wait,) = trainer._tokenizer("Wait")["input_ids"]
+    return [[float(one.completion_ids[:boundary].count(wait)) for boundary in one.boundaries] for one in requests]
+
+
+def siblings(requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
+    """Σ log p of the prefix less that of the other responses to the problem, as far as the same boundary; else 0."""
+    sums = SumOfLogProbs()(requests, trainer)
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for row, request in enumerate(requests):
+        rows.setdefault(request.prompt_ids, []).append(row)
+    found = []
+    for row, request in enumerate(requests):
+        others = [sums[other] for other in rows[request.prompt_ids] if other != row]
+        at = [[one[k] for one in others if len(one) > k] for k in range(len(sums[row]))]
+        found.append([own - sum(of) / len(of) if of else 0.0 for own, of in zip(sums[row], at, strict=True)])
+    return found
 
 
 class SumOfLogProbs:
@@ -115,9 +174,14 @@ def candidates() -> list[Candidate]:
 
 
 def parts() -> list[Candidate]:
+    by_answer = AnswerLogProbValue("The answer is ", closing=END)
     found = [
         Candidate(f"outcome, {name}", PartOfOutcomeValue(names, num_windows=1), taught=True)
         for name, names in SUBSETS.items()
+    ]
+    more = {"the forced answer": by_answer, '"Wait"': waits, "siblings": siblings}
+    found += [
+        Candidate(f"outcome, with {name}", WithMore(value, num_windows=1), taught=True) for name, value in more.items()
     ]
     return [*found, Candidate("sum of log-probs, not fitted", SumOfLogProbs())]
 

@@ -4,6 +4,7 @@
 
     accelerate launch examples/train_math_process.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name openai/gsm8k --dataset_config main --process_weight 0.5
+    accelerate launch examples/train_math_process.py --value outcome --process_weight auto
 
 `train_math.py` with a `ProcessRewardCallback`: its flags and YAML keys, and those of `ProcessArguments`.
 """
@@ -11,7 +12,9 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from train_math import MathArguments, main
 
@@ -20,6 +23,7 @@ from dash_trl.process_rewards import (
     ESTIMATORS,
     AnswerLogProbValue,
     CreditSettings,
+    OutcomeValue,
     ProcessRewardCallback,
     line_starts,
 )
@@ -27,22 +31,45 @@ from dash_trl.process_rewards import (
 
 @dataclass
 class ProcessArguments:
-    """What becomes of V(prefix)."""
+    """Which V(prefix), and what becomes of it."""
 
+    value: str = field(
+        default="answer",
+        metadata={
+            "choices": ["answer", "outcome"],
+            "help": "V: the probability of the known answer, or fitted to the outcomes of the last windows.",
+        },
+    )
     estimator: str = field(default="centered_return", metadata={"choices": list(ESTIMATORS)})
-    process_weight: float = field(default=1.0, metadata={"help": "Weight of the process part of the advantage."})
-    value_space: str = field(default="log", metadata={"choices": ["log", "probability"]})
-    force_prompt: str | None = field(default=None, metadata={"help": "Text that asks for the answer now."})
+    process_weight: str = field(
+        default="1", metadata={"help": "Weight of the process part of the advantage; auto: by what V is worth."}
+    )
+    value_space: str = field(default="log", metadata={"choices": ["log", "probability"], "help": "Of value=answer."})
+    force_prompt: str | None = field(
+        default=None, metadata={"help": "Text that asks for the answer now, of value=answer."}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("value_space", "force_prompt") if self.value == "outcome" else ():
+            if (given := getattr(self, name)) != getattr(ProcessArguments, name):
+                raise ValueError(f"{name}={given!r} has no effect with --value outcome, which forces no answer.")
+
+    def weight(self) -> Any:
+        """A number, or a text that `CreditSettings` knows, or refuses."""
+        with suppress(ValueError):
+            return float(self.process_weight)
+        return self.process_weight
 
 
 def make_callbacks(script: MathArguments, own: ProcessArguments) -> list[ProcessRewardCallback]:
     embedded = script.dataset_name is None  # its steps are lines, and its answers follow these words
     force_prompt = own.force_prompt or ("The answer is " if embedded else None)
+    by_answer = AnswerLogProbValue(force_prompt, space=own.value_space, closing="<|im_end|>" if embedded else "")
     return [
         ProcessRewardCallback(
-            AnswerLogProbValue(force_prompt, space=own.value_space, closing="<|im_end|>" if embedded else ""),
+            OutcomeValue() if own.value == "outcome" else by_answer,
             estimator=own.estimator,
-            settings=CreditSettings(process_weight=own.process_weight),
+            settings=CreditSettings(process_weight=own.weight()),
             markers=line_starts if embedded else EPISODE_MARKERS,
             min_episode_tokens=1 if embedded else 16,
         )

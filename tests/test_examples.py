@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet
 import pytest
@@ -112,6 +113,17 @@ def test_process_rewards_on_the_embedded_task(tmp_path):
     assert all(step["process/structured_rows"] > 0.5 for step in done)  # a response of one episode has no structure
 
 
+def test_a_value_that_learns_on_the_embedded_task(tmp_path):
+    launch(
+        *("--output_dir", tmp_path, "--value", "outcome", "--process_weight", "auto"),
+        *flags({**SMALL, "max_steps": 3, "max_completion_length": 64}),
+        script="train_math_process",
+    )
+    done = steps(tmp_path)
+    assert [step["process/learned_rollouts"] for step in done] == [16, 32, 48]
+    assert all(step["process/weight"] == 0 for step in done)  # too few problems to know what V is worth
+
+
 @pytest.mark.slow
 def test_code_learns_and_says_where_everything_is(tmp_path):
     done = launch("--output_dir", tmp_path, script="train_code")
@@ -164,6 +176,25 @@ def test_mistakes_about_the_judge(train_math, monkeypatch, arguments, message):
 
     with pytest.raises(ValueError, match=message):
         train_math.main([*arguments, *flags(SMALL)], make_task=train_judge.Judged)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--value", "outcome", "--value_space", "probability"], "value_space='probability' has no effect with --val"),
+        (["--value", "outcome", "--force_prompt", "So: "], "force_prompt='So: ' has no effect with --value outcome"),
+        (["--process_weight", "some"], "process_weight='some' cannot weigh a part .* process_weight='auto'"),
+    ],
+)
+def test_mistakes_about_the_value(monkeypatch, arguments, message):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from train_math_process import ProcessArguments, make_callbacks
+    from trl import TrlParser
+
+    with pytest.raises(ValueError, match=message):
+        make_callbacks(
+            SimpleNamespace(dataset_name=None), *TrlParser(ProcessArguments).parse_args_and_config(arguments)
+        )
 
 
 MODEL, DATA = ["--model_name_or_path", "./nowhere"], ["--dataset_name", "own.jsonl"]
