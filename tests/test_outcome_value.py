@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback
 from dash_trl.distributed import Ranks
-from dash_trl.process_rewards import MonteCarloValue, OutcomeValue, ValueRequest
+from dash_trl.process_rewards import CreditSettings, MonteCarloValue, OutcomeValue, ValueRequest
 from tests.test_resume import WIDER
 from tests.tiny import ScriptedReward, ScriptedRollouts, log_probs, parameters, prompts, run
 
@@ -220,6 +220,19 @@ def test_mistakes_are_said_at_once(settings, said):
         OutcomeValue(**settings)
 
 
+def test_a_value_that_learns_is_anchored_and_pays_what_it_is_worth(caplog):
+    process = ProcessRewardCallback(OutcomeValue())
+    assert process.anchored and process.settings.process_weight == "auto"
+    assert not caplog.records
+    free = ProcessRewardCallback(OutcomeValue(), anchored=False, settings=CreditSettings(process_weight=0.5))
+    assert not free.anchored and free.settings.process_weight == 0.5
+    assert "anchored=False with OutcomeValue, which learns while it pays" in caplog.text
+    critic = ProcessRewardCallback(OutcomeValue(), estimator="gae")  # has neither
+    assert not critic.anchored and critic.settings == CreditSettings()
+    other = ProcessRewardCallback(MonteCarloValue(2))
+    assert not other.anchored and other.settings == CreditSettings()
+
+
 def test_gae_takes_probabilities_only():
     ProcessRewardCallback(OutcomeValue(), estimator="gae")
     with pytest.raises(ValueError, match=r"gae.* have to be probabilities"):
@@ -251,7 +264,8 @@ class Windows(DASHCallback):
 
 def callback(value=None, **settings) -> ProcessRewardCallback:
     episodes = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "max_episode_tokens": 8}
-    return ProcessRewardCallback(small() if value is None else value, **episodes, **settings)
+    settings = {"settings": CreditSettings(), **episodes, **settings}
+    return ProcessRewardCallback(small() if value is None else value, **settings)
 
 
 def train(model, output, process, **settings):

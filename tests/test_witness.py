@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from dash_trl import DASHCallback, DASHTrainer, RewardAgent
-from dash_trl.process_rewards import OutcomeValue, ProcessRewardCallback
+from dash_trl.process_rewards import CreditSettings, OutcomeValue, ProcessRewardCallback
 from dash_trl.sampling import Witness
 from dash_trl.seams import witnessed
 from tests.tiny import EOS, VOCABULARY, run
@@ -141,7 +141,7 @@ def test_a_checkpoint_in_a_window_does_not_keep_them(tiny_model, tmp_path):
     ends = []
     for resume in (None, str(tmp_path / "checkpoint-1")):
         value = OutcomeValue(num_windows=2, min_rollouts=2, min_problems=1)
-        process = ProcessRewardCallback(value, min_episode_tokens=1, max_episode_tokens=4)
+        process = ProcessRewardCallback(value, settings=CreditSettings(), min_episode_tokens=1, max_episode_tokens=4)
         settings = {"steps_per_generation": 8, "max_steps": 4, "learning_rate": 0.3, "max_completion_length": 8}
         saving = {"save_strategy": "steps", "save_steps": 1, "resume": resume}
         trainer = train(tiny_model, tmp_path, process, generation_kwargs=FEW, **settings, **saving)

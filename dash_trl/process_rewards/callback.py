@@ -21,9 +21,10 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from dash_trl.callbacks import DASHCallback
 from dash_trl.distributed import Ranks
-from dash_trl.process_rewards.arguments import check_switch, check_text, is_number
+from dash_trl.process_rewards.arguments import check_switch, check_text, is_number, named
 from dash_trl.process_rewards.credit import (
     ESTIMATORS,
+    SETTINGS,
     CreditSettings,
     Rewards,
     anchor,
@@ -71,13 +72,15 @@ class ProcessRewardCallback(DASHCallback):
     Args:
         value: estimates V(prefix); default `AnswerLogProbValue()`.
         estimator: name of the credit estimator, see `dash_trl.process_rewards.ESTIMATORS`.
-        settings: weights of outcome and process, floor of the scale, γ and λ.
+        settings: weights of outcome and process, floor of the scale, γ and λ. Default: `CreditSettings()`; for a value
+            that learns with process_weight="auto", so that it pays as much as it was worth, and nothing at first.
         markers, max_episode_tokens, min_episode_tokens, final_answer: see `Segmenter`.
         answer_column: dataset column with the accepted answer, a text or a list of texts; for values that need it.
         skip_solved: no values for groups whose rewards are all the same and positive: nothing is left to learn there.
             A value that learns, `OutcomeValue`, learns from them all the same, and is watched on them.
         anchored: whether the outcome takes the place of V_n, so that all that V pays is outcome − V_0; see
-            `dash_trl.process_rewards.credit.anchor`.
+            `dash_trl.process_rewards.credit.anchor`. Default: with a value that learns, where it keeps a V that the
+            policy has learned to please from paying without an outcome.
         unproductive_penalty: subtracted from the advantage of each token of an episode with |U| < `unproductive_below`.
     Raises:
         ValueError: for unknown or impossible settings; at the start of training without the answer column or servers;
@@ -96,7 +99,7 @@ class ProcessRewardCallback(DASHCallback):
         final_answer: str = FINAL_ANSWER,
         answer_column: str = "answer",
         skip_solved: bool = True,
-        anchored: bool = False,
+        anchored: bool | None = None,
         unproductive_penalty: float = 0.0,
         unproductive_below: float = 0.01,
     ):
@@ -121,10 +124,19 @@ class ProcessRewardCallback(DASHCallback):
         check_segmentation(markers, max_episode_tokens, min_episode_tokens, final_answer)
         check_text("answer_column", answer_column, example="'answer'")
         check_switch("skip_solved", skip_solved)
+        unanchored = estimator in ("gae", "grpo")
+        comparable = getattr(self.value, "space", None) in ("probability", "reward")
+        if anchored is None:
+            anchored = self._learns and comparable and not unanchored
         check_switch("anchored", anchored)
-        if anchored and estimator in ("gae", "grpo"):
+        if anchored and unanchored:
             raise ValueError(f"anchored=True does nothing with estimator={estimator!r}, which uses no U. Leave it out.")
-        if anchored and getattr(self.value, "space", None) not in ("probability", "reward"):
+        if self._learns and not (anchored or unanchored):
+            logger.warning(
+                f"anchored=False with {named(self.value)}, which learns while it pays: what it pays is bound to no "
+                "outcome, and a policy that learns to please V may lose all else. Leave it out."
+            )
+        if anchored and not comparable:
             raise ValueError(
                 "anchored=True puts the outcome in the place of V_n, so values have to be in its unit: pass "
                 "value=OutcomeValue(), MonteCarloValue() or AnswerLogProbValue(space='probability'); one of your own "
@@ -142,7 +154,9 @@ class ProcessRewardCallback(DASHCallback):
         self.estimator = estimator
         self.per_group = estimator in PER_GROUP
         self.needs_log_probs = bool(getattr(self.value, "needs_log_probs", False))
-        self.settings = CreditSettings() if settings is None else settings
+        weighed = "process_weight" in SETTINGS.get(estimator, {"process_weight"})
+        by_worth = CreditSettings(process_weight="auto") if self._learns and weighed else CreditSettings()
+        self.settings = by_worth if settings is None else settings
         check_settings(estimator, self.settings)
         self.segmentation: dict[str, Any] = {
             "markers": markers,
