@@ -167,10 +167,13 @@ IDS = torch.tensor([[3, 5, 2], [4, 0, 0]])  # the second row has ended: it is pa
 
 
 def scripted(steps):
-    """A witness of so many steps, behind prompts of two tokens."""
+    """A witness of so many steps, behind prompts of two tokens, that keeps nothing of what `generate` handed it."""
     witness, ids = Witness(1.0), torch.cat([torch.ones(2, 2, dtype=torch.long), IDS, torch.zeros_like(IDS)], dim=1)
     for step in range(steps):
-        witness(ids[:, : 2 + step], STEPS[step])
+        read, logits = ids[:, : 2 + step].clone(), STEPS[step].clone()
+        witness(read, logits)
+        read.zero_()
+        logits.zero_()
     witness.end([IDS[0].tolist(), IDS[1, :1].tolist()])
     return witness
 
@@ -207,9 +210,11 @@ def test_a_token_that_cannot_be_sampled_has_no_entropy():
     assert log_probs.item() == pytest.approx(-0.6931, abs=1e-4) and entropies.item() == pytest.approx(0.6931, abs=1e-4)
 
 
-def test_the_logits_are_seen_before_a_processor_changes_them(tiny_model):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_logits_are_seen_before_a_processor_changes_them(tiny_model, compiled):
     """The seam: what `generate` calls first; after an error, too, the model is as it was."""
     model, seen = AutoModelForCausalLM.from_pretrained(tiny_model), []
+    model = torch.compile(model, backend="eager") if compiled else model  # as unwrapped of FSDP with torch_compile
     ids, config = torch.tensor([[7, 8, 9]]), GenerationConfig(max_new_tokens=2, repetition_penalty=5.0, do_sample=False)
     with witnessed(model, lambda ids, logits: seen.append((ids, logits.clone()))):
         output = model.generate(ids, generation_config=config)

@@ -42,8 +42,9 @@ class Witness:
         if self._last is not None:
             self._in_step &= ids.shape[1] == self._columns + 1 and len(ids) == len(self._last)
             if self._in_step:
-                self._sampled(ids[:, -1])
+                self._sampled(ids[:, -1].clone())  # a view would keep all that was read, of every step
         self._columns = ids.shape[1]
+        self._last = None  # so that there are never two
         self._last = torch.log_softmax(logits.float() / self._temperature, dim=-1)
 
     def end(self, completion_ids: Sequence[Sequence[int]]) -> None:
@@ -77,7 +78,8 @@ class Witness:
     def _sampled(self, tokens: Tensor) -> None:
         """The last step's, [B]."""
         assert self._last is not None, "a step has begun"
-        entropy = torch.special.entr(self._last.exp()).sum(dim=-1)  # a token of log-prob -inf has none
+        probs = self._last.exp()
+        entropy = torch.special.entr(probs, out=probs).sum(dim=-1)  # a token of log-prob -inf has none
         log_probs = self._last.gather(1, tokens.unsqueeze(1)).squeeze(1)
         for kept, one in zip(self._steps, (tokens, log_probs, entropy), strict=True):
             kept.append(one)
