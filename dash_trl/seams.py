@@ -62,15 +62,16 @@ def witnessed(model: Any, witness: Callable[[Tensor, Tensor], None]) -> Iterator
     minimal lengths. The logits stay as they are. Beam search and assisted decoding call it with other rows.
 
     Args:
-        model: a transformers model, without wrappers and adapters.
+        model: a transformers model, without wrappers and adapters; it may be compiled.
     """
+    original = model._get_logits_processor  # not the class's: that of a compiled model is its wrapper
 
     def see(ids: Tensor, logits: Tensor) -> Tensor:
         witness(ids, logits)
         return logits
 
     def processors(*args: Any, **kwargs: Any) -> Any:
-        found = type(model)._get_logits_processor(model, *args, **kwargs)
+        found = original(*args, **kwargs)
         found.insert(0, see)
         return found
 
