@@ -233,7 +233,9 @@ def outcome_value(model: str, output: Path, start: dict[str, torch.Tensor]) -> d
     perfect = evidence_of(
         torch.tensor([[0, 1, 2]] * 64), outcomes.repeat(3, 1).T, torch.full((64,), 2), outcomes, group_size=4
     )
-    callback.load_state_dict({"worth": {"of": "OutcomeValue", "windows": [vars(perfect)], "entropies": []}})
+    callback.load_state_dict(
+        {"worth": {"of": "OutcomeValue", "space": "probability", "windows": [vars(perfect)], "entropies": []}}
+    )
     trainer = run(DASHTrainer, model, output / "outcome", reward=Reward(constant=0.2), callbacks=[callback], **settings)
     end, windows = whole(trainer), callback.value.state_dict()["windows"]
     return {

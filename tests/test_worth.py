@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dash_trl import DASHTrainer, ProcessRewardCallback
-from dash_trl.process_rewards import ESTIMATORS, CreditSettings, calibration_error
+from dash_trl.process_rewards import ESTIMATORS, AnswerLogProbValue, CreditSettings, calibration_error
 from dash_trl.process_rewards.diagnostics import Diagnostics
 from dash_trl.process_rewards.worth import LEAST_GROUPS, WINDOWS, Evidence, Watch, evidence_of, interval, student
 from tests.test_outcome_value import RESUMED, Seeded, Windows, callback, small, train
@@ -458,6 +458,35 @@ def test_a_resumed_run_with_auto_is_the_uninterrupted_one(tiny_model, tmp_path, 
     assert logged(again, "process/concordance") == logged(whole, "process/concordance")
     for (name, value), found in zip(parameters(whole.model).items(), parameters(again.model).values(), strict=True):
         assert torch.equal(value, found), name
+
+
+def mine(requests, trainer):
+    """Two functions are two values."""
+
+
+def yours(requests, trainer):
+    """Another one."""
+
+
+@pytest.mark.parametrize(
+    ("value", "another"),
+    [(AnswerLogProbValue(), AnswerLogProbValue(space="probability")), (mine, yours)],
+    ids=["of another space", "another function"],
+)
+def test_the_worth_of_another_value_is_not_this_one_s(value, another):
+    first = ProcessRewardCallback(value)
+    first._watch.add(evidence(CERTAIN))
+    weights = []
+    for one in (value, another):
+        process = ProcessRewardCallback(one)
+        process.load_state_dict(first.state_dict())
+        weights.append(process._watch.weight())
+    assert weights[0] > 0.99 and weights[1] == 0
+
+
+def test_a_value_that_finds_another_one_s_state_only_says_so(caplog):
+    callback().load_state_dict(ProcessRewardCallback(AnswerLogProbValue()).state_dict())
+    assert "holds nothing that OutcomeValue has learned" in caplog.text
 
 
 def test_states_of_earlier_versions_and_of_other_values():

@@ -206,6 +206,11 @@ class ProcessRewardCallback(DASHCallback):
         return hasattr(self.value, "learn")
 
     @property
+    def _watched(self) -> dict[str, Any]:
+        """Whose worth it is: that of the same value in another space would be other numbers."""
+        return {"of": named(self.value), "space": getattr(self.value, "space", None)}
+
+    @property
     def _auto(self) -> bool:
         return self.settings.process_weight == "auto"
 
@@ -215,15 +220,20 @@ class ProcessRewardCallback(DASHCallback):
         return not self._auto or self._weight > 0
 
     def state_dict(self) -> dict[str, Any]:
-        name, entropies = type(self.value).__name__, list(self._diagnostics.entropies)
-        state = {"worth": {"of": name, "windows": self._watch.state_dict(), "entropies": entropies}}
-        return {**state, name: self.value.state_dict()} if hasattr(self.value, "state_dict") else state
+        windows, entropies = self._watch.state_dict(), list(self._diagnostics.entropies)
+        state: dict[str, Any] = {"worth": {**self._watched, "windows": windows, "entropies": entropies}}
+        if hasattr(self.value, "state_dict"):
+            state[type(self.value).__name__] = self.value.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         name = type(self.value).__name__
         if (of_value := state.get(name)) is not None:  # not that of another value
             self.value.load_state_dict(of_value)  # type: ignore[attr-defined]
-        if (worth := state.get("worth", {})).get("of") == name:  # missing in one of an earlier version
+        elif hasattr(self.value, "state_dict"):
+            logger.warning(f"The checkpoint holds nothing that {name} has learned, but another value's state.")
+        worth = state.get("worth", {})  # missing in one of an earlier version
+        if {one: worth.get(one) for one in self._watched} == self._watched:
             self._watch.load_state_dict(worth["windows"])
             self._diagnostics.entropies = list(worth["entropies"])
 
