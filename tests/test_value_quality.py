@@ -33,6 +33,7 @@ def compute_score(completions, completion_ids, **columns):
 """
 VALUES = """
 import math
+import threading
 
 class Perfect:
     space = "probability"
@@ -49,6 +50,10 @@ class Pupil(Perfect):
 
     def learn(self, requests, outcomes, trainer):
         self.taught.append(([(one.prompt_ids, one.completion_ids) for one in requests], list(outcomes)))
+
+class Locked(Pupil):
+    def __init__(self):
+        self.lock = threading.Lock()
 """
 
 
@@ -277,6 +282,7 @@ WITHOUT_MODEL_LOADING = {
     "no such name": (("--value_path", "my_values.Perfekt"), "AttributeError"),
     "not callable": (("--value_path", "my_values.math"), "cannot estimate"),
     "one that samples": (("--value_path", "dash_trl.process_rewards.MonteCarloValue"), "is a MonteCarloValue, which"),
+    "one that cannot be copied": (("--value_path", "my_values.Locked"), "learns, but cannot be copied"),
     "one of servers": (("--value_path", "dash_trl.process_rewards.ServerValue"), "is a ServerValue, which"),
     "no state": (("--checkpoint", "."), "has no OutcomeValue that learned anything"),
     "a space": (("--values", "outcome", "--value_space", "probability"), "are of answer values"),
@@ -320,7 +326,7 @@ def test_rewards_that_tell_nothing_end_it_before_the_truth(tiny_model, reward, m
     assert not Path("out/truth.jsonl").exists()
 
 
-def test_an_interrupted_study_goes_on_and_other_settings_are_refused_by_name(tiny_model):
+def test_an_interrupted_study_goes_on_and_other_settings_are_refused_by_name(tiny_model, monkeypatch):
     found = measure(*of_tiny(tiny_model, "--values", "answer"))
     truth = Path("out/truth.jsonl")
     whole = truth.read_bytes()
@@ -328,5 +334,6 @@ def test_an_interrupted_study_goes_on_and_other_settings_are_refused_by_name(tin
     assert measure(*of_tiny(tiny_model, "--values", "answer")) == found and truth.read_bytes() == whole
     with pytest.raises(ValueError, match="truth.jsonl is of other settings: segmentation is"):
         measure(*of_tiny(tiny_model, "--values", "answer", "--max_episode_tokens", 3))
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)  # before weights are loaded
     with pytest.raises(ValueError, match="responses.jsonl is of other settings: temperature is 1.0 there and 0.5 here"):
         measure(*of_tiny(tiny_model, "--temperature", 0.5))

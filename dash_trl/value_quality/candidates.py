@@ -118,6 +118,14 @@ def imported(path: str) -> Any:
             "none. Completions of prefixes are the truth that all others are measured by; ServerValue's values are "
             "those of --values answer."
         )
+    if hasattr(value, "learn"):
+        try:
+            copy.deepcopy(value)
+        except Exception as error:
+            raise ValueError(
+                f"value_path={path!r} learns, but cannot be copied ({type(error).__name__}: {error}), and to each "
+                "number of rollouts a copy is fitted. Open what cannot be copied at the first call."
+            ) from error
     return value
 
 

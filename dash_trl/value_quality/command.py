@@ -37,7 +37,7 @@ from dash_trl.process_rewards import (
 from dash_trl.value_quality.candidates import Candidate, imported, saved
 from dash_trl.value_quality.figures import table
 from dash_trl.value_quality.results import Results, measure
-from dash_trl.value_quality.study import ANSWER, FIT_SAMPLES, Plan, choose, collect
+from dash_trl.value_quality.study import ANSWER, FIT_SAMPLES, Plan, check_files, choose, collect
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +206,7 @@ def value_quality(model: str, arguments: ValueQualityArguments) -> Results:
             **arguments.settings(task),
             "segmentation": segmentation,
         }
+        check_files(measured, to_fit, plan, folder, settings)
         logger.info(plan.cost())
         with arguments.open_sampler(checkpoint, folder) as sampler:
             study = collect(sampler, reward, measured, to_fit, plan, segmenter, folder, settings)

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 RESPONSES, ROLLOUTS, TRUTH = range(3)  # the stages, each with random numbers of its own
 FIT_SAMPLES = 8  # rollouts of each problem that a value is fitted to, as in a group of training
 ANSWER = "answer"
+RESPONSES_FILE, ROLLOUTS_FILE = "responses.jsonl", "rollouts.jsonl"
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,19 @@ def _distinct(rows: Iterable[Any], seed: int) -> dict[str, Any]:
     return dict(found)
 
 
+def check_files(
+    measured: Sequence[Any], to_fit: Sequence[Any], plan: Plan, folder: Path, settings: Mapping[str, Any]
+) -> None:
+    """Refuse files of other settings before there is a sampler; whose the truth is shows when the responses are there.
+
+    Raises:
+        ValueError: as `collect`.
+    """
+    for name, of_file in _settings_of_files(measured, to_fit, plan, settings).items():
+        if (folder / name).exists():
+            Records(folder / name, of_file).close()
+
+
 def collect(
     sampler: Sampler,
     reward: Reward,
@@ -176,10 +190,9 @@ def collect(
     Raises:
         ValueError: the files are of other settings; no reward came, or all rewards are the same.
     """
-    shared = {name: value for name, value in settings.items() if name != "segmentation"}
-    of_responses = {**shared, "problems": hash_of(measured), "num_samples": plan.num_samples}
+    of_files = _settings_of_files(measured, to_fit, plan, settings)
     whole = [_whole(row, sampler, plan) for row in measured]
-    with Records(folder / "responses.jsonl", of_responses) as records:
+    with Records(folder / RESPONSES_FILE, of_files[RESPONSES_FILE]) as records:
         drawn = _scored(sampler, reward, whole, plan, plan.num_samples, RESPONSES, records)
     outcomes = [one["reward"] for samples in drawn for one in samples]
     _check_outcomes(outcomes)
@@ -190,8 +203,7 @@ def collect(
     lessons: list[ValueRequest] = []
     lesson_outcomes: list[float | None] = []
     if taught:
-        of_rollouts = {**shared, "problems": hash_of(to_fit), "num_samples": FIT_SAMPLES}
-        with Records(folder / "rollouts.jsonl", of_rollouts) as records:
+        with Records(folder / ROLLOUTS_FILE, of_files[ROLLOUTS_FILE]) as records:
             drawn = _scored(sampler, reward, taught, plan, FIT_SAMPLES, ROLLOUTS, records)
         lessons = _requests(to_fit, taught, drawn, segmenter)
         lesson_outcomes = [one["reward"] for samples in drawn for one in samples]
@@ -210,7 +222,8 @@ def collect(
         f"completions of at most {sum(one.room for one in asked) * plan.num_rollouts:,} tokens in all."
     )
     of_truth = {
-        **{**of_responses, **settings},
+        **of_files[RESPONSES_FILE],
+        **settings,
         "num_rollouts": plan.num_rollouts,
         "responses": hash_of({"token_ids": request.completion_ids} for request in requests),
     }
@@ -224,6 +237,17 @@ def collect(
     return Study(
         requests, problems, truth, lessons, lesson_outcomes, all(one is None or 0 <= one <= 1 for one in rewards)
     )
+
+
+def _settings_of_files(
+    measured: Sequence[Any], to_fit: Sequence[Any], plan: Plan, settings: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """All that samples depend on which no other sample has a part in, by the name of their file."""
+    shared = {name: value for name, value in settings.items() if name != "segmentation"}
+    found = {RESPONSES_FILE: {**shared, "problems": hash_of(measured), "num_samples": plan.num_samples}}
+    if plan.fit_problems:
+        found[ROLLOUTS_FILE] = {**shared, "problems": hash_of(to_fit), "num_samples": FIT_SAMPLES}
+    return found
 
 
 def _whole(row: Mapping[str, Any], sampler: Sampler, plan: Plan) -> _Asked:
