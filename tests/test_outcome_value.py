@@ -229,6 +229,7 @@ def test_a_value_that_learns_is_anchored_and_pays_what_it_is_worth(caplog):
     assert "anchored=False with OutcomeValue, which learns while it pays" in caplog.text
     critic = ProcessRewardCallback(OutcomeValue(), estimator="gae")  # has neither
     assert not critic.anchored and critic.settings == CreditSettings()
+    assert "estimator='gae' takes OutcomeValue for its critic at once" in caplog.text
     other = ProcessRewardCallback(MonteCarloValue(2))
     assert not other.anchored and other.settings == CreditSettings()
 

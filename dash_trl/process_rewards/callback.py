@@ -136,6 +136,11 @@ class ProcessRewardCallback(DASHCallback):
                 f"anchored=False with {named(self.value)}, which learns while it pays: what it pays is bound to no "
                 "outcome, and a policy that learns to please V may lose all else. Leave it out."
             )
+        if self._learns and estimator == "gae":
+            logger.warning(
+                f"estimator='gae' takes {named(self.value)} for its critic at once, whatever that is worth, and has "
+                "learned slower with it than by the outcome alone (docs/process_rewards.md). Use 'centered_return'."
+            )
         if anchored and not comparable:
             raise ValueError(
                 "anchored=True puts the outcome in the place of V_n, so values have to be in its unit: pass "
