@@ -124,28 +124,12 @@ class ProcessRewardCallback(DASHCallback):
         check_segmentation(markers, max_episode_tokens, min_episode_tokens, final_answer)
         check_text("answer_column", answer_column, example="'answer'")
         check_switch("skip_solved", skip_solved)
-        unanchored = estimator in ("gae", "grpo")
-        comparable = getattr(self.value, "space", None) in ("probability", "reward")
-        if anchored is None:
-            anchored = self._learns and comparable and not unanchored
-        check_switch("anchored", anchored)
-        if anchored and unanchored:
-            raise ValueError(f"anchored=True does nothing with estimator={estimator!r}, which uses no U. Leave it out.")
-        if self._learns and not (anchored or unanchored):
-            logger.warning(
-                f"anchored=False with {named(self.value)}, which learns while it pays: what it pays is bound to no "
-                "outcome, and a policy that learns to please V may lose all else. Leave it out."
-            )
-        if self._learns and estimator == "gae":
+        learns = hasattr(self.value, "learn")
+        self.anchored = _is_anchored(anchored, self.value, estimator, learns=learns)
+        if learns and estimator == "gae":
             logger.warning(
                 f"estimator='gae' takes {named(self.value)} for its critic at once, whatever that is worth, and has "
                 "learned slower with it than by the outcome alone (docs/process_rewards.md). Use 'centered_return'."
-            )
-        if anchored and not comparable:
-            raise ValueError(
-                "anchored=True puts the outcome in the place of V_n, so values have to be in its unit: pass "
-                "value=OutcomeValue(), MonteCarloValue() or AnswerLogProbValue(space='probability'); one of your own "
-                "says so by an attribute, space = 'probability' or 'reward'."
             )
         for name, number in (
             ("unproductive_penalty", unproductive_penalty),
@@ -159,9 +143,10 @@ class ProcessRewardCallback(DASHCallback):
         self.estimator = estimator
         self.per_group = estimator in PER_GROUP
         self.needs_log_probs = bool(getattr(self.value, "needs_log_probs", False))
-        weighed = "process_weight" in SETTINGS.get(estimator, {"process_weight"})
-        by_worth = CreditSettings(process_weight="auto") if self._learns and weighed else CreditSettings()
-        self.settings = by_worth if settings is None else settings
+        if settings is None:
+            weighed = "process_weight" in SETTINGS.get(estimator, {"process_weight"})
+            settings = CreditSettings(process_weight="auto") if learns and weighed else CreditSettings()
+        self.settings = settings
         check_settings(estimator, self.settings)
         self.segmentation: dict[str, Any] = {
             "markers": markers,
@@ -170,7 +155,7 @@ class ProcessRewardCallback(DASHCallback):
             "final_answer": final_answer,
         }
         self.answer_column = answer_column
-        self.skip_solved, self.anchored = skip_solved, anchored
+        self.skip_solved = skip_solved
         self.unproductive_penalty = unproductive_penalty
         self.unproductive_below = unproductive_below
         self.last: list[tuple[Episodes, list[float]]] = []  # of the last generation batch, for a look at it
@@ -451,6 +436,28 @@ class ProcessRewardCallback(DASHCallback):
             idle = rewards.ends & (rewards.process.abs() < self.unproductive_below)
             credit = credit - self.unproductive_penalty * spread_over_episodes(idle.double(), rewards.ends)
         return credit
+
+
+def _is_anchored(anchored: bool | None, value: Any, estimator: str, *, learns: bool) -> bool:
+    """What is asked for; None: where a value learns."""
+    comparable, without = getattr(value, "space", None) in ("probability", "reward"), estimator in ("gae", "grpo")
+    if anchored is None:
+        return learns and comparable and not without
+    check_switch("anchored", anchored)
+    if anchored and without:
+        raise ValueError(f"anchored=True does nothing with estimator={estimator!r}, which uses no U. Leave it out.")
+    if anchored and not comparable:
+        raise ValueError(
+            "anchored=True puts the outcome in the place of V_n, so values have to be in its unit: pass "
+            "value=OutcomeValue(), MonteCarloValue() or AnswerLogProbValue(space='probability'); one of your own "
+            "says so by an attribute, space = 'probability' or 'reward'."
+        )
+    if learns and not (anchored or without):
+        logger.warning(
+            f"anchored=False with {named(value)}, which learns while it pays: what it pays is bound to no outcome, and "
+            "a policy that learns to please V may lose all else. Leave it out."
+        )
+    return anchored
 
 
 def _log_probs(rollouts: CreditedRollouts, rows: Tensor, trainer: Any) -> tuple[Tensor, Tensor | None]:
