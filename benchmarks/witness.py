@@ -1,6 +1,6 @@
 """Log-probs and entropies for `OutcomeValue`: seen while `generate` samples, or by a pass over the samples.
 
-    OMP_NUM_THREADS=1 python benchmarks/witness.py --json witness.json          # ~2 minutes on one core
+    OMP_NUM_THREADS=1 python benchmarks/witness.py --json witness.json          # ~1 minute on one core
 
 The embedded model, 128 rows in groups of 8 per step, learning rate 0: two trainers sample the same rows, step by step.
 Medians over the steps, the first of which are not counted, in CPU seconds of this process, whatever else the machine
