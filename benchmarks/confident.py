@@ -19,12 +19,14 @@ from dataclasses import replace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dash_trl.embedded import WarmUp, arithmetic_dataset, arithmetic_reward, embedded_model
 from dash_trl.embedded.warm_up import ARITHMETIC
+from dash_trl.evaluation import LocalSampler, prompt_ids
+from dash_trl.process_rewards import ValueRequest
+from dash_trl.value_quality import with_log_probs
 
 FORMS = "=:"
 OPERANDS = (7, 8, 9)
@@ -67,37 +69,29 @@ def confident_model() -> str:
     return embedded_model(settings=WARM_UP, lessons=replace(ARITHMETIC, name="confident", solution=_solution))
 
 
-@torch.no_grad()
 def check(path: str) -> None:
     """Sampled lines of held-out problems: the means over a line's tokens, of right and of wrong ones."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
-    rows = [row for row in confident_dataset("test", 128) for _ in range(4)]
-    texts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
-    torch.manual_seed(0)
-    prompts = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
-    ids = model.generate(**prompts, do_sample=True, max_new_tokens=LONGEST, pad_token_id=tokenizer.pad_token_id)
-    width = prompts["input_ids"].shape[1]
-    completions = ids[:, width:]
-    mask = torch.nn.functional.pad(prompts["attention_mask"], (0, completions.shape[1]), value=1)
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    log_probs = model(ids, attention_mask=mask, position_ids=positions).logits[:, width - 1 : -1].log_softmax(dim=-1)
-    entropies = torch.special.entr(log_probs.exp()).sum(dim=-1)
-    log_probs = log_probs.gather(2, completions.unsqueeze(2)).squeeze(2)
-    right = arithmetic_reward(
-        tokenizer.batch_decode(completions, skip_special_tokens=True), [row["answer"] for row in rows]
-    )
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    rows = confident_dataset("test", 128)
+    drawn = LocalSampler(model, tokenizer, batch_size=256).sample(rows["prompt"], num_samples=4, max_new_tokens=LONGEST)
+    samples = [(rows[index], sample) for index, of_one in drawn for sample in of_one]
+    right = arithmetic_reward([sample.text for _, sample in samples], [row["answer"] for row, _ in samples])
     print(f"accuracy {statistics.mean(right):.3f}")
 
     figures: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for row, tokens in enumerate(completions.tolist()):
+    asked = [
+        ValueRequest(tuple(prompt_ids(row["prompt"], tokenizer)), tuple(sample.token_ids), (0,))
+        for row, sample in samples
+    ]
+    for one in with_log_probs(asked, model, temperature=1.0):
         start = 0
-        for end, token in enumerate(tokens, start=1):
+        for end, token in enumerate(one.completion_ids, start=1):
             if tokenizer.decode([token]) == "\n":
-                line = tokenizer.decode(tokens[start : end - 1])
+                line = tokenizer.decode(one.completion_ids[start : end - 1])
                 if step := re.fullmatch(rf"(-?\d+)([+-]\d+)[{FORMS}](-?\d+)", line):
                     is_right = int(step[1]) + int(step[2]) == int(step[3])
-                    means = log_probs[row, start:end].mean(), entropies[row, start:end].mean()
-                    figures[is_right].append((float(means[0]), float(means[1])))
+                    sides = (statistics.mean(side[start:end]) for side in (one.log_probs, one.entropies))
+                    figures[is_right].append(tuple(sides))
                 start = end
     means = {kind: [statistics.mean(side) for side in zip(*found, strict=True)] for kind, found in figures.items()}
     for kind, (log_prob, entropy) in means.items():

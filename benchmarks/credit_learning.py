@@ -44,8 +44,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CI", "1")  # no telemetry in a timed run
 
 import confident
+from confident import LONGEST, OPERANDS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
+from value_quality import SumOfLogProbs
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, ProcessRewardCallback
 from dash_trl.embedded import WarmUp, arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
@@ -59,9 +61,8 @@ from dash_trl.process_rewards import (
     line_starts,
 )
 
-OPERANDS = (7, 8, 9)
 WARM_UP = WarmUp(operands=OPERANDS, steps=500, slip_rate=0.06, wait_rate=0.03, num_heads=4)
-LONGEST, STEPS, EVERY = 112, 60, 10
+STEPS, EVERY = 60, 10
 SEEDS = (0, 1, 2, 3, 4)
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # by the number of seeds
 STEP_SUCCESS = 0.82  # of the model of slips: 0.25 over seven steps
@@ -90,7 +91,7 @@ TASKS = {
         confident.confident_model,
         lambda left, right: 0.5 if confident.trap(left, right) else 1.0,
         confident.FORMS,
-        (4e-4, 8e-4, 1.6e-3),
+        (2e-4, 4e-4, 8e-4, 1.6e-3),
     ),
 }
 
@@ -160,15 +161,6 @@ class WithoutOwnTokens(OutcomeValue):
         return [[math.nan] * len(rows[0]), *rows[:-1]] if rows else []
 
 
-class LogProbSum:
-    """V = Σ log p of the prefix: the policy's confidence as it is."""
-
-    space, needs_answers, needs_log_probs = "log", False, True
-
-    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        return [[math.fsum(one.log_probs[:boundary]) for boundary in one.boundaries] for one in requests]
-
-
 def by_log_prob(task: Task, space: str = "log") -> AnswerLogProbValue:
     return AnswerLogProbValue("The answer is ", closing="<|im_end|>", space=space)
 
@@ -194,7 +186,7 @@ METHODS: dict[str, Method | None] = {
     "centered_return, true V": Method("centered_return", TrueValue),
     "episode, true V": Method("episode", TrueValue),
     "centered_return, shuffled": Method("centered_return", lambda task: Shuffled()),
-    "centered_return, Σ log p": Method("centered_return", lambda task: LogProbSum()),
+    "centered_return, Σ log p": Method("centered_return", lambda task: SumOfLogProbs()),
     "centered_return, without own tokens": Method("centered_return", lambda task: WithoutOwnTokens()),
 }
 STUDY = list(METHODS)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.evaluation.arguments import TaskArguments
+    from dash_trl.evaluation.arguments import TaskArguments, command_parser
     from dash_trl.evaluation.checkpoint import Checkpoint
     from dash_trl.evaluation.estimates import CORRECT_ABOVE, bootstrap_interval, pass_at_k
     from dash_trl.evaluation.local import LocalSampler

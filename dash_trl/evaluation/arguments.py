@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from transformers import HfArgumentParser
 
 from dash_trl.evaluation.checkpoint import EMBEDDED, Checkpoint
 from dash_trl.evaluation.local import BATCH_SIZE
@@ -108,3 +112,16 @@ class TaskArguments:
             batch_size=self.per_device_eval_batch_size,
             weight_dir=folder / WEIGHT_DIR,
         )
+
+
+def command_parser(arguments: type, module: str, description: str | None) -> HfArgumentParser:
+    """The parser of `python -m <module>`, whose log is printed from now on."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("dash_trl").setLevel(logging.INFO)
+    return HfArgumentParser(
+        arguments,
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )

@@ -14,7 +14,6 @@ on where an interrupted one was, and samples nothing that is there. docs/evaluat
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -25,9 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
-from transformers import HfArgumentParser
 
-from dash_trl.evaluation.arguments import TaskArguments
+from dash_trl.evaluation.arguments import TaskArguments, command_parser
 from dash_trl.evaluation.checkpoint import Checkpoint
 from dash_trl.evaluation.estimates import CORRECT_ABOVE
 from dash_trl.evaluation.figures import figures_of, remarks, table
@@ -85,15 +83,7 @@ class Job:
 
 
 def main(argv: Sequence[str]) -> None:
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("dash_trl").setLevel(logging.INFO)
-    parser = HfArgumentParser(
-        EvaluationArguments,
-        prog="python -m dash_trl.evaluation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(EvaluationArguments, "dash_trl.evaluation", __doc__)
     parser.add_argument(
         "models", nargs="+", metavar="MODEL", help="a directory (of a LoRA adapter, too), a hub name, or 'embedded'"
     )

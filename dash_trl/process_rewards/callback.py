@@ -320,8 +320,7 @@ class ProcessRewardCallback(DASHCallback):
         self._diagnostics.check(figures, seconds=sum(seconds), estimator=self.estimator, ready=ready, pays=self._pays)
         weighs = self.estimator != "grpo" and self.settings.process_weight != 0
         if self._pays and weighs and figures["process/valued_rows"][0]:
-            by_confidence = getattr(self.value, "needs_log_probs", False)
-            mean = worth.get("process/entropy", self._logged_entropy) if by_confidence else None
+            mean = worth.get("process/entropy", self._logged_entropy) if self.needs_log_probs else None
             self._diagnostics.watch(worth, full=self._watch.full, entropy=mean)
 
     def _skipped(self, outcomes: Tensor, group_size: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.value_quality.candidates import Candidate, Position, Stage
+    from dash_trl.value_quality.candidates import Candidate, Position, Stage, with_log_probs
     from dash_trl.value_quality.figures import COLUMNS, figures_of, table
     from dash_trl.value_quality.results import Results, measure
     from dash_trl.value_quality.study import Plan, Study, choose, collect

@@ -13,7 +13,6 @@ the rest.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -22,9 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import HfArgumentParser
-
-from dash_trl.evaluation import Checkpoint, TaskArguments, check_shapes, model_of, prompt_ids
+from dash_trl.evaluation import Checkpoint, TaskArguments, check_shapes, command_parser, model_of, prompt_ids
 from dash_trl.monitoring import plot_value_quality
 from dash_trl.process_rewards import (
     EPISODE_MARKERS,
@@ -158,15 +155,7 @@ class ValueQualityArguments(TaskArguments):
 
 
 def main(argv: Sequence[str]) -> None:
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("dash_trl").setLevel(logging.INFO)
-    parser = HfArgumentParser(
-        ValueQualityArguments,
-        prog="python -m dash_trl.value_quality",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(ValueQualityArguments, "dash_trl.value_quality", __doc__)
     parser.add_argument(
         "model", metavar="MODEL", help="a directory (of a LoRA adapter, too), a hub name, or 'embedded'"
     )
