@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -97,17 +98,25 @@ class DASHCallback(TrainerCallback):
         """`rollouts.advantages`, [B], is there to be changed, or replaced by [B, T] for per-token credit."""
 
 
+def _named(callbacks: Iterable[DASHCallback]) -> Iterator[tuple[str, DASHCallback]]:
+    """By the names of their classes; the second of one class is `Name-2`."""
+    count: Counter[str] = Counter()
+    for callback in callbacks:
+        name = type(callback).__name__
+        count[name] += 1
+        yield name if count[name] == 1 else f"{name}-{count[name]}", callback
+
+
 def states_of(callbacks: Iterable[DASHCallback]) -> dict[str, Any]:
-    """What a checkpoint keeps of those that have a state, by the names of their classes; not copied."""
-    found = {type(one).__name__: one.state_dict() for one in callbacks}
+    """What a checkpoint keeps of those that have a state; not copied."""
+    found = {name: callback.state_dict() for name, callback in _named(callbacks)}
     return {name: state for name, state in found.items() if state is not None}
 
 
 def restore_states(callbacks: Iterable[DASHCallback], states: dict[str, Any]) -> list[str]:
     """Load them, and name those that have a state, but none here."""
     missing = []
-    for callback in callbacks:
-        name = type(callback).__name__
+    for name, callback in _named(callbacks):
         if name in states:
             callback.load_state_dict(states[name])
         elif callback.state_dict() is not None:

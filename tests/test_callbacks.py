@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, ProcessRewardCallback, RolloutBatch
+from dash_trl.callbacks import restore_states, states_of
 from dash_trl.monitoring import MetricsFileCallback, TimeLimitCallback
 from dash_trl.rollout import ScoredRollouts
 from tests.tiny import ScriptedReward, prompts, run
@@ -238,3 +239,20 @@ def test_a_checkpoint_of_a_run_that_did_not_count(tiny_model, tmp_path):
 def test_no_time_is_a_mistake(limit):
     with pytest.raises(ValueError, match="leaves no time to train in"):
         TimeLimitCallback(limit)
+
+
+def test_two_callbacks_of_one_class_keep_a_state_each():
+    class Counts(DASHCallback):
+        def __init__(self, count=None):
+            self.count = count
+
+        def state_dict(self):
+            return None if self.count is None else {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    states = states_of([Counts(1), Recorder(), Counts(2)])
+    again = [Counts(0), Counts(0), Counts(0)]
+    assert restore_states(again, states) == ["Counts-3"] and [one.count for one in again] == [1, 2, 0]
+    assert states_of([Counts(), Counts(2)]).keys() == {"Counts-2"}, "the place among them is what counts"

@@ -18,7 +18,7 @@ from dash_trl import ProcessRewardCallback
 from dash_trl.evaluation import Draw, LocalSampler
 from dash_trl.process_rewards import OutcomeValue, ValueRequest
 from dash_trl.value_quality import Plan, choose, figures_of
-from dash_trl.value_quality.candidates import Stage, with_log_probs
+from dash_trl.value_quality.candidates import Stage, saved, with_log_probs
 from dash_trl.value_quality.command import ValueQualityArguments, main
 
 PROBLEMS = [{"problem": f"{i} + {i}", "answer": str(2 * i)} for i in range(30)]
@@ -167,10 +167,12 @@ def test_a_value_of_a_checkpoint_is_measured_on_what_it_has_not_seen(tiny_model,
         for prompt in (*seen, "another", "and another")
         for _ in range(12)
     ]
-    value = OutcomeValue()
+    value = OutcomeValue(ridge=3.0, num_windows=2)
     value.learn(requests, [float(generator.random() < 0.5) for _ in requests], Stage(model, tokenizer))
     Path("checkpoint-8").mkdir()
     torch.save({"ProcessRewardCallback": ProcessRewardCallback(value).state_dict()}, "checkpoint-8/callback_states.pt")
+    as_saved = saved("checkpoint-8").value
+    assert (as_saved.ridge, as_saved.num_windows, as_saved.space) == (3.0, 2, "probability")
     options = ("--values", "answer", "--checkpoint", "checkpoint-8", "--output_dir", "out2")
     found = measure(*of_tiny(tiny_model, *options))
     assert not {row["prompt"] for row in found["values"]} & set(seen)

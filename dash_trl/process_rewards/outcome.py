@@ -142,8 +142,13 @@ class OutcomeValue:
         return any(_number(prompt_ids) in window.problem for window in self._windows)
 
     def state_dict(self) -> dict[str, Any]:
-        """The buffer, of which the fit is a function; the same on all ranks. Its tensors are never changed."""
-        return {"windows": [dict(vars(window)) for window in self._windows]}
+        """The settings, and the buffer, of which the fit is a function; the same on all ranks.
+
+        A resumed run goes on with its own settings; those saved are for who has no others. The tensors never change.
+        """
+        names = "space", "num_windows", "ridge", "min_rollouts", "min_problems"
+        settings = {name: getattr(self, name) for name in names}
+        return {"settings": settings, "windows": [dict(vars(window)) for window in self._windows]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         windows = [_Rollouts(**window) for window in state["windows"]]

@@ -132,24 +132,21 @@ def imported(path: str) -> Any:
 def saved(checkpoint: str) -> Candidate:
     """The `OutcomeValue` that a checkpoint's `ProcessRewardCallback` had.
 
-    Its settings are not saved: the ridge is the default's, the space that of its outcomes.
-
     Raises:
         ValueError: there is none, or it has learned nothing.
     """
-    states = [state for state in load_states(checkpoint).values() if OutcomeValue.__name__ in state]
-    windows = states[0][OutcomeValue.__name__]["windows"] if states else []
-    if not windows:
+    name = OutcomeValue.__name__
+    state = next((state[name] for state in load_states(checkpoint).values() if name in state), None)
+    if state is None or not state["windows"]:
         raise ValueError(
             f"checkpoint={checkpoint!r} has no OutcomeValue that learned anything: {STATES} was looked for in it, of a "
             "run with ProcessRewardCallback(OutcomeValue())."
         )
-    outcomes = torch.cat([window["outcome"] for window in windows])
-    space = "probability" if 0 <= outcomes.min() and outcomes.max() <= 1 else "reward"
-    value = OutcomeValue(space=space, num_windows=len(windows))
-    value.load_state_dict(states[0][OutcomeValue.__name__])
-    size = f"{len(outcomes):,} rollouts of {Path(checkpoint).name or checkpoint}"
-    entropies = windows[0]["features"].shape[1] == len(FEATURES)
+    value = OutcomeValue(**state["settings"])
+    value.load_state_dict(state)
+    rollouts = sum(len(window["outcome"]) for window in state["windows"])
+    size = f"{rollouts:,} rollouts of {Path(checkpoint).name or checkpoint}"
+    entropies = state["windows"][0]["features"].shape[1] == len(FEATURES)
     return Candidate(f"outcome, {size}", value, entropies=entropies)
 
 
