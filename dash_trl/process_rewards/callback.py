@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Number
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from dash_trl.callbacks import DASHCallback
@@ -59,6 +60,29 @@ logger = logging.getLogger(__name__)
 
 # Estimators whose credit of a group depends on no other group of the window: `reward_pipeline` may hand over some.
 PER_GROUP = ("centered_return", "episode", "grpo_process")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a window that have come together: this rank's, or where groups lie across the ranks, those of all.
+
+    Letters: R rows, T completion tokens, K boundaries, G groups.
+
+    Attributes:
+        credit: [R, T]. boundaries: [R, K], padded with −1. values: [R, K], NaN where V is missing, or not asked for.
+        skipped: [R] bool. groups: [G] int64, their numbers. evidence: what they say of V.
+        entropy: (sum, tokens) of this rank's, as far as it is known. alone: the rows are this rank's.
+    """
+
+    rewards: Rewards
+    credit: Tensor
+    boundaries: Tensor
+    values: Tensor
+    skipped: Tensor
+    groups: Tensor
+    evidence: Evidence
+    entropy: Tensor
+    alone: bool
 
 
 class ProcessRewardCallback(DASHCallback):
@@ -159,13 +183,10 @@ class ProcessRewardCallback(DASHCallback):
         self.unproductive_penalty = unproductive_penalty
         self.unproductive_below = unproductive_below
         self.last: list[tuple[Episodes, list[float]]] = []  # of the last generation batch, for a look at it
-        # Of a batch that comes in parts, until it is whole: with the credit, the skipped rows and the seconds of each.
-        self._parts: list[tuple[Rewards, Tensor, Tensor, float]] = []
-        # Of such a batch, or the whole one, for a value that learns: group, rollout, weighted reward.
-        self._lessons: list[tuple[int, ValueRequest, float]] = []
-        # Of such a batch, too: the numbers of its groups, what they say of V, and [sum, tokens] of known entropies.
-        self._seen: list[tuple[Tensor, Evidence, Tensor]] = []
-        self._weight = 0.0  # of the process part in this batch, if it is "auto"
+        self._parts: list[_Part] = []  # of a window, until it is whole
+        self._seconds = 0.0  # that they took
+        self._lessons: list[tuple[int, ValueRequest, float]] = []  # in them, if V learns: group, rollout, outcome
+        self._weight = 0.0  # of the process part in this window, if it is "auto"
         self._logged_entropy: float | None = None
         self._segmenter: Segmenter | None = None
         self._diagnostics = Diagnostics()
@@ -174,7 +195,7 @@ class ProcessRewardCallback(DASHCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._parts, self._lessons, self._seen = [], [], []  # of a run that was interrupted
+        self._parts, self._lessons = [], []  # of a run that was interrupted
         if isinstance(self.value, ServerValue) and not getattr(args, "vllm_server_urls", None):
             raise ValueError(NO_SERVERS)
         if (tokenizer := kwargs.get("processing_class")) is not None:
@@ -245,38 +266,54 @@ class ProcessRewardCallback(DASHCallback):
         rollouts: CreditedRollouts,
         **kwargs,
     ) -> None:
-        trainer = kwargs["trainer"]
-        ranks: Ranks = trainer.ranks
+        trainer, started = kwargs["trainer"], time.perf_counter()
         if self._segmenter is None:
             self._segmenter = Segmenter(trainer._tokenizer, **self.segmentation)
-        started = time.perf_counter()
         if rollouts.advantages.dim() != 1:
             raise ValueError(
                 f"rollouts.advantages has the shape {tuple(rollouts.advantages.shape)}: another callback has given "
                 "each token its credit already. Use one ProcessRewardCallback, and put a callback of your own behind "
                 "it."
             )
+        first = not self._parts
+        if first:
+            self.last, self._seconds = [], 0.0
+            if self._auto:
+                self._weight = trainer.ranks.agree(self._watch.weight, from_main=True)
+        part, credit = self._part(rollouts, trainer)
+        if self._pays:  # else they stay as they are, to the bit
+            rollouts.advantages = credit.float()
+        self._parts.append(part)
+        self._seconds += time.perf_counter() - started
+        logged = state.is_world_process_zero and state.global_step % state.logging_steps == 0
+        if first and args.log_completions and logged:
+            path = Path(args.output_dir) / "completions" / f"credit_{state.global_step:05d}.html"
+            self._draw(path, rollouts, credit, trainer)
+        piped = getattr(args, "reward_pipeline", False)  # it hands over whole groups of a process
+        if not piped or len(self.last) >= args.per_device_train_batch_size * args.steps_per_generation:
+            self._end_window(trainer)
+
+    def _part(self, rollouts: CreditedRollouts, trainer: Any) -> tuple[_Part, Tensor]:
+        """What V says of these rows, and [B, T], their credit."""
+        ranks, group_size = trainer.ranks, trainer.num_generations
         # Groups lie within a rank as a rule: then each computes the credit of its own rows, else of the rows of all.
-        alone = len(rollouts) % trainer.num_generations == 0
+        alone = len(rollouts) % group_size == 0
         gather = _as_it_is if alone else ranks.gather
         mine, columns = slice(None) if alone else ranks.own(len(rollouts)), rollouts.completion_ids.shape[1]
         width = max(columns, 1) if alone else max(1, *ranks.gather_object(columns))
 
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
         outcomes = gather(outcome)
-        skipped = self._skipped(outcomes, trainer.num_generations)
-        first = not self._parts
-        if first and self._auto:
-            self._weight = ranks.agree(self._watch.weight, from_main=True)
+        skipped = self._skipped(outcomes, group_size)
         episodes, asked, found, entropy = self._values(rollouts, skipped[mine], outcome, trainer)
         paid = [[math.nan] if skip else one for skip, one in zip(skipped[mine].tolist(), found, strict=True)]
-        self.last = [*([] if first else self.last), *zip(episodes, paid, strict=True)]
+        self.last = [*self.last, *zip(episodes, paid, strict=True)]
 
         boundaries = gather(_table([request.boundaries or (0,) for request in asked], -1), pad=-1)
         watched = gather(_table(found, math.nan), pad=math.nan).double()
-        all_values = watched.masked_fill(skipped.unsqueeze(1), math.nan)
+        values = watched.masked_fill(skipped.unsqueeze(1), math.nan)
         lengths = gather(rollouts.completion_mask.sum(dim=1))
-        earned = anchor(boundaries, all_values, outcomes.double()) if self.anchored else all_values
+        earned = anchor(boundaries, values, outcomes.double()) if self.anchored else values
         process, ends, per_token, valued = place_rewards(boundaries, earned, lengths, width)
         rewards = Rewards(
             process=process,
@@ -286,38 +323,39 @@ class ProcessRewardCallback(DASHCallback):
             outcome=outcomes.double(),
             outcome_advantages=gather(rollouts.advantages).double(),
             valued=valued & ~outcomes.isnan(),
-            group_size=trainer.num_generations,
+            group_size=group_size,
             sum_over_ranks=partial(_sum, ranks) if alone else _as_it_is,
         )
         credit = ranks.agree(partial(self._credit, rewards))
-        if self._pays:  # else they stay as they are, to the bit
-            rollouts.advantages = credit[mine, :columns].float()
-        group_size = trainer.num_generations
-        evidence = evidence_of(boundaries, watched, lengths, rewards.outcome, group_size=group_size)
-        self._seen.append((gather(rollouts.group)[::group_size], evidence, entropy))
-        self._parts.append((rewards, credit, skipped, time.perf_counter() - started))
-        logged = state.is_world_process_zero and state.global_step % state.logging_steps == 0
-        if first and args.log_completions and logged:
-            self._draw(
-                Path(args.output_dir) / "completions" / f"credit_{state.global_step:05d}.html",
-                rollouts,
-                credit[mine, :columns],
-                trainer,
-            )
-        if getattr(args, "reward_pipeline", False):  # it hands over whole groups of a process
-            if len(self.last) < args.per_device_train_batch_size * args.steps_per_generation:
-                return
-            boundaries = _table([one.boundaries for one, _ in self.last], -1)
-            all_values = _table([values for _, values in self.last], math.nan).double()
+        part = _Part(
+            rewards=rewards,
+            credit=credit,
+            boundaries=boundaries,
+            values=values,
+            skipped=skipped,
+            groups=gather(rollouts.group)[::group_size],
+            evidence=evidence_of(boundaries, watched, lengths, rewards.outcome, group_size=group_size),
+            entropy=entropy,
+            alone=alone,
+        )
+        return part, credit[mine, :columns]
+
+    def _end_window(self, trainer: Any) -> None:
+        """All its parts have come: V learns from it, and what V was worth in it is noted and logged."""
         parts, self._parts = self._parts, []
-        whole, credits, skips, seconds = zip(*parts, strict=True)
         ready, started = getattr(self.value, "ready", True), time.perf_counter()
         self._learn(trainer)
-        worth = self._judged(ranks, alone=alone)
-        seconds = (*seconds, time.perf_counter() - started)
-        figures = batch_figures(_joined(whole), boundaries, all_values, _cat(credits), skipped=_cat(skips))
-        trainer.recorder.log({**process_metrics(figures), **worth, "time/values": sum(seconds)})
-        self._diagnostics.check(figures, seconds=sum(seconds), estimator=self.estimator, ready=ready, pays=self._pays)
+        worth = self._judged(parts, trainer.ranks)
+        seconds = self._seconds + time.perf_counter() - started
+        figures = batch_figures(
+            _joined([part.rewards for part in parts]),
+            _cat([part.boundaries for part in parts], pad=-1),
+            _cat([part.values for part in parts], pad=math.nan),
+            _cat([part.credit for part in parts]),
+            skipped=torch.cat([part.skipped for part in parts]),
+        )
+        trainer.recorder.log({**process_metrics(figures), **worth, "time/values": seconds})
+        self._diagnostics.check(figures, seconds=seconds, estimator=self.estimator, ready=ready, pays=self._pays)
         weighs = self.estimator != "grpo" and self.settings.process_weight != 0
         if self._pays and weighs and figures["process/valued_rows"][0]:
             mean = worth.get("process/entropy", self._logged_entropy) if self.needs_log_probs else None
@@ -390,17 +428,15 @@ class ProcessRewardCallback(DASHCallback):
         requests, outcomes = [lesson[1] for lesson in lessons], [lesson[2] for lesson in lessons]
         self.value.learn(requests, outcomes, trainer)  # type: ignore[attr-defined]
 
-    def _judged(self, ranks: Ranks, *, alone: bool) -> dict[str, float]:
+    def _judged(self, parts: Sequence[_Part], ranks: Ranks) -> dict[str, float]:
         """What V and the policy have shown up to this window, on all ranks, in the order of the groups."""
-        seen, self._seen = self._seen, []
-        groups, parts, entropies = zip(*seen, strict=True)
-        own = torch.cat(groups), Evidence.joined(parts), torch.stack(entropies).sum(dim=0)
+        own = torch.cat([part.groups for part in parts]), Evidence.joined([part.evidence for part in parts])
         of_ranks = ranks.gather_object(own)
-        of_all = of_ranks if alone else of_ranks[:1]  # where a group lies on several ranks, each has all
+        of_all = of_ranks if parts[0].alone else of_ranks[:1]  # where a group lies on several ranks, each has all
         numbers, evidence = torch.cat([one[0] for one in of_all]), Evidence.joined([one[1] for one in of_all])
         self._watch.add(evidence.groups(numbers.argsort(stable=True)))
         worth = self._watch.figures(probability=getattr(self.value, "space", None) == "probability")
-        total, tokens = torch.stack([one[2] for one in of_ranks]).sum(dim=0).tolist()
+        total, tokens = _sum(ranks, torch.stack([part.entropy for part in parts]).sum(dim=0)).tolist()
         if tokens:
             worth["process/entropy"] = total / tokens
         return {**worth, "process/weight": self._weight} if self._auto else worth
@@ -501,9 +537,14 @@ def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
     return table
 
 
-def _cat(parts: Sequence[Tensor]) -> Tensor:
-    """One is not copied: it may be large."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def _cat(parts: Sequence[Tensor], *, pad: float | None = None) -> Tensor:
+    """One is not copied: it may be large. `pad` fills up those that have fewer columns."""
+    if len(parts) == 1:
+        return parts[0]
+    if pad is not None:
+        columns = max(one.shape[1] for one in parts)
+        parts = [functional.pad(one, (0, columns - one.shape[1]), value=pad) for one in parts]
+    return torch.cat(list(parts))
 
 
 def _joined(parts: Sequence[Rewards]) -> Rewards:
