@@ -230,6 +230,10 @@ def test_a_value_that_learns_is_anchored_and_pays_what_it_is_worth(caplog):
     critic = ProcessRewardCallback(OutcomeValue(), estimator="gae")  # has neither
     assert not critic.anchored and critic.settings == CreditSettings()
     assert "estimator='gae' takes OutcomeValue for its critic at once" in caplog.text
+    ProcessRewardCallback(OutcomeValue(), estimator="episode")
+    assert "estimator='episode'" not in caplog.text
+    ProcessRewardCallback(OutcomeValue(), estimator="episode", settings=CreditSettings(process_weight=1))
+    assert "estimator='episode' with process_weight=1 pays by OutcomeValue, whatever that is worth" in caplog.text
     other = ProcessRewardCallback(MonteCarloValue(2))
     assert not other.anchored and other.settings == CreditSettings()
 

@@ -150,11 +150,6 @@ class ProcessRewardCallback(DASHCallback):
         check_switch("skip_solved", skip_solved)
         learns = hasattr(self.value, "learn")
         self.anchored = _is_anchored(anchored, self.value, estimator, learns=learns)
-        if learns and estimator == "gae":
-            logger.warning(
-                f"estimator='gae' takes {named(self.value)} for its critic at once, whatever that is worth, and has "
-                "learned slower with it than by the outcome alone (docs/process_rewards.md). Use 'centered_return'."
-            )
         for name, number in (
             ("unproductive_penalty", unproductive_penalty),
             ("unproductive_below", unproductive_below),
@@ -172,6 +167,8 @@ class ProcessRewardCallback(DASHCallback):
             settings = CreditSettings(process_weight="auto") if learns and weighed else CreditSettings()
         self.settings = settings
         check_settings(estimator, self.settings)
+        if learns:
+            _warn_of_losses(estimator, self.settings, self.value)
         self.segmentation: dict[str, Any] = {
             "markers": markers,
             "max_episode_tokens": max_episode_tokens,
@@ -493,6 +490,21 @@ def _is_anchored(anchored: bool | None, value: Any, estimator: str, *, learns: b
             "a policy that learns to please V may lose all else. Leave it out."
         )
     return anchored
+
+
+def _warn_of_losses(estimator: str, settings: CreditSettings, value: Any) -> None:
+    """Of what has learned less than by the outcome alone, with a value that learns."""
+    if estimator == "gae":
+        logger.warning(
+            f"estimator='gae' takes {named(value)} for its critic at once, whatever that is worth, and has "
+            "learned slower with it than by the outcome alone (docs/process_rewards.md). Use 'centered_return'."
+        )
+    if estimator == "episode" and settings.process_weight not in ("auto", 0):
+        logger.warning(
+            f"estimator='episode' with process_weight={settings.process_weight} pays by {named(value)}, whatever that "
+            "is worth, and a policy whose errors are confident has unlearned all with it (docs/process_rewards.md). "
+            "Use process_weight='auto', or 'centered_return'."
+        )
 
 
 def _log_probs(rollouts: CreditedRollouts, rows: Tensor, trainer: Any) -> tuple[Tensor, Tensor | None]:
