@@ -4,7 +4,7 @@
 
     accelerate launch examples/train_math_process.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name openai/gsm8k --dataset_config main --process_weight 0.5
-    accelerate launch examples/train_math_process.py --value outcome --process_weight auto
+    accelerate launch examples/train_math_process.py --value outcome
 
 `train_math.py` with a `ProcessRewardCallback`: its flags and YAML keys, and those of `ProcessArguments`.
 """
@@ -41,8 +41,12 @@ class ProcessArguments:
         },
     )
     estimator: str = field(default="centered_return", metadata={"choices": list(ESTIMATORS)})
-    process_weight: str = field(
-        default="1", metadata={"help": "Weight of the process part of the advantage; auto: by what V is worth."}
+    process_weight: str | None = field(
+        default=None,
+        metadata={
+            "help": "Weight of the process part of the advantage, by default 1; auto, the default of a value that is "
+            "fitted: by what V is worth."
+        },
     )
     value_space: str = field(default="log", metadata={"choices": ["log", "probability"], "help": "Of value=answer."})
     force_prompt: str | None = field(
@@ -54,11 +58,14 @@ class ProcessArguments:
             if (given := getattr(self, name)) != getattr(ProcessArguments, name):
                 raise ValueError(f"{name}={given!r} has no effect with --value outcome, which forces no answer.")
 
-    def weight(self) -> Any:
-        """A number, or a text that `CreditSettings` knows, or refuses."""
+    def settings(self) -> CreditSettings | None:
+        """With a number, or a text that `CreditSettings` knows, or refuses; None: the callback's own."""
+        if self.process_weight is None:
+            return None
+        weight: Any = self.process_weight
         with suppress(ValueError):
-            return float(self.process_weight)
-        return self.process_weight
+            weight = float(weight)
+        return CreditSettings(process_weight=weight)
 
 
 def make_callbacks(script: MathArguments, own: ProcessArguments) -> list[ProcessRewardCallback]:
@@ -69,7 +76,7 @@ def make_callbacks(script: MathArguments, own: ProcessArguments) -> list[Process
         ProcessRewardCallback(
             OutcomeValue() if own.value == "outcome" else by_answer,
             estimator=own.estimator,
-            settings=CreditSettings(process_weight=own.weight()),
+            settings=own.settings(),
             markers=line_starts if embedded else EPISODE_MARKERS,
             min_episode_tokens=1 if embedded else 16,
         )

@@ -115,7 +115,7 @@ def test_process_rewards_on_the_embedded_task(tmp_path):
 
 def test_a_value_that_learns_on_the_embedded_task(tmp_path):
     launch(
-        *("--output_dir", tmp_path, "--value", "outcome", "--process_weight", "auto"),
+        *("--output_dir", tmp_path, "--value", "outcome"),
         *flags({**SMALL, "max_steps": 3, "max_completion_length": 64}),
         script="train_math_process",
     )

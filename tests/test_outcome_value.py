@@ -227,13 +227,18 @@ def test_a_value_that_learns_is_anchored_and_pays_what_it_is_worth(caplog):
     free = ProcessRewardCallback(OutcomeValue(), anchored=False, settings=CreditSettings(process_weight=0.5))
     assert not free.anchored and free.settings.process_weight == 0.5
     assert "anchored=False with OutcomeValue, which learns while it pays" in caplog.text
+    assert "process_weight=0.5 pays by OutcomeValue, whatever that is worth" in caplog.text
+    caplog.clear()
+    for estimator, settings in (
+        ("episode", None),
+        ("grpo", None),
+        ("centered_return", CreditSettings(process_weight=0)),
+    ):
+        ProcessRewardCallback(OutcomeValue(), estimator=estimator, settings=settings)
+    assert not caplog.records
     critic = ProcessRewardCallback(OutcomeValue(), estimator="gae")  # has neither
     assert not critic.anchored and critic.settings == CreditSettings()
     assert "estimator='gae' takes OutcomeValue for its critic at once" in caplog.text
-    ProcessRewardCallback(OutcomeValue(), estimator="episode")
-    assert "estimator='episode'" not in caplog.text
-    ProcessRewardCallback(OutcomeValue(), estimator="episode", settings=CreditSettings(process_weight=1))
-    assert "estimator='episode' with process_weight=1 pays by OutcomeValue, whatever that is worth" in caplog.text
     other = ProcessRewardCallback(MonteCarloValue(2))
     assert not other.anchored and other.settings == CreditSettings()
 

@@ -163,8 +163,8 @@ class ProcessRewardCallback(DASHCallback):
         self.per_group = estimator in PER_GROUP
         self.needs_log_probs = bool(getattr(self.value, "needs_log_probs", False))
         if settings is None:
-            weighed = "process_weight" in SETTINGS.get(estimator, {"process_weight"})
-            settings = CreditSettings(process_weight="auto") if learns and weighed else CreditSettings()
+            auto = learns and _is_weighed(estimator)
+            settings = CreditSettings(process_weight="auto") if auto else CreditSettings()
         self.settings = settings
         check_settings(estimator, self.settings)
         if learns:
@@ -492,6 +492,10 @@ def _is_anchored(anchored: bool | None, value: Any, estimator: str, *, learns: b
     return anchored
 
 
+def _is_weighed(estimator: str) -> bool:
+    return "process_weight" in SETTINGS.get(estimator, {"process_weight"})  # a user's own may use any setting
+
+
 def _warn_of_losses(estimator: str, settings: CreditSettings, value: Any) -> None:
     """Of what has learned less than by the outcome alone, with a value that learns."""
     if estimator == "gae":
@@ -499,11 +503,11 @@ def _warn_of_losses(estimator: str, settings: CreditSettings, value: Any) -> Non
             f"estimator='gae' takes {named(value)} for its critic at once, whatever that is worth, and has "
             "learned slower with it than by the outcome alone (docs/process_rewards.md). Use 'centered_return'."
         )
-    if estimator == "episode" and settings.process_weight not in ("auto", 0):
+    elif _is_weighed(estimator) and settings.process_weight not in ("auto", 0):
         logger.warning(
-            f"estimator='episode' with process_weight={settings.process_weight} pays by {named(value)}, whatever that "
-            "is worth, and a policy whose errors are confident has unlearned all with it (docs/process_rewards.md). "
-            "Use process_weight='auto', or 'centered_return'."
+            f"process_weight={settings.process_weight} pays by {named(value)}, whatever that is worth, and policies "
+            "whose errors are confident have unlearned all with a weight of 1, anchored or not "
+            "(docs/process_rewards.md). Leave it out for 'auto'."
         )
 
 
