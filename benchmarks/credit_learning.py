@@ -1,14 +1,14 @@
 """Does credit per episode learn faster? Outcome only against estimators and values on long chains of small sums.
 
-    python benchmarks/credit_learning.py --runs slips.jsonl --json slips.json                           # ~100 minutes
-    python benchmarks/credit_learning.py --runs confident.jsonl --json confident.json --task confident  # ~100 minutes
+    python benchmarks/credit_learning.py --learning_rate 4e-4 --runs slips.jsonl --json slips.json  # ~90 minutes
+    python benchmarks/credit_learning.py --learning_rate 2e-4 --runs confident.jsonl --task confident  # ~150 minutes
     python benchmarks/credit_learning.py --runs forced.jsonl --methods "centered_return, forced answer"
 
 Chains of 7 to 9 numbers, a model warmed up on them, 128 rows in groups of 8 per step. Two tasks: *slips*, errors that
-are unlikely tokens, and *confident* ones (`confident.py`). The learning rate is tuned for outcome only, by its final
-accuracy with one seed, and shared. Then every method runs with the same 5 seeds (the same problems in the same order);
-every 10 steps the sampled accuracy on 256 held-out problems is measured, two samples each. Mean and 95 % interval
-(Student's t over seeds) against samples and seconds; the seconds count V, not the measuring.
+are unlikely tokens, and *confident* ones (`confident.py`). The learning rate is tuned for outcome only, by its mean
+final accuracy with two other seeds, and shared. Then every method runs with the same 5 seeds (the same problems in the
+same order); at six points the sampled accuracy on 256 held-out problems is measured. Mean and 95 % interval (Student's
+t over seeds) against samples and seconds; the seconds count V, not the measuring.
 
 `paired_gain`, `paired_gain_of_curve`: accuracy at the end, and its mean over the curve, minus outcome-only's of the
 same seed. `samples_ratio`: samples until the mean curve reaches outcome-only's final accuracy, relative to the whole
@@ -62,9 +62,12 @@ from dash_trl.process_rewards import (
 )
 
 WARM_UP = WarmUp(operands=OPERANDS, steps=500, slip_rate=0.06, wait_rate=0.03, num_heads=4)
-STEPS, EVERY = 60, 10
+POINTS = 6  # at which a run is measured, besides its beginning
+SAMPLES = 2  # of each held-out problem
+LEARNING_RATES, TUNING_SEEDS = (2e-4, 4e-4, 8e-4), (100, 101)
 SEEDS = (0, 1, 2, 3, 4)
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # by the number of seeds
+# By the number of seeds.
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 STEP_SUCCESS = 0.82  # of the model of slips: 0.25 over seven steps
 RESAMPLES = 2000
 
@@ -76,22 +79,28 @@ class Task:
         model: gives the directory of the warmed-up model.
         success: sum like `7+5`, its result → the probability that the untrained model writes a right line for it.
         forms: what may stand between the sum and its result.
-        learning_rates: of which the tuning chooses.
+        steps, warm_up_steps: of a run. Confident errors take longer to unlearn, and at full learning rate at once some
+            seeds lose half of what the model knows.
+        samples_at_end: of each held-out problem.
     """
 
     model: Callable[[], str]
     success: Callable[[str, int], float]
     forms: str
-    learning_rates: tuple[float, ...]
+    steps: int = 60
+    warm_up_steps: int = 0
+    samples_at_end: int = SAMPLES
 
 
 TASKS = {
-    "slips": Task(lambda: embedded_model(settings=WARM_UP), lambda left, right: STEP_SUCCESS, "=", (1e-4, 2e-4, 4e-4)),
+    "slips": Task(lambda: embedded_model(settings=WARM_UP), lambda left, right: STEP_SUCCESS, "="),
     "confident": Task(
         confident.confident_model,
         lambda left, right: 0.5 if confident.trap(left, right) else 1.0,
         confident.FORMS,
-        (2e-4, 4e-4, 8e-4, 1.6e-3),
+        steps=120,
+        warm_up_steps=10,
+        samples_at_end=8,
     ),
 }
 
@@ -184,13 +193,13 @@ METHODS: dict[str, Method | None] = {
     "centered_return, anchored, auto": Method("centered_return", settings=AUTO, anchored=True),
     "gae": Method("gae"),
     "centered_return, true V": Method("centered_return", TrueValue),
-    "episode, true V": Method("episode", TrueValue),
     "centered_return, shuffled": Method("centered_return", lambda task: Shuffled()),
     "centered_return, Σ log p": Method("centered_return", lambda task: SumOfLogProbs()),
     "centered_return, without own tokens": Method("centered_return", lambda task: WithoutOwnTokens()),
 }
 STUDY = list(METHODS)
 METHODS |= {
+    "episode, true V": Method("episode", TrueValue),
     "episode, anchored, true V": Method("episode", TrueValue, anchored=True),
     "gae, true V": Method("gae", TrueValue),
     "gae, λ = 1": Method("gae", settings=CreditSettings(lam=1.0)),
@@ -207,16 +216,16 @@ METHODS |= {
 }
 
 
-def measure(model: Any, tokenizer: Any) -> float:
+def measure(model: Any, tokenizer: Any, num_samples: int = SAMPLES) -> float:
     held_out = arithmetic_dataset("test", operands=OPERANDS)
     return accuracy(
-        model, tokenizer, held_out, arithmetic_reward, num_samples=2, max_new_tokens=LONGEST, batch_size=256
+        model, tokenizer, held_out, arithmetic_reward, num_samples=num_samples, max_new_tokens=LONGEST, batch_size=256
     )
 
 
 @dataclass
 class Curve:
-    """Every few steps: sampled accuracy, training seconds; of that step's window: entropy, share of "Wait"."""
+    """At each point: sampled accuracy, training seconds; of that step's window: entropy, share of "Wait"."""
 
     accuracy: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=lambda: [0.0])
@@ -227,15 +236,16 @@ class Curve:
 class Watch(DASHCallback):
     """Fills a curve; its own time does not count."""
 
-    def __init__(self, tokenizer: Any):
-        self.tokenizer, self.curve, self.total = tokenizer, Curve(), 0.0
+    def __init__(self, tokenizer: Any, task: Task):
+        self.tokenizer, self.task, self.every = tokenizer, task, task.steps // POINTS
+        self.curve, self.total = Curve(), 0.0
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.curve.accuracy.append(measure(model, self.tokenizer))
         self.started = time.perf_counter()
 
     def on_advantages(self, args, state, control, rollouts, trainer=None, **kwargs):
-        if state.global_step % EVERY == 0:
+        if state.global_step % self.every == 0:
             self.total += time.perf_counter() - self.started
             everything = rollouts.completion_mask.any(dim=1)
             entropies = trainer.log_probs_and_entropies(rollouts, everything)[1]
@@ -245,9 +255,10 @@ class Watch(DASHCallback):
             self.started = time.perf_counter()
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        if state.global_step % EVERY == 0:
+        if state.global_step % self.every == 0:
             self.total += time.perf_counter() - self.started
-            self.curve.accuracy.append(measure(model, self.tokenizer))
+            samples = self.task.samples_at_end if state.global_step == self.task.steps else SAMPLES
+            self.curve.accuracy.append(measure(model, self.tokenizer, samples))
             self.curve.seconds.append(self.total)
             self.started = time.perf_counter()
 
@@ -255,7 +266,7 @@ class Watch(DASHCallback):
 def run(task: Task, method: str, seed: int, learning_rate: float) -> Curve:
     path = task.model()
     tokenizer = AutoTokenizer.from_pretrained(path)
-    watch = Watch(tokenizer)
+    watch = Watch(tokenizer, task)
     callbacks: list[Any] = [watch]
     process = METHODS[method]
     if process is not None:
@@ -270,8 +281,9 @@ def run(task: Task, method: str, seed: int, learning_rate: float) -> Curve:
             )
         )
     with tempfile.TemporaryDirectory() as output:
-        config = {**embedded_defaults(), "output_dir": output, "seed": seed, "max_steps": STEPS}
+        config = {**embedded_defaults(), "output_dir": output, "seed": seed, "max_steps": task.steps}
         config |= {"learning_rate": learning_rate, "max_completion_length": LONGEST}
+        config |= {"warmup_steps": task.warm_up_steps}
         config |= {"logging_strategy": "no", "disable_tqdm": True}
         DASHTrainer(
             model=AutoModelForCausalLM.from_pretrained(path),
@@ -312,10 +324,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def reached(curve: Sequence[float], target: float) -> float:
-    """Steps, interpolated, until a mean curve reaches the target; infinite if it never does."""
+    """Points, interpolated, until a mean curve reaches the target; infinite if it never does."""
     for i, value in enumerate(curve):
         if value >= target:
-            return 0.0 if i == 0 else EVERY * (i - 1 + (target - curve[i - 1]) / (value - curve[i - 1]))
+            return 0.0 if i == 0 else i - 1 + (target - curve[i - 1]) / (value - curve[i - 1])
     return math.inf
 
 
@@ -324,9 +336,8 @@ def samples_ratio(curves: Sequence[Curve], baseline: Sequence[Curve]) -> tuple[f
 
     def ratio(rows: Sequence[int]) -> float:
         target = statistics.mean(baseline[row].accuracy[-1] for row in rows)
-        return (
-            reached([*map(statistics.mean, zip(*(curves[row].accuracy for row in rows), strict=True))], target) / STEPS
-        )
+        mean = [*map(statistics.mean, zip(*(curves[row].accuracy for row in rows), strict=True))]
+        return reached(mean, target) / POINTS
 
     generator, seeds = random.Random(0), range(len(curves))
     resampled = sorted(ratio(generator.choices(seeds, k=len(seeds))) for _ in range(RESAMPLES))
@@ -360,7 +371,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--runs", type=Path, help="keep each run in this file")
     parser.add_argument("--task", choices=TASKS, default="slips")
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="2 to 8 of them")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="2 to 10 of them")
     parser.add_argument("--learning_rate", type=float, help="leave the tuning out")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=STUDY, metavar="METHOD")
     arguments = parser.parse_args()
@@ -370,14 +381,14 @@ def main() -> None:
     runs = Runs(arguments.runs, arguments.task)
 
     tuning: dict[str, float] = {}
-    for rate in () if arguments.learning_rate else TASKS[arguments.task].learning_rates:
-        tuning[f"{rate:g}"] = runs("outcome only", 100, rate).accuracy[-1]
+    for rate in () if arguments.learning_rate else LEARNING_RATES:
+        tuning[f"{rate:g}"] = statistics.mean(runs("outcome only", seed, rate).accuracy[-1] for seed in TUNING_SEEDS)
         print(f"outcome only, learning rate {rate:g}: {tuning[f'{rate:g}']:.3f}", flush=True)
     rate = arguments.learning_rate or float(max(tuning, key=lambda name: tuning[name]))
     curves = {(method, seed): runs(method, seed, rate) for seed in arguments.seeds for method in methods}
 
     results: dict[str, Any] = {"task": arguments.task, "learning_rate": rate, "tuning": tuning}
-    results |= {"samples_per_step": 128, "every": EVERY, "seeds": list(arguments.seeds)}
+    results |= {"samples_per_step": 128, "steps": TASKS[arguments.task].steps, "seeds": list(arguments.seeds)}
     of = {method: [curves[method, seed] for seed in arguments.seeds] for method in methods}
     for method in methods if len(arguments.seeds) > 1 else ():
         found = results[method] = summary(of[method], of["outcome only"])
