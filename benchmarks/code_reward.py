@@ -7,10 +7,6 @@ it what the sandbox costs: the time for a program of one line and one test, agai
 without a waiting process would; and the CPU time of the solutions themselves.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -20,9 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import harness
+
 from dash_trl import CodeReward, load_code_dataset
 
-DATA = Path(__file__).parents[2] / "shared" / "data" / "mbppplus"
+DATA = harness.ROOT.parent / "shared" / "data" / "mbppplus"
 TRIVIAL, TRIVIAL_TEST, TRIALS = "def f(x): return x + 1", ["assert f(1) == 2"], 200
 
 
@@ -76,18 +74,15 @@ def run(data: Path, workers: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--data", type=Path, default=DATA, help="the folder of MBPP+")
     parser.add_argument("--workers", type=int, default=4, help="threads that ask; processes are as many as CPUs")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     if not arguments.data.exists():
         parser.error(f"{arguments.data} does not exist: give MBPP+'s folder with --data")
     figures = run(arguments.data, arguments.workers)
-    for name, value in figures.items():
-        print(f"{name:20s} {value if isinstance(value, (str, int)) else round(value, 4)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    harness.say(f"isolation {figures['isolation']}", figures)
+    harness.write(arguments.json, figures)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,13 @@ entropies of a line tell a wrong one from a right one, and a value that is made 
 policy has to learn is which form of which operation to avoid.
 """
 
-from __future__ import annotations
-
 import hashlib
-import os
 import random
 import re
 import statistics
 from dataclasses import replace
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
+import harness  # noqa: F401
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,7 +22,7 @@ from dash_trl.embedded import WarmUp, arithmetic_dataset, arithmetic_reward, emb
 from dash_trl.embedded.warm_up import ARITHMETIC
 from dash_trl.evaluation import LocalSampler, prompt_ids
 from dash_trl.process_rewards import ValueRequest
-from dash_trl.value_quality import with_log_probs
+from examples.value_quality.candidates import with_log_probs
 
 FORMS = "=:"
 OPERANDS = (7, 8, 9)

@@ -24,33 +24,24 @@ With `--runs`, each run is written there as it ends, and one that is there is no
 interrupted, or shared by processes with other `--seeds`.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import math
-import os
 import random
 import re
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("CI", "1")  # no telemetry in a timed run
-
 import confident
+import harness
 from confident import LONGEST, OPERANDS
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 from value_quality import SumOfLogProbs
 
-from dash_trl import DASHCallback, DASHConfig, DASHTrainer, ProcessRewardCallback
-from dash_trl.embedded import WarmUp, arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
+from dash_trl import DASHCallback, ProcessRewardCallback
+from dash_trl.embedded import WarmUp, arithmetic_dataset, arithmetic_reward, embedded_model
 from dash_trl.evaluation import accuracy
 from dash_trl.process_rewards import (
     AnswerLogProbValue,
@@ -66,8 +57,6 @@ POINTS = 6  # at which a run is measured, besides its beginning
 SAMPLES = 2  # of each held-out problem
 LEARNING_RATES, TUNING_SEEDS = (2e-4, 4e-4, 8e-4), (100, 101)
 SEEDS = (0, 1, 2, 3, 4)
-# By the number of seeds.
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 STEP_SUCCESS = 0.82  # of the model of slips: 0.25 over seven steps
 RESAMPLES = 2000
 
@@ -236,12 +225,12 @@ class Curve:
 class Watch(DASHCallback):
     """Fills a curve; its own time does not count."""
 
-    def __init__(self, tokenizer: Any, task: Task):
-        self.tokenizer, self.task, self.every = tokenizer, task, task.steps // POINTS
+    def __init__(self, task: Task):
+        self.task, self.every = task, task.steps // POINTS
         self.curve, self.total = Curve(), 0.0
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.curve.accuracy.append(measure(model, self.tokenizer))
+    def on_train_begin(self, args, state, control, model=None, processing_class=None, **kwargs):
+        self.curve.accuracy.append(measure(model, processing_class))
         self.started = time.perf_counter()
 
     def on_advantages(self, args, state, control, rollouts, trainer=None, **kwargs):
@@ -250,23 +239,21 @@ class Watch(DASHCallback):
             everything = rollouts.completion_mask.any(dim=1)
             entropies = trainer.log_probs_and_entropies(rollouts, everything)[1]
             self.curve.entropy.append(float(entropies.sum() / rollouts.loss_mask.sum()))
-            texts = self.tokenizer.batch_decode(rollouts.completion_ids)
+            texts = trainer.processing_class.batch_decode(rollouts.completion_ids)
             self.curve.waits.append(statistics.mean("Wait" in text for text in texts))
             self.started = time.perf_counter()
 
-    def on_step_end(self, args, state, control, model=None, **kwargs):
+    def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         if state.global_step % self.every == 0:
             self.total += time.perf_counter() - self.started
             samples = self.task.samples_at_end if state.global_step == self.task.steps else SAMPLES
-            self.curve.accuracy.append(measure(model, self.tokenizer, samples))
+            self.curve.accuracy.append(measure(model, processing_class, samples))
             self.curve.seconds.append(self.total)
             self.started = time.perf_counter()
 
 
 def run(task: Task, method: str, seed: int, learning_rate: float) -> Curve:
-    path = task.model()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    watch = Watch(tokenizer, task)
+    watch = Watch(task)
     callbacks: list[Any] = [watch]
     process = METHODS[method]
     if process is not None:
@@ -280,19 +267,16 @@ def run(task: Task, method: str, seed: int, learning_rate: float) -> Curve:
                 min_episode_tokens=1,
             )
         )
-    with tempfile.TemporaryDirectory() as output:
-        config = {**embedded_defaults(), "output_dir": output, "seed": seed, "max_steps": task.steps}
-        config |= {"learning_rate": learning_rate, "max_completion_length": LONGEST}
-        config |= {"warmup_steps": task.warm_up_steps}
-        config |= {"logging_strategy": "no", "disable_tqdm": True}
-        DASHTrainer(
-            model=AutoModelForCausalLM.from_pretrained(path),
-            processing_class=tokenizer,
-            reward_funcs=arithmetic_reward,
-            args=DASHConfig(**config),
-            train_dataset=arithmetic_dataset("train", seed=seed, operands=OPERANDS),
-            callbacks=callbacks,
-        ).train()
+    settings = {
+        "seed": seed,
+        "max_steps": task.steps,
+        "learning_rate": learning_rate,
+        "warmup_steps": task.warm_up_steps,
+        "max_completion_length": LONGEST,
+        "logging_strategy": "no",
+    }
+    train = arithmetic_dataset("train", seed=seed, operands=OPERANDS)
+    harness.embedded_trainer(settings, path=task.model(), train=train, callbacks=callbacks).train()
     return watch.curve
 
 
@@ -317,12 +301,6 @@ class Runs:
         return self.done[key]
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """(mean, half of the 95 % interval)."""
-    half = T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-    return statistics.mean(values), half
-
-
 def reached(curve: Sequence[float], target: float) -> float:
     """Points, interpolated, until a mean curve reaches the target; infinite if it never does."""
     for i, value in enumerate(curve):
@@ -336,8 +314,7 @@ def samples_ratio(curves: Sequence[Curve], baseline: Sequence[Curve]) -> tuple[f
 
     def ratio(rows: Sequence[int]) -> float:
         target = statistics.mean(baseline[row].accuracy[-1] for row in rows)
-        mean = [*map(statistics.mean, zip(*(curves[row].accuracy for row in rows), strict=True))]
-        return reached(mean, target) / POINTS
+        return reached(means(curves[row].accuracy for row in rows), target) / POINTS
 
     generator, seeds = random.Random(0), range(len(curves))
     resampled = sorted(ratio(generator.choices(seeds, k=len(seeds))) for _ in range(RESAMPLES))
@@ -348,27 +325,31 @@ def finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def means(rows: Iterable[Sequence[float]]) -> list[float]:
+    """At each point, over the curves."""
+    return [statistics.mean(values) for values in zip(*rows, strict=True)]
+
+
 def summary(curves: Sequence[Curve], baseline: Sequence[Curve]) -> dict[str, Any]:
-    means = [interval(values) for values in zip(*(curve.accuracy for curve in curves), strict=True)]
     pairs = list(zip(curves, baseline, strict=True))
     ratio, (low, high) = samples_ratio(curves, baseline)
     of_curve = [statistics.mean(curve.accuracy[1:]) - statistics.mean(base.accuracy[1:]) for curve, base in pairs]
+    of_points = [harness.interval(values) for values in zip(*(curve.accuracy for curve in curves), strict=True)]
     return {
-        "accuracy": [mean for mean, _ in means],
-        "interval": [half for _, half in means],
-        "seconds": [statistics.mean(values) for values in zip(*(curve.seconds for curve in curves), strict=True)],
-        "entropy": [statistics.mean(values) for values in zip(*(curve.entropy for curve in curves), strict=True)],
-        "waits": [statistics.mean(values) for values in zip(*(curve.waits for curve in curves), strict=True)],
+        "accuracy": [mean for mean, _ in of_points],
+        "interval": [half for _, half in of_points],
+        "seconds": means(curve.seconds for curve in curves),
+        "entropy": means(curve.entropy for curve in curves),
+        "waits": means(curve.waits for curve in curves),
         "samples_ratio": finite(ratio),
         "samples_ratio_interval": [finite(low), finite(high)],
-        "paired_gain": interval([curve.accuracy[-1] - base.accuracy[-1] for curve, base in pairs]),
-        "paired_gain_of_curve": interval(of_curve),
+        "paired_gain": harness.interval([curve.accuracy[-1] - base.accuracy[-1] for curve, base in pairs]),
+        "paired_gain_of_curve": harness.interval(of_curve),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = harness.parser(__doc__)
     parser.add_argument("--runs", type=Path, help="keep each run in this file")
     parser.add_argument("--task", choices=TASKS, default="slips")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="2 to 10 of them")
@@ -376,8 +357,6 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=STUDY, metavar="METHOD")
     arguments = parser.parse_args()
     methods = ["outcome only", *(method for method in arguments.methods if method != "outcome only")]
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
     runs = Runs(arguments.runs, arguments.task)
 
     tuning: dict[str, float] = {}
@@ -392,20 +371,8 @@ def main() -> None:
     of = {method: [curves[method, seed] for seed in arguments.seeds] for method in methods}
     for method in methods if len(arguments.seeds) > 1 else ():
         found = results[method] = summary(of[method], of["outcome only"])
-        samples = [
-            "never" if one is None else f"{one:.2f}"
-            for one in (found["samples_ratio"], *found["samples_ratio_interval"])
-        ]
-        print(
-            f"{method:36} final {found['accuracy'][-1]:.3f} ± {found['interval'][-1]:.3f}, "
-            "gain {:+.3f} ± {:.3f}, ".format(*found["paired_gain"])
-            + "of the curve {:+.3f} ± {:.3f}, ".format(*found["paired_gain_of_curve"])
-            + "samples {} ({} … {}), ".format(*samples)
-            + f"entropy {found['entropy'][0]:.3f} → {found['entropy'][-1]:.3f}, "
-            f"Wait {found['waits'][0]:.2f} → {found['waits'][-1]:.2f}, {found['seconds'][-1]:.0f} s"
-        )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        harness.say(method, {"final": (found["accuracy"][-1], found["interval"][-1]), **found})
+    harness.write(arguments.json, results)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 r"""Does the accuracy reward read the gold answers of GSM8K and MATH-500 in every form, and how fast is it?
 
     python benchmarks/math_reward.py --json math_reward.json        # ~12 s on 2 cores
-    python benchmarks/math_reward.py --all-pairs                    # + all pairs of MATH-500's golds, ~5 min
 
 Every gold answer X (7,473 + 1,319 + 500) is put into completions of every form in `FORMS` and scored against itself,
 which must give 1, and in some of them against a different gold answer of another problem, which must give 0. Most forms
@@ -11,9 +10,6 @@ leave the same text, which needs no math-verify; in "equation" it has to read an
 Then the cases that the tests hold (`tests/math_cases.py`), by topic: what is right, wrong and unscored.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import math
 import os
@@ -22,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -168,52 +165,37 @@ def run_cases(reward: Callable[..., list[float]]) -> list[dict[str, Any]]:
     return table
 
 
-def run_all_pairs(reward: Callable[..., list[float]], data: Path = DATA) -> list[dict[str, Any]]:
-    """MATH-500's distinct golds that are not integers, each against each different one."""
-    golds = sorted({gold for gold in read_golds(data / FILES[-1]) if not gold.lstrip("-").isdigit()})
-    form = {gold: canonical(gold) for gold in golds}
-    pairs = [(gold, answer) for gold in golds for answer in golds if form[gold] != form[answer]]
-    _, failures, seconds = check(reward, [g for g, _ in pairs], [a for _, a in pairs], in_box)
-    print(f"all pairs of MATH-500: {len(failures)} of {len(pairs):,} failed, {len(pairs) / seconds:,.0f} rows/s")
-    return failures
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    import harness  # here, since the tests import this file
+
+    parser = harness.parser(__doc__)
     parser.add_argument("--data", type=Path, default=DATA, help="the folder with gsm8k/ and math500/")
     parser.add_argument("--workers", type=int, default=None)
-    parser.add_argument(
-        "--all-pairs", action="store_true", help="also compare every pair of MATH-500's golds but integers"
-    )
-    parser.add_argument("--json", type=Path, help="write the report here")
     args = parser.parse_args()
     missing = [file for file in FILES if not (args.data / file).exists()]
     if missing:
         parser.error(f"{args.data} lacks {', '.join(missing)}: give the folder that holds them with --data")
 
-    with MathAccuracyReward(workers=args.workers) as reward:
+    with closing(MathAccuracyReward(workers=args.workers)) as reward:
         start = time.perf_counter()
         reward([in_box("1")] * reward.workers, ["1"] * reward.workers)
         startup = time.perf_counter() - start
         report = run(reward, args.data)
         report |= {"startup_s": startup, "workers": reward.workers, "cpus": os.cpu_count(), "timeout_s": reward.timeout}
         report["cases"] = run_cases(reward)
-        if args.all_pairs:
-            report["all_pairs_failures"] = run_all_pairs(reward, args.data)
 
     print(f"{'':50s}   rows  right  wrong  unscored  rows/s")
     for row in report["checks"] + report["cases"]:
         counts = f"{row['rows']:6d} {row['right']:6d} {row['wrong']:6d} {row['unscored']:9d}"
         print(f"{row['check']:50.50s} {counts} " + (f"{row['rows_per_s']:7,.0f}" if "rows_per_s" in row else ""))
-    for failure in report["failures"] + report.get("all_pairs_failures", []):
+    for failure in report["failures"]:
         print(f"  {failure['reason']}: gold {failure['gold']!r}, completion {failure['completion']!r}")
     print(
         f"{report['golds_failed']} of {report['golds']:,} golds failed {dict(report['reasons'])}, "
         f"{sum(row['rows'] - row[row['expected']] for row in report['cases'])} cases; "
         f"start-up {startup:.1f} s, {report['workers']} workers"
     )
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    harness.write(args.json, report)
 
 
 if __name__ == "__main__":

@@ -11,26 +11,14 @@ the machine computes to capacity and larger batches gain no more. Medians of the
 is not counted.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import os
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("CI", "1")  # no telemetry in a timed run
+import harness
+from trl import GRPOTrainer
 
-from transformers import TrainerCallback
-from transformers.utils import logging as transformers_logging
-from trl import GRPOConfig, GRPOTrainer
-
-from dash_trl import DASHConfig, DASHTrainer
-from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
+from dash_trl import DASHTrainer
 
 ROWS, COUNTED_STEPS = 8, 5
 PADDED_ROW = 80  # tokens of the longest prompt and completion
@@ -44,15 +32,6 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def step_times(trainer_class: Any, accumulation: int, settings: dict[str, Any]) -> dict[str, float]:
     """Medians of an optimizer step's seconds, its generation's, and the milliseconds of a decoding step."""
-    config = DASHConfig if trainer_class is DASHTrainer else GRPOConfig
-    defaults = {
-        **embedded_defaults(),
-        "per_device_train_batch_size": ROWS,
-        "gradient_accumulation_steps": accumulation,
-        "max_steps": 1 + COUNTED_STEPS,
-        "logging_strategy": "no",
-        "disable_tqdm": True,
-    }
     generation: list[float] = []
     decoded: list[int] = []
 
@@ -64,38 +43,29 @@ def step_times(trainer_class: Any, accumulation: int, settings: dict[str, Any]) 
             decoded[-1] += max(map(len, output[1]))
             return output
 
-    steps: list[float] = []
-
-    class Clock(TrainerCallback):
+    class Steps(harness.Clock):
         def on_step_begin(self, args, state, control, **kwargs):
+            super().on_step_begin(args, state, control)
             generation.append(0.0)
             decoded.append(0)
-            self.started = time.perf_counter()
 
-        def on_step_end(self, args, state, control, **kwargs):
-            steps.append(time.perf_counter() - self.started)
-
-    with tempfile.TemporaryDirectory() as output:
-        Timed(
-            model=embedded_model(),
-            reward_funcs=arithmetic_reward,
-            args=config(**{**defaults, "output_dir": output, **settings}),
-            train_dataset=arithmetic_dataset("train"),
-            callbacks=[Clock()],
-        ).train()
+    clock = Steps()
+    settings = {
+        "per_device_train_batch_size": ROWS,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": 1 + COUNTED_STEPS,
+        "logging_strategy": "no",
+        **settings,
+    }
+    harness.embedded_trainer(settings, kind=Timed, callbacks=[clock]).train()
     per_token = [1000 * seconds / tokens for seconds, tokens in zip(generation, decoded, strict=True)]
-    medians = {"step_s": steps, "generate_s": generation, "ms_per_token": per_token}
+    medians = {"step_s": clock.seconds, "generate_s": generation, "ms_per_token": per_token}
     return {name: statistics.median(values[1:]) for name, values in medians.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    arguments = parser.parse_args()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    arguments = harness.parser(__doc__).parse_args()
     results: dict[str, Any] = {}
-    print(f"{'steps':>5} {'':30} {'step s':>7} {'generate':>8} {'ms/token':>8} {'rest':>7} {'ratio':>6}")
     for accumulation in (16, 32):
         totals = {}
         for name, (trainer_class, settings) in RUNS.items():
@@ -103,14 +73,9 @@ def main() -> None:
             totals[name] = total = row["step_s"]
             row["ratio"] = next(iter(totals.values())) / total
             results[f"{name}, {accumulation}"] = row
-            print(
-                f"{accumulation:5d} {name:30} {total:7.2f} {row['generate_s']:8.2f} {row['ms_per_token']:8.1f} "
-                f"{total - row['generate_s']:7.2f} {row['ratio']:6.1f}",
-                flush=True,
-            )
+            harness.say(f"{name}, {accumulation}", row)
         results[f"ratio_{accumulation}"] = totals["GRPO, samples per micro-step"] / totals["DASH"]
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    harness.write(arguments.json, results)
 
 
 if __name__ == "__main__":

@@ -8,24 +8,18 @@ batch itself holds only where the first was smaller. `waiting`: 2,000 scores tha
 seconds over 0.1 s × 2,000 / 256, which is the least.
 """
 
-from __future__ import annotations
-
-import argparse
 import asyncio
-import json
 import os
 import resource
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # so that it runs without an installation
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+import harness
 
-from dash_trl import RewardAgent  # noqa: E402
+from dash_trl import RewardAgent
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 ROWS, GROUP, BATCHES = 100_000, 8, 5
 CONCURRENT, WAITING, SECONDS = 256, 2_000, 0.1
@@ -88,8 +82,7 @@ def overhead_of_waiting(backend: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = harness.parser(__doc__)
     parser.add_argument("--backends", nargs="+", default=["thread", "asyncio", "process", "ray"])
     parser.add_argument("--rows", type=int, default=ROWS)
     arguments = parser.parse_args()
@@ -99,9 +92,8 @@ def main() -> None:
         result[backend] = measure(backend, arguments.rows)
         if backend in ("thread", "asyncio"):
             result[backend]["waiting"] = overhead_of_waiting(backend)
-        print(backend, {name: round(value, 2) for name, value in result[backend].items()}, flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2))
+        harness.say(backend, result[backend])
+    harness.write(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -19,30 +19,17 @@ windows are on their way at once, which the bound leaves out. `accuracy`: on hel
 after as many samples with each strategy; rewards take no time there, which changes no update.
 """
 
-from __future__ import annotations
-
-import argparse
 import hashlib
-import json
-import math
-import os
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("CI", "1")
-
+import harness
 import torch
-from transformers import TrainerCallback
-from transformers.utils import logging as transformers_logging
 
-from dash_trl import DASHConfig, DASHTrainer, RewardAgent
-from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
+from dash_trl import RewardAgent
+from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_model
 from dash_trl.evaluation import accuracy
-from dash_trl.serve import Servers
 
 GROUPS, GROUP = 8, 4
 SHORTEST, LONGEST = 0.01, 0.4  # seconds of a reward
@@ -68,41 +55,24 @@ def quick_reward(completion: Any, answer: str) -> float:
     return arithmetic_reward([completion], [answer])[0]
 
 
-class Clock(TrainerCallback):
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.ends.append(time.perf_counter())
-
-
 def train(
     strategy: dict[str, Any], url: str | None, steps: int, *, seed: int = 0, reward: Any = slow_reward
 ) -> tuple[Any, list[float]]:
-    clock = Clock()
-    settings = {**strategy, **({} if url is None else {"vllm_server_urls": [url]})}
+    clock = harness.Clock()
+    settings = {
+        "per_device_train_batch_size": GROUP,
+        "gradient_accumulation_steps": GROUPS,
+        "num_generations": GROUP,
+        "max_steps": steps,
+        "seed": seed,
+        **strategy,
+    }
+    if url is not None:
+        settings["vllm_server_urls"] = [url]
     if settings.get("loss_type") == "aipo":
         settings["vllm_importance_sampling_correction"] = False
-    with tempfile.TemporaryDirectory() as output, RewardAgent(reward) as agent:
-        trainer = DASHTrainer(
-            model=embedded_model(progress=False),
-            reward_funcs=agent,
-            args=DASHConfig(
-                **{
-                    **embedded_defaults(),
-                    "output_dir": output,
-                    "per_device_train_batch_size": GROUP,
-                    "gradient_accumulation_steps": GROUPS,
-                    "num_generations": GROUP,
-                    "max_steps": steps,
-                    "seed": seed,
-                    "disable_tqdm": True,
-                    **settings,
-                }
-            ),
-            train_dataset=arithmetic_dataset("train", seed=seed),
-            callbacks=[clock],
-        )
+    with RewardAgent(reward) as agent:
+        trainer = harness.embedded_trainer(settings, reward_funcs=agent, callbacks=[clock])
         trainer.train()
     return trainer, [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)]
 
@@ -130,66 +100,37 @@ def overlap(url: str | None) -> dict[str, float]:
 
 
 def learned() -> dict[str, dict[str, float]]:
-    """Greedy and sampled accuracy of each strategy after as many samples: mean, and half of the 95 % interval (t)."""
+    """Sampled accuracy of each strategy after as many samples: mean, and half of the 95 % interval."""
     results: dict[str, dict[str, float]] = {}
     for name, strategy in STRATEGIES.items():
         values = []
         for seed in range(SEEDS):
             trainer, _ = train(strategy, None, STEPS, seed=seed, reward=quick_reward)
-            model = trainer.accelerator.unwrap_model(trainer.model)
-            test = arithmetic_dataset("test")
-            length = trainer.args.max_completion_length
-            values.append(
-                accuracy(
-                    model,
-                    trainer.processing_class,
-                    test,
-                    arithmetic_reward,
-                    num_samples=2,
-                    temperature=1.0,
-                    max_new_tokens=length,
-                )
-            )
-        spread = 4.303 * statistics.stdev(values) / math.sqrt(SEEDS)  # t of 2 degrees of freedom
-        results[name] = {"accuracy": statistics.mean(values), "interval": spread}
-        print(f"{name}: {results[name]['accuracy']:.3f} ± {spread:.3f}", flush=True)
+            model, length = trainer.accelerator.unwrap_model(trainer.model), trainer.args.max_completion_length
+            problems = (arithmetic_dataset("test"), arithmetic_reward)
+            values.append(accuracy(model, trainer.processing_class, *problems, num_samples=2, max_new_tokens=length))
+        mean, spread = harness.interval(values)
+        results[name] = {"accuracy": mean, "interval": spread}
+        harness.say(name, results[name])
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = harness.parser(__doc__)
     parser.add_argument("--no-server", action="store_true", help="only with generation in process")
     parser.add_argument("--accuracy", action="store_true", help="train for longer, too, and measure what was learned")
     arguments = parser.parse_args()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
     path = embedded_model(progress=False)
-
     torch.set_num_threads(2)
     results: dict[str, Any] = overlap(None)
-    show("in process", results)
+    harness.say("in process", results)
     if not arguments.no_server:
-        torch.set_num_threads(1)
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[-1:])  # which the server inherits
-        with Servers(path, 1, port=8800) as servers:
-            os.sched_setaffinity(0, cores[:1])
-            servers.wait_until_ready()
-            results["server"] = overlap(servers.urls[0])
-        os.sched_setaffinity(0, cores)
-        show("server", results["server"])
+        with harness.server_beside(path) as url:
+            results["server"] = overlap(url)
+        harness.say("server", results["server"])
     if arguments.accuracy:
         results["accuracy"] = learned()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-
-
-def show(where: str, found: dict[str, Any]) -> None:
-    times = ", ".join(f"{name} {found[f'{name}_s']:.2f}" for name in STRATEGIES)
-    stages = ", ".join(f"{name} {found[name]:.2f}" for name in ("generation", "training", "rewards", "bound"))
-    shares = f"reduction {found['reduction']:.1%}, hidden {found['hidden_share']:.2f}"
-    print(f"{where}: seconds per window: {times}; {stages}; {shares}", flush=True)
+    harness.write(arguments.json, results)
 
 
 if __name__ == "__main__":

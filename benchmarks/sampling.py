@@ -13,28 +13,21 @@ One server with the embedded model (0.5 M parameters), 64 tokens per completion,
   copying a file of as many bytes.
 """
 
-from __future__ import annotations
-
-import argparse
 import asyncio
-import json
-import os
 import re
 import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("CI", "1")
-
 import aiohttp
+import harness
 import torch
 from accelerate import Accelerator
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
-from transformers.utils import logging as transformers_logging
+from transformers import AutoTokenizer
 
 from dash_trl.embedded import arithmetic_dataset, embedded_model
 from dash_trl.sampling import ServerPool, VLLMPool
@@ -52,9 +45,9 @@ def make_prompts(path: str, groups: int) -> list[tuple[list[int], int]]:
     return [(ids, GROUP) for ids in tokenizer(texts)["input_ids"]]
 
 
-def seconds(work: Any) -> float:
+def seconds(work: Callable[..., Any], *arguments: Any) -> float:
     started = time.perf_counter()
-    work()
+    work(*arguments)
     return time.perf_counter() - started
 
 
@@ -79,53 +72,50 @@ def bare_client(url: str, model: str, prompts: list[tuple[list[int], int]], opti
     asyncio.run(ask_all())
 
 
-def sampling(path: str, results: dict[str, Any]) -> None:
+def sampling(path: str) -> dict[str, Any]:
     options = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
     prompts = make_prompts(path, max(BATCHES) // GROUP)
+    few, per_step = prompts[: BATCHES[0] // GROUP], MICRO_STEP // GROUP
+    rates: dict[int, list[float]] = {MICRO_STEP: [], **{batch: [] for batch in BATCHES}}
+    overheads: dict[str, list[float]] = {"overhead": [], "bare_overhead": []}
     with Servers(path, 1, port=8600) as servers:
         servers.wait_until_ready()
         pool = ServerPool(servers.urls)
         pool.wait_until_ready()
-        pool.complete(prompts[:4], options)  # the first requests compile kernels
-        rates: dict[int, list[float]] = {MICRO_STEP: [], **{batch: [] for batch in BATCHES}}
-        overheads: dict[str, list[float]] = {"overhead": [], "bare_overhead": []}
+
+        def by_pool(rows: list[tuple[list[int], int]]) -> None:
+            pool.complete(rows, options)
+
+        def by_micro_steps(rows: list[tuple[list[int], int]]) -> None:
+            for start in range(0, len(rows), per_step):
+                by_pool(rows[start : start + per_step])
+
+        def by_bare_client(rows: list[tuple[list[int], int]]) -> None:
+            bare_client(servers.urls[0], path, rows, options)
+
+        by_pool(prompts[:4])  # the first requests compile kernels
         for _ in range(ROUNDS):
-            # as many completions as in the smaller batch, a micro-step's rows at a time
-            few = prompts[: BATCHES[0] // GROUP]
-            per_step = MICRO_STEP // GROUP
-            steps = [few[i : i + per_step] for i in range(0, len(few), per_step)]
-            rates[MICRO_STEP].append(
-                BATCHES[0] / seconds(lambda steps=steps: [pool.complete(s, options) for s in steps])
-            )
+            rates[MICRO_STEP].append(BATCHES[0] / seconds(by_micro_steps, few))
             for batch in BATCHES:
-                rows = prompts[: batch // GROUP]
-                rates[batch].append(batch / seconds(lambda rows=rows: pool.complete(rows, options)))
-            for name, client in (
-                ("overhead", lambda rows: pool.complete(rows, options)),
-                ("bare_overhead", lambda rows: bare_client(servers.urls[0], path, rows, options)),
-            ):
-                for _ in range(2):
-                    before = latency(servers.urls[0])
-                    wall = seconds(lambda client=client, few=few: client(few))
-                    total, count = (b - a for a, b in zip(before, latency(servers.urls[0]), strict=True))
-                    overheads[name].append(wall / (total / count))
+                rates[batch].append(batch / seconds(by_pool, prompts[: batch // GROUP]))
+            for name, client in 2 * (("overhead", by_pool), ("bare_overhead", by_bare_client)):
+                before = latency(servers.urls[0])
+                wall = seconds(client, few)
+                total, count = (b - a for a, b in zip(before, latency(servers.urls[0]), strict=True))
+                overheads[name].append(wall / (total / count))
     medians = {batch: statistics.median(values) for batch, values in rates.items()}
-    for batch, rate in medians.items():
-        print(f"{batch:5} rows at a time: {rate:6.1f} completions/s ({rate / medians[MICRO_STEP]:.2f}×)", flush=True)
-    results |= {f"completions_per_second_{batch}": rate for batch, rate in medians.items()}
-    results |= {f"preemptive_ratio_{batch}": medians[batch] / medians[MICRO_STEP] for batch in BATCHES}
-    results |= {name: statistics.median(values) for name, values in overheads.items()}
-    print(
-        f"over the server's own time at {BATCHES[0]} rows: the pool {results['overhead']:.3f}, a bare client "
-        f"{results['bare_overhead']:.3f}",
-        flush=True,
-    )
+    return {
+        **{f"completions_per_second_{batch}": rate for batch, rate in medians.items()},
+        **{f"preemptive_ratio_{batch}": medians[batch] / medians[MICRO_STEP] for batch in BATCHES},
+        **{name: statistics.median(values) for name, values in overheads.items()},
+    }
 
 
-def weight_sync(tokenizer_path: str, name: str, shape: dict[str, int], results: dict[str, Any]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+def weight_sync(tokenizer: Any, shape: dict[str, int]) -> tuple[float, dict[str, float]]:
+    """(seconds of the first sync, those of later ones and of copying as many bytes)."""
     heads = shape["hidden_size"] // 32
-    config = Qwen2Config(
+    directory = Path(tempfile.mkdtemp(dir=harness.OUTPUT.name))
+    model = harness.qwen2(
         vocab_size=len(tokenizer),
         intermediate_size=4 * shape["hidden_size"],
         num_attention_heads=heads,
@@ -135,50 +125,39 @@ def weight_sync(tokenizer_path: str, name: str, shape: dict[str, int], results: 
         max_position_embeddings=512,
         **shape,
     )
-    with tempfile.TemporaryDirectory() as directory:
-        path = str(Path(directory) / "model")
-        torch.manual_seed(0)
-        model = Qwen2ForCausalLM(config)
-        model.save_pretrained(path)
-        tokenizer.save_pretrained(path)
-        with Servers(path, 1, port=8700) as servers:
-            servers.wait_until_ready()
-            pool = VLLMPool(
-                servers.urls,
-                weight_sync="file",
-                weight_dir=str(Path(directory) / "weights"),
-                model=model,
-                accelerator=Accelerator(cpu=True),
-                processing_class=tokenizer,
-            )
-            results[f"first_sync_{name}"] = seconds(pool.sync_weights)
-            file = next(Path(path).glob("*.safetensors"))
-            syncs, copies = [], []
-            for _ in range(ROUNDS):
-                syncs.append(seconds(pool.sync_weights))
-                copies.append(seconds(lambda: shutil.copyfile(file, Path(directory) / "copy")))
-    sync, copy = statistics.median(syncs), statistics.median(copies)
-    results[f"sync_{name}"] = {"seconds": sync, "bytes": 4 * model.num_parameters(), "copy_seconds": copy}
-    print(
-        f"{model.num_parameters() / 1e6:.1f} M parameters: sync {sync:.3f} s, copying the bytes {copy:.3f} s "
-        f"({sync / copy:.1f}×); the first one, with its proof, {results[f'first_sync_{name}']:.1f} s",
-        flush=True,
-    )
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    file = next(directory.glob("*.safetensors"))
+    syncs, copies = [], []
+    with Servers(str(directory), 1, port=8700) as servers:
+        servers.wait_until_ready()
+        pool = VLLMPool(
+            servers.urls,
+            weight_sync="file",
+            weight_dir=str(directory / "weights"),
+            model=model,
+            accelerator=Accelerator(cpu=True),
+            processing_class=tokenizer,
+        )
+        first = seconds(pool.sync_weights)
+        for _ in range(ROUNDS):
+            syncs.append(seconds(pool.sync_weights))
+            copies.append(seconds(shutil.copyfile, file, directory / "copy"))
+    sizes = {"seconds": statistics.median(syncs), "bytes": 4 * model.num_parameters()}
+    return first, {**sizes, "copy_seconds": statistics.median(copies)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    arguments = parser.parse_args()
-    transformers_logging.disable_progress_bar()
+    arguments = harness.parser(__doc__).parse_args()
     torch.set_num_threads(1)  # an idle vLLM worker polls: on two cores a second thread here would wait for it
-    results: dict[str, Any] = {}
     path = embedded_model()
-    sampling(path, results)
+    results = sampling(path)
     for name, shape in SIZES.items():
-        weight_sync(path, name, shape, results)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        first, later = weight_sync(AutoTokenizer.from_pretrained(path), shape)
+        results |= {f"first_sync_{name}": first, f"sync_{name}": later}
+        harness.say(f"{name}: first sync {first:.1f} s, then", later)
+    harness.say("sampling", results)
+    harness.write(arguments.json, results)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,12 @@ filter and plan to the inputs of every pass (32 rows per micro-step, 8,192 token
 takes at its peak beyond what was there before it.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
+import harness
 import torch
 
 from dash_trl.process_rewards import CreditSettings
@@ -55,7 +51,7 @@ def seconds(rows: int, layout: dict) -> float:
 
 
 class Stages:
-    """Seconds and GiB of each stage, in their order; GiB on Linux only."""
+    """Seconds and GiB of each stage, in their order."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -63,21 +59,11 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        before, started = high_water(), time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - started
-        self.memory[name] = high_water(reset=False) - before
-
-
-def high_water(*, reset: bool = True) -> float:
-    """GiB that this process held at most since the last reset."""
-    try:
-        if reset:
-            Path("/proc/self/clear_refs").write_text("5")
-        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-    except OSError:  # not on Linux
-        return float("nan")
-    return int(line.split()[1]) / 2**20
+        with harness.Memory() as memory:
+            started = time.perf_counter()
+            yield
+            self.seconds[name] = time.perf_counter() - started
+        self.memory[name] = memory.taken / 2**30
 
 
 def whole_way(rows: int) -> Stages:
@@ -144,30 +130,23 @@ def whole_way(rows: int) -> Stages:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    arguments = parser.parse_args()
+    arguments = harness.parser(__doc__).parse_args()
     results: dict[str, dict] = {"filter and pack": {}, "whole way": {}}
-    print(f"{'rows':>7} " + " ".join(f"{name:>9}" for name in LAYOUTS) + "   (seconds, median of 5)")
     for rows in SIZES:
         figures = {
             name: statistics.median(seconds(rows, layout) for _ in range(REPEATS)) for name, layout in LAYOUTS.items()
         }
         results["filter and pack"][str(rows)] = figures
-        print(f"{rows:7d} " + " ".join(f"{value:9.4f}" for value in figures.values()), flush=True)
+        harness.say(f"{rows} rows: seconds", figures)
     for own in OWN_ROWS:
         runs = [whole_way(own) for _ in range(REPEATS)]
-        names = list(runs[0].seconds)
-        time_of = {name: statistics.median(run.seconds[name] for run in runs) for name in names}
-        memory_of = {name: max(run.memory[name] for run in runs) for name in names}
-        total = statistics.median(sum(run.seconds.values()) for run in runs)
-        results["whole way"][str(own)] = {"seconds": {**time_of, "all": total}, "GiB": memory_of}
-        if own == OWN_ROWS[0]:
-            print(f"\n{'rows of a rank':>14} " + " ".join(f"{name:>17}" for name in (*names, "all")))
-        cells = [f"{time_of[name]:7.3f} s{memory_of[name]:5.2f} GiB" for name in names]
-        print(f"{own:14d} " + " ".join(f"{cell:>17}" for cell in [*cells, f"{total:.3f} s"]), flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        time_of = {name: statistics.median(run.seconds[name] for run in runs) for name in runs[0].seconds}
+        time_of["all"] = statistics.median(sum(run.seconds.values()) for run in runs)
+        memory_of = {name: max(run.memory[name] for run in runs) for name in runs[0].memory}
+        results["whole way"][str(own)] = {"seconds": time_of, "GiB": memory_of}
+        harness.say(f"{own} rows of a rank: seconds", time_of)
+        harness.say(f"{own} rows of a rank: GiB", memory_of)
+    harness.write(arguments.json, results)
 
 
 if __name__ == "__main__":

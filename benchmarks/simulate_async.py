@@ -26,11 +26,7 @@ Differences of 0.02 are those between 20 windows and others.
    given no more than it can seat has free seats which nobody may take.
 """
 
-from __future__ import annotations
-
-import argparse
 import heapq
-import json
 import math
 import random
 import statistics
@@ -56,6 +52,12 @@ SYNCS = (0.0, 0.05, 0.1, 0.2)  # stages
 IN_FLIGHT = (1, 1.5, 2, 4)
 FEW, SOME, MANY = (1, 8), (4, 64), (16, 64)  # seats for 512 responses
 EARLY, SEEDS = (1, 8, WINDOWS), 8
+TITLES = (
+    "1. Servers × seats: time per window (% idle: trainer, servers; % of seats taken)",
+    f"2. Sending weights to {SOME[0]} servers × {SOME[1]} seats",
+    "3. Windows in the order of prompts and of completion; of the latter, how much longer the first are, share too old",
+    "4. One server by its seats, 4 responses of a window for each, k = 1, training half a stage, × in flight",
+)
 
 
 @lru_cache(maxsize=1024)
@@ -284,47 +286,26 @@ def stage_of(setup: Setup) -> float:
     return figures(simulate(alone), alone)["seconds"]
 
 
-def table_of_levels(name: str, setup: Setup, stage: float) -> dict[str, Any]:
-    """Prints a line, each k a column; returns its figures, in seconds."""
-    rows = {k: figures(simulate(one), one) for k in LEVELS for one in [replace(setup, k=k)]}
-    bound = max(stage, setup.train) + setup.sync
-    cells = [
-        f"{row['seconds'] / stage:7.2f} {100 * row['trainer_idle']:3.0f} {100 * row['servers_idle']:3.0f}"
-        for row in rows.values()
-    ]
-    print(f"{name} {stage:7.0f} {bound / stage:6.2f} " + " ".join(cells), flush=True)
-    return {"stage": stage, "bound": bound, **{f"k{k}": row for k, row in rows.items()}}
-
-
-def heading(name: str) -> str:
-    columns = "".join(f"{f'k = {k}':>8}{'idle':>8}" for k in LEVELS)
-    return f"{name} {'stage s':>7} {'bound':>6}{columns}"
+def by_levels(setup: Setup, training: float, sync: float = 0.0) -> dict[str, Any]:
+    """The figures of each k, in seconds; training and sending take these shares of a stage."""
+    stage = stage_of(setup)
+    setup = replace(setup, train=training * stage, sync=sync * stage)
+    rows = {f"k{k}": figures(simulate(one), one) for k in LEVELS for one in [replace(setup, k=k)]}
+    return {"stage": stage, "bound": max(stage, setup.train) + setup.sync, **rows}
 
 
 def by_fleet(seed: int) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for share in TRAINING:
-        print(f"\n1. Training takes {share:g} of a stage, sending weights nothing\n{heading('servers × seats')}")
-        for servers, seats in product(SERVERS, SEATS):
-            setup = Setup(0, servers, seats, seed=seed)
-            stage = stage_of(setup)
-            name = f"{servers:7} × {seats:5}"
-            results[f"{servers} × {seats}, training {share:g}"] = table_of_levels(
-                name, replace(setup, train=share * stage), stage
-            )
-    return results
+    return {
+        f"{servers} × {seats}, training {share:g}": by_levels(Setup(0, servers, seats, seed=seed), share)
+        for share, servers, seats in product(TRAINING, SERVERS, SEATS)
+    }
 
 
 def by_sync(seed: int) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    setup = Setup(0, *SOME, seed=seed)
-    stage = stage_of(setup)
-    print(f"\n2. {setup.servers} servers × {setup.seats} seats\n{heading('training sending')}")
-    for share, sync in product(TRAINING, SYNCS):
-        results[f"training {share:g}, sending {sync:g}"] = table_of_levels(
-            f"{share:8g} {sync:7g}", replace(setup, train=share * stage, sync=sync * stage), stage
-        )
-    return results
+    return {
+        f"training {share:g}, sending {sync:g}": by_levels(Setup(0, *SOME, seed=seed), share, sync)
+        for share, sync in product(TRAINING, SYNCS)
+    }
 
 
 def compare_orders(setup: Setup) -> dict[str, float]:
@@ -343,40 +324,37 @@ def compare_orders(setup: Setup) -> dict[str, float]:
 
 def by_order(seed: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    print(
-        "\n3. Windows in the order of prompts, and of completion; of the latter, mean length in the first, % too old\n"
-        f"{'servers × seats':>15} {'training':>8} {'k':>2} {'prompts':>8} {'completion':>10} "
-        + " ".join(f"{f'first {n}':>9}" for n in EARLY)
-        + f" {'too old':>8}"
-    )
     for (servers, seats), share, k in product((SOME, MANY), TRAINING, (1, 2, 4)):
         runs = [compare_orders(Setup(k, servers, seats, train=share, seed=one)) for one in range(seed, seed + SEEDS)]
         mean = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
         results[f"{servers} × {seats}, training {share:g}, k = {k}"] = mean
-        print(
-            f"{servers:7} × {seats:5} {share:8g} {k:2} {mean['prompts']:8.2f} {mean['completion']:10.2f} "
-            + " ".join(f"{100 * mean[f'bias_{n}']:+8.1f}%" for n in EARLY)
-            + f" {100 * mean['too_old']:7.1f}%",
-            flush=True,
-        )
     return results
 
 
 def by_in_flight(seed: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    print(
-        "\n4. One server, 4 responses of a window for each seat, k = 1, training half a stage: window, % of seats taken"
-    )
-    print(f"{'seats':>5} " + " ".join(f"{f'{share:g} × in flight':>16}" for share in IN_FLIGHT))
     for seats in (64, 256, 1024):
         setup = Setup(1, 1, seats, groups=4 * seats // GROUP, seed=seed)
         stage = stage_of(setup)
         setup = replace(setup, train=stage / 2)
-        rows = [figures(simulate(one), one) for share in IN_FLIGHT for one in [replace(setup, in_flight=share)]]
-        results[str(seats)] = {f"{share:g}": row for share, row in zip(IN_FLIGHT, rows, strict=True)} | {"stage": stage}
-        cells = [f"{row['seconds'] / stage:12.2f} {100 * row['seats_filled']:3.0f}" for row in rows]
-        print(f"{seats:5} " + " ".join(cells), flush=True)
+        rows = {f"{share:g}": figures(simulate(replace(setup, in_flight=share)), setup) for share in IN_FLIGHT}
+        results[str(seats)] = {**rows, "stage": stage}
     return results
+
+
+def show(title: str, results: dict[str, Any]) -> None:
+    """A line per row: time per window in stages, with % of idle trainer and servers or of seats taken, or shares."""
+    print(f"\n{title}")
+    for name, row in results.items():
+        stage = row.get("stage", 1.0)
+        print(f"{name:32}" + "".join(f"  {key} {_cell(value, stage)}" for key, value in row.items() if key != "stage"))
+
+
+def _cell(value: Any, stage: float) -> str:
+    if not isinstance(value, dict):
+        return f"{value / stage:.2f}"
+    shares = " ".join(f"{100 * value[name]:.0f}" for name in ("trainer_idle", "servers_idle", "seats_filled"))
+    return f"{value['seconds'] / stage:.2f} ({shares})"
 
 
 def plot(by_fleet: dict[str, Any], picture: Path) -> None:
@@ -403,16 +381,18 @@ def plot(by_fleet: dict[str, Any], picture: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    import harness  # here, since the tests import this file
+
+    parser = harness.parser(__doc__)
     parser.add_argument("--plot", type=Path, help="draw seconds per window against k into this file")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths of responses")
     arguments = parser.parse_args()
     tables = {table.__name__: table(arguments.seed) for table in (by_fleet, by_sync, by_order, by_in_flight)}
+    for title, results in zip(TITLES, tables.values(), strict=True):
+        show(title, results)
     if arguments.plot:
         plot(tables["by_fleet"], arguments.plot)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(tables, indent=2) + "\n")
+    harness.write(arguments.json, tables)
 
 
 if __name__ == "__main__":

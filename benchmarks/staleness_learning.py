@@ -21,36 +21,24 @@ survivors' tokens that the loss truncates or masks (`off_policy/clipped_share`; 
 still learns about as well, and, with the largest k only, the embedded run's own.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
 import multiprocessing
-import os
 import statistics
-import tempfile
 import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("CI", "1")  # no telemetry in a timed run
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # that a rollout_func is experimental
-
+import harness
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForCausalLM
 
-from dash_trl import DASHConfig, DASHTrainer
 from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
 from dash_trl.evaluation import accuracy
 
 LEVELS, SEEDS = (1, 2, 4, 8), 3
 RATES = {6e-4: LEVELS, embedded_defaults()["learning_rate"]: LEVELS[-1:]}  # at the first one staleness shows
 STEPS, PROMPTS, LONGEST, SAMPLES = 40, 8, 48, 4
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # by the number of seeds
+
 
 # Loss → options, and what TRL's loss sees in place of the trainer's own settings (`trl_settings`).
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
@@ -109,28 +97,16 @@ class Stale:
 def run(loss: str, level: int, seed: int, rate: float, steps: int) -> dict[str, Any]:
     """One training; in a process of its own, with one thread."""
     torch.set_num_threads(1)
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    path = embedded_model()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    options, settings = LOSSES[loss]
+    options, loss_settings = LOSSES[loss]
     started = time.process_time()
-    with tempfile.TemporaryDirectory() as output:
-        config = {**embedded_defaults(), "output_dir": output, "seed": seed, "max_steps": steps, "learning_rate": rate}
-        config |= {"gradient_accumulation_steps": PROMPTS, "max_completion_length": LONGEST, "disable_tqdm": True}
-        trainer = DASHTrainer(
-            model=AutoModelForCausalLM.from_pretrained(path),
-            processing_class=tokenizer,
-            reward_funcs=arithmetic_reward,
-            args=DASHConfig(**{**config, **options}),
-            train_dataset=arithmetic_dataset("train", seed=seed),
-            rollout_func=Stale(path, level, seed),
-        )
-        if settings is not None:
-            trainer._loss_settings = settings
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-        log = trainer.state.log_history
+    settings = {"seed": seed, "max_steps": steps, "learning_rate": rate, **options}
+    settings |= {"gradient_accumulation_steps": PROMPTS, "max_completion_length": LONGEST}
+    trainer = harness.embedded_trainer(settings, rollout_func=Stale(embedded_model(), level, seed))
+    if loss_settings is not None:
+        trainer._loss_settings = loss_settings
+    trainer.train()
+    log = trainer.state.log_history
+    tokenizer = trainer.processing_class
     held_out, sampling = arithmetic_dataset("test"), {"num_samples": SAMPLES, "max_new_tokens": LONGEST}
     final = accuracy(trainer.model, tokenizer, held_out, arithmetic_reward, batch_size=256, **sampling)
 
@@ -151,11 +127,6 @@ def run(loss: str, level: int, seed: int, rate: float, steps: int) -> dict[str, 
     }
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """(mean, half of the 95 % interval)."""
-    return statistics.mean(values), T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-
-
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each (rate, loss, level) with at least two seeds."""
     cells: dict[tuple[float, str, int], dict[int, dict[str, Any]]] = {}
@@ -172,8 +143,8 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "rate": rate,
                 "loss": loss,
                 "level": level,
-                "accuracy": interval([one["accuracy"] for one in seeds.values()]),
-                "change": interval(changes) if level and len(changes) > 1 else None,
+                "accuracy": harness.interval([one["accuracy"] for one in seeds.values()]),
+                "change": harness.interval(changes) if level and len(changes) > 1 else None,
                 "clipped": statistics.mean(one["clipped"] for one in seeds.values()),
                 "kl": statistics.mean(one["kl"] for one in seeds.values()),
             }
@@ -182,9 +153,8 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file, after each run")
-    parser.add_argument("--seeds", type=int, default=SEEDS, choices=T_95, metavar="2-8")
+    parser = harness.parser(__doc__)
+    parser.add_argument("--seeds", type=int, default=SEEDS, choices=range(2, 9), metavar="2-8")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="learning rates")
     parser.add_argument("--levels", type=int, nargs="+", help="k above 0; by default, of 1, 2, 4, 8")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES), metavar="LOSS")
@@ -205,22 +175,11 @@ def main() -> None:
         for done in as_completed([workers.submit(run, *one, arguments.steps) for one in grid]):
             one = done.result()
             runs.append(one)
-            print(
-                f"{len(runs):3d}/{len(grid)} {one['rate']:g} {one['loss']:14} k = {one['level']} seed {one['seed']}: "
-                f"{one['accuracy']:.3f}, clipped {one['clipped']:.4f}, kl {one['kl']:.4f}, {one['cpu_seconds']:.0f} s",
-                flush=True,
-            )
-            if arguments.json:
-                figures = {"steps": arguments.steps, "summary": summary(runs), "runs": runs}
-                arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+            harness.say(f"{len(runs)}/{len(grid)} {one['loss']}", one)
+            harness.write(arguments.json, {"steps": arguments.steps, "summary": summary(runs), "runs": runs})
 
-    print(f"\n{'rate':>8} {'loss':14} {'k':>2} {'accuracy':>15} {'change':>15} {'clipped':>8} {'kl':>8}")
     for row in summary(runs):
-        change = "{:+.3f} ± {:.3f}".format(*row["change"]) if row["change"] else ""
-        print(
-            f"{row['rate']:8g} {row['loss']:14} {row['level']:2d} {'{:.3f} ± {:.3f}'.format(*row['accuracy']):>15} "
-            f"{change:>15} {row['clipped']:8.4f} {row['kl']:8.4f}"
-        )
+        harness.say(row["loss"], row)
 
 
 if __name__ == "__main__":

@@ -3,35 +3,28 @@
     python benchmarks/value_quality.py --json value_quality.json                       # ~2 minutes on one core
     python benchmarks/value_quality.py --task confident --json confident.json        # a model sure of its errors
 
-What `python -m dash_trl.value_quality` measures, for more values: 4 responses of each of 64 problems (of 32 longer ones
+What `python examples/value_quality` measures, for more values: 4 responses of each of 64 problems (of 32 longer ones
 of the second task), cut at their lines; from every boundary K = 32 completions are sampled with the model itself, and
 their share of right answers is the truth.
 The rows: the boundary's number (the rival); force prompts; `OutcomeValue` by the number of rollouts, of other problems,
 that it is fitted to; and, with all of these, by the numbers that it is fitted with.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
 import logging
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
+import harness
 from confident import LONGEST as CONFIDENT_LONGEST
 from confident import confident_dataset, confident_model
 
 from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_model
 from dash_trl.evaluation import Checkpoint, Reward, open_sampler
-from dash_trl.monitoring import plot_value_quality
 from dash_trl.process_rewards import (
     FEATURES,
     AnswerLogProbValue,
@@ -41,7 +34,9 @@ from dash_trl.process_rewards import (
     ValueRequest,
     line_starts,
 )
-from dash_trl.value_quality import Candidate, Plan, choose, collect, measure, table
+from examples.value_quality.candidates import Candidate, measure
+from examples.value_quality.figures import plot, table
+from examples.value_quality.study import Plan, choose, collect
 
 BATCH, END = 256, "<|im_end|>"
 SIZES = (128, 256, 512, 1024, 2048)
@@ -62,7 +57,7 @@ SUBSETS = {
 
 @dataclass(frozen=True)
 class Task:
-    """What is measured: a model, problems to fit values to, others to measure them on, and the reward.
+    """What is measured: a model, problems to fit values to, and others to measure them on.
 
     Args:
         measured: how many of the others, for some 1,100 boundaries. longest: tokens of a response.
@@ -71,19 +66,16 @@ class Task:
     model: str
     train: Any
     test: Any
-    reward: Callable[..., list[float]]
     measured: int
     longest: int
 
 
 def embedded() -> Task:
-    train, test = arithmetic_dataset("train", 1024), arithmetic_dataset("test")
-    return Task(embedded_model(), train, test, arithmetic_reward, 64, 64)
+    return Task(embedded_model(), arithmetic_dataset("train", 1024), arithmetic_dataset("test"), 64, 64)
 
 
 def confident() -> Task:
-    train, test = confident_dataset("train"), confident_dataset("test")
-    return Task(confident_model(), train, test, arithmetic_reward, 32, CONFIDENT_LONGEST)
+    return Task(confident_model(), confident_dataset("train"), confident_dataset("test"), 32, CONFIDENT_LONGEST)
 
 
 TASKS = {"embedded": embedded, "confident": confident}
@@ -166,31 +158,25 @@ class SumOfLogProbs:
 
 def candidates() -> list[Candidate]:
     found = [
-        Candidate(f"{name}, {space}", AnswerLogProbValue(prompt, closing=closing, space=space))
+        Candidate(f"{name}, log", AnswerLogProbValue(prompt, closing=closing))
         for name, (prompt, closing) in FORCE_PROMPTS.items()
-        for space in ("log", "probability")
     ]
-    return [*found, Candidate("outcome", OutcomeValue(num_windows=1), taught=True)]
-
-
-def parts() -> list[Candidate]:
-    by_answer = AnswerLogProbValue("The answer is ", closing=END)
-    found = [
-        Candidate(f"outcome, {name}", PartOfOutcomeValue(names, num_windows=1), taught=True)
-        for name, names in SUBSETS.items()
-    ]
-    more = {"the forced answer": by_answer, '"Wait"': waits, "siblings": siblings}
-    found += [
-        Candidate(f"outcome, with {name}", WithMore(value, num_windows=1), taught=True) for name, value in more.items()
-    ]
+    name, (prompt, closing) = next(iter(FORCE_PROMPTS.items()))
+    by_answer = AnswerLogProbValue(prompt, closing=closing)
+    as_probability = AnswerLogProbValue(prompt, closing=closing, space="probability")
+    found.insert(1, Candidate(f"{name}, probability", as_probability))
+    found.append(Candidate("outcome", OutcomeValue(num_windows=1), SIZES))
+    for name, names in SUBSETS.items():
+        found.append(Candidate(f"outcome, {name}", PartOfOutcomeValue(names, num_windows=1), SIZES[-1:]))
+    for name, more in {"the forced answer": by_answer, '"Wait"': waits, "siblings": siblings}.items():
+        found.append(Candidate(f"outcome, with {name}", WithMore(more, num_windows=1), SIZES[-1:]))
     return [*found, Candidate("sum of log-probs, not fitted", SumOfLogProbs())]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--task", choices=TASKS, default="embedded")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--plot", type=Path, help="and draw them to this one")
+    parser.add_argument("--plot", type=Path, help="draw the figures to this file")
     arguments = parser.parse_args()
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("dash_trl").setLevel(logging.INFO)
@@ -203,22 +189,18 @@ def main() -> None:
     settings = {"model": task.model, "segmentation": "lines"}
     with (
         tempfile.TemporaryDirectory() as folder,
-        Reward(task.reward) as reward,
+        Reward(arithmetic_reward) as reward,
         open_sampler(checkpoint, batch_size=BATCH) as sampler,
     ):
         study = collect(sampler, reward, measured, to_fit, plan, segmenter, Path(folder), settings)
         sampled = time.perf_counter() - started
-        results = measure(candidates(), study, plan, sampler.model, checkpoint.tokenizer)
-        rest = measure(parts(), study, replace(plan, fit_rollouts=SIZES[-1:]), sampler.model, checkpoint.tokenizer)
-    results = replace(results, figures={**results.figures, **rest.figures}, values={**results.values, **rest.values})
-    found = {"task": arguments.task, **results.as_json(study)}
+        found = {"task": arguments.task, **measure(candidates(), study, plan, sampler.model, checkpoint.tokenizer)}
     print(f"\n{found['responses']} responses, {found['boundaries']} boundaries, mean success {found['mean_truth']:.3f}")
-    print(table(results.figures))
+    print(table(found["estimators"]))
     print(f"{sampled:.0f} s for the samples, {time.perf_counter() - started:.0f} s in all")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    harness.write(arguments.json, found)
     if arguments.plot:
-        plot_value_quality(found, arguments.plot, title=arguments.task)
+        plot(found, arguments.plot, title=arguments.task)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,13 @@ boundary, of which the last 4 are scored. All sides compute logits at scored pos
 Best of 5, in turn. `ratio` = naive / tree, `forwards` = tree / plain, `max_error` = largest |tree − naive| of V.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dash_trl.process_rewards import Branch, Tree, loop_log_probs, tree_log_probs
 
@@ -66,12 +61,9 @@ def compare(model: Any, length: int, count: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    arguments = parser.parse_args()
+    arguments = harness.parser(__doc__).parse_args()
     torch.set_num_threads(2)
-    torch.manual_seed(0)
-    config = Qwen2Config(
+    model = harness.qwen2(
         vocab_size=VOCABULARY,
         hidden_size=256,
         intermediate_size=704,
@@ -80,20 +72,13 @@ def main() -> None:
         num_key_value_heads=2,
         max_position_embeddings=2048,
         attn_implementation="sdpa",
-    )
-    model = Qwen2ForCausalLM(config).eval()
+    ).eval()
     results = {}
-    print(f"{'L':>5} {'N':>3} {'naive ms':>9} {'tree ms':>8} {'plain ms':>9} {'ratio':>6} {'forwards':>9} max error")
     for length in LENGTHS:
         for count in BOUNDARIES:
-            row = results[f"L{length}_N{count}"] = compare(model, length, count)
-            print(
-                f"{length:5d} {count:3d} {row['naive_ms']:9.1f} {row['tree_ms']:8.1f} {row['plain_ms']:9.1f} "
-                f"{row['ratio']:6.1f} {row['forwards']:9.2f} {row['max_error']:.1e}",
-                flush=True,
-            )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+            results[f"L{length}_N{count}"] = row = compare(model, length, count)
+            harness.say(f"L = {length}, N = {count}", row)
+    harness.write(arguments.json, results)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from dash_trl.config import DASHConfig
+
 if TYPE_CHECKING:
     from dash_trl.rollout import CreditedRollouts, RolloutBatch, ScoredRollouts
-
-
-logger = logging.getLogger(__name__)
 
 ROLLOUT_EVENTS = ("on_rollouts_sampled", "on_rewards", "on_advantages")
 TRAINER_EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
@@ -37,32 +34,31 @@ class DASHCallback(TrainerCallback):
     Attributes:
         per_group: what it does with a group depends on no other one. With `reward_pipeline`, `on_rewards` and
             `on_advantages` get some groups at a time, as their rewards come, and a callback has to say that it may.
-        needs_log_probs: it will ask for `trainer.log_probs_and_entropies`. Where transformers' `generate` samples, they
-            are kept then as tokens are sampled, which saves that method's forward pass.
 
     Raises:
-        ValueError: where a subclass is defined, if the name of a method is an event's with a slip; at the start of
-            training, if the trainer is no `DASHTrainer`. Such methods would never be called, without a word.
+        ValueError: when a subclass is defined, if the name of a method is that of an event with a slip; when a trainer
+            is made with it, if that is no `DASHTrainer`. Such methods would never be called, without a word.
     """
 
     per_group = False
-    needs_log_probs = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        events = (*ROLLOUT_EVENTS, *TRAINER_EVENTS)
         for name, value in vars(cls).items():
-            if not name.startswith("on_") or name in events or not callable(value):
-                continue
-            if meant := misspelt(name, events):
+            meant = misspelt(name, (*ROLLOUT_EVENTS, *TRAINER_EVENTS))
+            if name.startswith("on_") and callable(value) and meant not in (None, name):
                 raise ValueError(
                     f"{cls.__name__}.{name} is no event, so that no trainer calls it. Rename it to {meant}; a method "
                     "that you call yourself needs a name that resembles no event."
                 )
-            logger.warning(f"{cls.__name__}.{name} is no event: no trainer calls it.")
-        # A trainer that knows nothing of these events can be noticed only by what it calls. Subclasses override this
-        # method without calling ours, so that the check is put around whichever it is.
-        cls.on_train_begin = _where_events_come(cls.on_train_begin)  # type: ignore[method-assign]
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Raises in a trainer that sends no rollout events: it is not a `DASHTrainer` if it has no `DASHConfig`."""
+        if not isinstance(args, DASHConfig):
+            raise ValueError(
+                f"{type(self).__name__} is a DASHCallback, but this trainer sends no {', '.join(ROLLOUT_EVENTS)}: it "
+                "would do nothing. Train with dash_trl.DASHTrainer, or derive the callback from TrainerCallback."
+            )
 
     def state_dict(self) -> dict[str, Any] | None:
         """What a checkpoint keeps of it beside the generation window; None: nothing.
@@ -127,23 +123,3 @@ def restore_states(callbacks: Iterable[DASHCallback], states: dict[str, Any]) ->
 def misspelt(name: str, events: Iterable[str]) -> str | None:
     """The event that `name` is meant to be, if it is one with a slip or without."""
     return next(iter(get_close_matches(name, list(events), n=1, cutoff=MISSPELT)), None)
-
-
-def promise_events(state: TrainerState) -> None:
-    """Tell the callbacks of a run, which are handed its state, that rollout events will come."""
-    state.rollout_events = True  # type: ignore[attr-defined]
-
-
-def _where_events_come(on_train_begin: Callable) -> Callable:
-    """`on_train_begin`, which raises in the run of a trainer that has not promised rollout events."""
-
-    @functools.wraps(on_train_begin)
-    def checked(self: DASHCallback, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        if not getattr(state, "rollout_events", False):
-            raise ValueError(
-                f"{type(self).__name__} is a DASHCallback, but this trainer sends no {', '.join(ROLLOUT_EVENTS)}: it "
-                "would do nothing. Train with dash_trl.DASHTrainer, or derive the callback from TrainerCallback."
-            )
-        return on_train_begin(self, args, state, control, **kwargs)
-
-    return checked

@@ -2,60 +2,38 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
-from types import NoneType
-from typing import Any, get_args, get_type_hints
 
 from trl import GRPOConfig
 
 from dash_trl.sampling import check_urls
 from dash_trl.update import OFF_POLICY_LOSSES, OUTCOME_ESTIMATORS
 
-# What TRL takes, and says after the first generation, or never.
+# TRL refuses an unknown word only after the first generation, or never.
 CHOICES: dict[str, tuple[str, ...]] = {
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", *OFF_POLICY_LOSSES),
     "scale_rewards": ("group", "batch", "none"),
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "vllm_mode": ("server", "colocate"),
-    "vllm_model_impl": ("vllm", "transformers"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    # our own
+    "advantage_estimator": ("grpo", *OUTCOME_ESTIMATORS),
+    "filter_denominator": ("all", "kept"),
     "vllm_weight_sync": ("file", "nccl"),
 }
 
-ABOVE_0 = math.nextafter(0.0, 1.0)  # the least positive number, as a lower bound
-
-# The numbers with which a run fails after it has loaded the model, or trains on something else than was meant:
-# (least, greatest, what the number does).
-LIMITS: dict[str, tuple[float, float, str]] = {
-    "num_generations": (2, math.inf, "an advantage compares a prompt's completions"),
-    "num_generations_eval": (0, math.inf, "so many completions are sampled per prompt"),
-    "max_completion_length": (1, math.inf, "so many tokens are sampled at most"),
-    "per_device_train_batch_size": (1, math.inf, "so many rows make a micro-batch"),
-    "gradient_accumulation_steps": (1, math.inf, "so many micro-steps make an optimizer step"),
-    "steps_per_generation": (1, math.inf, "so many micro-batches are sampled at once"),
-    "num_iterations": (1, math.inf, "so often is a generation used; never would train on nothing"),
-    "async_level": (0, math.inf, "so many windows at most does sampling run ahead of training"),
-    "learning_rate": (0, math.inf, "it is the size of a step down the gradient"),
-    "temperature": (ABOVE_0, math.inf, "logits are divided by it, in the loss, too"),
-    "top_p": (ABOVE_0, 1, "it is a share of the probability"),
-    "min_p": (0, 1, "it is a share of the largest probability"),
-    "top_k": (-1, math.inf, "so many tokens may be sampled; all with 0"),
-    "repetition_penalty": (ABOVE_0, math.inf, "logits are divided by it"),
-    "beta": (0, math.inf, "below 0 it would drive the policy away from the reference"),
-    "epsilon": (0, math.inf, "the ratio is clipped to [1 - epsilon, 1 + epsilon_high]"),
-    "epsilon_high": (0, math.inf, "the ratio is clipped to [1 - epsilon, 1 + epsilon_high]"),
-    "delta": (ABOVE_0, math.inf, "ratios are clipped to it"),
-    "aipo_delta": (1, math.inf, "below it no token would have a gradient that the policy itself has just sampled"),
-    "sapo_temperature_pos": (ABOVE_0, math.inf, "the loss divides by it"),
-    "sapo_temperature_neg": (ABOVE_0, math.inf, "the loss divides by it"),
-    "top_entropy_quantile": (0, 1, "it is a share of the tokens"),
-    "ref_model_mixup_alpha": (0, 1, "it is the policy's share in the new reference"),
-    "ref_model_sync_steps": (1, math.inf, "so many steps lie between updates of the reference"),
-    "vllm_importance_sampling_clip_min": (0, math.inf, "ratios are clipped to it"),
-    "vllm_importance_sampling_clip_max": (ABOVE_0, math.inf, "ratios are clipped to it"),
-    "vllm_gpu_memory_utilization": (ABOVE_0, 1, "it is a share of the GPU's memory"),
+# The least value of a number, and why.
+LIMITS: dict[str, tuple[float, str]] = {
+    "gradient_filter_threshold": (0, "rows with a smaller advantage are dropped; None keeps all rows"),
+    "max_tokens_per_microbatch": (1, "it is the token budget of a model pass; None packs rows as TRL does"),
+    "async_level": (0, "it is the number of windows that are sampled ahead of training"),
+    "aipo_delta": (1, "a smaller one would take the gradient from tokens that the policy itself has just sampled"),
+    "vllm_request_timeout": (1e-3, "it is the number of seconds that a server may take for a prompt's completions"),
+    # TRL takes 0, which is greedy sampling in vLLM (as is any value under 1e-5), and divides the loss's logits by it.
+    "temperature": (1e-5, "logits are divided by it, in the loss, too"),
+    # TRL trains on without a word.
+    "beta": (0, "a negative one would pay the policy for leaving the reference model"),
+    "num_iterations": (1, "it is the number of times that a window is trained on"),
 }
 
 # What the losses of our own have no room for: option → what they have in its place.
@@ -71,7 +49,10 @@ REFUSED: dict[str, dict[str, str]] = {
         "epsilon_high": "its ratio is bounded by aipo_delta only",
         "delta": "its ratio is bounded by aipo_delta only",
     },
-    "decoupled_ppo": {"importance_sampling_level": "its ratios are one per token"},
+    "decoupled_ppo": {
+        "importance_sampling_level": "its ratios are one per token",
+        "vllm_importance_sampling_correction": "without the ratio to the sampler it is loss_type='dapo'",
+    },
 }
 
 
@@ -187,140 +168,47 @@ class DASHConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        self._check_types()
-        self._check_servers()
-        self._check_limits()
-        threshold = self.gradient_filter_threshold
-        if threshold is not None and not (math.isfinite(threshold) and threshold >= 0):
-            raise ValueError(
-                f"gradient_filter_threshold={threshold} is not a finite number >= 0, so no advantage can be compared "
-                "with it. Use 0.1 (the paper's), 0 to drop only rows without any signal, or None to keep all rows."
-            )
-        if self.filter_denominator not in ("all", "kept"):
-            raise ValueError(
-                f"filter_denominator={self.filter_denominator!r} is unknown. Use 'all' (exactly GRPO's update) or "
-                "'kept' (the average over the rows that survive the filter, as in the paper)."
-            )
-        if self.max_tokens_per_microbatch is not None and self.max_tokens_per_microbatch < 1:
-            raise ValueError(
-                f"max_tokens_per_microbatch={self.max_tokens_per_microbatch} leaves no room for a token. Use a "
-                "positive number of tokens, or None to pack `per_device_train_batch_size` rows."
-            )
-        try:
-            super().__post_init__()
-        except ValueError as error:
-            if "divisible by num_generations" not in str(error):
-                raise
-            raise ValueError(
-                f"{error} A prompt's completions must be sampled together. Choose per_device_train_batch_size × "
-                f"steps_per_generation × processes as a multiple of num_generations={self.num_generations}; here "
-                f"per_device_train_batch_size={self.per_device_train_batch_size}, steps_per_generation="
-                f"{self.steps_per_generation}, processes={self.world_size}."
-            ) from error
-        self._check_choices()
-
-    def _check_types(self) -> None:
-        """Refuse text in place of a number or a truth value, and a fraction in place of a count.
-
-        A parser turns text into the declared type; a dict read from YAML (where 1e-6 is text) or os.environ does not.
-        """
-        hints = get_type_hints(type(self))
-        for one in fields(self):
-            value, kinds = getattr(self, one.name), set(get_args(hints[one.name]) or [hints[one.name]]) - {NoneType}
-            if not kinds <= {int, float, bool}:
-                continue
-            if isinstance(value, str):
-                remedy = "True or False" if kinds == {bool} else "a number; in YAML, 1e-6 is text and 1.0e-6 a number"
-                raise ValueError(f"{one.name}={value!r} is text. Use {remedy}.")
-            if kinds == {int} and isinstance(value, float):
-                raise ValueError(f"{one.name}={value!r} is a float, where an int is needed. Write it without a point.")
-            if kinds == {int} and isinstance(value, bool):
-                raise ValueError(f"{one.name}={value!r} is a truth value, where an int is needed. Write a number.")
-            if isinstance(value, float) and math.isnan(value):
-                raise ValueError(f"{one.name}={value!r} is not a number. The default is {one.default!r}.")
-
-    def _check_limits(self) -> None:
-        defaults = {one.name: one.default for one in fields(self)}
-        for name, (least, greatest, meaning) in LIMITS.items():
-            value: Any = getattr(self, name)
-            if name == "top_k" and not self.use_vllm:
-                least = 0  # -1 is vLLM's other word for all
-            if value is None and defaults[name] is None or value is not None and least <= value <= greatest:
-                continue
-            span = "above 0" if least == ABOVE_0 else f"at least {least}"
-            span += "" if greatest == math.inf else f" and at most {greatest}"
-            raise ValueError(f"{name}={value!r} is not {span}: {meaning}. The default is {defaults[name]!r}.")
-        weights: Any = [] if self.reward_weights is None else self.reward_weights
-        finite = isinstance(weights, list | tuple) and all(isinstance(one, int | float) for one in weights)
-        if not (finite and all(map(math.isfinite, weights))):
-            raise ValueError(
-                f"reward_weights={weights!r} is not a list of finite numbers. Use one for each reward function."
-            )
-
-    def _check_choices(self) -> None:
-        for name, choices in CHOICES.items():  # now that TRL has read its older spellings
-            if getattr(self, name) not in choices:
-                *others, last = map(repr, choices)
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown. Use {', '.join(others)} or {last}.")
-        for name in ("model_init_kwargs", "generation_kwargs", "chat_template_kwargs"):
-            if isinstance(value := getattr(self, name), str):
-                raise ValueError(
-                    f"{name}={value!r} is text, but names arguments. Use a dict or, on the command line, JSON, as in "
-                    """'{"name": "value"}'."""
-                )
-
+        if self.vllm_server_urls is not None:
+            self._use_servers(self.vllm_server_urls)
+        super().__post_init__()
+        self._check_values()
         self._check_loss()
-        self._check_estimator()
-        self._check_pipeline()
+        if self.advantage_estimator != "grpo":
+            reasons = {
+                "scale_rewards": "the estimator has a scale of its own",
+                "multi_objective_aggregation": "the estimator takes the weighted sum of the rewards",
+            }
+            self._refuse(reasons, f"advantage_estimator={self.advantage_estimator!r}")
+        if self.reward_pipeline:
+            self._check_pipeline()
+
+    def _check_values(self) -> None:
+        for name, (least, reason) in LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:  # nor NaN
+                raise ValueError(f"{name}={value!r} is not at least {least}: {reason}.")
+        for name, choices in CHOICES.items():  # now that TRL has read its older spellings
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name}={value!r} is unknown. Use one of {', '.join(map(repr, choices))}.")
+
+    def _refuse(self, reasons: dict[str, str], other: str) -> None:
+        """Refuse options with another value than their default, which `other` would ignore."""
+        defaults = {one.name: one.default for one in fields(self)}
+        for option, reason in reasons.items():
+            if (value := getattr(self, option)) != defaults[option]:
+                raise ValueError(f"{option}={value!r} does not go with {other}: {reason}. Leave one of the two out.")
 
     def _check_loss(self) -> None:
-        defaults, loss = {one.name: one.default for one in fields(self)}, self.loss_type
-        for option, reason in REFUSED.get(loss, {}).items():
-            if (value := getattr(self, option)) != defaults[option]:
-                raise ValueError(
-                    f"{option}={value!r} has no place in loss_type={loss!r}: {reason}. Leave {option} out, or use one "
-                    "of TRL's losses."
-                )
-        for option in ("aipo_delta", "aipo_detached") if loss != "aipo" else ():
-            if (value := getattr(self, option)) != defaults[option]:
-                raise ValueError(
-                    f"{option}={value!r} does nothing with loss_type={loss!r}. Leave {option} out, or use "
-                    "loss_type='aipo'."
-                )
-        if loss == "decoupled_ppo":
-            mode, name = "token_truncate", "vllm_importance_sampling_mode"
-            if getattr(self, name) not in (mode, defaults[name]):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is another loss than loss_type='decoupled_ppo', which is 'dapo' "
-                    f"with {mode!r}. Leave {name} out, or use loss_type='dapo' with it."
-                )
-            if not self.vllm_importance_sampling_correction:
-                raise ValueError(
-                    "vllm_importance_sampling_correction=False leaves loss_type='decoupled_ppo' without its ratio to "
-                    "the sampler. Leave it out, or use loss_type='dapo', which is what remains."
-                )
-
-    def _check_estimator(self) -> None:
-        name = self.advantage_estimator
-        if name == "grpo":
-            return
-        if not (isinstance(name, str) and name in OUTCOME_ESTIMATORS):
-            raise ValueError(
-                f"advantage_estimator={name!r} is unknown. Use 'grpo' or one of {', '.join(OUTCOME_ESTIMATORS)}. GPG "
-                "is scale_rewards='none' with filter_denominator='kept', Dr. GRPO scale_rewards='none' with "
-                "loss_type='dr_grpo'; estimators of process rewards are ProcessRewardCallback(estimator=...)."
-            )
-        for option, default in (("scale_rewards", "group"), ("multi_objective_aggregation", "sum_then_normalize")):
-            if (value := getattr(self, option)) != default:
-                raise ValueError(
-                    f"{option}={value!r} does nothing with advantage_estimator={name!r}, which has a scale of its own "
-                    f"and takes the weighted sum of the rewards. Leave {option} out, or use advantage_estimator='grpo'."
-                )
+        loss = f"loss_type={self.loss_type!r}"
+        self._refuse(REFUSED.get(self.loss_type, {}), loss)
+        if self.loss_type != "aipo":
+            self._refuse(dict.fromkeys(("aipo_delta", "aipo_detached"), "only 'aipo' has it"), loss)
+        mode = self.vllm_importance_sampling_mode
+        if self.loss_type == "decoupled_ppo" and mode != "token_truncate":
+            self._refuse({"vllm_importance_sampling_mode": "it is 'dapo' with 'token_truncate'"}, loss)
 
     def _check_pipeline(self) -> None:
         """Refuse what needs the rewards of a whole window before its first pass."""
-        if not self.reward_pipeline:
-            return
         accumulated = self.gradient_accumulation_steps
         rows = self.per_device_train_batch_size * min(accumulated, self.steps_per_generation)
         steps = f"steps_per_generation={self.steps_per_generation}"
@@ -362,18 +250,11 @@ class DASHConfig(GRPOConfig):
                     "knows the others' rewards. Leave one of the two out."
                 )
 
-    def _check_servers(self) -> None:
-        if not self.vllm_request_timeout > 0:
-            raise ValueError(
-                f"vllm_request_timeout={self.vllm_request_timeout} gives no server time to answer. Use the "
-                "seconds that a prompt's completions take at most, e.g. 600."
-            )
-        if self.vllm_server_urls is None:
-            return
+    def _use_servers(self, urls: list[str]) -> None:
         if self.vllm_server_base_url is not None:
             raise ValueError(
-                f"vllm_server_urls={self.vllm_server_urls} and vllm_server_base_url={self.vllm_server_base_url!r} both "
-                "name servers. Put all of them into vllm_server_urls."
+                f"vllm_server_urls={urls} and vllm_server_base_url={self.vllm_server_base_url!r} both name servers. "
+                "Put all of them into vllm_server_urls."
             )
-        self.vllm_server_urls = check_urls(self.vllm_server_urls)  # a string, too
+        self.vllm_server_urls = check_urls(urls)  # a string, too
         self.use_vllm, self.vllm_mode = True, "server"

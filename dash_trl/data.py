@@ -78,7 +78,6 @@ def load_math_dataset(
     completion: bool = False,
     problem_column: str | None = None,
     answer_column: str | None = None,
-    solution_column: str | None = None,
 ) -> Dataset:
     r"""Loads math problems with gold answers, for `DASHTrainer(train_dataset=...)` and `MathAccuracyReward`.
 
@@ -96,44 +95,33 @@ def load_math_dataset(
             final answer is not in a box gets a last sentence with it, boxed if the prompt asks for that.
         problem_column: where the problems are, if not in one of `PROBLEM_COLUMNS`.
         answer_column: where the gold answers are, if not in one of `ANSWER_COLUMNS`.
-        solution_column: where the solutions are, if not in one of `SOLUTION_COLUMNS`.
     Returns:
         Columns `prompt` (string or conversation), `answer` (string) and, if asked for, `completion` (of the prompt's
         form), in the order of the source.
     Raises:
-        ValueError: if the path, config, split, template or columns do not exist, or rows lack a problem, an answer or
-            a solution.
+        ValueError: if the path, split, template or columns do not exist, or rows lack a problem, an answer or a
+            solution.
     """
     template = None if prompt_template is None else resolve_template(prompt_template)
     source = str(name_or_path)
     dataset = _load(source, config, split)
-    if len(dataset) == 0:
-        raise ValueError(_no_rows(source, split))
-    columns = dataset.column_names
-    problems_from = _find_column("problem", problem_column, PROBLEM_COLUMNS, columns, source)[0]
-    answers_from = _find_column("answer", answer_column, ANSWER_COLUMNS, columns, source)
+    problems_from = _find_columns("problem", problem_column, PROBLEM_COLUMNS, dataset, source)[0]
+    answers_from = _find_columns("answer", answer_column, ANSWER_COLUMNS, dataset, source)
 
     if template is None and problems_from.lower() != "prompt":
         template = PROMPT_TEMPLATES[DEFAULT_TEMPLATE]
-    rows = dataset.select_columns([problems_from, *answers_from])
-    prompts: list[Any] = [make_prompt(problem, template, chat) for problem in rows[problems_from]]
-    _require_all(prompts, dataset, f"a problem in {problems_from!r}", "problem_column", source)
-    answers: list[Any] = [find_answer(row, answers_from) for row in rows]
+    prompts: list[Any] = [make_prompt(problem, template, chat) for problem in dataset[problems_from]]
+    _require_all(prompts, dataset, f"a problem in {problems_from!r}", source)
+    answers: list[Any] = [find_answer(row, answers_from) for row in dataset.select_columns(answers_from)]
     where = " or ".join(map(repr, answers_from))
-    _require_all(
-        answers,
-        dataset,
-        f"a gold answer in {where} (a solution's is its last \\boxed{{}} or ####)",
-        "answer_column",
-        source,
-    )
+    _require_all(answers, dataset, f"a gold answer in {where} (a solution's is its last \\boxed{{}} or ####)", source)
 
     loaded = {"prompt": prompts, "answer": answers}
     if completion:
-        solutions = _solutions(dataset, solution_column, SOLUTION_COLUMNS, source)
+        solutions, ready = _solutions(dataset, SOLUTION_COLUMNS, source)
         loaded["completion"] = [
             make_completion(one if ready else math_solution(one, prompt, answer), prompt)
-            for one, ready, prompt, answer in zip(*solutions, prompts, answers, strict=True)
+            for one, prompt, answer in zip(solutions, prompts, answers, strict=True)
         ]
 
     from datasets import Dataset
@@ -149,22 +137,19 @@ def load_code_dataset(
     prompt_template: str | None = None,
     chat: bool = False,
     completion: bool = False,
-    problem_column: str | None = None,
-    tests_column: str | None = None,
-    solution_column: str | None = None,
 ) -> Dataset:
     r"""Loads programming problems with unit tests, for `DASHTrainer(train_dataset=...)` and `CodeReward`.
 
         load_code_dataset("google-research-datasets/mbpp", chat=tokenizer.chat_template is not None)
+
+    The problems are in the first of `TEXT_COLUMNS` that there is, the tests in the first of `TEST_COLUMNS` that has
+    some, row by row, the solutions in the first of `PROGRAM_COLUMNS`.
 
     Args:
         name_or_path, config, split, chat: as of `load_math_dataset`; MBPP+ has the splits "train" and "test".
         prompt_template: a name in `PROMPT_TEMPLATES`, or a text with `{problem}` in it. None: "code", which asks for a
             fenced block; but HumanEval's prompts without `chat`, and ready-made ones, stay as they are.
         completion: add the solutions, for supervised fine-tuning: in a fence, where the prompt asks for one.
-        problem_column: where the problems are, if not in one of `TEXT_COLUMNS`.
-        tests_column: where the tests are, if not in the first of `TEST_COLUMNS` that has some, row by row.
-        solution_column: where the solutions are, if not in one of `PROGRAM_COLUMNS`.
     Returns:
         Columns `prompt` (string or conversation), `tests` (scripts), `entry_point` (the function's name, or None) and,
         of HumanEval, `starter_code` (the prompt as a program), and, if asked for, `completion` (of the prompt's form),
@@ -175,15 +160,12 @@ def load_code_dataset(
     template = None if prompt_template is None else resolve_template(prompt_template)
     source = str(name_or_path)
     dataset = _load(source, config, split)
-    if len(dataset) == 0:
-        raise ValueError(_no_rows(source, split))
-    columns = dataset.column_names
-    problems_from = _find_column("problem", problem_column, TEXT_COLUMNS, columns, source)[0]
-    tests_from = _find_column("tests", tests_column, TEST_COLUMNS, columns, source)
+    problems_from = _find_columns("problem", None, TEXT_COLUMNS, dataset, source)[0]
+    tests_from = _find_columns("tests", None, TEST_COLUMNS, dataset, source)
 
     rows = [code_row(row, problems_from, tests_from) for row in dataset]
     where = " or ".join(map(repr, tests_from))
-    _require_all([row["tests"] for row in rows], dataset, f"tests in {where}", "tests_column", source)
+    _require_all([row["tests"] for row in rows], dataset, f"tests in {where}", source)
     for i, row in enumerate(rows):
         for test in row["tests"]:
             try:
@@ -197,15 +179,15 @@ def load_code_dataset(
     if template is None and (chat or not starts) and tests_from[0].lower() != "tests":
         template = PROMPT_TEMPLATES[CODE_TEMPLATE]
     prompts: list[Any] = [make_prompt(row["problem"], template, chat) for row in rows]
-    _require_all(prompts, dataset, f"a problem in {problems_from!r}", "problem_column", source)
+    _require_all(prompts, dataset, f"a problem in {problems_from!r}", source)
 
     kept = ["tests", "entry_point", *(["starter_code"] if starts else [])]
     loaded = {"prompt": prompts, **{name: [row[name] for row in rows] for name in kept}}
     if completion:
-        solutions = _solutions(dataset, solution_column, PROGRAM_COLUMNS, source)
+        solutions, ready = _solutions(dataset, PROGRAM_COLUMNS, source)
         loaded["completion"] = [
             make_completion(one if ready else code_solution(one, prompt, row["starter_code"]), prompt)
-            for one, ready, prompt, row in zip(*solutions, prompts, rows, strict=True)
+            for one, prompt, row in zip(solutions, prompts, rows, strict=True)
         ]
 
     from datasets import Dataset
@@ -378,53 +360,49 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def _load(source: str, config: str | None, split: str) -> Dataset:
-    from datasets import DatasetDict, ReadInstruction, concatenate_datasets, load_dataset, load_from_disk
+    """The rows of a split, of which there is at least one."""
+    rows = select_split(_splits(source, config), split, source)
+    if len(rows) == 0:
+        raise ValueError(f"{source!r}, split {split!r}, has no rows: there is nothing to train on.")
+    return rows
 
-    try:
-        ReadInstruction.from_spec(split)
-    except ValueError as error:
-        raise ValueError(f"split={split!r} is no split ({error}): write it as 'test' or 'train[:1000]'.") from error
+
+def _splits(source: str, config: str | None) -> dict[str, Dataset]:
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
     path = Path(source).expanduser()
-    saved = path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists())
-    if config is not None and (saved or path.is_file()):
-        raise ValueError(
-            f"config={config!r} names a part of a data set on the hub, but {source!r} is one on disk: leave it out."
-        )
-    name_and_config: tuple[str, str | None]
-    if path.is_file():
-        if path.suffix not in FILE_FORMATS:
-            raise ValueError(f"{source!r} is not a data file that can be read: use one of {', '.join(FILE_FORMATS)}.")
-        if path.stat().st_size == 0:
-            raise ValueError(f"{source!r} is empty: there is nothing to train on.")
-        name_and_config, files = (FILE_FORMATS[path.suffix], None), {"data_files": {ONLY_SPLIT: str(path)}}
-    else:
-        name_and_config, files = (str(path) if path.is_dir() else source, config), {}
-    if path.is_dir() and not saved and not any(file.suffix in FILE_FORMATS for file in path.rglob("*")):
-        raise ValueError(f"The directory {source!r} holds no data files: it needs e.g. train.jsonl ({_FORMAT_NAMES}).")
-    if not path.exists() and _looks_like_path(source):
-        raise ValueError(f"{source!r} does not exist (looked for {path.absolute()}): correct the path.")
+    if path.is_file() and (path.suffix not in FILE_FORMATS or path.stat().st_size == 0):
+        raise ValueError(f"{source!r} is empty, or not a data file that can be read ({', '.join(FILE_FORMATS)}).")
     try:
-        loaded = load_from_disk(str(path)) if saved else load_dataset(*name_and_config, **files)
-    except ValueError as error:
-        if "corresponds to no data" not in str(error):
-            raise
-        raise ValueError(_no_rows(source, split)) from error
+        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            loaded = load_from_disk(str(path))
+        elif path.is_file():
+            loaded = load_dataset(FILE_FORMATS[path.suffix], data_files={ONLY_SPLIT: str(path)})
+        else:
+            loaded = load_dataset(str(path) if path.is_dir() else source, config)
     except (FileNotFoundError, ConnectionError) as error:  # DatasetNotFoundError is a FileNotFoundError
         raise ValueError(
-            f"{source!r} is neither a path (looked for {path.absolute()}) nor a data set that the hub gives "
-            f"({error}): correct it, or the connection."
+            f"{source!r} is neither a path with data files (looked for {path.absolute()}) nor a data set that the hub "
+            f"gives ({error}): correct it, or the connection."
         ) from error
-    splits = _split_mbpp_plus(dict(loaded) if isinstance(loaded, DatasetDict) else {ONLY_SPLIT: loaded})
-    parts = ReadInstruction.from_spec("+".join(splits) if split == "all" else split)
+    return _split_mbpp_plus(dict(loaded) if isinstance(loaded, DatasetDict) else {ONLY_SPLIT: loaded})
+
+
+def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Dataset:
+    """A split or a part of it, as `datasets` writes it ("test", "train[:100]"); or "all" of them.
+
+    Args:
+        source: of the data, for the error.
+    """
+    from datasets import ReadInstruction, concatenate_datasets
+
     try:
+        parts = ReadInstruction.from_spec("+".join(splits) if split == "all" else split)
         ranges = parts.to_absolute({name: len(rows) for name, rows in splits.items()})
     except ValueError as error:
-        if "Unknown split" not in str(error):  # datasets/arrow_reader.py
-            raise
-        first = next(iter(splits))
         raise ValueError(
-            f"{source!r} has no split {split!r}: choose one of {list(splits)}, or a part of one, such as "
-            f"'{first}[:100]' or '{first}[100:]'."
+            f"{source!r} has no split {split!r} ({error}): choose one of {list(splits)}, or a part of one, such as "
+            f"'{next(iter(splits))}[:100]'."
         ) from error
     return concatenate_datasets(
         [splits[one.splitname].select(range(one.from_, one.to) if one.from_ < one.to else []) for one in ranges]
@@ -439,50 +417,31 @@ def _split_mbpp_plus(splits: dict[str, Dataset]) -> dict[str, Dataset]:
     hashes = [hashlib.sha256(f"{MBPP_PLUS_SEED}:{name}".encode()).digest() for name in rows["task_id"]]
     train = set(sorted(hashes)[:MBPP_PLUS_TRAIN])
     parts = {name: [i for i, one in enumerate(hashes) if (one in train) == (name == "train")] for name in MBPP_PLUS}
-    logger.info(
-        "MBPP+ in two by seed %d: %s.",
-        MBPP_PLUS_SEED,
-        ", ".join(f"{len(part)} problems in {name!r}" for name, part in parts.items()),
-    )
+    logger.info("MBPP+ is split by seed %d into %d and %d problems.", MBPP_PLUS_SEED, *map(len, parts.values()))
     return {name: rows.select(part) for name, part in parts.items()}
 
 
-def _no_rows(source: str, split: str) -> str:
-    return f"{source!r}, split {split!r}, has no rows: there is nothing to train on. Choose another split."
-
-
-def _looks_like_path(source: str) -> bool:
-    """A name on the hub is `name` or `owner/name`, and neither part ends like a data file."""
-    return source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).suffix in FILE_FORMATS
-
-
-_FORMAT_NAMES = ", ".join(FILE_FORMATS)
-
-
-def _find_column(what: str, wanted: str | None, known: Sequence[str], columns: Sequence[str], source: str) -> list[str]:
+def _find_columns(what: str, wanted: str | None, known: Sequence[str], dataset: Dataset, source: str) -> list[str]:
     """The columns to read, best first."""
-    if wanted is not None:
-        found = [wanted] if wanted in columns else []
-    else:
-        by_lower_name = {column.lower(): column for column in columns}
-        found = [by_lower_name[name] for name in known if name in by_lower_name]
+    by_lower_name = {column.lower(): column for column in dataset.column_names}
+    names = known if wanted is None else [wanted.lower()]
+    found = [by_lower_name[name] for name in names if name in by_lower_name]
     if not found:
-        looked_for = [wanted] if wanted is not None else list(known)
         raise ValueError(
-            f"{source!r} has no {what} column: looked for {looked_for}, but its columns are {list(columns)}. Name the "
-            f"right one with {what}_column."
+            f"{source!r} has no {what} column: looked for {list(names)}, but its columns are {dataset.column_names}. "
+            "Rename the right one."
         )
     return found
 
 
-def _solutions(dataset: Dataset, wanted: str | None, known: Sequence[str], source: str) -> tuple[list[Any], list[bool]]:
+def _solutions(dataset: Dataset, known: Sequence[str], source: str) -> tuple[list[Any], bool]:
     """The solutions, and whether they are completions already."""
-    column = _find_column("solution", wanted, known, dataset.column_names, source)[0]
-    bare = wanted is None and column.lower() == "answer"
+    column = _find_columns("solution", None, known, dataset, source)[0]
+    bare = column.lower() == "answer"
     found = [_solution(value, bare) for value in dataset[column]]
     what = f"a solution in {column!r}" + (" (an answer alone is none; a solution ends in #### or \\boxed{})" * bare)
-    _require_all(found, dataset, what, "solution_column", source)
-    return found, [column.lower() == "completion"] * len(found)
+    _require_all(found, dataset, what, source)
+    return found, column.lower() == "completion"
 
 
 def _solution(value: Any, marked: bool) -> Any:
@@ -494,23 +453,22 @@ def _solution(value: Any, marked: bool) -> Any:
     return value if way.strip() or not marked and text.strip() else None
 
 
-def _require_all(values: Sequence[Any], dataset: Dataset, what: str, argument: str, source: str) -> None:
+def _require_all(values: Sequence[Any], dataset: Dataset, what: str, source: str) -> None:
     missing = [i for i, value in enumerate(values) if value is None]
     if missing:
         raise ValueError(
             f"{len(missing)} of {len(values)} rows of {source!r} lack {what}; the first is row {missing[0]}: "
-            f"{str(dataset[missing[0]])[:EXCERPT_CHARS]}. Name another column with {argument}, or remove these "
-            "rows and load the copy that save_to_disk writes."
+            f"{str(dataset[missing[0]])[:EXCERPT_CHARS]}. Remove these rows and load the copy that save_to_disk writes."
         )
 
 
-def has_tests(name_or_path: str | Path, *, config: str | None = None, split: str = "train") -> bool:
+def has_tests(name_or_path: str | Path, *, config: str | None = None) -> bool:
     """Whether it is a data set of programming problems, for `load_code_dataset`, by its columns; else it is of math.
 
     Raises:
         ValueError: it has the columns of neither.
     """
-    columns = _load(str(name_or_path), config, split).column_names
+    columns = next(iter(_splits(str(name_or_path), config).values())).column_names
     known = {column.lower() for column in columns}
     tests = not known.isdisjoint(TEST_COLUMNS)
     if not tests and known.isdisjoint(ANSWER_COLUMNS):

@@ -9,7 +9,6 @@ a collective itself: a rank that fails within one would answer another than the 
 
 from __future__ import annotations
 
-import logging
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +20,8 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
-
 PATIENCE = 10.0  # seconds that a failed rank waits for the others, which may be in a collective that it left out
 TIMEOUT = 1800.0  # seconds that the others wait; torch's for a collective on gloo
-SAY_EVERY = 60.0  # seconds of waiting between two words about who is missing
 FIRST_LOOK, LAST_LOOK, LOOK_SHARE = 1e-4, 0.2, 0.02  # seconds between looks: a share of those waited, within limits
 
 T = TypeVar("T")
@@ -134,9 +130,6 @@ def accumulating(accelerator: Any, model: Any) -> Iterator[None]:
     state._set_sync_gradients(synchronise)
 
 
-Failures = dict[int, tuple[str, Exception | None]]  # rank → what it said, and its error where that can be pickled
-
-
 def meet(
     store: Any,
     rank: int,
@@ -147,7 +140,7 @@ def meet(
     *,
     patience: float = PATIENCE,
     timeout: float = TIMEOUT,
-) -> Failures:
+) -> dict[int, tuple[str, Exception | None]]:
     """Wait for all ranks, each with its error or None.
 
     Args:
@@ -156,8 +149,9 @@ def meet(
         left_behind: this rank's keys of the meetings before, to be removed; those of this one are left in it.
         patience: seconds for which a rank that failed waits. timeout: seconds for which the others do.
     Returns:
-        Those that failed, the same on every rank; only its own on one that failed and met nobody. Where one has failed
-        in an agreement around this one, so that it will not come to this one: that one.
+        Of each rank that failed, the text of its error, and the error if it can be pickled; the same on every rank.
+        Only its own on one that failed and met nobody. If one has failed in an agreement around this one, so that it
+        will not come to this one: that one.
     Raises:
         RankFailed: some did not come in time.
     """
@@ -166,23 +160,20 @@ def meet(
     if error is not None:  # before it counts as having come: the others look for failures when all have
         store.set(failed[-1], keys[rank])
     store.set(keys[rank], _pickled(error))
-    started = said = time.monotonic()
+    started = time.monotonic()
     while not store.check(keys):
         around = [key for key in failed[:-1] if store.check([key])]
         if around:
             key = store.get(around[0]).decode()
             return {int(key.rpartition("/")[2]): pickle.loads(store.get(key))}
-        now = time.monotonic()
-        if error is not None and now - started > patience:
+        waited = time.monotonic() - started
+        if error is not None and waited > patience:
             return {rank: pickle.loads(_pickled(error))}
-        if now - said > SAY_EVERY or now - started > timeout:
+        if waited > timeout:
             missing = [one for one, key in enumerate(keys) if not store.check([key])]
-            if now - started > timeout:
-                raise RankFailed(f"Rank {rank} has waited {timeout:g} s (ddp_timeout) for the ranks {missing}.")
-            logger.warning(f"Rank {rank} has waited {now - started:.0f} s for the ranks {missing}.")
-            said = now
+            raise RankFailed(f"Rank {rank} has waited {timeout:g} s (ddp_timeout) for the ranks {missing}.")
         # Looks, since `store.wait` cannot be interrupted by Ctrl+C, and prints warnings when its time is over.
-        time.sleep(min(max(FIRST_LOOK, LOOK_SHARE * (now - started)), LAST_LOOK))
+        time.sleep(min(max(FIRST_LOOK, LOOK_SHARE * waited), LAST_LOOK))
     said_by_all = [store.get(key) for key in keys] if store.check([failed[-1]]) else []
     for key in left_behind:  # who is here has left the meetings before
         store.delete_key(key)

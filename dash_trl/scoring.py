@@ -69,34 +69,31 @@ class Scorer:
 
         Of rows whose old log-probs are the sampler's, only those take a pass of which it did not report all.
         """
-        survivors, lengths = window.rollouts, window.lengths
+        survivors, lengths, names = window.rollouts, window.lengths, rules.names
+        sampled: Any = survivors.sampling_per_token_logps  # the trainer has checked that they are there if rules ask
         if rules.sampler_is_old:
-            lengths = self._unknown_rows(window)
-        known = self._log_probs(window, lengths, rules.names)
-        sampled, mask = survivors.sampling_per_token_logps, survivors.loss_mask
+            lengths = self._unknown_rows(window, unknown_log_probs(sampled, survivors.loss_mask).any(dim=1))
+
+        def run(inputs: Inputs) -> list[Tensor]:
+            return [self._log_probs_of[name](inputs) for name in names]
+
+        known = dict(zip(names, self._found(window, lengths, run, len(names)), strict=True))
         if rules.sampler_is_old:
-            assert sampled is not None, "checked where it was sampled"
             known["old_per_token_logps"] = behaviour_log_probs(sampled, known["old_per_token_logps"])
         if rules.correction is not None:
-            assert sampled is not None, "checked where it was sampled"
-            log_probs = known["old_per_token_logps"], sampled, mask
+            log_probs = known["old_per_token_logps"], sampled, survivors.loss_mask
             known["importance_sampling_ratio"] = importance_sampling_ratio(*log_probs, **rules.correction)
         window.rollouts = survivors.with_log_probs(**known)
 
-    def scored_at_once(self, rollouts: RolloutBatch, num_items_in_batch: Tensor, rules: ScoringRules) -> RolloutBatch:
+    def scored_at_once(self, rollouts: RolloutBatch, rules: ScoringRules) -> RolloutBatch:
         """With what `score` finds of all rows: those of later optimizer steps, too, by the weights of the first."""
-        count = len(rollouts)
-        rows = (rollouts.lengths()[:, 1] > 0).nonzero().squeeze(1)  # one that is fully masked takes no pass
-        known = rollouts.with_rewards(torch.zeros(count, 1)).with_advantages(torch.zeros(count)).survivors(rows)
-        window = GenerationWindow(known, self._of_all_ranks(rollouts.lengths()), num_items_in_batch)
+        nothing = torch.zeros(len(rollouts))
+        credited = rollouts.with_rewards(nothing.unsqueeze(1)).with_advantages(nothing)
+        rows, window = self._window(credited, rollouts.lengths())
         self.score(window, rules)
         found = {name: getattr(window.rollouts, name) for name in SCORED_FIELDS}
         return rollouts.with_log_probs(
-            **{
-                name: value.new_zeros(count, *value.shape[1:]).index_copy(0, rows, value)
-                for name, value in found.items()
-                if value is not None
-            }
+            **{name: _spread(value, rows, len(rollouts)) for name, value in found.items() if value is not None}
         )
 
     @torch.no_grad()
@@ -104,10 +101,9 @@ class Scorer:
         self, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], *, pad_token_id: int
     ) -> list[list[float]]:
         """The policy's log-probs of each completion's tokens."""
-        rows = Survivors.of_tokens(prompt_ids, completion_ids, pad_token_id=pad_token_id)
-        lengths = self._of_all_ranks(rows.lengths())
-        window = GenerationWindow(rows, lengths, lengths[..., 2].sum())
-        (known,) = self._log_probs(window, lengths, ["old_per_token_logps"]).values()
+        rollouts = Survivors.of_tokens(prompt_ids, completion_ids, pad_token_id=pad_token_id)
+        policy = self._log_probs_of["old_per_token_logps"]
+        (known,) = self._of_rows(rollouts, rollouts.lengths(), lambda inputs: [policy(inputs)], 1)
         return [row[: len(ids)].tolist() for row, ids in zip(known, completion_ids, strict=True)]
 
     @torch.no_grad()
@@ -119,40 +115,43 @@ class Scorer:
         Args:
             rows: [B] bool. both: the pass, inputs → ([S, T'] log-probs, [S, T'] entropies, …).
         """
-        lengths = rollouts.lengths() * rows.unsqueeze(1)
-        chosen = (lengths[:, 1] > 0).nonzero().squeeze(1)  # one that is fully masked takes no pass
-        of_all = self._of_all_ranks(lengths)
-        window = GenerationWindow(rollouts.survivors(chosen), of_all, of_all[..., 2].sum())
-        found = torch.zeros(2, len(chosen), rollouts.completion_ids.shape[1])
-        for own, inputs in self._inputs_of(window, window.lengths):
-            for values, known in zip(both(inputs)[:2], found, strict=True):
-                _put(values, known, own)
-        whole = torch.zeros(2, len(rollouts), found.shape[2]).index_copy(1, chosen, found)
-        log_probs, entropies = whole * rollouts.loss_mask
-        return log_probs, entropies
+        log_probs, entropies = self._of_rows(rollouts, rollouts.lengths() * rows.unsqueeze(1), both, 2)
+        return log_probs * rollouts.loss_mask, entropies * rollouts.loss_mask
 
-    def _log_probs(self, window: GenerationWindow, lengths: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-        """[B, T] each, float32, on the CPU: the policy's, or the reference's ("ref_…"), of rows with a length."""
-        known = {name: torch.zeros(window.rollouts.completion_ids.shape) for name in names}
-        for rows, inputs in self._inputs_of(window, lengths) if names else ():
-            for name in names:
-                _put(self._log_probs_of[name](inputs), known[name], rows)
-        return known
+    def _of_rows(
+        self, rollouts: CreditedRollouts, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int
+    ) -> list[Tensor]:
+        """As `_found`, of the rows that have a length in `lengths` [B, 3]; 0 for all others."""
+        rows, window = self._window(rollouts, lengths)
+        return [_spread(one, rows, len(rollouts)) for one in self._found(window, window.lengths, run, count)]
 
-    def _unknown_rows(self, window: GenerationWindow) -> Tensor:
-        """`window.lengths` of the rows with a token whose log-prob the sampler did not report; 0 for all others."""
-        survivors, lengths = window.rollouts, window.lengths
-        assert survivors.sampling_per_token_logps is not None, "checked where it was sampled"
-        unknown = torch.zeros(lengths.shape[1], dtype=torch.long)
-        rows = unknown_log_probs(survivors.sampling_per_token_logps, survivors.loss_mask).any(dim=1)
-        unknown[lengths[self._ranks.rank, :, 1] > 0] = rows.long()
-        return lengths * self._ranks.gather(unknown).view(self._ranks.count, -1, 1)
+    def _found(
+        self, window: GenerationWindow, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int
+    ) -> list[Tensor]:
+        """`count` tensors [B, T], float32, on the CPU: what passes find of the window's rows with a length.
 
-    def _of_all_ranks(self, lengths: Tensor) -> Tensor:
-        """[B, 3] → [R, B, 3]."""
-        return self._ranks.gather(lengths).view(self._ranks.count, -1, 3)
+        Args:
+            run: a pass, inputs → at least `count` tensors [S, T'].
+        """
+        found = [torch.zeros(window.rollouts.completion_ids.shape) for _ in range(count)]
+        for rows, inputs in self._inputs_of(window, lengths) if found else ():
+            for values, known in zip(run(inputs), found, strict=False):  # of which either may have more columns
+                known[rows, : values.shape[1]] = values[: len(rows), : known.shape[1]].float().cpu()
+        return found
+
+    def _window(self, rollouts: CreditedRollouts, lengths: Tensor) -> tuple[Tensor, GenerationWindow]:
+        """The rows with a length in `lengths` [B, 3], and a window of them; a fully masked row has none."""
+        rows = (lengths[:, 1] > 0).nonzero().squeeze(1)
+        of_all = self._ranks.gather(lengths).view(self._ranks.count, -1, 3)
+        return rows, GenerationWindow(rollouts.survivors(rows), of_all, of_all[..., 2].sum())
+
+    def _unknown_rows(self, window: GenerationWindow, unknown: Tensor) -> Tensor:
+        """`window.lengths` of the rows with an `unknown` token ([survivors] bool); 0 for all others."""
+        of_rank = torch.zeros(window.lengths.shape[1], dtype=torch.long)
+        of_rank[window.lengths[self._ranks.rank, :, 1] > 0] = unknown.long()
+        return window.lengths * self._ranks.gather(of_rank).view(self._ranks.count, -1, 1)
 
 
-def _put(values: Tensor, known: Tensor, rows: list[int]) -> None:
-    """What a pass found of its rows, [S, T'], into those of `known`, [B, T], whose columns may be more or fewer."""
-    known[rows, : values.shape[1]] = values[: len(rows), : known.shape[1]].float().cpu()
+def _spread(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    """The values of some rows → of `count` rows, 0 for all others."""
+    return values.new_zeros(count, *values.shape[1:]).index_copy(0, rows, values)

@@ -1,7 +1,7 @@
 """TRL's internals that DASH reads or sets: its model passes while it samples, its step counter, its logs.
 
-What is more than a method that is overridden or an attribute that is read, and one of transformers' `generate`; each
-with a contract test on a plain `GRPOTrainer` (`tests/test_seams.py`), so that a new TRL that changes one fails there.
+What is more than a method that is overridden or an attribute that is read; each with a contract test on a plain
+`GRPOTrainer` (`tests/test_seams.py`), so that a new TRL that changes one fails there.
 """
 
 from __future__ import annotations
@@ -52,45 +52,6 @@ def sample(trainer: Any, examples: list[dict[str, Any]], method: Callable[..., d
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (None, None, None),
     )
     return method(muted, examples)
-
-
-class _Seen:
-    """A logits processor that changes nothing.
-
-    Not a function: transformers looks at the signature of each processor's `__call__` in each step, which for that of a
-    function takes 0.2 ms.
-    """
-
-    def __init__(self, witness: Callable[[Tensor, Tensor], None]):
-        self._witness = witness
-
-    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        self._witness(ids, logits)
-        return logits
-
-
-@contextmanager
-def witnessed(model: Any, witness: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """While `generate` samples from it, the witness is called with each step's ids and logits.
-
-    As the first of the logits processors: one that is handed to `generate` would come behind those for penalties and
-    minimal lengths. The logits stay as they are. Beam search and assisted decoding call it with other rows.
-
-    Args:
-        model: a transformers model, without wrappers and adapters; it may be compiled.
-    """
-    original = model._get_logits_processor  # not the class's: that of a compiled model is its wrapper
-
-    def processors(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        found.insert(0, _Seen(witness))
-        return found
-
-    model._get_logits_processor = processors
-    try:
-        yield
-    finally:
-        del model._get_logits_processor
 
 
 class Decoder:
@@ -187,14 +148,12 @@ class Generated:
 
     Attributes:
         policy_version: [B, 2], see `sampled_by`. tokens: by which it counted up those of the run.
-        witness: of this generation, where there was one.
     """
 
     output: tuple[Any, ...]
     policy_version: Tensor
     metrics: dict[str, list[float]]
     tokens: int
-    witness: Any = None
 
 
 def generate_apart(trainer: Any, generate: Callable[[Any], tuple[Any, ...]]) -> Generated:

@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
-from dash_trl.callbacks import DASHCallback, promise_events, restore_states, states_of
+from dash_trl.callbacks import DASHCallback, restore_states, states_of
 from dash_trl.checks import (
     check_arguments,
     check_callbacks,
@@ -37,7 +37,6 @@ from dash_trl.checks import (
     check_prompt_lengths,
     check_rewards,
     checked_rollouts,
-    long_prompt_lengths,
 )
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
@@ -58,6 +57,7 @@ from dash_trl.rewards import (
     FailureWatch,
     RewardTeam,
     arrivals,
+    raise_mistakes,
     reward_rows,
     scores_alone,
     unpack,
@@ -66,7 +66,6 @@ from dash_trl.rewards import (
 from dash_trl.rollout import (
     SAMPLED_FIELDS,
     STATES,
-    WITNESSED_FIELDS,
     CreditedRollouts,
     EpochOrder,
     GenerationWindow,
@@ -83,7 +82,7 @@ from dash_trl.rollout import (
     open_epoch,
     why_a_new_window,
 )
-from dash_trl.sampling import Witness, install, without_client
+from dash_trl.sampling import install, without_client
 from dash_trl.scoring import Scorer, ScoringRules
 from dash_trl.seams import (
     Decoder,
@@ -100,7 +99,6 @@ from dash_trl.seams import (
     seen_as,
     shuffled,
     withhold_rewards,
-    witnessed,
 )
 from dash_trl.update import (
     Filtered,
@@ -120,6 +118,7 @@ from dash_trl.update import (
     packing_flaw,
     plan_segment,
     regularizer_weight,
+    to_device,
     trl_settings,
     unknown_log_probs,
 )
@@ -158,7 +157,6 @@ class DASHTrainer(GRPOTrainer):
     _streaming: bool  # the rewards of the batch that is being sampled are not waited for
     _awaited: Any  # of the last such batch: the request, and what TRL asked for it with
     _generated: Generated | None  # the window after the one that has begun
-    _witness: Witness | None  # of the last batch, until its rollouts are there
     _sampled_by: Tensor | None  # policy versions of a batch that was sampled before its time
     _arriving: Iterator[tuple[GenerationWindow, bool]] | None  # its parts
     _states_before: dict[str, Any]  # of the callbacks, as they were before the optimizer step that runs
@@ -223,8 +221,6 @@ class DASHTrainer(GRPOTrainer):
         self._head_hook: Any = None
         self._begin_run()
         self._context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        lengths = long_prompt_lengths(train_dataset, self._tokenize_prompts, self._context)
-        check_prompt_lengths(lengths, self._context, self.max_completion_length)
 
     # ------------------------------------------------------------------ the way of a generation batch
 
@@ -255,7 +251,6 @@ class DASHTrainer(GRPOTrainer):
         tokens = {name: value.cpu() for name, value in sampled.items() if name in SAMPLED_FIELDS}
         rollouts = RolloutBatch(
             **tokens,
-            **self._witnessed(tokens),
             group=torch.arange(own.start, own.stop) // self.num_generations,
             policy_version=version,
             examples=examples,
@@ -265,15 +260,6 @@ class DASHTrainer(GRPOTrainer):
             self._log_servers()
         self._dispatch("on_rollouts_sampled", rollouts)
         return rollouts, sampled["num_items_in_batch"].cpu()
-
-    def _witnessed(self, tokens: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What was seen of these tokens while they were sampled; nothing if a rank has sampled others since."""
-        witness, self._witness = self._witness, None
-        if witness is None:
-            return {}
-        found = witness.found(tokens["completion_ids"], tokens["completion_mask"])
-        known = self.ranks.least(int(found is not None))
-        return dict(zip(WITNESSED_FIELDS, found, strict=True)) if known and found is not None else {}
 
     def _run_ahead(self, examples: list[dict[str, Any]]) -> None:
         """Announce the prompts of the window that begins, and of those that may be sampled ahead.
@@ -417,12 +403,10 @@ class DASHTrainer(GRPOTrainer):
             assert sampled is not None, "checked where it was sampled"
             rows = unknown_log_probs(sampled, mask).any(dim=1)
             found, kept = self.ranks.sum(torch.tensor([int(rows.sum()), len(rows)])).tolist()
-            self.recorder.log(self._off_policy.rescored(found, kept, say=self.accelerator.is_main_process))
+            self.recorder.log({"off_policy/rescored_rows": found / kept} if kept else {})
         if ratio is not None:
             assert old is not None and sampled is not None, "of which it was made"
-            known = {"old_per_token_logps": old, "importance_sampling_ratio": ratio}
-            gather, device = self.accelerator.gather, self.accelerator.device
-            self.recorder.log(sampler_metrics(sampled, mask, gather, device, **known))
+            self.recorder.log(sampler_metrics(sampled, old, ratio, mask, self.ranks.gather))
             mode = seen_as(self, self._settings()).vllm_importance_sampling_mode
             self.recorder.log(corrected_share(ratio, old, sampled, mask, mode=mode, reduce_sum=self.ranks.sum))
 
@@ -436,17 +420,12 @@ class DASHTrainer(GRPOTrainer):
     def log_probs_and_entropies(self, rollouts: CreditedRollouts, rows: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T] each, float32, on the CPU: of the loss tokens of some rows by the policy; 0 for all others.
 
-        As they were seen when the tokens were sampled, where transformers' `generate` did that and a callback
-        `needs_log_probs`. Else of the policy of now, by a forward pass over these rows, in micro-batches as for old
-        log-probs, a third of what training on them costs. To be called on every rank at the same point.
+        By a forward pass over these rows, in micro-batches as for old log-probs, a third of what training on them
+        costs. To be called on every rank at the same point.
 
         Args:
             rows: [B] bool.
         """
-        log_probs, entropies = rollouts.witnessed_log_probs, rollouts.witnessed_entropies
-        if log_probs is not None and entropies is not None:
-            mask = rollouts.loss_mask * rows.unsqueeze(1)
-            return log_probs * mask, entropies * mask
         return self._scorer.log_probs_and_entropies(
             rollouts, rows, partial(self._pass, self.model, compute_entropy=True)
         )
@@ -482,7 +461,7 @@ class DASHTrainer(GRPOTrainer):
         mini = len(self._schedule.share(self._step)) < self.args.steps_per_generation
         if mini:
             with self.recorder.timed("logprobs"):
-                sampled = self._scorer.scored_at_once(sampled, num_items_in_batch, self._scoring_rules())
+                sampled = self._scorer.scored_at_once(sampled, self._scoring_rules())
         request, arguments = self._awaited
 
         def part(rows: Tensor) -> tuple[CreditedRollouts, Tensor, GenerationWindow]:
@@ -610,7 +589,7 @@ class DASHTrainer(GRPOTrainer):
         """Move one micro-batch to the device; in evaluation, TRL's: sample, score, and return the batch."""
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        return self._passes.to_device(generation_batch, self.accelerator.device)
+        return {name: to_device(value, self.accelerator.device) for name, value in generation_batch.items()}
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> Tensor:
         """One micro-step: any number of forward and backward passes, none if nothing survived."""
@@ -720,9 +699,11 @@ class DASHTrainer(GRPOTrainer):
         tokenize = super()._tokenize_prompts
 
         def checked() -> tuple:
-            for prompt in prompts:  # a stream's, or a transform's
+            for prompt in prompts:
                 check_prompt(prompt, "A row")
-            return tokenize(prompts)
+            tokenized = tokenize(prompts)
+            check_prompt_lengths(tokenized[0], self._context)
+            return tokenized
 
         return self.ranks.agree(checked)
 
@@ -732,7 +713,7 @@ class DASHTrainer(GRPOTrainer):
     def _generate(self, prompts: list) -> tuple:
         ahead, training = self._generated, self.model.training
         if training and ahead is not None:
-            self._generated, self._sampled_by, self._witness = None, ahead.policy_version, ahead.witness
+            self._generated, self._sampled_by = None, ahead.policy_version
             log_generated(self, ahead)
             return ahead.output
         decoder = self._early.decoder(self._ahead.window) if training else None
@@ -740,22 +721,9 @@ class DASHTrainer(GRPOTrainer):
 
     def _generate_now(self, generate: Callable[[list], tuple], prompts: list) -> tuple:
         training = self.model.training
-        with self.recorder.timed("generate", counts=training), self._witnessing() if training else nullcontext():
+        with self.recorder.timed("generate", counts=training):
             output = generate(prompts)
-            if training and self._witness is not None:
-                self._witness.end(output[1])
-        self.ranks.agree(partial(check_prompt_lengths, [len(ids) for ids in output[0]], self._context, 0))
         return self._with_log_probs(output) if training and self._one_ahead else output
-
-    def _witnessing(self) -> AbstractContextManager[None]:
-        """Where a callback asks for it, and each step of the sampler is seen."""
-        # vLLM reports log-probs itself; continuous batching has its own loop, with other rows in each step.
-        unseen = self.use_vllm or self.use_transformers_continuous_batching or self.rollout_func is not None
-        if unseen or not any(one.needs_log_probs for one in self._dash_callbacks()):
-            self._witness = None
-            return nullcontext()
-        self._witness = Witness(self.temperature)
-        return witnessed(self._text_models()[0], self._witness)
 
     def _generate_next(self) -> None:
         """The next window's rollouts, by the weights of now: the device has nothing else to do while rewards come.
@@ -766,9 +734,9 @@ class DASHTrainer(GRPOTrainer):
         examples, self._tokenized = self._announced.get(window, ([], None))
         if examples:
             generate, prompts = super()._generate.__func__, [example["prompt"] for example in examples]
-            begun = self._witness
-            generated = generate_apart(self, lambda trainer: self._generate_now(partial(generate, trainer), prompts))
-            self._generated, self._witness = replace(generated, witness=self._witness), begun
+            self._generated = generate_apart(
+                self, lambda trainer: self._generate_now(partial(generate, trainer), prompts)
+            )
             prompt_ids, completion_ids, _, completions, *_ = self._generated.output
             self._early.begin(window, examples, prompt_ids)
             self._early.take(window, 0, completion_ids, completions)
@@ -820,7 +788,7 @@ class DASHTrainer(GRPOTrainer):
         arguments = inputs, prompts, completions, completion_ids_list
         with self.recorder.timed("reward", counts=self.model.training):
             rewards = super()._calculate_rewards(*arguments)
-        self.ranks.agree(self._failures.raise_mistakes)
+        self.ranks.agree(partial(raise_mistakes, self.reward_funcs))
         rewards = self._failures.unscore(rewards, self.accelerator.gather, counts=self.model.training)
         if self.model.training:
             self.recorder.log({f"rewards/{name}/failed": share for name, share in self._failures.failed.items()})
@@ -847,7 +815,6 @@ class DASHTrainer(GRPOTrainer):
         start = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        promise_events(self.state)
         if self.args.reward_pipeline:
             check_pipeline(self, DASHTrainer, self.callback_handler.callbacks)
         self._begin_run()
@@ -872,7 +839,7 @@ class DASHTrainer(GRPOTrainer):
         self._reward_team = self._join_agents()
         self._streaming, self._arriving, self._awaited = False, None, None
         self._states_before = {}
-        self._generated = self._sampled_by = self._witness = None
+        self._generated = self._sampled_by = None
         self._ahead = RunAhead(args.async_level)
         self._announced: dict[int, tuple[list[Any], Any]] = {}  # window to come → its examples, and them tokenized
         ahead_of_training = (self._servers and self.rollout_func is None) or self._one_ahead
@@ -987,8 +954,8 @@ class DASHTrainer(GRPOTrainer):
         Args:
             start: (epochs, micro-batches of a rank since) that Transformers takes for used; returned corrected.
         """
-        own = SavedRun.load(self._window_file(checkpoint))
-        found = self.ranks.gather_object(own.without_window() if isinstance(own, SavedRun) else own)
+        own = self.ranks.agree(partial(SavedRun.load, self._window_file(checkpoint)))
+        found = self.ranks.gather_object(own and replace(own, window=None))
         saved = one_run(found, self.ranks.count, checkpoint)
         skip = self.args.ignore_data_skip
         reason = why_a_new_window(saved, self._shapes(), start, checkpoint=checkpoint, ignore_data_skip=skip)
@@ -1000,7 +967,7 @@ class DASHTrainer(GRPOTrainer):
         if reason is not None:
             self._warn(f"{reason}; training goes on with a new generation window.")
             return start
-        assert isinstance(own, SavedRun), "a window is gone on with where every rank has its part"
+        assert own is not None, "a window is gone on with where every rank has its part"
         self._step, self._window = own.step, own.window
         return start if skip else own.position  # Transformers' is wrong in a stream that was read more than once
 

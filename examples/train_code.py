@@ -6,24 +6,21 @@
         --model_name_or_path Qwen/Qwen2.5-Coder-0.5B-Instruct --dataset_name google-research-datasets/mbpp \\
         --use_vllm --vllm_mode colocate --output_dir outputs/mbpp
 
-`train_math.py` with another task: its flags and YAML keys. The dataset is a hub name or a local path, with the columns
-of MBPP, MBPP+ or HumanEval, or with `prompt` and `tests`.
+`train_math.py` with other embedded problems: its flags and YAML keys. The dataset is a hub name or a local path, with
+the columns of MBPP, MBPP+ or HumanEval, or with `prompt` and `tests`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from embedded_programs import PROGRAM_LESSONS, PROGRAM_WARM_UP, program_dataset
 from train_math import Mathematics, main
 
-from dash_trl import CodeReward, RewardAgent, load_code_dataset
-from dash_trl.data import has_tests
-from dash_trl.embedded import PROGRAM_LESSONS, PROGRAM_WARM_UP, embedded_defaults, embedded_model, program_dataset
-
-PATIENCE = 120.0  # seconds for a program; the sandbox ends it in one minute
+from dash_trl import CodeReward
+from dash_trl.embedded import embedded_defaults, embedded_model
 
 
 class Programming(Mathematics):
@@ -31,7 +28,7 @@ class Programming(Mathematics):
 
     def __init__(self, script: Any):
         super().__init__(script)
-        self.tests = CodeReward()
+        self.embedded_reward = CodeReward()
 
     @staticmethod
     def embedded_defaults() -> dict[str, Any]:
@@ -47,28 +44,16 @@ class Programming(Mathematics):
     def embedded_problems(self, split: str, seed: int = 0, completion: bool = False) -> Any:
         return program_dataset(split, seed=seed, completion=completion)
 
-    load_dataset = staticmethod(load_code_dataset)
 
-    def reward(self) -> Any:
-        return self.own_reward or RewardAgent(self.tests, timeout=PATIENCE)
-
-    def is_right(self, completions: list[Any], **columns: Any) -> Sequence[float | None]:
-        with RewardAgent(self.tests, timeout=PATIENCE) as agent:
-            (reward,) = agent.rewards
-            return reward(completions=completions, **columns)  # None: unscored, neither right nor wrong
-
-
-# The data sets of this package, by the names that `python -m dash_trl.evaluation` knows.
+# The data sets that come with the examples, by name.
 EMBEDDED: dict[str, type[Mathematics]] = {"embedded": Mathematics, "embedded_code": Programming}
 
 
 def task_of(script: Any) -> Mathematics:
-    """The task of a data set: an embedded one, or by its columns. For `sft.py` and `traces.py`."""
-    name = script.dataset_name
-    if name in EMBEDDED:
-        return EMBEDDED[name](replace(script, dataset_name=None))
-    code = has_tests(name, config=script.dataset_config, split=script.dataset_train_split)
-    return (Programming if code else Mathematics)(script)
+    """The task of a data set: an embedded one, or by its columns. For `sft.py`."""
+    if script.dataset_name in EMBEDDED:
+        return EMBEDDED[script.dataset_name](replace(script, dataset_name=None))
+    return Mathematics(script)
 
 
 if __name__ == "__main__":

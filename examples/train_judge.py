@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from embedded_judge import JUDGE_NAME, EmbeddedJudge
 from train_math import MathArguments, Mathematics, main
 
-from dash_trl.embedded import JUDGE_NAME, EmbeddedJudge
 from dash_trl.rewards import JudgeReward, RewardAgent
 
 WITH_ANSWER = "Task:\n{prompt}\n\nReference answer: {answer}\n\nAnswer:\n{completion}"

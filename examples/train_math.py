@@ -19,8 +19,6 @@ Without a model and a dataset the embedded model learns arithmetic; a flag that 
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import logging
 import sys
 from collections.abc import Sequence
@@ -28,32 +26,24 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from dash_trl import DASHConfig, DASHTrainer, MathAccuracyReward, load_math_dataset
+from dash_trl import CodeReward, DASHConfig, DASHTrainer, MathAccuracyReward, RewardAgent
 from dash_trl.checks import check_model
 from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
-from dash_trl.evaluation import accuracy
+from dash_trl.evaluation import Task, accuracy
 from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback, plot_run
-from dash_trl.rewards import DEFAULT_NAME, load_reward
+from dash_trl.rewards import load_reward
+
+PATIENCE = 120.0  # seconds for a program; the sandbox ends it in one minute
 
 
 @dataclass
-class MathArguments(ScriptArguments):
-    """TRL's dataset arguments, the prompt, a reward of one's own, and how long to train."""
+class MathArguments(Task):
+    """The data set, the prompt, a reward of one's own, and how long to train."""
 
-    prompt_template: str | None = field(
-        default=None,
-        metadata={"help": "A name in dash_trl.data.PROMPT_TEMPLATES, or a text with {problem}. Default: 'boxed'."},
-    )
-    reward_path: str | None = field(
-        default=None, metadata={"help": "A Python file with a reward function, in place of the accuracy of the answer."}
-    )
-    reward_name: str = field(
-        default=DEFAULT_NAME, metadata={"help": "What it is called there: a function, a class, or a RewardAgent."}
-    )
+    dataset_train_split: str = field(default="train", metadata={"help": "The split, or a part of it, to train on."})
     time_limit: float | None = field(
         default=None,
         metadata={"help": "Stop after so many seconds of training, those before a resumed checkpoint included."},
@@ -61,13 +51,13 @@ class MathArguments(ScriptArguments):
 
 
 class Mathematics:
-    """What is trained on. Another script may have another task (`train_code.py`), with what is other than here."""
+    """What is trained on. Another script may have other embedded problems (`train_code.py`), or another reward."""
 
-    Arguments = MathArguments  # of the task; each field is a flag
+    Arguments = MathArguments  # each field is a flag
+    embedded_reward: Any = staticmethod(arithmetic_reward)
 
     def __init__(self, script: MathArguments):
         self.script = script
-        self.own_reward = None if script.reward_path is None else load_reward(script.reward_path, script.reward_name)
 
     @staticmethod
     def embedded_defaults() -> dict[str, Any]:
@@ -81,24 +71,14 @@ class Mathematics:
     def embedded_problems(self, split: str, seed: int = 0, completion: bool = False) -> Any:
         return arithmetic_dataset(split, seed=seed, completion=completion)
 
-    load_dataset = staticmethod(load_math_dataset)
-
-    def load(self, split: str, chat: bool, completion: bool = False) -> Any:
-        return self.load_dataset(
-            self.script.dataset_name,
-            config=self.script.dataset_config,
-            split=split,
-            prompt_template=self.script.prompt_template,
-            chat=chat,
-            completion=completion,
-        )
-
     def reward(self) -> Any:
-        return self.own_reward or (arithmetic_reward if self.script.dataset_name is None else MathAccuracyReward())
-
-    def is_right(self, completions: list[Any], **columns: Any) -> Sequence[float | None]:
-        """By which the embedded model is measured, on problems that it was not trained on."""
-        return arithmetic_reward(completions, **columns)
+        if self.script.reward_path is not None:
+            return load_reward(self.script.reward_path, self.script.reward_name)
+        if self.script.dataset_name is None:
+            reward = self.embedded_reward
+        else:
+            reward = CodeReward() if self.script.has_tests else MathAccuracyReward()
+        return RewardAgent(reward, timeout=PATIENCE) if isinstance(reward, CodeReward) else reward
 
 
 def main(
@@ -141,7 +121,7 @@ def main(
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(RewardProgressCallback)
 
-    train_and_measure(trainer, tokenizer, task, args.max_completion_length)
+    train_and_measure(trainer, tokenizer, task, args.max_completion_length, measured=script.dataset_name is None)
     if args.should_save:
         print(f"metrics: {metrics}\nmodel:   {args.output_dir}")
         try:
@@ -153,88 +133,35 @@ def main(
 
 def parse(argv: Sequence[str], types: Sequence[Any], without_model: dict[str, Any]) -> tuple[Any, ...]:
     """One instance of each dataclass. Without a model, other settings are the defaults."""
-    # TRL knows `--config FILE` only: it would take the next flag for the file, and does not see `--config=FILE`.
-    config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    config.add_argument("--config", action="append", nargs="?", const="")
-    named, flags = config.parse_known_args(argv)
-    if len(named.config or ()) > 1:
-        raise ValueError(f"--config is given more than once: {named.config}. Put the settings into one file.")
-    file = named.config[0] if named.config else None
-    settings = {} if file is None else read_settings(file, {one.name for kind in types for one in fields(kind)})
-
+    model_args, _ = TrlParser(ModelConfig).parse_args_and_config(argv, return_remaining_strings=True)
     parser = TrlParser(types)
-    given, _ = parser.parse_known_args(flags)  # by argparse, which takes --model-name-or-path and abbreviations, too
-    embedded = given.model_name_or_path is None and settings.get("model_name_or_path") is None
     # Every step on the bar, in the metrics file and in the plot; TRL's default is every tenth.
-    parser.set_defaults_with_config(**({"logging_steps": 1} | (without_model if embedded else {})))
-    return parser.parse_args_and_config(flags if file is None else ["--config", file, *flags])
-
-
-def read_settings(file: str, options: set[str]) -> dict[str, Any]:
-    """The YAML file of `--config`; raises a `ValueError` for what is none, and for a key that is no option."""
-    if not file:
-        raise ValueError("--config names no file. Write --config FILE, e.g. one of examples/configs/.")
-    try:
-        settings = yaml.safe_load(Path(file).read_text())
-    except OSError as error:
-        raise ValueError(f"--config {file} cannot be read ({error.strerror}): correct the path.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {file} is not YAML: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"--config {file} is no mapping. Write one `option: value` per line, as in examples/configs/.")
-    for key in settings.keys() - options - {"env"}:  # env: environment variables, TRL's
-        close = difflib.get_close_matches(str(key), options, 1)
-        raise ValueError(
-            f"--config {file} has the key {key!r}, which is no option. "
-            + (f"Did you mean {close[0]!r}?" if close else "Remove it; --help lists all options.")
-        )
-    return settings
-
-
-# Of TRL's script arguments, those that nothing here reads.
-WITHOUT_EFFECT = {
-    "dataset_streaming": "all problems are read, and checked, before training",
-    "ignore_bias_buffers": "TRL's GRPO does not know it either",
-}
+    defaults = {"logging_steps": 1} | ({} if model_args.model_name_or_path else without_model)
+    parser.set_defaults_with_config(**defaults)
+    return parser.parse_args_and_config(argv)
 
 
 def check_effects(script: MathArguments, args: Any, model_args: ModelConfig) -> None:
-    """Refuse what would be ignored: half a task, and options of what is not used."""
-    values = [(one.name, getattr(script, one.name), one.default) for one in fields(script)]
-    changed = {name: value for name, value, default in values if value != default}
-    for name, reason in WITHOUT_EFFECT.items():
-        if name in changed:
-            raise ValueError(f"{name}={changed[name]} has no effect: {reason}. Remove it.")
-    if script.reward_path is None and "reward_name" in changed:
-        raise ValueError(f"reward_name={script.reward_name!r} has no effect without --reward_path, its file.")
-    changed = {name: value for name, value in changed.items() if not name.startswith(("reward_", "judge_", "time_"))}
+    """Refuse half a task, and options of what is not used."""
     model, dataset = model_args.model_name_or_path, script.dataset_name
-    if model is not None and dataset is None:
+    if (model is None) != (dataset is None):
         raise ValueError(
-            f"model_name_or_path={model!r} is given, but no dataset. Add --dataset_name, a hub name such as "
-            "openai/gsm8k (with --dataset_config main) or a local path; without both, the embedded model learns "
-            "arithmetic."
+            f"model_name_or_path={model!r} with dataset_name={dataset!r}: give both, each a hub name such as "
+            "Qwen/Qwen2.5-0.5B-Instruct and openai/gsm8k (with --dataset_config main), or a local path; without both, "
+            "the embedded model learns arithmetic."
         )
-    if model is None and dataset is not None:
-        raise ValueError(
-            f"dataset_name={dataset!r} is given, but no model. Add --model_name_or_path, a hub name such as "
-            "Qwen/Qwen2.5-0.5B-Instruct or a local path; without both, the embedded model learns arithmetic."
-        )
-    if model is None and model_args.model_revision != ModelConfig.model_revision:
-        changed["model_revision"] = model_args.model_revision
+    own = ("dataset_config", "dataset_train_split", "dataset_test_split", "prompt_template")
+    changed = [one.name for one in fields(script) if one.name in own and getattr(script, one.name) != one.default]
     if model is None and changed:
-        name, value = next(iter(changed.items()))
         raise ValueError(
-            f"{name}={value!r} has no effect without --model_name_or_path and --dataset_name: the embedded model "
-            "learns arithmetic of its own. Add these two, or remove it."
+            f"{changed} have no effect without --model_name_or_path and --dataset_name: the embedded model learns "
+            "arithmetic of its own. Add these two, or remove them."
         )
-    wanted = {"do_eval": args.do_eval, "dataset_test_split": changed.get("dataset_test_split")}
-    for name, value in wanted.items():
-        if value and not evaluates(args):
-            raise ValueError(
-                f"{name}={value!r} has no effect, since nothing is evaluated: add --eval_strategy steps (or epoch), or "
-                "remove it."
-            )
+    if (args.do_eval or "dataset_test_split" in changed) and not evaluates(args):
+        raise ValueError(
+            "do_eval and dataset_test_split have no effect, since nothing is evaluated: add --eval_strategy steps (or "
+            "epoch), or remove them."
+        )
 
 
 def evaluates(args: Any) -> bool:
@@ -249,11 +176,8 @@ def load_problems(task: Mathematics, args: Any, tokenizer: Any, completion: bool
         return task.embedded_problems("train", seed=args.seed, completion=completion), evaluation
     chat = tokenizer.chat_template is not None
     with args.main_process_first(local=False, desc="loading the dataset"):
-        train = task.load(script.dataset_train_split, chat, completion)
-        try:
-            evaluation = task.load(script.dataset_test_split, chat, completion) if evaluates(args) else None
-        except ValueError as error:
-            raise ValueError(f"--dataset_test_split, for the evaluation: {error}") from error
+        train = script.problems(chat, script.dataset_train_split, completion)
+        evaluation = script.problems(chat, script.dataset_test_split, completion) if evaluates(args) else None
     return train, evaluation
 
 
@@ -267,10 +191,10 @@ def with_model_arguments(args: Any, model_args: ModelConfig) -> None:
     args.model_init_kwargs = {**kwargs, **(args.model_init_kwargs or {})}
 
 
-def train_and_measure(trainer: Any, tokenizer: Any, task: Mathematics, max_new_tokens: int) -> None:
-    """Trains and saves; of an embedded run, the accuracy before and after."""
+def train_and_measure(trainer: Any, tokenizer: Any, task: Mathematics, max_new_tokens: int, *, measured: bool) -> None:
+    """Trains and saves; if it is to be measured, with the accuracy on the embedded problems before and after."""
     args = trainer.args
-    measured = task.script.dataset_name is None and args.should_save and not sharded(trainer)
+    measured = measured and args.should_save and not sharded(trainer)
     before = measure(trainer, tokenizer, task, max_new_tokens) if measured else {}
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     after = measure(trainer, tokenizer, task, max_new_tokens) if measured else {}
@@ -292,7 +216,7 @@ def measure(trainer: Any, tokenizer: Any, task: Mathematics, max_new_tokens: int
             model,
             tokenizer,
             task.embedded_problems("test"),
-            task.is_right,
+            task.embedded_reward,
             num_samples=samples,
             temperature=temperature,
             max_new_tokens=max_new_tokens,

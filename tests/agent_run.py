@@ -1,4 +1,4 @@
-"""One launch of `test_agent.py`: every fault by every backend in one run; writes what became of each row.
+"""One launch of `test_backends.py`: every fault by every backend in one run; writes what became of each row.
 
 torchrun --nproc_per_node=RANKS tests/agent_run.py OUTPUT MODEL BACKEND …
 """
@@ -6,12 +6,14 @@ torchrun --nproc_per_node=RANKS tests/agent_run.py OUTPUT MODEL BACKEND …
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ def value(completion_ids: list[int]) -> float:
     return sum(completion_ids) + len(completion_ids) / 64
 
 
+KINDS = ("raise", "NaN", "inf", "None", "wrong type")
+
+
 class Fault:
     """A per-sample reward that is right but where its fault befalls it."""
 
@@ -36,60 +41,38 @@ class Fault:
         self.kind = kind
         self.__name__ = f"{backend} {kind}"
 
-    def compute_score(self, completion_ids: list[int]) -> Any:
-        return self._fault() if picked(completion_ids) else value(completion_ids)
+    def pauses(self, completion_ids: list[int], row: int) -> Iterable[float]:
+        """Seconds. The first row on each rank hangs; slow rows wait, the more the earlier they came."""
+        if self.kind == "hang" and row == 0:
+            return itertools.repeat(0.1)
+        return [0.1 * picked(completion_ids) + 0.05 - 0.01 * min(row, 5)] if self.kind == "slow" else [0.0]
 
-    def _fault(self) -> Any:
+    def outcome(self, completion_ids: list[int]) -> Any:
+        if self.kind in ("hang", "slow") or not picked(completion_ids):
+            return value(completion_ids)
         if self.kind == "raise":
             raise ConnectionError("away")
         if self.kind == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         return {"NaN": math.nan, "inf": -math.inf, "None": None, "wrong type": (1.0, 2.0)}[self.kind]
 
-
-class Hang(Fault):
-    """The first row on each rank."""
-
-    def compute_score(self, completion_ids: list[int], first: bool) -> Any:
-        while first:
-            time.sleep(0.1)
-        return value(completion_ids)
-
-
-class Slow(Fault):
-    """Some rows wait, the more the earlier they came, so that they end in another order."""
-
     def compute_score(self, completion_ids: list[int], row: int) -> Any:
-        time.sleep(0.1 * picked(completion_ids) + (0.05 - 0.01 * min(row, 5)))
-        return value(completion_ids)
+        for seconds in self.pauses(completion_ids, row):
+            time.sleep(seconds)
+        return self.outcome(completion_ids)
 
 
 class AsyncFault(Fault):
-    async def compute_score(self, completion_ids: list[int]) -> Any:
-        await asyncio.sleep(0)
-        return super().compute_score(completion_ids)
-
-
-class AsyncHang(Fault):
-    async def compute_score(self, completion_ids: list[int], first: bool) -> Any:
-        while first:
-            await asyncio.sleep(0.1)
-        return value(completion_ids)
-
-
-class AsyncSlow(Fault):
     async def compute_score(self, completion_ids: list[int], row: int) -> Any:
-        await asyncio.sleep(0.1 * picked(completion_ids) + (0.05 - 0.01 * min(row, 5)))
-        return value(completion_ids)
-
-
-KINDS = ("raise", "NaN", "inf", "None", "wrong type")
+        for seconds in self.pauses(completion_ids, row):
+            await asyncio.sleep(seconds)
+        return self.outcome(completion_ids)
 
 
 def faults(backend: str) -> list[Fault]:
-    fault, hang, slow = (AsyncFault, AsyncHang, AsyncSlow) if backend == "asyncio" else (Fault, Hang, Slow)
+    fault = AsyncFault if backend == "asyncio" else Fault
     dies = ["die"] if backend in ("process", "ray") else []
-    return [*(fault(kind, backend) for kind in (*KINDS, *dies)), hang("hang", backend), slow("slow", backend)]
+    return [fault(kind, backend) for kind in (*KINDS, *dies, "hang", "slow")]
 
 
 def main(output: str, model: str, *backends: str) -> None:
@@ -113,10 +96,10 @@ def main(output: str, model: str, *backends: str) -> None:
         """Rows know where they are in the batch of their rank."""
 
         def _calculate_rewards(self, inputs: Any, *args: Any) -> Any:
-            inputs = [{**example, "row": row, "first": row == 0} for row, example in enumerate(inputs)]
+            inputs = [{**example, "row": row} for row, example in enumerate(inputs)]
             return super()._calculate_rewards(inputs, *args)
 
-    data = prompts(64).add_column("row", [0] * 64).add_column("first", [False] * 64)
+    data = prompts(64).add_column("row", [0] * 64)
     trainer = run(Numbered, model, Path(output), reward=agents, dataset=data, per_device_train_batch_size=8)
     Path(output, f"seen_{trainer.accelerator.process_index}.json").write_text(json.dumps(seen))
 

@@ -1,10 +1,10 @@
-"""Launches of `test_vllm.py`: whole runs with `async_level` on real servers, on one rank or several.
+"""Launches of `test_vllm.py`: whole runs with `async_level` on real servers, on several ranks.
 
-python -m tests.async_run MODEL OUTPUT URL,URL killed
+torchrun --nproc_per_node 2 tests/async_run.py MODEL OUTPUT URL,URL killed
 torchrun --nproc_per_node 2 tests/async_run.py MODEL OUTPUT URL,URL resumed PROCESS_GROUP
 
-killed: a run with async_level 0; then one that ends in SIGKILL of all ranks, at a checkpoint.
-resumed: that run from its checkpoint; then, where a process group is given, a run while which the last server dies.
+killed: a run that ends in SIGKILL of all ranks, at a checkpoint.
+resumed: that run from its checkpoint; then a run while which the last server, PROCESS_GROUP, dies.
 
 Every rank prints what it saw. A window is 4 groups of a rank and two optimizer steps, an epoch three windows.
 """
@@ -123,7 +123,7 @@ class ServerDies(InFlight):
 
 
 def run(
-    model: str, output: str, urls: list[str], level: int, watch: Watch, resume: str | None = None, **settings: Any
+    model: str, output: str, urls: list[str], watch: Watch, resume: str | None = None, **settings: Any
 ) -> dict[str, Any]:
     """A whole run; what this rank saw of it."""
     problems = [f"{a}+{b}=" for a in range(1, 7) for b in range(1, 5)]
@@ -148,7 +148,7 @@ def run(
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            async_level=level,
+            async_level=LEVEL,
             vllm_server_urls=urls,
             **{"save_strategy": "no", **settings},
         ),
@@ -167,23 +167,17 @@ def run(
     }
 
 
-def say(results: dict[str, Any]) -> None:
-    results = gather_object([results])
-    if RANK == 0:
-        print("RESULTS " + json.dumps(results), flush=True)
-
-
 def main(model: str, output: str, servers: str, what: str, group: str = "") -> None:
     urls = servers.split(",")
     if what == "killed":
-        say({"synchronous": run(model, output, urls, 0, Watch())})
-        run(model, output, urls, LEVEL, KilledAtItsCheckpoint(), save_strategy="steps", save_steps=CHECKPOINT)
+        run(model, output, urls, KilledAtItsCheckpoint(), save_strategy="steps", save_steps=CHECKPOINT)
         raise AssertionError("nothing killed this run")
-    results = {"resumed": run(model, output, urls, LEVEL, Watch(), resume=f"{output}/checkpoint-{CHECKPOINT}")}
-    if group:
-        watch = ServerDies(urls[-1], int(group))
-        results["a server died"] = run(model, output, urls, LEVEL, watch) | {"had": watch.had}
-    say(results)
+    resumed = run(model, output, urls, Watch(), resume=f"{output}/checkpoint-{CHECKPOINT}")
+    watch = ServerDies(urls[-1], int(group))
+    died = run(model, output, urls, watch) | {"had": watch.had}
+    results = gather_object([{"resumed": resumed, "a server died": died}])
+    if RANK == 0:
+        print("RESULTS " + json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,11 @@ hypothesis.settings.load_profile("no clock")
 torch.set_num_threads(1)  # the tests' models are so small that a second thread only waits
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two processes share the files (`make test`): the one with real vLLM servers takes longest, and begins."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out `exhaustive` tests unless they are asked for. The file with vLLM servers takes longest, and begins."""
+    if "exhaustive" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("exhaustive")])
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
 
 

@@ -12,7 +12,6 @@ import os
 import random
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +54,11 @@ class RewardPerWindow(ScriptedReward):
 
 # name → (which windows and ranks have no signal, settings)
 SCENARIOS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "random survivors, dapo": (lambda call, rank: False, {"loss_type": "dapo"}),
-    "random survivors, grpo": (lambda call, rank: False, {"loss_type": "grpo"}),
+    "dapo": (lambda call, rank: False, {"loss_type": "dapo"}),
+    "grpo, token budget": (
+        lambda call, rank: False,
+        {"loss_type": "grpo", "max_tokens_per_microbatch": 30, "max_steps": 2},
+    ),
     "a rank keeps none": (lambda call, rank: rank == 1, {"loss_type": "grpo", "max_steps": 2}),
     "two iterations": (lambda call, rank: rank == 1, {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.2}),
     "beta, all kept": (lambda call, rank: False, {"beta": 0.04, "max_steps": 2, "gradient_filter_threshold": None}),
@@ -65,9 +67,8 @@ SCENARIOS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"steps_per_generation": 2, "max_steps": 2},
     ),
     "window longer than a step": (lambda call, rank: rank == 0, {"steps_per_generation": 8, "max_steps": 2}),
-    "a step in which nobody keeps any": (lambda call, rank: call == 0, {"max_steps": 2, "weight_decay": 0.0}),
-    "token budget": (lambda call, rank: False, {"max_tokens_per_microbatch": 30, "max_steps": 2}),
 }
+ONLY_OURS = ("gradient_filter_threshold", "max_tokens_per_microbatch", "callbacks", "prepare")
 
 
 def whole(trainer: Any) -> dict[str, torch.Tensor]:
@@ -97,18 +98,26 @@ class PlainPasses(DASHCallback):
             assert model_log_probs(kwargs["trainer"].model, [5, 6, 7, 8], 1.0).isfinite().all()
 
 
-def compare(model: str, output: Path, start: dict[str, torch.Tensor], scenario: tuple[Any, dict]) -> dict[str, Any]:
-    silent, settings = scenario
-    ends = {}
-    for trainer_class in (GRPOTrainer, DASHTrainer):
-        own = dict(settings)
-        if trainer_class is GRPOTrainer:
-            for key in ("gradient_filter_threshold", "max_tokens_per_microbatch", "callbacks", "prepare"):
-                own.pop(key, None)
-        trainer = run(trainer_class, model, output, reward=RewardPerWindow(silent), **own)
-        ends[trainer_class] = whole(trainer)
-    difference, update = relative_difference(start, ends[GRPOTrainer], ends[DASHTrainer])
-    return {"difference": difference, "update": update, "ranks_agree": equal_on_all_ranks(ends[DASHTrainer])}
+Ends = dict[str, torch.Tensor]
+
+
+def verdict(start: Ends, trainer: Any, expected: Ends | None = None, **more: Any) -> dict[str, Any]:
+    """How far a run moved the parameters, by how much it missed the expected ones, and whether all ranks have them."""
+    end = whole(trainer)
+    difference, update = relative_difference(start, end if expected is None else expected, end)
+    return {"difference": difference, "update": update, "ranks_agree": equal_on_all_ranks(end), **more}
+
+
+def trls(model: str, output: Path, silent: Any, **settings: Any) -> Ends:
+    """The parameters after TRL's run."""
+    known = {name: value for name, value in settings.items() if name not in ONLY_OURS}
+    return whole(run(GRPOTrainer, model, output, reward=RewardPerWindow(silent), **known))
+
+
+def compare(model: str, output: Path, start: Ends, silent: Any, **settings: Any) -> dict[str, Any]:
+    expected = trls(model, output, silent, **settings)
+    trainer = run(DASHTrainer, model, output, reward=RewardPerWindow(silent), **settings)
+    return verdict(start, trainer, expected)
 
 
 class Late:
@@ -125,25 +134,20 @@ class Late:
         return silent(prompts=[prompt], completion_ids=[completion_ids])[0]
 
 
-def pipeline(model: str, output: Path, start: dict[str, torch.Tensor], silent: Any, **settings: Any) -> dict[str, Any]:
+def pipeline(model: str, output: Path, start: Ends, silent: Any, **settings: Any) -> dict[str, Any]:
     """TRL's update, though the ranks begin on what is scored, in other orders."""
-    plain = run(GRPOTrainer, model, output, reward=RewardPerWindow(silent), **settings)
-    expected = whole(plain)
+    expected = trls(model, output, silent, **settings)
     late = RewardAgent(Late(silent))
-    found = whole(run(DASHTrainer, model, output, reward=late, reward_pipeline=True, **settings))
-    difference, update = relative_difference(start, expected, found)
-    return {"difference": difference, "update": update, "ranks_agree": equal_on_all_ranks(found)}
+    return verdict(start, run(DASHTrainer, model, output, reward=late, reward_pipeline=True, **settings), expected)
 
 
-def mini(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
+def mini(model: str, output: Path, start: Ends) -> dict[str, Any]:
     """Optimizer steps are filled in the order of arrival, another one on each rank; a checkpoint cuts a window."""
     saved = "no" if os.environ.get("ACCELERATE_USE_DEEPSPEED") else "steps"  # where one takes seconds
     settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 4}
     late = RewardAgent(Late(lambda call, rank: rank == 1))
     settings |= {"reward_pipeline": True, "save_strategy": saved, "save_steps": 3}
-    end = whole(run(DASHTrainer, model, output, reward=late, **settings))
-    _, update = relative_difference(start, end, end)
-    return {"update": update, "ranks_agree": equal_on_all_ranks(end)}
+    return verdict(start, run(DASHTrainer, model, output, reward=late, **settings))
 
 
 class OtherRows(DASHTrainer):
@@ -159,18 +163,13 @@ def one_step(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[s
     late = RewardAgent(Late(lambda call, rank: rank == 1))
     trainer = run(OtherRows, model, output, reward=late, reward_pipeline=True, **settings)
     behind = [line["async/staleness_max"] for line in trainer.state.log_history if "async/staleness_max" in line]
-    end = whole(trainer)
-    _, update = relative_difference(start, end, end)
-    return {"update": update, "ranks_agree": equal_on_all_ranks(end), "behind": behind}
+    return verdict(start, trainer, behind=behind)
 
 
 def beta_with_dropped_rows(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
     """KL, two iterations, a rank without rows: not TRL's update, but one that ends and is the same on all ranks."""
     reward = RewardPerWindow(lambda call, rank: rank == 1)
-    trainer = run(DASHTrainer, model, output, reward=reward, beta=0.04, num_iterations=2, max_steps=4)
-    end = whole(trainer)
-    _, update = relative_difference(start, end, end)
-    return {"update": update, "ranks_agree": equal_on_all_ranks(end)}
+    return verdict(start, run(DASHTrainer, model, output, reward=reward, beta=0.04, num_iterations=2, max_steps=4))
 
 
 def process_rewards(model: str, output: Path, start: dict[str, torch.Tensor]) -> tuple[dict[str, Any], Any]:
@@ -196,7 +195,7 @@ def process_rewards(model: str, output: Path, start: dict[str, torch.Tensor]) ->
         max_steps=2,
     )
     end = whole(trainer)
-    episodes = [len(one.boundaries) - 1 for one, _ in callback.last]
+    episodes = [len(boundaries) - 1 for boundaries, _ in callback.last]
     return {
         "update": relative_difference(start, end, end)[1],
         "ranks_agree": equal_on_all_ranks(end),
@@ -230,11 +229,9 @@ def outcome_value(model: str, output: Path, start: dict[str, torch.Tensor]) -> d
     saved = "no" if os.environ.get("ACCELERATE_USE_DEEPSPEED") else "steps"  # where one takes seconds
     settings: dict[str, Any] = {"max_steps": 3, "save_strategy": saved, "save_steps": 3}
     outcomes = torch.arange(64).double() % 2
-    perfect = evidence_of(
-        torch.tensor([[0, 1, 2]] * 64), outcomes.repeat(3, 1).T, torch.full((64,), 2), outcomes, group_size=4
-    )
+    perfect = evidence_of(torch.tensor([[0, 1, 2]] * 64), outcomes.repeat(3, 1).T, outcomes, group_size=4)
     callback.load_state_dict(
-        {"worth": {"of": "OutcomeValue", "space": "probability", "windows": [vars(perfect)], "entropies": []}}
+        {"worth": {"of": "OutcomeValue", "space": "probability", "evidence": [vars(perfect)], "entropies": []}}
     )
     trainer = run(DASHTrainer, model, output / "outcome", reward=Reward(constant=0.2), callbacks=[callback], **settings)
     end, windows = whole(trainer), callback.value.state_dict()["windows"]
@@ -251,36 +248,8 @@ def outcome_value(model: str, output: Path, start: dict[str, torch.Tensor]) -> d
 
 def worth_of(callback: Any) -> list[dict[str, list]]:
     """What a rank has seen of V, by window."""
-    windows = callback.state_dict()["worth"]["windows"]
+    windows = callback.state_dict()["worth"]["evidence"]
     return [{name: value.tolist() for name, value in window.items()} for window in windows]
-
-
-def witnessed(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What was seen of tokens while they were sampled is what a pass finds; one rank ends long before the other."""
-    far, steps = [], []
-
-    class Compares(DASHCallback):
-        needs_log_probs = True
-
-        def on_advantages(self, args: Any, state: Any, control: Any, rollouts: Any, **kwargs: Any) -> None:
-            rows = torch.arange(len(rollouts)) % (2 + RANK) > 0
-            unseen = replace(rollouts, witnessed_log_probs=None, witnessed_entropies=None)
-            ask = kwargs["trainer"].log_probs_and_entropies
-            seen, passed = torch.stack(ask(rollouts, rows)), torch.stack(ask(unseen, rows))
-            far.append(((seen - passed).abs().max() / passed.abs().max()).item())
-            steps.append(rollouts.completion_ids.shape[1] if rollouts.witnessed_log_probs is not None else 0)
-
-    def shorter(trainer: Any) -> None:
-        trainer.generation_config.max_new_tokens = 12 if RANK == 0 else 4
-
-    trainer = run(DASHTrainer, model, output, in_process=True, callbacks=[Compares()], prepare=shorter, max_steps=2)
-    end = whole(trainer)
-    return {
-        "update": relative_difference(start, end, end)[1],
-        "ranks_agree": equal_on_all_ranks(end),
-        "difference": max(gather_object(far)),
-        "steps": gather_object([steps]),
-    }
 
 
 def own_rows(model: str, output: Path, **settings: Any) -> dict[str, Any]:
@@ -343,37 +312,32 @@ def monte_carlo(trainer: Any) -> dict[str, Any]:
     return {"rows": rows, "right": values == expected}
 
 
-def moved(model: str, output: Path, trainer_class: Any, **settings: Any) -> tuple[list[float], Any]:
-    """How far the second and the third AdamW step move the parameters, and the trainer."""
-    snapshots, holder = [], []
+def silent_and_spoiled_steps(model: str, output: Path) -> dict[str, Any]:
+    """How far each AdamW step after the first moves the parameters, and the count of skipped steps.
+
+    The second has no signal anywhere, the fourth a loss of NaN on one rank: both change nothing on any, in spite of
+    momentum and weight decay.
+    """
+    snapshots: list[Ends] = []
 
     class Snapshot(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             snapshots.append(whole(holder[0]))
 
-    settings |= {"optimizer": "adamw_torch", "weight_decay": 0.1, "max_steps": 3, "max_grad_norm": 1.0}
-    trainer = run(trainer_class, model, output, callbacks=[Snapshot()], prepare=holder.append, **settings)
-    far = [
-        torch.stack([(after[name] - before[name]).abs().max() for name in before]).max().item()
-        for before, after in zip(snapshots, snapshots[1:], strict=False)
-    ]
-    return far, trainer
-
-
-def silent_adamw_step(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """AdamW with momentum and weight decay: a step without signal anywhere leaves every parameter as it is."""
-    return {"moved": moved(model, output, DASHTrainer, reward=RewardPerWindow(lambda call, rank: call == 1))[0]}
-
-
-def spoiled_step(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """A loss of NaN on one rank: the step changes nothing on any, and is counted."""
-
     class SpoiledOnOneRank(DASHTrainer):
         def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
             loss = super()._compute_loss(model, inputs)
-            return loss * float("nan") if RANK == 1 and self.state.global_step == 1 else loss
+            return loss * float("nan") if RANK == 1 and self.state.global_step == 3 else loss
 
-    far, trainer = moved(model, output, SpoiledOnOneRank, reward=ScriptedReward(constant=0.0))
+    holder: list[Any] = []
+    settings = {"optimizer": "adamw_torch", "weight_decay": 0.1, "max_steps": 5, "max_grad_norm": 1.0}
+    settings |= {"callbacks": [Snapshot()], "prepare": holder.append}
+    reward = RewardPerWindow(lambda call, rank: call == 1, constant=0.0)
+    trainer = run(SpoiledOnOneRank, model, output, reward=reward, **settings)
+    far = [
+        torch.stack([(after[name] - before[name]).abs().max() for name in before]).max().item()
+        for before, after in itertools.pairwise(snapshots)
+    ]
     counts = [log["skipped_steps"] for log in trainer.state.log_history if "skipped_steps" in log]
     return {"moved": far, "skipped": gather_object([counts])}
 
@@ -400,14 +364,12 @@ class PartlyUnknown(ScriptedRollouts):
 def unknown_log_probs(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[str, Any]:
     """AIPO where some rows of rank 0 take a pass, for which rank 1 runs dummies: as if they had been known."""
     ends, logs = [], []
-    for filled in (False, True):
+    for filled in (True, False):
         settings = {"loss_type": "aipo", "aipo_delta": 1.5, "max_tokens_per_microbatch": 30}
         trainer = run(DASHTrainer, model, output, rollouts=PartlyUnknown(filled), **settings)
         ends.append(whole(trainer))
         logs.append({name: value for name, value in trainer.state.log_history[0].items() if "off_policy" in name})
-    difference, update = relative_difference(start, *ends)
-    agree = equal_on_all_ranks(ends[0])
-    return {"difference": difference, "update": update, "ranks_agree": agree, "off_policy": gather_object(logs)}
+    return verdict(start, trainer, ends[0], off_policy=gather_object(logs))
 
 
 def entropy_bonus(model: str, output: Path) -> dict[str, Any]:
@@ -425,8 +387,7 @@ def resumed(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[st
     settings = {"steps_per_generation": 8, "max_steps": 2, "reward": ScriptedReward(constant=0.3), "learning_rate": 0.2}
     end = whole(run(DASHTrainer, model, output, save_strategy="steps", save_steps=1, **settings))
     checkpoint = str(output / "checkpoint-1")
-    again = whole(run(DASHTrainer, model, output, resume=checkpoint, **settings))
-    difference, update = relative_difference(start, end, again)
+    again = run(DASHTrainer, model, output, resume=checkpoint, **settings)
     if RANK == 1:
         (output / "checkpoint-1" / "generation_window_1.pt").unlink()
     try:
@@ -434,8 +395,7 @@ def resumed(model: str, output: Path, start: dict[str, torch.Tensor]) -> dict[st
         refused = ""
     except ValueError as error:
         refused = str(error)
-    agree = equal_on_all_ranks(again)
-    return {"difference": difference, "update": update, "ranks_agree": agree, "refused": gather_object([refused])}
+    return verdict(start, again, end, refused=gather_object([refused]))
 
 
 def read_ahead(model: str, output: Path) -> list[Any]:
@@ -470,18 +430,11 @@ def main() -> None:
     # before ZeRO-3 makes it load partitions
     start, *starts = [parameters(AutoModelForCausalLM.from_pretrained(path)) for path in (model, *larger)]
     results: dict[str, Any] = {}
-    for name, scenario in SCENARIOS.items():
-        began = time.perf_counter()
-        results[name] = compare(model, Path(output), start, scenario)
-        results[name]["seconds"] = round(time.perf_counter() - began, 1)
-    for path, weights in zip(larger, starts, strict=True):
-        for layout, prepare in (
-            ("packed", None),
-            ("padded", pad),
-        ):
-            settings = {"max_steps": 2, "callbacks": [PlainPasses()], "prepare": prepare}
-            scenario = (lambda call, rank: False, settings)
-            results[f"{Path(path).name}, {layout}"] = compare(path, Path(output), weights, scenario)
+    for name, (silent, settings) in SCENARIOS.items():
+        results[name] = compare(model, Path(output), start, silent, **settings)
+    for path, weights, prepare in zip(larger, starts, (None, pad), strict=False):  # one packed, one padded
+        settings = {"max_steps": 2, "callbacks": [PlainPasses()], "prepare": prepare}
+        results[Path(path).name] = compare(path, Path(output), weights, lambda call, rank: False, **settings)
     results["pipeline"] = pipeline(model, Path(output), start, lambda call, rank: False)
     silent, shapes = (lambda call, rank: rank == 1), {"steps_per_generation": 2, "loss_type": "grpo"}
     results["pipeline, two windows, a rank keeps none"] = pipeline(model, Path(output), start, silent, **shapes)
@@ -492,14 +445,12 @@ def main() -> None:
     results["process rewards"], _ = process_rewards(model, Path(output), start)
     results["process rewards, sliding window"], trainer = process_rewards(sliding, Path(output), start)
     results["outcome value"] = outcome_value(model, Path(output), start)
-    results["witnessed"] = witnessed(model, Path(output), start)
     results["own rows"] = gather_object([own_rows(model, Path(output))])
     results["rows of all"] = gather_object([own_rows(model, Path(output), num_generations=32)])
     results["Monte Carlo values"] = gather_object([monte_carlo(trainer)])
     results["unknown log-probs"] = unknown_log_probs(model, Path(output), start)
     results["entropy bonus"] = entropy_bonus(model, Path(output))
-    results["silent AdamW step"] = silent_adamw_step(model, Path(output), start)
-    results["spoiled step"] = spoiled_step(model, Path(output), start)
+    results["silent and spoiled steps"] = silent_and_spoiled_steps(model, Path(output))
     if not os.environ.get("ACCELERATE_USE_DEEPSPEED"):  # the windows are the same, the checkpoints take seconds
         results["resumed"] = resumed(model, Path(output), start)
         results["time limit"] = time_limit(model, Path(output))

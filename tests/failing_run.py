@@ -1,6 +1,6 @@
 """One launch of `test_ranks.py`: what one rank does alone fails on rank 1; prints a JSON line per rank.
 
-torchrun --nproc_per_node=2 tests/failing_run.py OUTPUT MODEL KIND …
+accelerate launch --config_file accelerate_configs/cpu.yaml tests/failing_run.py OUTPUT MODEL KIND …
 """
 
 from __future__ import annotations

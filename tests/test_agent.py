@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import math
-import os
 import random
-import secrets
-import socket
-import subprocess
 import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 from datasets import Dataset
 
 from dash_trl import DASHConfig, DASHTrainer, RewardAgent
 from dash_trl.checks import check_rewards
-from dash_trl.rewards import Score, unpack
-from tests.agent_run import TIMEOUT, picked, value
+from dash_trl.rewards import Score, raise_mistakes, unpack
 from tests.tiny import run
 
 NAN = math.nan
@@ -128,31 +121,25 @@ def scores(agent, count, **settings):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_scores_that_come_in_any_order_stay_at_their_rows(asynchronous):
     """The first row comes last: each waits for the one after it. A group is handed out when its own rows are there."""
-    count, order = 24, []
-    came = [threading.Event() for _ in range(count + 1)]
-    came[count].set()
+    count, order = 24, [24]
 
-    def reverse(number):
-        came[number + 1].wait()
+    def blocking(completion, number):
+        while order[-1] != number + 1:
+            time.sleep(0.001)
         order.append(number)
         return number
 
     async def waiting(completion, number):
-        while not came[number + 1].is_set():
+        while order[-1] != number + 1:
             await asyncio.sleep(0)
-        order.append(number)
-        came[number].set()
-        return number
-
-    def blocking(completion, number):
-        value = reverse(number)
-        came[number].set()
-        return value
+        return blocking(completion, number)
 
     with RewardAgent([waiting if asynchronous else blocking]) as agent:
         request = agent.submit(rows(count), group_size=4)
-        assert list(request.groups()) == [5, 4, 3, 2, 1, 0]
-    assert order == list(range(count))[::-1]
+        groups = []
+        while len(groups) < 6:
+            groups += request.next_groups()
+    assert groups == [5, 4, 3, 2, 1, 0]
     assert [one.value for one in request.outcomes[0]] == list(range(count))
 
 
@@ -196,60 +183,42 @@ def test_what_fails_takes_nothing_along():
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_never_more_calls_than_allowed_over_all_ranks(asynchronous):
-    running, most, lock = 0, [], threading.Lock()
+    """Nor more than an object allows."""
+    running, most = [], []
 
-    def begin():
-        nonlocal running
-        with lock:
-            running += 1
-            most.append(running)
-
-    def end():
-        nonlocal running
-        with lock:
-            running -= 1
-
-    def waits(completion):
-        begin()
-        time.sleep(0.001)
-        end()
-        return 1.0
-
-    async def awaits(completion):
-        begin()
-        await asyncio.sleep(0.001)
-        end()
-        return 1.0
-
-    with RewardAgent(awaits if asynchronous else waits, max_concurrency=12) as agent:
-        agent.share(3)
-        scores(agent, 64)
-    assert max(most) == 4
-
-
-def test_an_object_s_own_limit_is_kept():
-    most, running = [], []
-
-    class Limited:
-        max_concurrency = 2
+    class Waits:
+        max_concurrency = None
 
         def compute_score(self, completion, number):
             running.append(number)
+            time.sleep(0.002)
             most.append(len(running))
-            time.sleep(0.01)
             running.remove(number)
             return 1.0
 
-    with RewardAgent(Limited) as agent:
-        (outcomes,) = scores(agent, 8)
-    assert max(most) == 2 and all(one.value == 1 for one in outcomes)
+    class Awaits(Waits):
+        async def compute_score(self, completion, number):
+            running.append(number)
+            await asyncio.sleep(0.002)
+            most.append(len(running))
+            running.remove(number)
+            return 1.0
+
+    for limit, expected in ((None, 4), (2, 2), (12, 4)):
+        reward = Awaits() if asynchronous else Waits()
+        reward.max_concurrency = limit
+        most.clear()
+        with RewardAgent(reward, max_concurrency=12) as agent:
+            agent.ranks = 3
+            (outcomes,) = scores(agent, 64)
+        assert max(most) == expected and all(one.value == 1 for one in outcomes)
 
 
 def test_starts_keep_their_distance():
     """20 starts at 100 per second over 2 ranks, 50 for this one: 0.38 s at the least; the clock may only add to it."""
     starts = []
     with RewardAgent(lambda completion: starts.append(time.monotonic()), rate_limit=100) as agent:
-        agent.share(2)
+        agent.ranks = 2
         scores(agent, 20)
     assert sorted(starts)[-1] - min(starts) >= 0.36
 
@@ -280,11 +249,8 @@ def test_calls_are_made_again_after_errors_that_pass(monkeypatch):
     with RewardAgent(attempts, transient=ConnectionError, retries=1) as agent:
         (outcomes,) = scores(agent, 1)
     assert str(outcomes[0]) == "attempt 2" and attempts.count == {0: 2}
-
-
-def test_only_named_errors_are_tried_again():
     attempts = Attempts()
-    with RewardAgent(attempts, retries=5) as agent:
+    with RewardAgent(attempts, retries=5) as agent:  # no error is named
         scores(agent, 3)
     assert attempts.count == {0: 1, 1: 1, 2: 1}
 
@@ -338,12 +304,13 @@ def test_what_cannot_be_read_is_unscored(returned):
     assert all(isinstance(one, Exception) for one in outcomes)
 
 
-@pytest.mark.parametrize("transient", [(), (ConnectionError,)])
-def test_a_function_that_exits_takes_nothing_along(transient):
+def test_a_function_that_exits_takes_nothing_along():
+    """Nor where calls may be made again."""
+
     def exits(completion, number):
         return sys.exit() if number == 1 else 1.0
 
-    with RewardAgent(exits, transient=transient) as agent:
+    with RewardAgent(exits, transient=(ConnectionError,)) as agent:
         (outcomes,) = scores(agent, 8)
     assert [type(one) for one in outcomes] == [SystemExit if i == 1 else Score for i in range(8)]
 
@@ -405,15 +372,20 @@ def test_the_same_completions_once_more():
     agent.close()
 
 
-def test_what_runs_the_calls_may_fail(tiny_model, tmp_path, monkeypatch):
+BATCH = {"prompts": ["p"] * 8, "completions": ["c"] * 8, "completion_ids": [[1]] * 8}
+
+
+def test_what_runs_the_calls_may_fail(monkeypatch):
     """As a cluster that does not answer: an error of the run, on all ranks."""
 
     def fail(self, calls):
         raise ConnectionError("no cluster")
 
     monkeypatch.setattr("dash_trl.workers.ThreadCalls.submit", fail)
+    (reward,) = RewardAgent(lambda completion: 1.0).rewards
+    assert reward(**BATCH) == [None] * 8 and reward.failed == [True] * 8
     with pytest.raises(ConnectionError, match="no cluster"):
-        run(DASHTrainer, tiny_model, tmp_path, reward=RewardAgent(lambda completion: 1.0))
+        raise_mistakes([reward])
 
 
 def test_close_ends_what_functions_hold_once():
@@ -455,9 +427,8 @@ def test_an_interrupt_starts_nothing_more(monkeypatch):
 
     def interrupted():
         raise KeyboardInterrupt
-        yield
 
-    monkeypatch.setattr(request, "groups", interrupted)
+    monkeypatch.setattr(request, "next_groups", interrupted)
     with pytest.raises(KeyboardInterrupt):
         request.wait()
     gate.set()
@@ -515,22 +486,26 @@ def test_the_first_failure_may_end_the_run(tiny_model, tmp_path):
     assert isinstance(caught.value.__cause__, ConnectionError)
 
 
-def test_a_function_that_hangs_ends_the_run(tiny_model, tmp_path, monkeypatch):
+def test_a_function_that_hangs_ends_the_run(monkeypatch):
     monkeypatch.setattr("dash_trl.workers.threads.MOST_ABANDONED", 4)
 
     def hangs(completion):
         threading.Event().wait()
 
+    (reward,) = RewardAgent(hangs, timeout=0.05, max_concurrency=4).rewards
+    assert reward(**BATCH) == [None] * 8
     with pytest.raises(RuntimeError, match=r"'hangs' hangs: 4 calls hang.*backend='process'"):
-        run(DASHTrainer, tiny_model, tmp_path, reward=RewardAgent(hangs, timeout=0.05, max_concurrency=4))
+        raise_mistakes([reward])
 
 
-def test_a_batch_function_that_returns_no_list_is_the_users_mistake(tiny_model, tmp_path):
+def test_a_batch_function_that_returns_no_list_is_the_users_mistake():
     def one(completions, **kwargs):
         return 1.0
 
+    (reward,) = RewardAgent(one).rewards
+    assert reward(**BATCH) == [None] * 8
     with pytest.raises(ValueError, match="'one' returned 1.0, not a list of numbers"):
-        run(DASHTrainer, tiny_model, tmp_path, reward=RewardAgent(one))
+        raise_mistakes([reward])
 
 
 def test_trls_logs_are_written_on_the_main_thread(tiny_model, tmp_path):
@@ -579,57 +554,3 @@ def test_post_process_scores_needs_whole_groups():
     args.num_generations, args.num_generations_eval, args.per_device_eval_batch_size = 2, 4, 2
     with pytest.raises(ValueError, match=r"2 completions \(per_device_eval_batch_size\), no multiple of num_gen"):
         check_rewards(unpack(Centred()), args, None, Dataset.from_dict({"number": [1]}))
-
-
-# ------------------------------------------------------------------------------------------ faults, on 1 and 2 ranks
-
-ROOT = Path(__file__).parents[1]
-BACKENDS = ("thread", "asyncio", "process", "ray")
-REASONS = {
-    "raise": "raised ConnectionError: away",
-    "die": "raised WorkerDied",
-    "NaN": "returned nan",
-    "inf": "returned -inf",
-    "wrong type": "returned (1.0, 2.0)",
-    "hang": f"raised TimeoutError: took more than {TIMEOUT:g} s",
-}
-
-
-@pytest.fixture(scope="module", params=[1, 2])
-def befallen(request, tiny_model, tmp_path_factory):
-    """What each function said on each rank of one run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CI": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
-    launch = ["torch.distributed.run", f"--nproc_per_node={request.param}", "--master_addr=127.0.0.1"]
-    output = tmp_path_factory.mktemp("agent")
-    (output / "token").write_text(secrets.token_hex(32))  # else Ray leaves one in the home folder
-    environment["RAY_AUTH_TOKEN_PATH"] = str(output / "token")
-    script = [str(ROOT / "tests" / "agent_run.py"), str(output), tiny_model, *BACKENDS]
-    command = [sys.executable, "-m", *launch, f"--master_port={port}", *script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return [json.loads((output / f"seen_{rank}.json").read_text()) for rank in range(request.param)]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("fault", [*REASONS, "None", "slow"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_row_has_its_score_or_a_reason(befallen, backend, fault):
-    if fault == "die" and backend in ("thread", "asyncio"):
-        return  # that is the trainer's own process
-    befell = 0
-    for rank in befallen:
-        ids, returned, failed, raised, failure = rank[f"{backend} {fault}"]
-        faulty = [row == 0 if fault == "hang" else picked(one) for row, one in enumerate(ids)]
-        befell += sum(faulty)
-        right = [value(one) for one in ids]
-        if fault == "slow":
-            assert returned == right and not any(failed)
-            continue
-        assert returned == [None if bad else one for bad, one in zip(faulty, right, strict=True)]
-        assert failed == [bad and fault != "None" for bad in faulty]
-        assert raised == [bad and fault not in ("None", "NaN", "inf") for bad in faulty]
-        assert REASONS.get(fault, "") in failure and bool(failure) == any(failed)
-    assert befell, "the fault befell no row"

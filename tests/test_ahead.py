@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from benchmarks.simulate_async import Setup, lengths_of, simulate
+from benchmarks.simulate_async import Setup, simulate
 from dash_trl.rollout.ahead import RunAhead, StaleRollouts
 from dash_trl.sampling.backlog import Backlog, Job
 from dash_trl.sampling.health import Fleet, State
@@ -538,7 +537,7 @@ class Run(RuleBasedStateMachine):
 
 
 TestAnyOrderOfEvents = Run.TestCase
-TestAnyOrderOfEvents.settings = settings(max_examples=300, stateful_step_count=60)
+TestAnyOrderOfEvents.settings = settings(max_examples=100, stateful_step_count=50)
 
 
 # --------------------------------------------------------------------------------------------------- the simulation
@@ -558,18 +557,3 @@ TestAnyOrderOfEvents.settings = settings(max_examples=300, stateful_step_count=6
 def test_simulated_windows_without_variance_take_the_sum_of_the_stages_or_the_longer_one(k, train, window):
     begins = simulate(Setup(k, servers=1, seats=8, train=train, sync=10.0, sigma=0.0)).begins
     assert begins[20] - begins[10] == pytest.approx(10 * window)
-
-
-def test_a_simulated_server_of_one_seat_writes_one_response_after_another():
-    run = simulate(Setup(0, servers=1, seats=1, train=100.0, sync=10.0))
-    for window, (begin, end) in enumerate(pairwise(run.begins)):
-        tokens = sum(sum(group) for group in lengths_of(window, groups=64, seed=0, sigma=0.8))
-        assert end - begin == pytest.approx(0.01 * (1 + 1 / 128) * tokens + 110.0)
-
-
-def test_windows_of_what_is_finished_first_are_short_and_may_be_too_old():
-    setup = Setup(1, servers=4, seats=64, train=25.0)
-    own, first = simulate(setup), simulate(replace(setup, by_completion=True))
-    of_all = sum(own.lengths) / len(own.lengths)
-    assert sum(own.too_old) == 0 < sum(first.too_old) and first.lengths[0] < 0.9 * of_all
-    assert own == simulate(setup)

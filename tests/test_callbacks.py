@@ -7,11 +7,13 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from dash_trl import DASHCallback, DASHConfig, DASHTrainer, ProcessRewardCallback, RolloutBatch
+from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback, RolloutBatch
 from dash_trl.callbacks import restore_states, states_of
+from dash_trl.checks import check_callbacks
 from dash_trl.monitoring import MetricsFileCallback, TimeLimitCallback
 from dash_trl.rollout import ScoredRollouts
-from tests.tiny import ScriptedReward, prompts, run
+from tests.test_rollouts import rollouts
+from tests.tiny import run
 
 
 class Recorder(DASHCallback):
@@ -36,128 +38,108 @@ def test_events_come_in_order_and_only_to_dash_callbacks(tiny_model, tmp_path):
         pass
 
     recorder = Recorder()
-    run(DASHTrainer, tiny_model, tmp_path, callbacks=[Plain(), recorder], max_steps=2)
+    trainer = run(DASHTrainer, tiny_model, tmp_path, callbacks=[Plain(), recorder], max_steps=2)
     names = [event[0] for event in recorder.events]
     assert names == ["sampled", "rewards", "advantages"] * 2
     assert recorder.versions == [[[0, 0]] * 16, [[1, 1]] * 16]
     assert recorder.events[0][1] is RolloutBatch and recorder.events[1][2] is ScoredRollouts
     assert recorder.events[1][1].shape == (16, 1) and recorder.events[2][2].shape == (16,)
     assert all(event[3] is not None for event in recorder.events)
+    late = type("Late", (TrainerCallback,), {"on_rewards": print})
+    for callback in (late, late()):
+        with pytest.raises(ValueError, match="Late.on_rewards would never be called"):
+            trainer.add_callback(callback)
 
 
-def test_a_changed_reward_changes_the_advantages(tiny_model, tmp_path):
-    class AllEqual(Recorder):
-        def on_rewards(self, args, state, control, rollouts, **kwargs):
-            rollouts.rewards[:] = 0.5
+class Changes(Recorder):
+    """In the first window rewards, in the second to infinite ones, in the third advantages."""
 
-    callback = AllEqual()
-    trainer = run(DASHTrainer, tiny_model, tmp_path, callbacks=[callback])
-    assert (callback.events[-1][2] == 0).all()
-    assert trainer.state.log_history[0]["filter/dropped_constant"] == 1.0
-
-
-def test_an_infinite_reward_is_a_failed_one(tiny_model, tmp_path):
-    """Whatever the other function says; the rest of the group keeps its baseline."""
-
-    class Infinite(Recorder):
-        def on_rewards(self, args, state, control, rollouts, **kwargs):
+    def on_rewards(self, args, state, control, rollouts, **kwargs):
+        if state.global_step == 0:
+            rollouts.rewards[0] = 1.0
+        elif state.global_step == 1:
             rollouts.rewards[:4, 0] = torch.tensor([torch.inf, -torch.inf, 1.0, 0.0])
+
+    def on_advantages(self, args, state, control, rollouts, **kwargs):
+        super().on_advantages(args, state, control, rollouts, **kwargs)
+        if state.global_step == 2:
+            rollouts.advantages = torch.zeros(rollouts.completion_ids.shape)
+            rollouts.advantages[3, 0] = 2.0
+
+
+def test_changes_reach_advantages_filter_log_and_loss(tiny_model, tmp_path):
+    """An infinite reward is a failed one, whatever the other function says; the rest of the group has its baseline."""
 
     def zero(completion_ids, **kwargs):
         return [0.0] * len(completion_ids)
 
-    callback = Infinite()
-    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=[zero, zero], callbacks=[callback], scale_rewards="none")
-    assert callback.events[-1][2].tolist() == [0.0, 0.0, 0.5, -0.5, *[0.0] * 12]
-    log = trainer.state.log_history[0]
-    assert (log["filter/dropped_unscored"], log["filter/kept_rows"]) == (2 / 16, 2 / 16)
-    assert 0.0 < log["grad_norm"] < torch.inf
-
-
-def test_changed_advantages_reach_filter_log_and_loss(tiny_model, tmp_path):
-    class OneRow(DASHCallback):
-        def on_advantages(self, args, state, control, rollouts, **kwargs):
-            rollouts.advantages = torch.zeros(rollouts.completion_ids.shape)
-            rollouts.advantages[3, 0] = 2.0
-
-    trainer = run(DASHTrainer, tiny_model, tmp_path, callbacks=[OneRow()])
-    log = trainer.state.log_history[0]
-    assert log["filter/kept_rows"] == 1 / 16 and log["grad_norm"] > 0
-    logged = list(trainer._logs["advantages"])
-    assert [i for i, value in enumerate(logged) if value] == [3]
+    callback = Changes()
+    settings = {"callbacks": [callback], "scale_rewards": "none", "max_steps": 3}
+    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=[zero, zero], **settings)
+    first, second, third = (
+        [log, credit[2].tolist()] for log, credit in zip(trainer.state.log_history, callback.events[1::2], strict=False)
+    )
+    assert first[1] == [1.5, -0.5, -0.5, -0.5, *[0.0] * 12] and first[0]["filter/kept_rows"] == 4 / 16
+    assert second[1] == [0.0, 0.0, 0.5, -0.5, *[0.0] * 12]
+    assert (second[0]["filter/dropped_unscored"], second[0]["filter/kept_rows"]) == (2 / 16, 2 / 16)
+    assert third[1] == [0.0] * 16 and third[0]["filter/kept_rows"] == 1 / 16
+    assert all(0.0 < log["grad_norm"] < torch.inf for log, _ in (first, second, third))
+    assert [i for i, value in enumerate(trainer._logs["advantages"]) if value] == [3]
 
 
 @pytest.mark.parametrize(
-    "event, change, said",
+    "change, said",
     [
-        ("on_rewards", lambda r: setattr(r, "rewards", r.rewards[:3]), "has shape|changed its shape"),
-        (
-            "on_rewards",
-            lambda r: setattr(r, "rewards", r.rewards.double()),
-            "dtype from torch.float32 to torch.float64",
-        ),
-        ("on_rewards", lambda r: setattr(r, "rewards", None), "was removed"),
-        ("on_advantages", lambda r: setattr(r, "advantages", torch.zeros(16, 3)), r"shape \(16, 3\)"),
-        ("on_advantages", lambda r: r.advantages.fill_(torch.nan), "is not finite"),
-        ("on_rollouts_sampled", lambda r: setattr(r, "completion_mask", r.completion_mask[:, :1]), "changed its shape"),
-        ("on_rollouts_sampled", lambda r: setattr(r, "tool_mask", torch.ones(3, 2)), "3 rows instead of 16"),
+        (lambda r: setattr(r, "rewards", r.rewards[:2]), "changed its shape"),
+        (lambda r: setattr(r, "rewards", r.rewards.double()), "dtype from torch.float32 to torch.float64"),
+        (lambda r: setattr(r, "rewards", None), "was removed"),
+        (lambda r: setattr(r, "rewards", r.rewards.to("meta")), "is on meta; rollouts live on the CPU"),
+        (lambda r: setattr(r, "advantages", torch.zeros(3, 4)), r"shape \(3, 4\)"),
+        (lambda r: r.advantages.fill_(torch.nan), "is not finite"),
+        (lambda r: setattr(r, "completion_mask", r.completion_mask[:, :1]), "changed its shape"),
+        (lambda r: setattr(r, "tool_mask", torch.ones(2, 5)), "2 rows instead of 3"),
     ],
 )
-def test_a_broken_field_names_the_callback(tiny_model, tmp_path, event, change, said):
+def test_a_broken_field_names_the_callback(change, said):
+    batch = rollouts()
+    before = {name: value.clone() for name, value in batch.tensors().items()}
+    change(batch)
+    with pytest.raises(ValueError, match=f"Careless left .*{said}"):
+        batch.validate(like=before, culprit="Careless")
+
+
+def test_what_may_be_changed():
+    batch = rollouts()
+    before = batch.tensors()
+    batch.rewards, batch.tool_mask = batch.rewards + 1, torch.ones(3, 5)
+    batch.validate(like=before, culprit="")
+    batch.advantages = torch.zeros(3, 5)
+    batch.validate(like=before, culprit="")
+
+
+def test_the_trainer_looks_at_what_a_callback_leaves(tiny_model, tmp_path):
     def broken(self, args, state, control, rollouts, **kwargs):
-        change(rollouts)
+        rollouts.rewards = rollouts.rewards[:3]
 
-    culprit = type("Careless", (DASHCallback,), {event: broken})()
-    with pytest.raises(ValueError, match=said) as caught:
+    culprit = type("Careless", (DASHCallback,), {"on_rewards": broken})()
+    with pytest.raises(ValueError, match="Careless.on_rewards left `rewards` unusable: it changed its shape"):
         run(DASHTrainer, tiny_model, tmp_path, callbacks=[culprit])
-    assert f"Careless.{event}" in str(caught.value)
 
 
-class OwnBeginning(DASHCallback):
-    def on_train_begin(self, args, state, control, **kwargs):  # without super()
-        self.begun = True
-
-
-class Mixin:
-    def on_train_begin(self, args, state, control, **kwargs):
-        """Stands before DASHCallback's in the order of the bases."""
-
-
-class Mixed(Mixin, DASHCallback):
-    pass
-
-
-@pytest.mark.parametrize("kind", [Recorder, OwnBeginning, Mixed, ProcessRewardCallback])
+@pytest.mark.parametrize("kind", [Recorder, ProcessRewardCallback])
 def test_a_trainer_that_sends_no_rollouts(tiny_model, tmp_path, kind):
-    with pytest.raises(ValueError, match=f"{kind.__name__} is a DASHCallback, but this trainer sends no on_rollouts"):
+    said = f"{kind.__name__} is a DASHCallback, but this trainer sends no on_rollouts.* Train with dash_trl.DASHTrainer"
+    with pytest.raises(ValueError, match=said):
         run(GRPOTrainer, tiny_model, tmp_path, callbacks=[kind()])
-    with pytest.raises(ValueError, match="Train with dash_trl.DASHTrainer"):
-        run(GRPOTrainer, tiny_model, tmp_path, prepare=lambda trainer: trainer.add_callback(kind))
-
-
-def test_a_callback_that_has_seen_a_dash_trainer(tiny_model, tmp_path):
-    callback = OwnBeginning()
-    run(DASHTrainer, tiny_model, tmp_path, callbacks=[callback])
-    assert callback.begun
-    with pytest.raises(ValueError, match="sends no on_rollouts_sampled"):
-        run(GRPOTrainer, tiny_model, tmp_path, callbacks=[callback])
 
 
 @pytest.mark.parametrize("name", ["on_rollouts_sampled", "on_rewards", "on_advantages", "on_advantage"])
-def test_rollout_events_of_a_plain_callback(tiny_model, tmp_path, unloadable, name):
+def test_rollout_events_of_a_plain_callback(name):
     kind = type("Plain", (TrainerCallback,), {name: lambda self, *args, **kwargs: None})
     said = f"Plain.{name} would never be called: .* Derive Plain from dash_trl.DASHCallback instead of TrainerCallback"
     for callback in (kind, kind()):
         with pytest.raises(ValueError, match=said):
-            DASHTrainer(
-                tiny_model,
-                ScriptedReward(),
-                DASHConfig(str(tmp_path), bf16=False, use_cpu=True),
-                prompts(8),
-                callbacks=[callback],
-            )
-    with pytest.raises(ValueError, match=said):
-        run(DASHTrainer, tiny_model, tmp_path, prepare=lambda trainer: trainer.add_callback(kind))
+            check_callbacks([TrainerCallback(), Recorder, callback])
 
 
 @pytest.mark.parametrize(
@@ -174,19 +156,9 @@ def test_a_misspelt_event(slip, event):
         type("Careless", (DASHCallback,), {slip: lambda self, *args, **kwargs: None})
 
 
-def test_a_method_of_the_callbacks_own(caplog):
-    methods = ("on_something_else", "on_rollouts", "on_train_epoch_end", "_on_rewards", "only_advantages")
-    type("Helpful", (DASHCallback,), {name: lambda self: None for name in methods} | {"on_gpu": True})
-    said = [record.getMessage() for record in caplog.records]
-    assert said == [f"Helpful.{name} is no event: no trainer calls it." for name in methods[:3]]
-
-
-def test_metrics_file(tiny_model, tmp_path):
-    path = tmp_path / "logs" / "metrics.jsonl"
-    run(DASHTrainer, tiny_model, tmp_path, callbacks=[MetricsFileCallback(path)], max_steps=3)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 3]
-    assert {"reward", "filter/kept_rows", "time/train", "packing/padding_share"} <= lines[0].keys()
+def test_a_method_of_the_callbacks_own():
+    methods = ("on_something_else", "on_train_epoch_end", "_on_rewards", "only_advantages")
+    type("Helpful", (DASHCallback,), {name: lambda self: None for name in methods} | {"on_advantage": True})
 
 
 class Clock:
@@ -205,11 +177,13 @@ class Clock:
 
 def timed(tiny_model, folder, limit, *seconds, **settings):
     clock = Clock(*seconds)
-    path, timer = folder / "metrics.jsonl", TimeLimitCallback(limit, clock=clock)
+    path, timer = folder / "logs" / "metrics.jsonl", TimeLimitCallback(limit, clock=clock)
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "reward": clock.reward, **settings}
     trainer = run(DASHTrainer, tiny_model, folder, callbacks=[timer, MetricsFileCallback(path)], **settings)
-    elapsed = [json.loads(line)["time/elapsed"] for line in path.read_text().splitlines()]
-    return trainer, elapsed
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines][-2:] == [trainer.state.global_step] * 2
+    assert {"reward", "filter/kept_rows", "time/train", "packing/padding_share"} <= lines[0].keys()
+    return trainer, [line["time/elapsed"] for line in lines]
 
 
 def test_a_run_stops_at_the_first_step_past_its_time_and_a_resumed_one_counts_what_was_before(tiny_model, tmp_path):
@@ -229,10 +203,10 @@ def test_training_once_more_begins_at_0(tiny_model, tmp_path):
 
 
 def test_a_checkpoint_of_a_run_that_did_not_count(tiny_model, tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 2}
-    run(DASHTrainer, tiny_model, tmp_path, max_steps=2, **settings)
-    trainer, elapsed = timed(tiny_model, tmp_path, None, *[1] * 4, resume=str(tmp_path / "checkpoint-2"))
-    assert (trainer.state.global_step, elapsed) == (6, [1, 2, 3, 4, 4])
+    run(DASHTrainer, tiny_model, tmp_path, save_strategy="steps", save_steps=1)
+    settings = {"resume": str(tmp_path / "checkpoint-1"), "max_steps": 3}
+    trainer, elapsed = timed(tiny_model, tmp_path, None, 1, 1, **settings)
+    assert (trainer.state.global_step, elapsed) == (3, [1, 2, 2])
 
 
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan")])

@@ -8,13 +8,14 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from dash_trl import CodeReward, load_code_dataset
+from dash_trl.evaluation.reward import Reward
+from dash_trl.evaluation.sampler import SampledCompletion
 from dash_trl.rewards.code import find_program
-from dash_trl.workers import Sandbox, SandboxError, UnfitTests
+from dash_trl.sandbox import Sandbox, SandboxError, UnfitTests
 from tests.attacks import programs
 
 MBPPPLUS = Path(__file__).parents[2] / "shared" / "data" / "mbppplus"
@@ -32,6 +33,11 @@ def fenced(program: str, language: str = "python") -> str:
 
 
 # ---------------------------------------------------------------------------------------------- which program is run
+
+
+def exhaustive(*values):
+    return [pytest.param(one, marks=pytest.mark.exhaustive) for one in values]
+
 
 F, G, USE = "def f(x):\n    return x", "def g(x):\n    return 0", "print(f(1))"
 STARTER = 'from math import pi\n\ndef f(x):\n    """Doc."""\n'
@@ -113,7 +119,7 @@ def test_a_body_continues_its_starter_code(completion):
     assert names["f"](2) == pytest.approx(6.2831853)
 
 
-@pytest.mark.parametrize("start", ["", "```python\n", "a"])
+@pytest.mark.parametrize("start", ["", *exhaustive("```python\n", "a")])
 @pytest.mark.parametrize("run", ["`", "~", " ", "\t", "\n", "~~~\n", "```\n", "```python\n", "~ ", "a = \n", "<think>"])
 def test_a_program_is_found_in_linear_time(start, run):
     """In quadratic time this would take minutes."""
@@ -419,7 +425,7 @@ def test_settings_that_cannot_be(settings, message):
 
 
 def test_a_sandbox_that_cannot_start_is_an_error(monkeypatch):
-    monkeypatch.setattr("dash_trl.workers.sandbox.ENVIRONMENT", {"PYTHONHASHSEED": "nonsense"})
+    monkeypatch.setattr("dash_trl.sandbox.box.ENVIRONMENT", {"PYTHONHASHSEED": "nonsense"})
     with CodeReward() as one, pytest.raises(SandboxError, match="programs cannot be confined on this machine"):
         one(fenced(RIGHT), TESTS)
 
@@ -436,7 +442,7 @@ def test_a_machine_that_refuses_namespaces_gets_less_and_is_told_once():
 
 WEAKER = """
 from dash_trl import CodeReward
-from dash_trl.workers import Sandbox
+from dash_trl.sandbox import Sandbox
 for _ in range(2):
     with Sandbox() as box:
         print(box.kind)
@@ -464,15 +470,16 @@ def test_it_may_be_closed_and_called_again_and_from_many_threads():
     assert threading.active_count() <= before
 
 
-def test_the_example_counts_an_unscored_program_as_neither_right_nor_wrong(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
-    from train_code import Programming
+def test_an_evaluation_counts_an_unscored_program_as_neither_right_nor_wrong():
+    code = CodeReward()
+    with Reward(code) as judged:
 
-    task = Programming(SimpleNamespace(reward_path=None))
-    tests = [TESTS, TESTS, ["never Python ("]]
-    scores = task.is_right([fenced(RIGHT), fenced("def f(x): return x"), fenced(RIGHT)], prompts=[""] * 3, tests=tests)
-    assert scores == [1.0, 0.0, None]
-    assert task.tests.sandbox._starter is None, "the agent was not closed"
+        def scores(program: str, tests: list[str]) -> list[float | None]:
+            return judged.scores({"prompt": "", "tests": tests}, [SampledCompletion(fenced(program), [], False)])
+
+        assert [scores(RIGHT, TESTS), scores("def f(x): return x", TESTS)] == [[1.0], [0.0]]
+        assert scores(RIGHT, ["never Python ("]) == [None]
+    assert code.sandbox._starter is None, "the agent was not closed"
 
 
 # ---------------------------------------------------------------------------------------------------------- MBPP+
@@ -482,7 +489,7 @@ def test_the_example_counts_an_unscored_program_as_neither_right_nor_wrong(monke
 def test_mbpp_plus_solutions_pass_their_tests_and_fail_the_next_ones(reward):
     """Of a sample; all 378 by benchmarks/code_reward.py."""
     problems = list(load_code_dataset(MBPPPLUS, split="all", completion=True))
-    chosen = {i for i, one in enumerate(problems) if one["entry_point"] in ("sum", "freq_count")} | {*range(0, 378, 8)}
+    chosen = {i for i, one in enumerate(problems) if one["entry_point"] in ("sum", "freq_count")} | {*range(0, 378, 16)}
     with ThreadPoolExecutor(4) as pool:
 
         def score(code: int, problem: int) -> float:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +50,6 @@ tpu_use_sudo: false
 use_cpu: false
 """
 
-ONE_REPORT_PER_PROCESS = """
-import sys
-from pathlib import Path
-from transformers import TrainingArguments
-
-args = TrainingArguments(output_dir=sys.argv[1], use_cpu=True, report_to="none")
-Path(sys.argv[1], f"rank{args.process_index}").write_text(str(args.world_size))
-"""
-
 
 def name(path: Path) -> str:
     return path.stem
@@ -103,19 +92,6 @@ def test_accelerate_knows_every_plugin_key(path):
 
 def test_zero3_offload_is_figure_7():
     assert read(ROOT / "accelerate_configs" / "zero3_offload.yaml") == yaml.safe_load(FIGURE_7)
-
-
-@pytest.mark.distributed
-def test_the_cpu_config_joins_two_processes(tmp_path):
-    script = tmp_path / "report.py"
-    script.write_text(ONE_REPORT_PER_PROCESS)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    config = ROOT / "accelerate_configs" / "cpu.yaml"
-    done = subprocess.run(
-        [*launch, "--config_file", str(config), str(script), str(tmp_path)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert {path.name: path.read_text() for path in tmp_path.glob("rank*")} == {"rank0": "2", "rank1": "2"}
 
 
 def test_one_file_per_run_of_the_paper():

@@ -21,7 +21,6 @@ from dash_trl.process_rewards.credit import (
     _groups,
     _pooled,
     anchor,
-    marginal_utilities,
     place_rewards,
 )
 from dash_trl.process_rewards.diagnostics import batch_figures, structured
@@ -91,8 +90,7 @@ def as_floats(rows: list[dict], rewards: Rewards) -> list[list[dict]]:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize(("group_size", "groups"), [(2, 3), (4, 2), (5, 1)])
+@pytest.mark.parametrize(("seed", "group_size", "groups"), [(0, 2, 3), (1, 4, 2), (2, 5, 1), (3, 2, 3), (4, 4, 2)])
 def test_estimators_are_their_definitions(name, seed, group_size, groups):
     rows = make_rows(seed, group_size * groups)
     rewards = as_rewards(rows, group_size)
@@ -142,7 +140,7 @@ def on_two_ranks(rewards: Rewards, work) -> list:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_credit_of_own_rows_is_that_among_the_rows_of_all(name, seed):
     rows = make_rows(seed, 16)
     if seed % 3 == 0:  # a rank that has no valued row, and one without a token
@@ -154,8 +152,7 @@ def test_the_credit_of_own_rows_is_that_among_the_rows_of_all(name, seed):
     torch.testing.assert_close(credit, ESTIMATORS[name](rewards, CHOSEN), atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["centered_return", "grpo"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("name", "seed"), [("centered_return", 0), ("grpo", 1), ("grpo", 2), ("centered_return", 4)])
 def test_the_figures_are_their_definitions_over_the_rows_of_all_ranks(name, seed):
     rows = make_rows(seed, 16, missing=[0.1, 0.5, 1.0][seed % 3])
     rewards = as_rewards(rows, 4)
@@ -190,18 +187,28 @@ def test_reinforce_plus_plus_baseline_of_outcomes_is_verl_s():
     assert credit[credit != 0].tolist() == pytest.approx([(token - mean) / scale for token in tokens], abs=1e-12)
 
 
-def test_utilities_telescope_and_merge_over_missing_values():
-    assert marginal_utilities([0, 3, 5, 9], [0.0, 0.5, 0.25, 1.0]) == [(2, 0.5), (4, -0.25), (8, 0.75)]
-    assert marginal_utilities([0, 3, 5, 9], [0.0, math.nan, 0.25, 1.0]) == [(4, 0.25), (8, 0.75)]
-    assert marginal_utilities([0, 3, 9], [math.nan, 0.3, 0.9]) == []
-    assert marginal_utilities([0, 3, 9], [0.1, 0.3, -math.inf]) == []
-    assert marginal_utilities([0], [0.1]) == marginal_utilities([], []) == []
+@pytest.mark.parametrize(
+    ("boundaries", "values", "utilities"),
+    [
+        ([0, 3, 5, 9], [0.0, 0.5, 0.25, 1.0], {2: 0.5, 4: -0.25, 8: 0.75}),
+        ([0, 3, 5, 9], [0.0, math.nan, 0.25, 1.0], {4: 0.25, 8: 0.75}),
+        ([0, 3, 9], [math.nan, 0.3, 0.9], {}),
+        ([0, 3, 9], [0.1, 0.3, -math.inf], {}),
+        ([0], [0.1], {}),
+    ],
+)
+def test_utilities_telescope_and_merge_over_missing_values(boundaries, values, utilities):
+    process, ends, _, _ = place_rewards(
+        torch.tensor([boundaries]), torch.tensor([values]).double(), torch.tensor([12]), 12
+    )
+    assert {i: process[0, i].item() for i in ends[0].nonzero().flatten().tolist()} == utilities
+    assert process.count_nonzero() == len(utilities)
 
 
 POST = [[0.1, 0.2, 0.3], [0.4, 0.5], [0.2, 0.1, 0.2, 0.1], [0.3, 0.4, 0.3]]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_anchored_values_pay_what_the_outcome_adds_to_the_first_one(seed):
     rows = make_rows(seed, 12)
     boundaries, values, lengths = as_tables(rows)
@@ -258,42 +265,7 @@ def complete_rows(seed: int, count: int = 4) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_splitting_an_episode_changes_nothing_at_the_first_token(seed):
-    rows = complete_rows(seed)
-    before = default(rows)
-    row = {**rows[0], "boundaries": [0, 2, 7, 12], "length": 13, "values": [0.5, 2.0, -1.0, 3.0]}
-    split = {**row, "boundaries": [0, 1, 2, 4, 7, 12], "values": [0.5, 9.0, 2.0, 0.3, -1.0, 3.0]}
-    assert default([row, *rows[1:]])[:, 0].tolist() == pytest.approx(default([split, *rows[1:]])[:, 0].tolist())
-    assert before.shape[0] == 4
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("seed", range(10))
-def test_a_trailing_episode_without_progress_earns_nothing(seed, sign):
-    rows = [{**row, "values": [sign * value for value in row["values"]]} for row in complete_rows(seed)]
-    width = max(row["length"] for row in rows)
-    first = {**rows[0], "length": width + 9, "boundaries": [*rows[0]["boundaries"], width, width + 7]}
-    first["values"] = [*rows[0]["values"], rows[0]["values"][-1], rows[0]["values"][-1]]
-    credit, before = default([first, *rows[1:]]), default(rows)
-    assert not credit[0, width:].any()
-    assert credit[1:, :width].flatten().tolist() == pytest.approx(before[1:].flatten().tolist())
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_adding_a_constant_to_all_values_changes_nothing(seed):
-    rows = complete_rows(seed)
-    moved = [{**row, "values": [value - 7.0 for value in row["values"]]} for row in rows]
-    assert torch.allclose(default(rows), default(moved), atol=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_permuting_a_group_permutes_the_credit(seed):
-    rows, order = complete_rows(seed), [2, 0, 3, 1]
-    assert torch.allclose(default(rows)[order], default([rows[i] for i in order]), atol=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_without_process_rewards_the_credit_is_the_outcome_advantage(seed):
     rows = [{**row, "values": [0.3] * len(row["values"])} for row in complete_rows(seed)]
     advantages = [0.123456789, -1.0, 0.0, 2.0]
@@ -302,16 +274,13 @@ def test_without_process_rewards_the_credit_is_the_outcome_advantage(seed):
     assert torch.equal(credit, rewards.outcome_advantages.unsqueeze(1) * rewards.mask)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_scaling_all_utilities_leaves_the_credit(seed):
-    rows = complete_rows(seed)
-    scaled = [{**row, "values": [5.0 * value for value in row["values"]]} for row in rows]
-    assert torch.allclose(default(rows), default(scaled), atol=1e-9)
-    tiny = [{**row, "values": [1e-3 * value for value in row["values"]]} for row in rows]
-    assert default(tiny).abs().max() < 0.5  # under the floor, noise stays small
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_under_the_floor_stays_small(seed):
+    tiny = [{**row, "values": [1e-3 * value for value in row["values"]]} for row in complete_rows(seed)]
+    assert default(tiny).abs().max() < 0.5
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_unvalued_rows_touch_nobody(seed):
     rows = complete_rows(seed, 3)
     missing = {**rows[0], "values": [math.nan, *rows[0]["values"][1:]]}
@@ -372,7 +341,7 @@ def laws_broken(name: str, seed: int) -> set[int]:
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_the_documented_laws(name):
     keeps_structure, breaks = documented_laws()[name]
-    assert set.union(*(laws_broken(name, seed) for seed in range(12))) == breaks
+    assert set.union(*(laws_broken(name, seed) for seed in range(6))) == breaks
     stated = re.search(r"[Bb]reaks laws? (.*?)(?=\.(?:\s|$))|keeps all laws", ESTIMATORS[name].__doc__ or "", re.DOTALL)
     if stated:
         assert set(map(int, re.findall(r"(?<![\w.])([1-6])(?![\w.])", stated[1] or ""))) == breaks

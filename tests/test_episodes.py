@@ -54,7 +54,7 @@ def cut(text: str, *, truncate: int | None = None, end: bool = True, **arguments
     return pieces, list(episodes.boundaries)
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(texts, st.integers(1, 5), st.integers(10, 30), st.booleans(), st.integers(0, 3))
 def test_laid_end_to_end_the_episodes_are_the_completion(text, shortest, longest, end, dropped):
     ids = TOKENIZER(text)["input_ids"]
@@ -70,6 +70,7 @@ def test_laid_end_to_end_the_episodes_are_the_completion(text, shortest, longest
         assert all(part.stop - part.start >= shortest for part in inner)
 
 
+@settings(max_examples=50)
 @given(st.text(max_size=40))
 def test_token_bytes_are_what_the_tokens_stand_for(text):
     table = token_bytes(TOKENIZER)
@@ -142,11 +143,16 @@ def test_short_episodes_are_merged():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"markers": []}, "markers"),
-        ({"markers": [""]}, "markers"),
-        ({"markers": "Wait"}, "markers"),
-        ({"min_episode_tokens": 0}, "min_episode_tokens"),
-        ({"min_episode_tokens": 200}, "max / 2"),
+        ({"markers": []}, r"markers=\[\] cannot begin an episode"),
+        ({"markers": ["Wait", ""]}, "cannot begin an episode"),
+        ({"markers": "Wait"}, "markers='Wait' cannot begin an episode: pass a list"),
+        ({"markers": None}, "markers=None cannot begin an episode"),
+        ({"min_episode_tokens": 0}, "min_episode_tokens=0 and max_episode_tokens=256 cannot both hold"),
+        ({"min_episode_tokens": 129}, "1 <= min <= max / 2"),
+        ({"final_answer": ""}, "final_answer='' matches an empty text"),
+        ({"final_answer": "(answer: )?"}, "matches an empty text"),
+        ({"final_answer": "\boxed"}, r"final_answer='\\x08oxed' holds a control character.* raw text"),
+        ({"final_answer": r"\boxed\{"}, r"looks for 'oxed' at the beginning of a word.* Write \\\\boxed"),
     ],
 )
 def test_impossible_settings_are_refused(arguments, said):

@@ -7,190 +7,173 @@ The largest parameter difference has to be within 1e-5 of the largest update. A 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOTrainer
 
-from dash_trl import DASHTrainer
+from dash_trl import DASHCallback, DASHTrainer
 from tests.tiny import ScriptedReward, ScriptedRollouts, pad, parameters, prompts, relative_difference, run
 
 TOLERANCE = 1e-5
-LOSSES = ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
-
-
-def compare(model: str, output, **settings) -> tuple[float, float, GRPOTrainer, DASHTrainer]:
-    start = parameters(AutoModelForCausalLM.from_pretrained(model))
-    own = {key: settings.pop(key) for key in list(settings) if key in OWN}
-    trl = run(GRPOTrainer, model, output, **settings)
-    dash = run(DASHTrainer, model, output, **settings, **own)
-    difference, update = relative_difference(start, parameters(trl.model), parameters(dash.model))
-    return difference, update, trl, dash
-
-
 OWN = ("gradient_filter_threshold", "filter_denominator", "max_tokens_per_microbatch")
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_one_step(tiny_model, tmp_path, loss_type, seed):
-    difference, update, trl, dash = compare(tiny_model, tmp_path, loss_type=loss_type, rollout_seed=seed)
-    assert update > 1e-3
-    assert difference <= TOLERANCE
-    kept = dash.state.log_history[0]["filter/kept_rows"]
-    assert 0 < kept < 1, "the test means something only if rows were dropped"
-    assert dash.state.log_history[0]["loss"] == pytest.approx(trl.state.log_history[0]["loss"], abs=1e-5)
-    for name in ("reward", "reward_std", "completions/mean_length", "frac_reward_zero_std"):
-        assert dash.state.log_history[0][name] == pytest.approx(trl.state.log_history[0][name], abs=1e-6)
+@pytest.fixture(scope="module")
+def start(tiny_model) -> dict[str, torch.Tensor]:
+    return parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
+
+
+class Snapshots(TrainerCallback):
+    """The parameters after each step."""
+
+    def __init__(self):
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.steps.append(parameters(model))
+
+
+def compare(start: dict, model: str, output, **settings) -> tuple[list[tuple[float, float]], GRPOTrainer, DASHTrainer]:
+    """(difference, update) after each step, and TRL's and our trainer."""
+    own = {key: settings.pop(key) for key in list(settings) if key in OWN}
+    trainers, seen = [], []
+    for trainer_class, options in ((GRPOTrainer, {}), (DASHTrainer, own)):
+        seen.append(Snapshots())
+        trainers.append(run(trainer_class, model, output, callbacks=[seen[-1]], **settings, **options))
+    steps = [relative_difference(start, one, other) for one, other in zip(*(one.steps for one in seen), strict=True)]
+    return steps, *trainers
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"gradient_accumulation_steps": 4, "num_iterations": 2, "max_steps": 4},
-        {"steps_per_generation": 8, "max_steps": 4},
-        {"steps_per_generation": 2, "max_steps": 3},
-        {"steps_per_generation": 3, "num_generations": 3, "per_device_train_batch_size": 4, "max_steps": 3},
-        {"gradient_accumulation_steps": 1, "steps_per_generation": 4, "max_steps": 6},  # the paper's Mini
-        {"importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2, "max_steps": 2},
-        {"max_tokens_per_microbatch": 60, "max_steps": 2},
-        {"mask_truncated_completions": True, "max_steps": 2},
-        {"scale_rewards": "none", "gradient_filter_threshold": 0.0, "max_steps": 2},
-        {"gradient_checkpointing": True, "max_steps": 1},
-        {"max_steps": 6, "dataset": "short"},  # an epoch that ends within an optimizer step
-        {"off_policy_mask_threshold": 0.01, "num_iterations": 2, "max_steps": 2},
-        {"delta": 1.5, "epsilon_high": 0.3, "num_iterations": 3, "max_steps": 3},
+        {"loss_type": "dapo", "learning_rate": 1.0},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2, "max_steps": 2},
+        {"loss_type": "dr_grpo", "steps_per_generation": 8, "max_steps": 4, "scale_rewards": "none"},
+        {"loss_type": "dapo", "num_iterations": 2, "max_steps": 4, "off_policy_mask_threshold": 0.01},
+        {"loss_type": "cispo", "steps_per_generation": 2, "max_tokens_per_microbatch": 60, "learning_rate": 10.0},
+        {"loss_type": "sapo", "steps_per_generation": 3, "num_generations": 3, "max_steps": 3},
+        {
+            "loss_type": "luspo",
+            "gradient_accumulation_steps": 1,
+            "steps_per_generation": 4,
+            "max_steps": 6,
+            "learning_rate": 0.01,
+        },  # Mini
+        {"loss_type": "vespo", "gradient_checkpointing": True, "max_steps": 2, "mask_truncated_completions": True},
+        {"prompts": 6, "steps_per_generation": 1, "max_steps": 6},  # an epoch ends within an optimizer step
+        {"delta": 1.5, "epsilon_high": 0.3, "num_iterations": 3, "max_steps": 3, "gradient_filter_threshold": 0.0},
     ],
     ids=str,
 )
-def test_settings(tiny_model, tmp_path, settings):
-    if settings.get("dataset") == "short":
-        settings = {**settings, "dataset": prompts(6), "steps_per_generation": 1, "gradient_accumulation_steps": 4}
-    difference, update, _, dash = compare(tiny_model, tmp_path, **{"learning_rate": 0.3, **settings})
-    assert update > 1e-4
-    assert difference <= TOLERANCE
-    assert min(log.get("filter/kept_rows", 1) for log in dash.state.log_history) < 1
+def test_the_update_and_the_log(start, tiny_model, tmp_path, settings):
+    """Every loss that is exact, and every shape of windows and steps."""
+    settings = {"learning_rate": 0.3, **settings}
+    settings["dataset"] = prompts(settings.pop("prompts", 64))
+    steps, trl, dash = compare(start, tiny_model, tmp_path, **settings)
+    assert steps[-1][1] > 1e-4 and steps[-1][0] <= TOLERANCE
+    kept = [log["filter/kept_rows"] for log in dash.state.log_history if "filter/kept_rows" in log]
+    assert min(kept) < 1, "the test means something only if rows were dropped"
+    one, other = trl.state.log_history[0], dash.state.log_history[0]
+    for name in ("loss", "reward", "reward_std", "completions/mean_length", "frac_reward_zero_std"):
+        assert other[name] == pytest.approx(one[name], abs=1e-5)
 
 
 @pytest.mark.parametrize("silent", [range(0), range(6, 10)], ids=["signal", "none in the step after it"])
-def test_the_rest_of_a_stream_joins_the_next_step(tiny_model, tmp_path, silent):
+def test_the_rest_of_a_stream_joins_the_next_step(start, tiny_model, tmp_path, silent):
     """A stream of 6 windows in steps of 4: Transformers makes no step of the last two, and keeps their gradients."""
 
     class Reward(ScriptedReward):
         calls = 0
 
         def __call__(self, **kwargs):
-            self.calls += 1
+            self.calls = self.calls % 10 + 1  # TRL's run, then ours
             constant = self.calls - 1 in silent
             return [1.0] * len(kwargs["prompts"]) if constant else super().__call__(**kwargs)
 
-    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
     settings = {"dataset": prompts(6).to_iterable_dataset(), "max_steps": 2, "steps_per_generation": 1}
-    ends = []
-    for trainer_class in (GRPOTrainer, DASHTrainer):
-        for max_steps in (1, 2):
-            settings |= {"reward": Reward(constant=0.3), "max_steps": max_steps}
-            ends.append(parameters(run(trainer_class, tiny_model, tmp_path, **settings).model))
-    difference, update = relative_difference(start, ends[1], ends[3])
-    assert update > 1e-3 and difference <= TOLERANCE
-    assert relative_difference(ends[0], ends[1], ends[0])[1] > 1e-3  # the second step was one
+    steps, trl, _ = compare(start, tiny_model, tmp_path, reward=Reward(constant=0.3), **settings)
+    assert steps[1][1] > 1e-3 and steps[1][0] <= TOLERANCE
+    assert trl.state.log_history[1]["grad_norm"] > 1e-3, "the second step was one"
 
 
-def test_padded_layout(tiny_model, tmp_path):
+def test_padded_layout(start, tiny_model, tmp_path):
     """A model that cannot run padding-free: rows sorted and trimmed, the same update."""
-    settings = {"model_init_kwargs": None, "max_steps": 2}
-    trl = run(GRPOTrainer, tiny_model, tmp_path, **settings)
-    dash = run(DASHTrainer, tiny_model, tmp_path, **settings, prepare=pad)
-    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
-    difference, update = relative_difference(start, parameters(trl.model), parameters(dash.model))
-    assert update > 1e-3 and difference <= TOLERANCE
+
+    def prepare(trainer):
+        if isinstance(trainer, DASHTrainer):
+            pad(trainer)
+
+    steps, _, dash = compare(start, tiny_model, tmp_path, max_steps=2, prepare=prepare)
+    assert steps[1][1] > 1e-3 and steps[1][0] <= TOLERANCE
     shares = [log["packing/padding_share"] for log in dash.state.log_history if "packing/padding_share" in log]
     assert max(shares) > 0
 
 
-@pytest.mark.parametrize("beta", [0.04])
-def test_kl_without_dropped_rows_is_exact(tiny_model, tmp_path, beta):
+def test_kl_without_dropped_rows_is_exact(start, tiny_model, tmp_path):
     """Two steps: on the first one the KL gradient is zero, and a wrong reference would not show."""
-    difference, update, *_ = compare(
-        tiny_model, tmp_path, beta=beta, max_steps=2, gradient_filter_threshold=None, learning_rate=0.3
-    )
+    settings = {"beta": 0.04, "max_steps": 2, "gradient_filter_threshold": None, "learning_rate": 0.3}
+    difference, update = compare(start, tiny_model, tmp_path, **settings)[0][1]
     assert update > 1e-3 and difference <= TOLERANCE
 
 
-def test_completions_of_one_token(tiny_model, tmp_path):
+def test_completions_of_one_token(start, tiny_model, tmp_path):
     def one_token(trainer):
         trainer.rollout_func = ScriptedRollouts(0, longest=1)
 
-    ends = []
-    for trainer_class, own in ((GRPOTrainer, {}), (DASHTrainer, {"gradient_filter_threshold": None})):
-        settings = {"beta": 0.1, "max_steps": 2, "num_iterations": 2, "learning_rate": 0.3, "constant": 0.0, **own}
-        ends.append(run(trainer_class, tiny_model, tmp_path, prepare=one_token, **settings))
-    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
-    difference, update = relative_difference(start, *(parameters(one.model) for one in ends))
-    assert update > 1e-3 and difference <= TOLERANCE
+    settings = {"beta": 0.1, "max_steps": 2, "num_iterations": 2, "learning_rate": 0.3, "constant": 0.0}
+    steps, *_ = compare(start, tiny_model, tmp_path, prepare=one_token, gradient_filter_threshold=None, **settings)
+    assert steps[1][1] > 1e-3 and steps[1][0] <= TOLERANCE
 
 
-def test_kl_with_dropped_rows_is_the_stated_approximation(tiny_model, tmp_path):
+def test_kl_with_dropped_rows_is_the_stated_approximation(start, tiny_model, tmp_path):
     """Exact on the first step; from the second on the KL gradient of the dropped rows is missing, and only that."""
-    one = compare(tiny_model, tmp_path, beta=0.5, max_steps=1, learning_rate=0.3)
-    two = compare(tiny_model, tmp_path, beta=0.5, max_steps=2, learning_rate=0.3)
-    assert one[0] <= TOLERANCE
-    assert 1e-4 < two[0] < 0.5
+    (first, _), (second, _) = compare(start, tiny_model, tmp_path, beta=0.5, max_steps=2, learning_rate=0.3)[0]
+    assert first <= TOLERANCE
+    assert 1e-4 < second < 0.5
 
 
-def test_the_approximate_ones_work(tiny_model, tmp_path):
-    """bnpo, entropy quantile, entropy bonus: they normalise over the local batch; close, and no error."""
-    for settings in (
-        {"loss_type": "bnpo"},
-        {"top_entropy_quantile": 0.5},
-        {"entropy_coef": 0.01},
-        {"use_adaptive_entropy": True, "entropy_target": 1.0},
-    ):
-        difference, update, *_ = compare(tiny_model, tmp_path, **settings)
-        assert update > 1e-3 and difference < 0.6, settings
+@pytest.mark.parametrize("settings", [{"loss_type": "bnpo"}, {"top_entropy_quantile": 0.5}], ids=str)
+def test_the_approximate_ones_work(start, tiny_model, tmp_path, settings):
+    """They normalise over the local batch; close, and no error."""
+    ((difference, update),), *_ = compare(start, tiny_model, tmp_path, **settings)
+    assert update > 1e-3 and difference < 0.6
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo"])
-def test_the_update_does_not_depend_on_packing(tiny_model, tmp_path, loss_type):
-    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
-    ends = [
-        parameters(run(DASHTrainer, tiny_model, tmp_path, loss_type=loss_type, **settings).model)
-        for settings in ({}, {"max_tokens_per_microbatch": 40}, {"max_tokens_per_microbatch": 4000})
-        for settings in ({**settings, "filter_denominator": "kept"}, settings)
-    ]
-    for kept in (0, 1):
-        for other in ends[kept + 2 :: 2]:
-            difference, update = relative_difference(start, ends[kept], other)
-            assert update > 1e-3 and difference <= TOLERANCE
+def test_packing_and_the_denominator(start, tiny_model, tmp_path, loss_type):
+    """The update does not depend on packing; the average over survivors is the exact one times all / kept."""
+
+    def ended(**settings: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        trainer = run(DASHTrainer, tiny_model, tmp_path, loss_type=loss_type, **settings)
+        return parameters(trainer.model), trainer.state.log_history[0]
+
+    exact, log = ended()
+    kept, _ = ended(filter_denominator="kept")
+    share = log["filter/kept_rows" if loss_type == "grpo" else "filter/kept_tokens"]
+    scaled = {name: start[name] + (value - start[name]) / share for name, value in exact.items()}
+    assert relative_difference(start, kept, scaled)[0] <= 1e-4 and share < 1
+    for one, settings in ((exact, {"max_tokens_per_microbatch": 40}), (kept, {"max_tokens_per_microbatch": 4000})):
+        denominator = "kept" if one is kept else "all"
+        difference, update = relative_difference(start, one, ended(filter_denominator=denominator, **settings)[0])
+        assert update > 1e-3 and difference <= TOLERANCE
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
-def test_kept_denominator_scales_the_update(tiny_model, tmp_path, loss_type):
-    """The average over survivors is the exact update times all / kept (rows, or tokens for dapo)."""
-    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
-    exact = run(DASHTrainer, tiny_model, tmp_path, loss_type=loss_type)
-    kept = run(DASHTrainer, tiny_model, tmp_path, loss_type=loss_type, filter_denominator="kept")
-    share = exact.state.log_history[0]["filter/kept_rows" if loss_type == "grpo" else "filter/kept_tokens"]
-    scaled = {name: start[name] + (value - start[name]) / share for name, value in parameters(exact.model).items()}
-    difference, _ = relative_difference(start, parameters(kept.model), scaled)
-    assert difference <= 1e-4 and share < 1
-
-
-@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
-@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
-def test_importance_sampling_correction(tiny_model, tmp_path, mode, loss_type):
+@pytest.mark.parametrize(("loss_type", "mode"), [("vespo", "token_truncate"), ("dapo", "sequence_mask")])
+def test_importance_sampling_correction(start, tiny_model, tmp_path, loss_type, mode):
     """What `use_vllm` switches on, with the log-probs of scripted rollouts in place of a sampler's."""
-    if loss_type == "vespo" and mode == "sequence_mask":
-        pytest.skip("TRL refuses it")
 
     def prepare(trainer):
         trainer.use_vllm = True
         trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
         trainer._last_loaded_step = -1
 
-    difference, update, trl, dash = compare(
+    steps, _, dash = compare(
+        start,
         tiny_model,
         tmp_path,
         logprobs=True,
@@ -201,72 +184,71 @@ def test_importance_sampling_correction(tiny_model, tmp_path, mode, loss_type):
         max_steps=2,
         constant=0.3,
     )
-    assert update > 1e-4 and difference <= TOLERANCE
+    assert steps[1][1] > 1e-4 and steps[1][0] <= TOLERANCE
     assert "sampling/importance_sampling_ratio/mean" in dash.state.log_history[0]
 
 
-ADAPTERS: dict = {  # (kind, settings, whether passes are padding-free)
-    "lora": (LoraConfig, {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian"}, True),
-    "lora and whole modules": (LoraConfig, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, True),
-    "ia3": (IA3Config, {"target_modules": ["v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}, True),
-    "prompt tuning": (PromptTuningConfig, {"num_virtual_tokens": 4}, False),
-    "prefix tuning": (PrefixTuningConfig, {"num_virtual_tokens": 4}, False),
-    "p-tuning": (PromptEncoderConfig, {"num_virtual_tokens": 4, "encoder_hidden_size": 16}, False),
-}
+def adapter(kind: str, config: Any, padding_free: bool, *marks: Any, **options: Any) -> Any:
+    return pytest.param(config(task_type="CAUSAL_LM", **options), padding_free, id=kind, marks=marks)
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_adapters(tiny_model, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("peft_config", "padding_free"),
+    [
+        adapter("lora", LoraConfig, True, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian"),
+        adapter("whole modules", LoraConfig, True, target_modules=["q_proj"], modules_to_save=["embed_tokens"]),
+        adapter(
+            "ia3",
+            IA3Config,
+            True,
+            pytest.mark.exhaustive,
+            target_modules=["v_proj", "down_proj"],
+            feedforward_modules=["down_proj"],
+        ),
+        adapter("prompt tuning", PromptTuningConfig, False, num_virtual_tokens=4),
+        adapter("prefix tuning", PrefixTuningConfig, False, num_virtual_tokens=4),
+        adapter(
+            "p-tuning",
+            PromptEncoderConfig,
+            False,
+            pytest.mark.exhaustive,
+            num_virtual_tokens=4,
+            encoder_hidden_size=16,
+        ),
+    ],
+)
+def test_adapters(tiny_model, tmp_path, peft_config, padding_free):
     """Reference log-probs come from the base model, with the adapter switched off. Prompts differ in length."""
-    config, options, padding_free = ADAPTERS[kind]
-    settings = {"max_steps": 3, "beta": 0.1, "learning_rate": 0.3 if padding_free else 3.0}
-    start: dict[str, torch.Tensor] = {}
-    ends = []
-    for trainer_class, own in ((GRPOTrainer, {}), (DASHTrainer, {"gradient_filter_threshold": None})):
-        trainer = run(
-            trainer_class,
-            tiny_model,
-            tmp_path,
-            peft_config=config(task_type="CAUSAL_LM", **options),
-            prepare=lambda trainer: start.update(parameters(trainer.model)),
-            **settings,
-            **own,
-        )
-        ends.append(parameters(trainer.model))
-    difference, update = relative_difference(start, *ends)
-    assert trainer.state.log_history[0]["packing/padding_free"] == padding_free
-    assert update > 1e-3 and difference <= TOLERANCE
+    settings = {"max_steps": 3, "beta": 0.1, "learning_rate": 0.3 if padding_free else 3.0, "peft_config": peft_config}
+    before: dict[str, torch.Tensor] = {}
+
+    def prepare(trainer):
+        before.update(parameters(trainer.model))
+
+    steps, _, dash = compare(before, tiny_model, tmp_path, prepare=prepare, gradient_filter_threshold=None, **settings)
+    assert dash.state.log_history[0]["packing/padding_free"] == padding_free
+    assert steps[2][1] > 1e-3 and steps[2][0] <= TOLERANCE
 
 
-def test_per_token_advantages_reach_the_loss(tiny_model, tmp_path):
+def test_per_token_advantages_reach_the_loss(start, tiny_model, tmp_path):
     """Advantages of shape (B, T) that repeat the outcome give the outcome's update."""
-    from dash_trl import DASHCallback
 
     class Spread(DASHCallback):
         def on_advantages(self, args, state, control, rollouts, **kwargs):
             rollouts.advantages = rollouts.advantages.unsqueeze(1).expand(rollouts.completion_ids.shape).contiguous()
 
-    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
-    outcome = run(DASHTrainer, tiny_model, tmp_path)
-    spread = run(DASHTrainer, tiny_model, tmp_path, callbacks=[Spread()])
+    outcome, spread = (run(DASHTrainer, tiny_model, tmp_path, callbacks=callbacks) for callbacks in ([], [Spread()]))
     difference, update = relative_difference(start, parameters(outcome.model), parameters(spread.model))
     assert update > 1e-3 and difference <= 1e-6
 
 
-def test_bf16(tiny_model, tmp_path):
-    difference, update, *_ = compare(tiny_model, tmp_path, bf16=True)
+def test_bf16(start, tiny_model, tmp_path):
+    ((difference, update),), *_ = compare(start, tiny_model, tmp_path, bf16=True)
     assert update > 1e-3 and difference < 0.05
 
 
 def test_a_step_without_signal_changes_nothing(tiny_model, tmp_path):
     """AdamW with momentum from the first step and weight decay: the silent second step leaves the weights alone."""
-    from transformers import TrainerCallback
-
-    snapshots = []
-
-    class Snapshot(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            snapshots.append(parameters(model))
 
     class SilentSecond(ScriptedReward):
         calls = 0
@@ -275,18 +257,10 @@ def test_a_step_without_signal_changes_nothing(tiny_model, tmp_path):
             self.calls += 1
             return [1.0] * len(kwargs["prompts"]) if self.calls == 2 else super().__call__(**kwargs)
 
-    trainer = run(
-        DASHTrainer,
-        tiny_model,
-        tmp_path,
-        reward=SilentSecond(constant=0.2),
-        optimizer="adamw_torch",
-        weight_decay=0.1,
-        max_steps=3,
-        max_grad_norm=1.0,
-        callbacks=[Snapshot()],
-    )
-    first, second, third = snapshots
+    settings = {"optimizer": "adamw_torch", "weight_decay": 0.1, "max_steps": 3, "max_grad_norm": 1.0}
+    seen = Snapshots()
+    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=SilentSecond(constant=0.2), callbacks=[seen], **settings)
+    first, second, third = seen.steps
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert any(not torch.equal(second[name], third[name]) for name in first)
     assert trainer.state.log_history[1]["grad_norm"] == 0.0

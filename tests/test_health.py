@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dash_trl.sampling.health import FAILURES_UNTIL_DEAD, JOBS, SEQUENCES_PER_SERVER, Fleet, State
+from dash_trl.sampling.health import FAILURES_UNTIL_DEAD, SEQUENCES_PER_SERVER, Fleet, State
 
 A, B, C = "http://a", "http://b", "http://c"
 
@@ -122,16 +122,6 @@ def test_an_idle_server_may_have_become_another_when_it_inherits_work():
         assert fleet.servers[C].state == State.SUSPECT and C in fleet.to_probe(1.0)
 
 
-def test_a_server_may_wait_for_the_next_weights():
-    fleet = ready(A, B)
-    fleet.started(B, 0, 1, 1)
-    fleet.refit_failed(A, "gone", 1.0)
-    fleet.answered(A)
-    assert fleet.waiting() == [A] and fleet.to_probe(99.0) == [] and fleet.choose(1) == B
-    fleet.new_version(2, 5.0)
-    assert fleet.waiting() == [A, B]
-
-
 def test_a_server_that_waits_for_the_next_weights_is_nobody_s_hope():
     """It was restarted unseen: whoever waits for it waits for ever, and so would the run."""
     fleet = ready(A, B, C)
@@ -172,19 +162,6 @@ def test_the_fewest_outstanding_tokens_and_not_where_it_failed_before():
     assert fleet.choose(1, kept=[A]) is None and fleet.able() == [A, B] and fleet.able(avoid=[A]) == [B]
 
 
-def test_the_connections_of_a_process_are_limited():
-    fleet = ready(A, B)
-    for job in range(JOBS // 2):
-        assert fleet.choose(1, avoid=[B]) == A
-        fleet.started(A, job, 1, 1)
-    assert fleet.choose(1, avoid=[B]) is None and fleet.choose(1) == B
-
-
-def test_a_job_larger_than_the_limit_goes_to_an_idle_server():
-    fleet = ready(A)
-    assert fleet.choose(SEQUENCES_PER_SERVER + 1) == A
-
-
 def test_the_time_without_a_server_counts_from_the_loss_or_the_start_of_a_batch():
     fleet = Fleet([A])
     fleet.begin(5.0)
@@ -201,12 +178,3 @@ def test_the_time_without_a_server_counts_from_the_loss_or_the_start_of_a_batch(
     fleet.begin(200.0)  # nobody waited in between
     assert not fleet.lost(200.0, 204.0, timeout=5.0) and fleet.lost(200.0, 205.0, timeout=5.0)
     assert "http://a is dead; last error: gone" in fleet.describe()
-
-
-def test_one_server_is_enough_not_to_be_lost():
-    fleet = ready(A, B)
-    fleet.started(A, 0, 1, 1)
-    fleet.failed(B, 1, "gone", 1.0, gone=True)
-    assert fleet.choose(1) == A and not fleet.lost(0.0, 99.0, timeout=5.0)
-    fleet.failed(A, 0, "gone", 2.0, gone=True)
-    assert fleet.lost(0.0, 7.0, timeout=5.0)

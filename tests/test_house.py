@@ -13,45 +13,42 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "dash_trl"
 STARTERS = {"threading", "multiprocessing", "subprocess", "ray"}
-UPDATE = [
-    "advantages",
-    "filtering",
-    "packing",
-    "schedule",
-    "importance_sampling",
-    "isolation",
-    "regularizers",
-    "losses",
-]
-PURE = [f"update.{name}" for name in (*UPDATE, "skipped_steps")]
-PURE += [f"rollout.{name}" for name in ("ahead", "batch", "parts", "window", "resume")]
-PURE += ["monitoring.metrics", "monitoring.recorder", "value_quality.figures"]
-PURE += ["evaluation.estimates", "evaluation.figures", "evaluation.records"]
-PURE += [f"process_rewards.{name}" for name in ("agreement", "credit", "diagnostics", "features", "fit", "worth")]
+# Math and state machines: these rooms but for some modules, and some modules of other rooms.
+PURE_ROOMS = {"update": {"padding_free"}, "rollout": {"prompts"}}
+PURE = [f"process_rewards.{name}" for name in ("credit", "diagnostics", "features", "fit", "worth")]
+PURE += [f"sampling.{name}" for name in ("backlog", "health", "checksum", "urls")]
 PURE += [
-    "sampling.backlog",
-    "sampling.health",
-    "sampling.weights.checksum",
-    "sampling.urls",
-    "sampling.server",
-    "sampling.witness",
+    "data",
+    "evaluation.figures",
+    "evaluation.records",
+    "monitoring.metrics",
+    "monitoring.recorder",
 ]
+for room, others in PURE_ROOMS.items():
+    PURE += sorted(f"{room}.{path.stem}" for path in (PACKAGE / room).glob("*.py") if path.stem not in others)
+IMPORTS = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    print(name, *sorted(sys.modules.keys() & %r))
+"""
 
 
-@pytest.mark.parametrize("module", PURE)
-def test_pure_modules_import_neither_trl_nor_vllm(module):
-    heavy = {"trl", "vllm", "transformers", "accelerate"}
-    code = f"import dash_trl.{module}, sys; print(sorted({heavy} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+def heavy_imports(modules: list[str], *heavy: str) -> list[str]:
+    """Of modules that are imported one after the other, the names, each with the heavy ones that are loaded by then."""
+    command = [sys.executable, "-c", IMPORTS % {*heavy, "trl", "vllm", "transformers", "accelerate", "aiohttp"}]
+    return subprocess.run([*command, *modules], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def test_what_runs_in_a_vllm_server_or_a_notebook_is_light():
-    """vLLM loads the plugin into each of its processes, and a notebook imports the package before it needs it."""
-    for module in ("dash_trl.sampling.vllm_plugin", "dash_trl", "dash_trl.rewards"):
-        heavy = {"trl", "aiohttp", "transformers"} | ({"torch"} if module != "dash_trl.sampling.vllm_plugin" else set())
-        code = f"import {module}, sys; print(sorted({heavy} & set(sys.modules)))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert done.stdout == "[]\n", module
+def test_what_a_notebook_imports_first_is_light():
+    rooms = ["dash_trl", "dash_trl.rewards"]
+    assert heavy_imports(rooms, "torch") == rooms
+
+
+def test_pure_modules_and_what_vllm_loads_import_neither_trl_nor_vllm():
+    modules = ["dash_trl.sampling.vllm_plugin", *(f"dash_trl.{name}" for name in PURE)]
+    server = "dash_trl.sampling.server"
+    assert heavy_imports([*modules, server]) == [*modules, f"{server} aiohttp"]
 
 
 def module_of(path: Path) -> str:
@@ -121,48 +118,40 @@ def test_the_seams_of_trl():
     """The private methods that DASH overrides or relies on: a new TRL that changes one has to fail here first."""
     from transformers import Trainer
     from trl import GRPOTrainer
-
-    expected = {
-        "_generate": "self, prompts",
-        "_generate_and_score_completions": "self, inputs",
-        "_calculate_rewards": "self, inputs, prompts, completions, completion_ids_list",
-        "_prepare_inputs": "self, generation_batch",
-        "_compute_loss": "self, model, inputs",
-        "_tokenize_prompts": "self, prompts",
-        "_get_train_sampler": "self, dataset",
-        "training_step": "self, model, inputs, num_items_in_batch",
-        "_init_training_state": (
-            "self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial"
-        ),
-    }
-    for name, parameters in expected.items():
-        assert ", ".join(inspect.signature(getattr(GRPOTrainer, name)).parameters) == parameters, name
-    logps = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
-    assert logps[:5] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep"]
-    assert {"compute_entropy", "compute_aux_loss", "batch_size"} <= set(logps)
     from trl.generation.vllm_client import VLLMClient
     from trl.generation.vllm_generation import VLLMGeneration
 
-    for owner, name, parameters in (
-        (VLLMGeneration, "_init_vllm", "self"),
-        (VLLMGeneration, "_iter_named_params", "self"),
-        (VLLMGeneration, "_fix_param_name_to_vllm", "self, name, extra_prefixes"),
-        (VLLMGeneration, "sync_weights", "self"),
-        (VLLMGeneration, "generate", "self, prompts, images, num_generations, profiler"),
-        (VLLMClient, "init_communicator", "self, device"),
-        (VLLMClient, "weight_update", "self"),
-        (VLLMClient, "update_named_params", "self, metadata, named_params"),
-    ):
-        assert ", ".join(inspect.signature(getattr(owner, name)).parameters) == parameters, name
-    for name, parameters in {
-        "get_batch_samples": "self, epoch_iterator, num_batches, device",
-        "_clip_grad_norm": "self, model",
-        "_get_grad_norm": "self, model, grad_norm",
-        "_save_rng_state": "self, output_dir",
-        "_inner_training_loop": "self, batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval",
-        "_prepare_for_training": "self, max_steps, train_dataloader, resume_from_checkpoint",
-    }.items():
-        assert ", ".join(inspect.signature(getattr(Trainer, name)).parameters) == parameters, name
+    expected = {
+        GRPOTrainer._generate: "self, prompts",
+        GRPOTrainer._generate_and_score_completions: "self, inputs",
+        GRPOTrainer._calculate_rewards: "self, inputs, prompts, completions, completion_ids_list",
+        GRPOTrainer._prepare_inputs: "self, generation_batch",
+        GRPOTrainer._compute_loss: "self, model, inputs",
+        GRPOTrainer._tokenize_prompts: "self, prompts",
+        GRPOTrainer._get_train_sampler: "self, dataset",
+        GRPOTrainer.training_step: "self, model, inputs, num_items_in_batch",
+        GRPOTrainer._init_training_state: (
+            "self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial"
+        ),
+        VLLMGeneration._init_vllm: "self",
+        VLLMGeneration._iter_named_params: "self",
+        VLLMGeneration._fix_param_name_to_vllm: "self, name, extra_prefixes",
+        VLLMGeneration.sync_weights: "self",
+        VLLMGeneration.generate: "self, prompts, images, num_generations, profiler",
+        VLLMClient.init_communicator: "self, device",
+        VLLMClient.weight_update: "self",
+        VLLMClient.update_named_params: "self, metadata, named_params",
+        Trainer.get_batch_samples: "self, epoch_iterator, num_batches, device",
+        Trainer._clip_grad_norm: "self, model",
+        Trainer._get_grad_norm: "self, model, grad_norm",
+        Trainer._save_rng_state: "self, output_dir",
+        Trainer._inner_training_loop: "self, batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval",
+        Trainer._prepare_for_training: "self, max_steps, train_dataloader, resume_from_checkpoint",
+    }
+    assert {method: ", ".join(inspect.signature(method).parameters) for method in expected} == expected
+    logps = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    assert logps[:5] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep"]
+    assert {"compute_entropy", "compute_aux_loss", "batch_size"} <= set(logps)
 
 
 def attributes(tree: ast.AST, *owners: str) -> set[tuple[str, bool]]:
@@ -226,10 +215,11 @@ def test_the_output_of_trls_sampling(tiny_model, tmp_path):
     assert output["num_items_in_batch"] == output["completion_mask"].sum() and output["num_items_in_batch"].dim() == 0
 
 
-def test_one_module_starts_threads_and_processes():
+def test_two_rooms_start_threads_and_processes():
+    """`workers`, and `sandbox` for programs that nobody trusts."""
     for path in PACKAGE.rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
         starters = {name for name in names if name.split(".")[0] in STARTERS}
-        assert path.parent.name == "workers" or not starters, f"{path.name} imports {starters}"
+        assert path.parent.name in ("workers", "sandbox") or not starters, f"{path.name} imports {starters}"

@@ -12,11 +12,12 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from benchmarks.math_reward import DATA, FILES, FORMS, canonical, check, in_box, others, read_golds, run
+from benchmarks.math_reward import DATA, FILES, canonical, in_box, run
 from dash_trl.rewards import math as math_reward
 from dash_trl.rewards.math import MathAccuracyReward, UnreadableGold, score_answer
 from dash_trl.workers.processes import OutOfWork, default_workers, run_within
@@ -29,7 +30,7 @@ needs_data = pytest.mark.skipif(
 
 
 def misbehave(completion: str, gold: str) -> float:
-    """A verify function for the workers: does what the completion says, else compares text."""
+    """Scores a row in a worker: does what the completion says, else compares text."""
     if completion.startswith("hang"):
         if ":" in completion:
             Path(completion.split(":", 1)[1]).write_text(str(os.getpid()))
@@ -55,16 +56,30 @@ def is_gone(pid: int) -> bool:
     return False
 
 
+def impatient(completion: str, gold: str) -> float:
+    """`score_answer` with less CPU time, for the workers."""
+    math_reward.CPU_SECONDS = 2.0
+    return score_answer(completion, gold)
+
+
+class Scripted(MathAccuracyReward):
+    score = staticmethod(misbehave)
+
+
+class Impatient(MathAccuracyReward):
+    score = staticmethod(impatient)
+
+
 @pytest.fixture(scope="module")
 def reward():
-    with MathAccuracyReward(workers=2, timeout=20) as reward:
+    with closing(MathAccuracyReward(workers=2, timeout=20)) as reward:
         yield reward
 
 
 @pytest.fixture(scope="module")
 def scripted():
-    """Scores with `misbehave`; one worker, so that whatever a bad row destroys is its neighbours'."""
-    with MathAccuracyReward(workers=1, timeout=1, verify=misbehave) as reward:
+    """One worker, so that whatever a bad row destroys is its neighbours'."""
+    with closing(Scripted(workers=1, timeout=1)) as reward:
         yield reward
 
 
@@ -75,12 +90,6 @@ def rows(cases: dict) -> list:
         for topic, group in cases.items()
         for row in group
     ]
-
-
-def impatient(completion: str, gold: str) -> float:
-    """`score_answer` with less CPU time, for the workers."""
-    math_reward.CPU_SECONDS = 0.5
-    return score_answer(completion, gold)
 
 
 # ------------------------------------------------------------------------------------------------------ comparison
@@ -135,24 +144,16 @@ def test_a_limit_of_work_is_one_of_cpu_time():
     assert run_within(10, sum, [1, 2]) == 3 and signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
-def test_a_row_has_the_same_score_alone_and_in_any_batch():
-    """Degenerate completions, too, whose work is limited row by row."""
-    table = [row for cases in (RIGHT, WRONG, UNSCORED) for group in cases.values() for row in group]
-    table = random.Random(0).sample(table, 60) + [(in_box("9^{9^9}"), "5")] * 3
+def test_a_row_in_any_batch_has_the_score_that_it_has_alone():
+    """Degenerate ones, too: work is limited row by row, and a gold answer that is too much work is unscored."""
+    expected = ((RIGHT, 1.0), (WRONG, 0.0), (UNSCORED, math.nan))
+    table = [(*row, score) for cases, score in expected for group in cases.values() for row in group]
+    table = random.Random(0).sample(table, 60) + [(in_box("9^{9^9}"), "5x", 0.0)] * 3
+    table += [(in_box("3"), "9^{9^9}", math.nan), *[row for row in table if math.isnan(row[2])]]
     random.Random(1).shuffle(table)
-    with MathAccuracyReward(workers=2, verify=impatient) as reward:
-        together = reward(*zip(*table, strict=True))
-        alone = [reward([completion], [gold])[0] for completion, gold in table]
-    assert list(map(str, together)) == list(map(str, alone))
-
-
-@needs_data
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("form", FORMS)
-def test_a_sample_of_golds_against_itself_and_others(reward, file, form):
-    golds = random.Random(0).sample(read_golds(DATA / file), 60)
-    assert check(reward, golds, golds, FORMS[form])[1] == []
-    assert check(reward, golds, others(golds, 1), FORMS[form])[1] == []
+    completions, golds, scores = zip(*table, strict=True)
+    with closing(Impatient(workers=2)) as reward:
+        assert list(map(str, reward(completions, golds))) == list(map(str, scores))
 
 
 @needs_data
@@ -194,39 +195,20 @@ def test_an_unreadable_gold_is_nan_and_said_once(reward, caplog):
     assert [r.message.count("UnreadableGold") for r in caplog.records] == [1]
 
 
-def test_no_rows(reward):
+def test_no_rows_and_different_lengths(reward):
     assert reward([], []) == []
-
-
-def test_different_lengths(reward):
-    with pytest.raises(ValueError, match="2 completions cannot be compared with 1 answers: pass one gold answer"):
+    assert reward.__name__ == "math_accuracy"  # for TRL
+    with pytest.raises(ValueError, match="shorter"):
         reward(["5", "6"], ["5"])
-
-
-@pytest.mark.parametrize(("options", "message"), [({"timeout": 0}, "timeout = 0"), ({"workers": 0}, "workers = 0")])
-def test_impossible_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        MathAccuracyReward(**options)
-
-
-def test_a_function_of_the_main_script_is_refused(monkeypatch):
-    monkeypatch.setattr(misbehave, "__module__", "__main__")
-    with pytest.raises(ValueError, match="verify = misbehave is defined in the main script"):
-        MathAccuracyReward(verify=misbehave)
-
-
-def test_trl_sees_a_name():
-    assert MathAccuracyReward().__name__ == "math_accuracy"
 
 
 def test_ranks_share_the_cpus(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert default_workers() == 8
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert default_workers() == 3
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")
-    assert default_workers() == 1
+    for ranks, workers in ((None, 8), ("4", 3), ("100", 1)):
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if ranks is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert default_workers() == workers
 
 
 # ---------------------------------------------------------------------------------------------------------- failures
@@ -248,12 +230,6 @@ def test_the_pool_survives_a_batch_of_crashes(scripted):
 def test_a_timeout_kills_the_worker(scripted, tmp_path):
     assert math.isnan(scripted([f"hang:{tmp_path / 'pid'}"], ["yes"])[0])
     assert is_gone(int((tmp_path / "pid").read_text()))
-
-
-def test_a_pathological_expression_is_wrong_and_harms_no_neighbour():
-    with MathAccuracyReward(workers=1, verify=impatient) as reward:
-        scores = reward([r"\boxed{9^{9^9}}", r"\boxed{3}", r"\boxed{3}"], ["5x", "3", "9^{9^9}"])
-    assert scores[:2] == [0.0, 1.0] and math.isnan(scores[2])
 
 
 def test_it_works_in_threads_at_the_same_time(reward):
@@ -278,11 +254,11 @@ def test_the_workers_import_neither_torch_nor_trl(scripted):
 
 
 def test_rewards_share_workers_until_the_last_one_closes():
-    first = MathAccuracyReward(workers=3, verify=misbehave)
+    first = Scripted(workers=3)
     copies = [pickle.loads(pickle.dumps(first)), copy.deepcopy(first)]
     pids = set(first(["pid"] * 9, [""] * 9))
     for other in copies:
-        assert (other.timeout, other.workers, other.verify) == (first.timeout, 3, misbehave)
+        assert (other.timeout, other.workers) == (first.timeout, 3)
         pids |= set(other(["pid"] * 9, [""] * 9))
     assert len(pids) <= 3
     first.close()
@@ -306,55 +282,40 @@ def python(code: str, path: Path) -> subprocess.Popen:
 
 
 def test_a_script_without_a_main_guard_runs_once_and_leaves_no_process(tmp_path):
-    code = """
-import sys
-print("once")
-from dash_trl.rewards.math import MathAccuracyReward
-from tests.test_math_reward import misbehave
-heavy = {"torch", "trl", "transformers", "datasets", "math_verify", "sympy"}
-print(heavy & set(sys.modules))
-print(int(MathAccuracyReward(workers=1, verify=misbehave)(["pid"], [""])[0]))
-"""
-    process = python(code, tmp_path)
-    try:
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    once, heavy, pid = out.splitlines()
-    assert (process.returncode, once, heavy, err) == (0, "once", "set()", "")
-    assert is_gone(int(pid))
-
-
-def test_a_forked_child_starts_its_own_workers(tmp_path):
+    """A forked child of it starts its own workers."""
     code = """
 import os
-from dash_trl.rewards.math import MathAccuracyReward
-from tests.test_math_reward import misbehave
-reward = MathAccuracyReward(workers=1, verify=misbehave)
-print(reward(["yes"], ["yes"]), flush=True)
+import sys
+print("once")
+from tests.test_math_reward import Scripted
+heavy = {"torch", "trl", "transformers", "datasets", "math_verify", "sympy"}
+print(heavy & set(sys.modules))
+reward = Scripted(workers=1)
+print(int(reward(["pid"], [""])[0]), flush=True)
 child = os.fork()
 if child == 0:
-    with reward:
-        print(reward(["yes", "no"], ["yes"] * 2), flush=True)
+    print(reward(["yes", "no"], ["yes"] * 2), flush=True)
+    reward.close()
     os._exit(0)
 os.waitpid(child, 0)
 print(reward(["no"], ["yes"]))
 """
     process = python(code, tmp_path)
     try:
-        out, _ = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert out.splitlines() == ["[1.0]", "[1.0, 0.0]", "[0.0]"]
+    once, heavy, pid, *scores = out.splitlines()
+    assert (process.returncode, once, heavy, scores, err) == (0, "once", "set()", ["[1.0, 0.0]", "[0.0]"], "")
+    assert is_gone(int(pid))
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux's pidfd_open to wait for another's child")
 def test_workers_die_with_a_killed_parent(tmp_path):
     os.mkfifo(tmp_path / "pid")
     code = f"""
-from dash_trl.rewards.math import MathAccuracyReward
-from tests.test_math_reward import misbehave
-MathAccuracyReward(workers=1, timeout=1000, verify=misbehave)(["hang:{tmp_path}/pid"], [""])
+from tests.test_math_reward import Scripted
+Scripted(workers=1, timeout=1000)(["hang:{tmp_path}/pid"], [""])
 """
     process = python(code, tmp_path)
     pid = int((tmp_path / "pid").read_text())  # waits for the worker to write

@@ -62,11 +62,9 @@ def train(trainer_class, model, tmp_path, value=False, **settings):
         return run(trainer_class, model, tmp_path, callbacks=callbacks, **{**shapes, **settings})
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded", "values"])
-def test_no_tensor_is_as_large_as_the_logits(layout, model, tmp_path, small_chunks):
-    prepare = pad if layout == "padded" else None
-    trainer = train(DASHTrainer, model, tmp_path, value=layout == "values", prepare=prepare)
-    assert trainer.state.global_step == 2
+@pytest.mark.parametrize("settings", [{"prepare": pad}, {"value": True}], ids=["padded", "packed, and values"])
+def test_no_tensor_is_as_large_as_the_logits(settings, model, tmp_path, small_chunks):
+    assert train(DASHTrainer, model, tmp_path, **settings).state.global_step == 2
 
 
 def test_the_limit_sees_logits(model, tmp_path, small_chunks, monkeypatch):

@@ -16,7 +16,7 @@ from dash_trl.process_rewards import MonteCarloValue, ValueRequest
 from dash_trl.rewards.failures import watch
 from dash_trl.sampling.server import Completion
 from dash_trl.sampling.trl import VLLMPool
-from tests.tiny import run
+from tests.tiny import prompts, run
 
 LONGEST = 24  # of the trainer's completions
 ROWS = 16  # of its generation batch
@@ -99,6 +99,7 @@ def weighted(ids: list[int]) -> float:
 def test_a_value_is_the_mean_reward_of_k_rollouts_and_batches_are_no_larger_than_the_trainer_s(trainer, k):
     requests = random_requests()
     check(MonteCarloValue(k)(requests, trainer), expected(requests, k, weighted))
+    assert MonteCarloValue(k)([ValueRequest((5,), (6,), (), example=EXAMPLE)], trainer) == [[]]
     assert sum(len(ids) for ids, _ in trainer.sampled) % k == 0
     assert max(len(ids) for ids, _ in trainer.sampled) == max(ROWS // k * k, k)  # a prefix's rollouts stay together
 
@@ -288,5 +289,6 @@ def test_a_failure_of_rollouts_is_said_once(tiny_model, tmp_path, caplog):
 
     own = [False]
     callback = ProcessRewardCallback(Rollouts(2), estimator="centered_return", min_episode_tokens=2)
-    run(DASHTrainer, tiny_model, tmp_path, reward=moody, callbacks=[callback], max_steps=2)
+    dataset = prompts(64).remove_columns("answer")  # of which no value is needed
+    run(DASHTrainer, tiny_model, tmp_path, dataset=dataset, reward=moody, callbacks=[callback], max_steps=2)
     assert caplog.text.count("The reward function 'moody' returned nan") == 1

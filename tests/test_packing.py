@@ -27,7 +27,7 @@ def table(ranks: int, rows: int, kept: float, seed: int, longest: int = 200) -> 
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     ranks=st.integers(1, 4),
@@ -77,12 +77,6 @@ def test_micro_batches_are_balanced_and_few():
     assert [len(step) for step in plan] == [0, 0, 1, 1]
     loads = [sum(int(lengths[0, row, 1]) for row in step[0].rows[0]) for step in plan[2:]]
     assert loads == [200, 200]
-
-
-def test_a_budget_is_kept_by_more_passes_per_micro_step():
-    lengths = torch.tensor([[[10, 90]] * 8])
-    plan = plan_segment(lengths, 2, max_rows=4, max_tokens=100)
-    assert [len(step) for step in plan] == [4, 4]
 
 
 def test_padded_rows_are_sorted_by_length():

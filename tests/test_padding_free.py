@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -23,10 +24,12 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
+from dash_trl import DASHTrainer
 from dash_trl.update.padding_free import PackedLayout, enable_padding_free, pack_inputs, packed_log_probs
-from tests.tiny import log_probs
+from tests.tiny import log_probs, parameters, relative_difference, run, save_tiny_model
 
 SIZES = dict(
     vocab_size=97,
@@ -71,19 +74,6 @@ def test_packed_equals_one_row_at_a_time(name):
     assert entropies.shape == (5, keep) and (entropies[0] > 0).all() and (entropies[2] == 0).all()
 
 
-def test_samples_of_a_row_do_not_see_each_other():
-    torch.manual_seed(0)
-    model = ARCHITECTURES["qwen2"]().eval()
-    add_fused_lm_head(model)
-    enable_padding_free(model)
-    ids, mask, keep = batch()
-    before = packed_log_probs(model, ids, mask, keep, flash=False)[0]
-    ids[0, 4] = (ids[0, 4] + 1) % 97
-    after = packed_log_probs(model, ids, mask, keep, flash=False)[0]
-    assert not torch.equal(before[0], after[0])
-    assert torch.equal(before[1:], after[1:])
-
-
 def test_a_micro_batch_of_dummies_has_a_gradient_of_zeros():
     model = ARCHITECTURES["qwen2"]()
     add_fused_lm_head(model)
@@ -92,22 +82,6 @@ def test_a_micro_batch_of_dummies_has_a_gradient_of_zeros():
     mask[0, :2] = 1
     packed_log_probs(model, torch.ones(2, 3, dtype=torch.long), mask, 1, flash=False)[0].sum().backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
-
-
-def test_generation_is_as_before():
-    torch.manual_seed(0)
-    model = ARCHITECTURES["qwen2"]().eval()
-    ids, mask = torch.randint(1, 97, (3, 6)), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6, [0, 1, 1, 1, 1, 1]])
-    settings = {
-        "attention_mask": mask,
-        "max_new_tokens": 8,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-    before = model.generate(ids, **settings)
-    assert enable_padding_free(model) is None
-    assert torch.equal(model.generate(ids, **settings), before)
 
 
 def test_flash_attention_gets_its_arguments():
@@ -157,10 +131,6 @@ assert "dash_trl" not in sys.modules
 
 def test_what_leaves_the_process_needs_nothing_of_ours(tiny_model, tmp_path):
     """A pickle, a copy, a merged model and a saved one, loaded where there is only transformers."""
-    from peft import LoraConfig
-
-    from dash_trl import DASHTrainer
-    from tests.tiny import run
 
     class Keep(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
@@ -184,11 +154,6 @@ def test_what_leaves_the_process_needs_nothing_of_ours(tiny_model, tmp_path):
 
 def test_a_windowed_model_trains_like_trl(tmp_path):
     """The padded layout, chosen by the model itself."""
-    from trl import GRPOTrainer
-
-    from dash_trl import DASHTrainer
-    from tests.tiny import parameters, relative_difference, run, save_tiny_model
-
     config = MistralConfig(**{**SIZES, "vocab_size": 300}, sliding_window=8)
     model = save_tiny_model(tmp_path / "model", MistralForCausalLM, config)
     start = parameters(AutoModelForCausalLM.from_pretrained(model))

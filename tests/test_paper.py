@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -54,20 +53,16 @@ def test_what_is_said_in_two_tables_is_the_same():
     }
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_every_row_has_its_run(name):
-    for row in experiments.TABLES[name].rows:
-        method = experiments.METHODS[row.method]
-        assert row.size in experiments.PARAMETERS
-        assert method.script is None or experiments.config_of(row.method, row.size).is_file()
-        assert method.code == (name in ("table2", "table4"))
-
-
-@pytest.mark.parametrize("name", list(experiments.FIGURES))
-def test_a_figure_draws_runs_of_its_table(name):
-    figure = experiments.FIGURES[name]
-    rows = {(row.method, row.size) for row in experiments.TABLES[figure.table].rows}
-    assert {(method, size) for method in figure.methods.values() for size in figure.sizes} <= rows
+def test_every_row_has_its_run_and_every_figure_runs_of_its_table():
+    for name, table in experiments.TABLES.items():
+        for row in table.rows:
+            method = experiments.METHODS[row.method]
+            assert row.size in ("0.5", "1.5", "3.0")
+            assert method.script is None or experiments.config_of(row.method, row.size).is_file()
+            assert method.code == (name in ("table2", "table4"))
+    for figure in experiments.FIGURES.values():
+        rows = {(row.method, row.size) for row in experiments.TABLES[figure.table].rows}
+        assert {(method, size) for method in figure.methods.values() for size in figure.sizes} <= rows
 
 
 @pytest.mark.parametrize("method", [name for name, one in experiments.METHODS.items() if "train" in str(one.script)])
@@ -119,59 +114,46 @@ def test_every_command_parses(name, tmp_path):
     from trl import ModelConfig
 
     from dash_trl import DASHConfig
-    from dash_trl.evaluation.command import EvaluationArguments
+    from dash_trl.evaluation import EvaluationArguments
 
-    one_process = ["--use_cpu", "--bf16=False"]  # where the paper has GPUs
+    samplers = {"dash_trl.evaluation": (EvaluationArguments, "models"), "traces.py": (traces.TraceArguments, "teacher")}
+    trainers = {"sft.py": (sft.SupervisedArguments, sft.SupervisedConfig)}
+    trainers |= dict.fromkeys(("train_math.py", "train_code.py"), (train_math.MathArguments, DASHConfig))
+    stand_ins = {"SECONDS_OF_DASH": "9", "THEIR_URLS": "http://127.0.0.1:8000"}
     seen = set()
     for command in commands(name, tmp_path):
-        stand_ins = {"SECONDS_OF_DASH": "9", "THEIR_URLS": "http://127.0.0.1:8000"}
-        words = [stand_ins.get(word, word) for word in command]
-        if "dash_trl.evaluation" in words:
-            parser = HfArgumentParser(EvaluationArguments)
-            parser.add_argument("models", nargs="+")
-            parser.parse_args_into_dataclasses(words[words.index("dash_trl.evaluation") + 1 :])
-            continue
-        if "dash_trl.serve" in words:
-            continue
-        script = next(word for word in words if word.endswith(".py"))
-        flags = words[words.index(script) + 1 :]
-        seen.add(Path(script).stem)
-        if script.endswith("traces.py"):
-            parser = HfArgumentParser(traces.TraceArguments)
-            parser.add_argument("teacher")
+        names = [Path(word).name for word in command]
+        script = next(one for one in (*samplers, *trainers, "dash_trl.serve") if one in names)
+        flags = [stand_ins.get(word, word) for word in command[names.index(script) + 1 :]]
+        seen.add(script)
+        if script in samplers:
+            kind, positional = samplers[script]
+            parser = HfArgumentParser(kind)
+            parser.add_argument(positional, nargs="+")
             parser.parse_args_into_dataclasses(flags)
-            continue
-        supervised = script.endswith("sft.py")
-        rows = [] if supervised or name == "embedded" else ["--per_device_train_batch_size=8"]
-        types = (
-            (sft.SupervisedArguments, sft.SupervisedConfig, ModelConfig)
-            if supervised
-            else (train_math.MathArguments, DASHConfig, ModelConfig)
-        )
-        script_arguments, args, _ = train_math.parse([*flags, *one_process, *rows], types, {})
-        assert args.seed == 0 and Path(args.output_dir).parent == tmp_path / "runs"
-        assert (script_arguments.time_limit == 9) == any(m in args.output_dir for m in ("multi", "mini"))
-        if supervised:
-            assert (script_arguments.completions is not None) == ("sft_m" in args.output_dir)
-    assert seen == {"train_math", "train_code", "sft", "traces"}
+        elif script in trainers:
+            one_process = ["--use_cpu", "--bf16=False"]  # where the paper has GPUs
+            if script != "sft.py" and name == "paper":
+                one_process += ["--per_device_train_batch_size=8"]
+            given, args, _ = train_math.parse([*flags, *one_process], (*trainers[script], ModelConfig), {})
+            assert args.seed == 0 and Path(args.output_dir).parent == tmp_path / "runs"
+            assert (given.time_limit == 9) == any(method in args.output_dir for method in ("multi", "mini"))
+            assert getattr(given, "completions", None) is None or "sft_m" in args.output_dir
+    assert seen == {*samplers, *trainers} | ({"dash_trl.serve"} if name == "paper" else set())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["table3", "--scale", "paper"], "3 trainings and 8 evaluations of a model are missing. They take 6 GPUs"),
-        (["table3", "--scale", "paper"], "The paper trained 3 of them in 52.4 h"),
-        (["table4", "--scale", "paper"], "They take 4 GPUs"),
-        (["table3", "--scale", "paper"], "-m dash_trl.serve Qwen/Qwen2.5-0.5B --servers 2"),
-        (["table3", "--scale", "paper"], "--num_processes 4"),
-        (["table4", "--scale", "paper"], "--num_processes 2"),
-        (["table3"], "9 trainings and 20 evaluations of a model are missing: about"),
-        (["all", "--seeds", "0"], "--time_limit SECONDS_OF_DASH"),
-    ],
-)
-def test_it_says_first_what_it_takes(arguments, said, tmp_path, capsys):
-    runner.main([*arguments, "--dry_run", "--output_dir", str(tmp_path)])
-    assert said in capsys.readouterr().out
+def test_it_says_first_what_it_takes(tmp_path, capsys):
+    def said(*arguments: str) -> str:
+        runner.main([*arguments, "--dry_run", "--output_dir", str(tmp_path)])
+        return capsys.readouterr().out
+
+    table3, table4 = (said(table, "--scale", "paper") for table in ("table3", "table4"))
+    assert table3.startswith("3 trainings and 8 evaluations of a model are missing. They take 6 GPUs")
+    assert "The paper trained 3 of them in 52.4 h" in table3
+    assert "-m dash_trl.serve Qwen/Qwen2.5-0.5B --servers 2" in table3 and "--num_processes 4" in table3
+    assert "They take 4 GPUs" in table4 and "--num_processes 2" in table4
+    assert "9 trainings and 20 evaluations of a model are missing: about" in said("table3")
+    assert "--time_limit SECONDS_OF_DASH" in said("all", "--seeds", "0")
     assert not list(tmp_path.iterdir())
 
 
@@ -189,30 +171,34 @@ def test_mistakes(arguments, message, tmp_path, monkeypatch):
         runner.main([*arguments, "--output_dir", str(tmp_path)])
 
 
-def test_all_of_the_embedded_scale_takes_at_most_90_minutes(tmp_path):
-    work = runner.Work(scale("embedded", tmp_path, (0, 1, 2)))
-    assert work.seconds_left(TABLES) < 90 * 60
-
-
 # ------------------------------------------------------------------------------------------------------- the tables
 
 
-def pretend(one: runner.Scale, method: str, accuracies, seconds=(), kind: str = "in") -> None:
-    """What the runs of a method leave behind, by hand."""
-    models = one.models(method, "0.5")
-    for model, accuracy in zip(models, accuracies, strict=True):
+def pretend_run(one: runner.Scale, run: runner.Run, seconds: float) -> None:
+    """What a training leaves behind, by hand."""
+    home = one.home(run)
+    home.mkdir(parents=True, exist_ok=True)
+    logs = [{"step": step, "reward": 0.5, "time/elapsed": seconds * step / 2} for step in (1, 1, 2)]
+    (home / "metrics.jsonl").write_text("".join(json.dumps(log) + "\n" for log in logs))
+
+
+def pretend_figures(one: runner.Scale, method: str, accuracies, kind: str = "in") -> None:
+    for model, accuracy in zip(one.models(method, "0.5"), accuracies, strict=True):
         file = one.figures(kind, model)
         file.parent.mkdir(parents=True, exist_ok=True)
         interval = [accuracy - 0.05, accuracy + 0.05]
         file.write_text(
             json.dumps({"accuracy": accuracy, "accuracy_interval": interval, "pass_at": {}, "marked": accuracy == 0.25})
         )
-    for run, elapsed in zip(one.runs(method, "0.5"), seconds, strict=False):
-        home = one.home(run)
-        home.mkdir(parents=True, exist_ok=True)
-        logs = [{"step": step, "reward": 0.5, "time/elapsed": elapsed * step / 2} for step in (1, 1, 2)]
-        (home / "metrics.jsonl").write_text("".join(json.dumps(log) + "\n" for log in logs))
-        runner.finish(home, one.command(run, None), elapsed)
+
+
+def pretend(one: runner.Scale, method: str, accuracies, seconds=()) -> None:
+    """Runs that are done, and their evaluations."""
+    for kind in ("in", "out"):
+        pretend_figures(one, method, accuracies, kind)
+    for run, elapsed in zip(one.runs(method, "0.5"), seconds, strict=True):
+        pretend_run(one, run, elapsed)
+        (one.home(run) / "run.json").write_text(json.dumps(one.command(run, None)))
 
 
 # t = 4.303 with 2 degrees of freedom: 80, 82, 84 has s = 2, and 4.303 · 2 / √3 = 4.97; 10, 11, 12 half of it
@@ -236,8 +222,8 @@ def test_a_table_by_hand(tmp_path):
     one = scale("embedded", tmp_path, (0, 1, 2))
     pretend(one, "no_gf_rows4", (0.80, 0.82, 0.84), (10, 11, 12))
     pretend(one, "dash_rows4", (0.25, 0.25, 0.25), (8, 8, 8))
-    pretend(one, "no_gf_rows4", (0.05,) * 3, kind="out")
-    pretend(one, "dash_rows4", (0.06,) * 3, kind="out")
+    pretend_figures(one, "no_gf_rows4", (0.05,) * 3, kind="out")
+    pretend_figures(one, "dash_rows4", (0.06,) * 3, kind="out")
     files = runner.write(one, "table10")
     assert (tmp_path / "table10.md").read_text() == EXPECTED
     first, *lines = (tmp_path / "table10.csv").read_text().splitlines()
@@ -252,7 +238,6 @@ def test_one_run_has_the_interval_of_its_evaluation(tmp_path):
     one = scale("embedded", tmp_path)
     for method, accuracy in (("dash", 0.8), ("multi", 0.7), ("mini", 0.6)):
         pretend(one, method, [accuracy], [9.0])
-        pretend(one, method, [accuracy], kind="out")
     files = runner.write(one, "table5")
     assert "| Multi | 70.0 [65.0, 75.0] | 28.8 |" in (tmp_path / "table5.md").read_text()
     assert [file.name for file in files] == ["table5.md", "table5.csv", "figure4.png"]  # figure 8: a size that is not
@@ -267,21 +252,14 @@ def test_a_step_that_was_taken_again_counts_once(tmp_path):
 # ------------------------------------------------------------------------------------------------ interrupted runs
 
 
-def test_what_is_done_is_not_done_again_and_other_settings_are_refused(tmp_path):
+def test_other_settings_are_refused_and_what_is_made_again_is_evaluated_again(tmp_path):
     one = scale("embedded", tmp_path, quick=True)
-    pretend(one, "dash", [0.8], [DASH_SECONDS])
-    work = runner.Work(one)
-    assert "dash" not in [run.method for run in work.left(["table5"])[0]]
-    work.train(runner.Run("dash", "0.5", 0))  # starts nothing, or would need a lock
-    with pytest.raises(ValueError, match="holds a run of other settings: 2, where this one has 40"):
-        runner.Work(scale("embedded", tmp_path)).train(runner.Run("dash", "0.5", 0))
-
-
-def test_a_run_that_is_made_again_is_evaluated_again(tmp_path):
-    one = scale("embedded", tmp_path)
     run = runner.Run("dash", "0.5", 0)
     for method in ("dash", "no_kl"):
         pretend(one, method, [0.8], [DASH_SECONDS])
+    runner.Work(one).train(run)  # starts nothing, or would need a lock
+    with pytest.raises(ValueError, match="holds a run of other settings: 2, where this one has 40"):
+        runner.Work(scale("embedded", tmp_path)).train(run)
     (one.home(run) / "run.json").unlink()  # as an interrupt leaves it
     runner.Work(one)._clear(run)
     assert not one.home(run).exists() and not one.figures("in", str(one.home(run))).exists()
@@ -298,19 +276,16 @@ def test_a_half_done_run_begins_anew_or_at_its_last_whole_checkpoint(tmp_path):
     assert not runner.is_done(tmp_path)
 
 
-def test_two_at_once_are_refused(tmp_path):
-    with runner.locked(tmp_path):
+def test_two_at_once_are_refused_and_a_program_that_outlives_run_py_keeps_the_folder(tmp_path):
+    def refused() -> None:
         with pytest.raises(ValueError, match="Another run.py, or a program that a killed one started"):
             with runner.locked(tmp_path):
                 pass
 
-
-def test_a_program_that_outlives_run_py_keeps_the_folder(tmp_path):
     with runner.locked(tmp_path) as lock:
+        refused()
         program = Command(["sleep", "60"], log=tmp_path / "log", pass_fds=(lock,))
-    with pytest.raises(ValueError, match="a program that a killed one started"):
-        with runner.locked(tmp_path):
-            pass
+    refused()
     program.stop(at_once=True)
     with runner.locked(tmp_path):
         pass
@@ -329,28 +304,74 @@ def test_a_program_that_fails_is_an_error_with_the_end_of_its_log(tmp_path):
             work._call("fails", [sys.executable, "-c", "1/0"], {})
 
 
-@pytest.mark.slow
-def test_killed_and_started_again_it_goes_on(tmp_path):
-    """Real runs of two steps: the first one is done, the second one killed with run.py, and its half removed."""
-    command = [sys.executable, str(EXAMPLES / "paper" / "run.py"), "table10", "--quick", "--seeds", "0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "CI": "1", "HF_HUB_OFFLINE": "1"}
-    command += ["--output_dir", str(tmp_path)]
-    first, second = (tmp_path / "runs" / f"{name}_seed0" for name in ("no_gf_rows4", "dash_rows4"))
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 300
-    while not (second / "begun.json").is_file():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert runner.is_done(first) and not runner.is_done(second)
-    when = (first / "run.json").stat().st_mtime_ns
-    (second / "half").write_text("")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert done.stdout.startswith("1 trainings and 4 evaluations") and "no_gf_rows4_seed0:" not in done.stdout
-    assert (first / "run.json").stat().st_mtime_ns == when and not (second / "half").exists()
+def test_a_table_is_made_from_its_beginning_to_its_end(tmp_path, monkeypatch, capsys):
+    """Whatever a program does is pretended; the second one is interrupted."""
+    called = []
+
+    def call(work, name, command, environment):
+        called.append(name)
+        if called == ["no_gf_rows4_seed0", "dash_rows4_seed0"]:
+            (one.home(runner.Run("dash_rows4", "0.5")) / "half").touch()
+            raise KeyboardInterrupt
+        for method in ("no_gf_rows4", "dash_rows4"):
+            if name == f"{method}_seed0":
+                pretend_run(one, runner.Run(method, "0.5"), 9.0)
+            elif name.startswith("evaluation"):
+                pretend_figures(one, method, [0.8], kind=name.removeprefix("evaluation_"))
+
+    one = scale("embedded", tmp_path, quick=True)
+    monkeypatch.setattr(runner.Work, "_call", call)
+    monkeypatch.setattr("problems.write_problems", lambda folder: None)
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+    arguments = ["table10", "--quick", "--seeds", "0", "--output_dir", str(tmp_path)]
+    with pytest.raises(SystemExit, match="Interrupted. The same command goes on."):
+        runner.main(arguments)
+    half = one.home(runner.Run("dash_rows4", "0.5"))
+    assert (half / "half").exists() and (half / "begun.json").exists() and not runner.is_done(half)
+    runner.main(arguments)
+    assert called[2:] == ["dash_rows4_seed0", "evaluation_in", "evaluation_out"] and not (half / "half").exists()
+    assert "1 trainings and 4 evaluations" in capsys.readouterr().out
     table = (tmp_path / "table10.md").read_text()
     assert "--quick: these figures say nothing" in table and "–" not in table
-    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    assert again.stdout.startswith("0 trainings and 0 evaluations") and (tmp_path / "table10.md").read_text() == table
+    runner.main(arguments)
+    assert len(called) == 5 and (tmp_path / "table10.md").read_text() == table
+    assert "0 trainings and 0 evaluations" in capsys.readouterr().out
+
+
+def test_the_problems_that_the_package_has_not(tmp_path):
+    """The base models are right on some of them, as docs/experiments.md says."""
+    import problems
+
+    from dash_trl.evaluation.command import main
+
+    one = scale("embedded", tmp_path, quick=True)
+    problems.write_problems(one.problems)
+    for kind, method in (("out", "base"), ("code", "base_code")):
+        (model,) = one.models(method, "0.5")
+        _, _, _, *arguments = one.evaluation(kind, [model])
+        main([*arguments, "--dataset_test_split", "train[:48]"])
+        assert 0 < json.loads(one.figures(kind, model).read_text())["accuracy"] < 0.7
+
+
+def test_a_stopped_run_stops_what_it_started(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "paper" / "run.py"), "table10", "--quick", "--seeds", "0"]
+    process = subprocess.Popen([*command, "--output_dir", str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    first = tmp_path / "runs" / "no_gf_rows4_seed0"
+    deadline = time.monotonic() + 300
+    log = tmp_path / "logs" / "no_gf_rows4_seed0.log"
+    while not (log.exists() and log.stat().st_size):  # the program has begun
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert (first / "begun.json").is_file() and not runner.is_done(first)
+    with runner.locked(tmp_path):  # nothing is left that would hold it
+        pass
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_real_runs_make_a_table(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "paper" / "run.py"), "table10", "--quick", "--seeds", "0"]
+    subprocess.run([*command, "--output_dir", str(tmp_path)], check=True, timeout=900)
+    assert "–" not in (tmp_path / "table10.md").read_text()

@@ -50,17 +50,12 @@ def trained(model, tmp_path, seed, **settings):
     return parameters(trainer.model), trainer
 
 
-SETTINGS = [
+SETTINGS = [  # pairs of the options that have a part in it
     {},
-    {"fails": True},
-    {"fails": True, "reward_weights": [1.0, 0.5]},  # of two functions with the same name
-    {"loss_type": "grpo"},
-    {"loss_type": "bnpo"},
-    {"scale_rewards": "none", "loss_type": "dr_grpo"},
-    {"advantage_estimator": "rloo"},
-    {"beta": 0.04},
+    {"fails": True, "reward_weights": [1.0, 0.5], "loss_type": "grpo"},  # of two functions with the same name
+    {"scale_rewards": "none", "loss_type": "dr_grpo", "fails": True, "beta": 0.04},
+    {"loss_type": "bnpo", "advantage_estimator": "rloo", "max_tokens_per_microbatch": 64},
     {"steps_per_generation": 2, "gradient_accumulation_steps": 4},
-    {"max_tokens_per_microbatch": 64},
 ]
 
 
@@ -68,29 +63,53 @@ SETTINGS = [
 def test_the_update_is_the_one_without_it(tiny_model, tmp_path, settings):
     start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
     expected, plain = trained(tiny_model, tmp_path, 0, **settings)
-    for seed in (1, 2):
-        found, piped = trained(tiny_model, tmp_path, seed, reward_pipeline=True, **settings)
-        difference, size = relative_difference(start, expected, found)
-        assert size > 1e-2 and difference < 5e-6  # of the update: rounding, in other passes
-        for before, now in zip(plain.state.log_history[:-1], piped.state.log_history[:-1], strict=True):
-            timed = {name for name in {**before, **now} if "time" in name or name.startswith("packing/")}
-            assert {*now} - timed == {*before} - timed
-            for name in {*before} - timed:
-                expected_value = (
-                    None if before[name] is None else pytest.approx(before[name], rel=1e-4, abs=1e-5, nan_ok=True)
-                )
-                assert now[name] == expected_value, name
-        assert {name: list(rows) for name, rows in piped._logs["extra"].items()} == {
-            name: list(rows) for name, rows in plain._logs["extra"].items()
-        }
-        assert list(piped._logs["rewards"]["delayed"]) == pytest.approx(
-            list(plain._logs["rewards"]["delayed"]), nan_ok=True
-        )
-        assert list(piped._logs["advantages"]) == pytest.approx(list(plain._logs["advantages"]), abs=1e-5)
+    found, piped = trained(tiny_model, tmp_path, 1, reward_pipeline=True, **settings)
+    difference, size = relative_difference(start, expected, found)
+    assert size > 1e-2 and difference < 5e-6  # of the update: rounding, in other passes
+    for before, now in zip(plain.state.log_history[:-1], piped.state.log_history[:-1], strict=True):
+        timed = {name for name in {**before, **now} if "time" in name or name.startswith("packing/")}
+        assert {*now} - timed == {*before} - timed
+        for name in {*before} - timed:
+            assert now[name] == pytest.approx(before[name], rel=1e-4, abs=1e-5, nan_ok=True), name
+    extras = [{name: list(rows) for name, rows in one._logs["extra"].items()} for one in (plain, piped)]
+    assert extras[0] == extras[1]
+    delayed = [list(one._logs["rewards"]["delayed"]) for one in (plain, piped)]
+    assert delayed[1] == pytest.approx(delayed[0], nan_ok=True)
+    assert list(piped._logs["advantages"]) == pytest.approx(list(plain._logs["advantages"]), abs=1e-5)
+
+
+class Numbered(DASHTrainer):
+    """Reward functions see each row's number; the update of each step is kept."""
+
+    def _calculate_rewards(self, inputs, *args):
+        return super()._calculate_rewards([{**example, "row": row} for row, example in enumerate(inputs)], *args)
+
+    def log(self, logs, *args):
+        self.ends = [*getattr(self, "ends", []), parameters(self.model)]
+        super().log(logs, *args)
+
+
+class PerGroup(DASHTrainer):
+    def compute_advantages(self, rewards):
+        return super().compute_advantages(rewards)
+
+    compute_advantages.per_group = True
+
+
+class Looks(DASHCallback):
+    def on_advantages(self, args, state, control, rollouts, **kwargs):
+        self.rows = [*getattr(self, "rows", []), len(rollouts)]
+
+
+class LooksAtGroups(Looks):
+    per_group = True
 
 
 def test_training_begins_before_the_last_reward(tiny_model, tmp_path):
-    """The last group's rewards wait for the first backward pass: without the pipeline for ever."""
+    """The last group's rewards wait for the first backward pass: without the pipeline for ever.
+
+    What says that it may see groups gets whole ones.
+    """
     backward, waited = threading.Event(), []
 
     class Gated:
@@ -99,20 +118,18 @@ def test_training_begins_before_the_last_reward(tiny_model, tmp_path):
                 waited.append(backward.wait(60))
             return float(row % 2)
 
-    class Watched(DASHTrainer):
-        def _calculate_rewards(self, inputs, *args):
-            inputs = [{**example, "row": row} for row, example in enumerate(inputs)]
-            return super()._calculate_rewards(inputs, *args)
-
+    class Watched(Numbered, PerGroup):
         def compute_loss(self, *args, **kwargs):
             loss = super().compute_loss(*args, **kwargs)
             loss.register_hook(lambda grad: backward.set())
             return loss
 
     data = prompts(64).add_column("row", [0] * 64)
-    settings = {**SHAPES, "max_steps": 1, "reward_pipeline": True}
+    looks = LooksAtGroups()
+    settings = {**SHAPES, "reward_pipeline": True, "callbacks": [looks]}
     run(Watched, tiny_model, tmp_path, reward=RewardAgent(Gated(), timeout=120), dataset=data, **settings)
     assert waited == [True]
+    assert sum(looks.rows) == 16 and all(rows % 4 == 0 for rows in looks.rows)
 
 
 class InOrder:
@@ -136,17 +153,6 @@ class InOrder:
         return float(sum(completion_ids) % 2)
 
 
-class Numbered(DASHTrainer):
-    """Reward functions see each row's number; the update of each step is kept."""
-
-    def _calculate_rewards(self, inputs, *args):
-        return super()._calculate_rewards([{**example, "row": row} for row, example in enumerate(inputs)], *args)
-
-    def log(self, logs, *args):
-        self.ends = [*getattr(self, "ends", []), parameters(self.model)]
-        super().log(logs, *args)
-
-
 ORDER = [2, 0, 3, 1]  # in which the groups of a window are scored
 MINI = {**SHAPES, "steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 8, "learning_rate": 0.5}
 
@@ -157,21 +163,26 @@ def mini(model, tmp_path, reward=None, **settings):
     return run(Numbered, model, tmp_path, reward=reward, dataset=data, **{**MINI, "reward_pipeline": True, **settings})
 
 
+@pytest.fixture(scope="module")
+def piped(tiny_model, tmp_path_factory):
+    """A run with the pipeline and `MINI`, which saves within its windows; and its folder."""
+    folder = tmp_path_factory.mktemp("mini")
+    return mini(tiny_model, folder, save_strategy="steps", save_steps=2), folder
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {},
-        {"gradient_accumulation_steps": 2, "max_steps": 4},
-        {"beta": 0.04, "loss_type": "dapo"},
-        {"logprobs": True},
-        {"mask_truncated_completions": True, "beta": 0.04},
+        {"gradient_accumulation_steps": 2, "max_steps": 4, "logprobs": True},
+        {"mask_truncated_completions": True, "beta": 0.04, "loss_type": "dapo"},
     ],
 )
-def test_mini_fills_optimizer_steps_in_the_order_of_arrival(settings, tiny_model, tmp_path, monkeypatch):
+def test_mini_fills_optimizer_steps_in_the_order_of_arrival(settings, tiny_model, tmp_path, monkeypatch, piped):
     """As one that waits for all rewards, if its shuffle had this order."""
     if settings.get("logprobs"):
         settings |= {"vllm_importance_sampling_mode": "token_truncate"}
-    piped = mini(tiny_model, tmp_path, **settings)
+    piped = mini(tiny_model, tmp_path, **settings) if settings else piped[0]
     order = torch.tensor([4 * group + row for group in ORDER for row in range(4)])
     monkeypatch.setattr("dash_trl.trainer.shuffled", lambda rows: order)
     plain = mini(tiny_model, tmp_path, reward_pipeline=False, **settings)
@@ -203,20 +214,19 @@ def test_mini_steps_before_the_last_reward(tiny_model, tmp_path):
     assert not any(name.startswith("reward") for name in first), "not known yet"
 
 
-def test_a_mini_run_is_resumed_within_its_window(tiny_model, tmp_path):
+def test_a_mini_run_is_resumed_within_its_window(tiny_model, tmp_path, piped):
     """A checkpoint waits for the window's rewards, and holds what was not trained on."""
-    plain = mini(tiny_model, tmp_path)
-    whole = mini(tiny_model, tmp_path, save_strategy="steps", save_steps=2)
-    rest = mini(tiny_model, tmp_path, resume=str(tmp_path / "checkpoint-2"), save_strategy="no", max_steps=4)
+    whole, folder = piped
+    rest = mini(tiny_model, tmp_path, resume=str(folder / "checkpoint-2"), max_steps=4)
     start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
-    for expected, found in ((plain.ends[-1], whole.ends[-1]), (plain.ends[3], rest.ends[1])):
-        difference, size = relative_difference(start, expected, found)
-        assert size > 1e-3 and difference < 5e-6
+    difference, size = relative_difference(start, whole.ends[3], rest.ends[1])
+    assert size > 1e-3 and difference < 5e-6
 
 
-@pytest.mark.parametrize("estimator", ["centered_return", "episode", "grpo_process"])
+@pytest.mark.parametrize("estimator", ["centered_return", "grpo_process"])
 def test_process_rewards_are_those_of_the_window(estimator, tiny_model, tmp_path):
     """Update and figures, though the groups come one after the other."""
+    assert ProcessRewardCallback(AnswerLogProbValue(" = "), estimator="episode").per_group
     ends, lines = [], []
     for pipe in (False, True):
         episodes = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "max_episode_tokens": 8}
@@ -262,42 +272,22 @@ class OwnAdvantages(DASHTrainer):
         return rewards[:, 0]
 
 
-class PerGroup(DASHTrainer):
-    def compute_advantages(self, rewards):
-        return super().compute_advantages(rewards)
-
-    compute_advantages.per_group = True
-
-
-class Looks(DASHCallback):
-    def on_advantages(self, args, state, control, rollouts, **kwargs):
-        self.rows = [*getattr(self, "rows", []), len(rollouts)]
-
-
-class LooksAtGroups(Looks):
-    per_group = True
-
-
 @pytest.mark.parametrize(
     ("trainer_class", "settings", "message"),
     [
         (OwnAdvantages, {}, "OwnAdvantages does not say that its compute_advantages treat each group by itself"),
         (DASHTrainer, {"callbacks": [Looks()]}, "Looks does not say that its on_rewards and on_advantages"),
-        (DASHTrainer, {"reward": lambda completions, **kwargs: [1.0] * len(completions)}, "scores a whole batch at"),
+        (
+            DASHTrainer,
+            {"reward": lambda completions, **kwargs: [1.0] * len(completions)},
+            "'<lambda>' scores a whole batch at",
+        ),
     ],
 )
 def test_what_sees_a_few_groups_must_say_that_it_may(tiny_model, tmp_path, trainer_class, settings, message):
     settings = {"reward": RewardAgent(Delayed()), **SHAPES, **settings}
     with pytest.raises(ValueError, match=message):
         run(trainer_class, tiny_model, tmp_path, reward_pipeline=True, **settings)
-
-
-def test_what_says_that_it_may_gets_whole_groups(tiny_model, tmp_path):
-    looks = LooksAtGroups()
-    run(
-        PerGroup, tiny_model, tmp_path, reward=RewardAgent(Delayed()), callbacks=[looks], reward_pipeline=True, **SHAPES
-    )
-    assert sum(looks.rows) == 16 and all(rows % 4 == 0 for rows in looks.rows)
 
 
 class Draws(LooksAtGroups):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from decimal import Decimal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
@@ -19,13 +20,17 @@ from dash_trl.process_rewards import (
     CreditSettings,
     MonteCarloValue,
     OutcomeValue,
+    Segmenter,
     ServerValue,
     ValueRequest,
+    checked_values,
     line_starts,
 )
 from dash_trl.process_rewards.callback import accepted_answers
+from dash_trl.process_rewards.diagnostics import Diagnostics
 from dash_trl.process_rewards.picture import credit_html
-from tests.tiny import parameters, relative_difference, run
+from tests.test_credit import as_rewards, make_rows
+from tests.tiny import ScriptedReward, parameters, relative_difference, run, tiny_tokenizer
 
 PROBLEMS = Dataset.from_dict(
     {"prompt": [f"{i} + {i} = " for i in range(16)], "answer": [str(2 * i) for i in range(16)]}
@@ -57,21 +62,9 @@ def train(model, output, *callbacks, reward=lambda **kwargs: [0.0] * len(kwargs[
     return trainer, seen.rollouts, relative_difference(start, end, end)[1]
 
 
-def test_a_problem_that_no_completion_solves_still_teaches(tiny_model, tmp_path):
-    _, rollouts, update = train(tiny_model, tmp_path)
-    assert update == 0.0 and not rollouts.advantages.any()
-    trainer, rollouts, update = train(tiny_model, tmp_path, callback())
-    assert update > 1e-3
-    assert rollouts.advantages.shape == rollouts.completion_ids.shape
-    log = trainer.state.log_history[0]
-    assert log["filter/kept_rows"] > 0.8 and log["frac_reward_zero_std"] == 1.0
-    assert log["process/structured_rows"] > 0.5 and log["process/episodes"] > 1 and log["time/values"] > 0
-
-
-def test_no_float64_is_sent_to_the_device(tiny_model, tmp_path, monkeypatch):
-    """MPS refuses it. What ranks exchange goes through the device."""
-    from accelerate import Accelerator
-
+@pytest.fixture(scope="module")
+def silent(tiny_model, tmp_path_factory):
+    """A step of which no completion has a reward: callback, trainer, rollouts, update, dtypes that ranks exchanged."""
     sent = []
 
     def watched(exchange):
@@ -81,65 +74,73 @@ def test_no_float64_is_sent_to_the_device(tiny_model, tmp_path, monkeypatch):
 
         return call
 
-    for name in ("gather", "reduce", "pad_across_processes"):
-        monkeypatch.setattr(Accelerator, name, watched(getattr(Accelerator, name)))
-    train(tiny_model, tmp_path, callback())
+    process = callback()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("gather", "reduce", "pad_across_processes"):
+            patch.setattr(Accelerator, name, watched(getattr(Accelerator, name)))
+        trained = train(tiny_model, tmp_path_factory.mktemp("silent"), process)
+    return process, *trained, sent
+
+
+def test_a_problem_that_no_completion_solves_still_teaches(silent, tiny_model, tmp_path):
+    _, rollouts, update = train(tiny_model, tmp_path)
+    assert update == 0.0 and not rollouts.advantages.any()
+    _, trainer, rollouts, update, _ = silent
+    assert update > 1e-3
+    assert rollouts.advantages.shape == rollouts.completion_ids.shape
+    log = trainer.state.log_history[0]
+    assert log["filter/kept_rows"] > 0.8 and log["frac_reward_zero_std"] == 1.0
+    assert log["process/structured_rows"] > 0.5 and log["process/episodes"] > 1 and log["time/values"] > 0
+
+
+def test_no_float64_is_sent_to_the_device(silent):
+    """MPS refuses it. What ranks exchange goes through the device."""
+    sent = silent[-1]
     assert {torch.float32, torch.int64} <= set(sent) and torch.float64 not in sent
 
 
-def test_progress_is_followed(tiny_model, tmp_path):
+def test_progress_is_followed(silent):
     """A row's first token is credited with its progress, against that of the others in its group."""
-    process = callback()
-    _, rollouts, _ = train(tiny_model, tmp_path, process)
+    process, _, rollouts, _, _ = silent
     totals = torch.tensor([values[-1] - values[0] for _, values in process.last]).view(-1, 4)
     others = (totals.sum(dim=1, keepdim=True) - totals) / 3
     expected = (totals - others) / totals.std(dim=1, keepdim=True).clamp(min=0.1)
-    started = (rollouts.completion_mask.sum(dim=1) > 0) & torch.tensor([len(e.boundaries) > 1 for e, _ in process.last])
+    several = torch.tensor([len(boundaries) > 1 for boundaries, _ in process.last])
+    started = (rollouts.completion_mask.sum(dim=1) > 0) & several
     assert rollouts.advantages[started, 0].tolist() == pytest.approx(expected.flatten()[started].tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("arguments", [{"estimator": "grpo"}, {"settings": CreditSettings(process_weight=0.0)}])
-def test_without_process_rewards_the_update_is_grpo_s(tiny_model, tmp_path, arguments):
-    from tests.tiny import ScriptedReward
+def test_the_values_are_those_of_the_sampling_policy(silent, tiny_model):
+    process, trainer, rollouts, _, _ = silent
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), trainer.processing_class
+    boundaries, values = process.last[0]
+    request = ValueRequest(
+        tuple(rollouts.prompt_ids[0][rollouts.prompt_mask[0].bool()].tolist()),
+        tuple(rollouts.completion_ids[0][rollouts.completion_mask[0].bool()].tolist()),
+        boundaries,
+        accepted_answers(rollouts.examples[0], "answer"),
+    )
+    assert values == pytest.approx(AnswerLogProbValue(" = ").score([request], model, tokenizer)[0], abs=1e-5)
 
-    plain, _, update = train(tiny_model, tmp_path, reward=ScriptedReward())
-    weighted, _, _ = train(tiny_model, tmp_path, callback(**arguments), reward=ScriptedReward())
+
+def test_without_process_rewards_the_update_is_grpo_s(tiny_model, tmp_path):
     start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
-    difference, update = relative_difference(start, parameters(plain.model), parameters(weighted.model))
-    assert update > 1e-3 and difference <= 1e-5
+    plain, _, _ = train(tiny_model, tmp_path, reward=ScriptedReward())
+    for arguments in ({"estimator": "grpo"}, {"settings": CreditSettings(process_weight=0.0)}):
+        weighted, _, _ = train(tiny_model, tmp_path, callback(**arguments), reward=ScriptedReward())
+        difference, update = relative_difference(start, parameters(plain.model), parameters(weighted.model))
+        assert update > 1e-3 and difference <= 1e-5
 
 
-@pytest.mark.parametrize("estimator", ["gae", "episode", "grpo_process", "prime_rloo"])
-def test_every_kind_of_estimator_trains(tiny_model, tmp_path, estimator):
+def test_an_estimator_of_values_trains(tiny_model, tmp_path):
     value = AnswerLogProbValue(" = ", space="probability")
     # A random model's probabilities, and with them gae's advantages, are far below the filter's 0.1.
-    process = callback(value=value, estimator=estimator)
+    process = callback(value=value, estimator="gae")
     _, rollouts, update = train(tiny_model, tmp_path, process, gradient_filter_threshold=0.0)
     assert update > 0 and torch.isfinite(rollouts.advantages).all()
 
 
-def test_monte_carlo_needs_nothing_of_solved_groups(tiny_model, tmp_path):
-    process = callback(value=MonteCarloValue(num_rollouts=2), estimator="gae")
-    _, _, update = train(tiny_model, tmp_path, process, reward=lambda prompts, **kwargs: [1.0] * len(prompts))
-    assert update == 0.0
-
-
-def test_the_credit_is_drawn_beside_the_completions(tiny_model, tmp_path):
-    train(tiny_model, tmp_path, callback(), log_completions=True)
-    page = (tmp_path / "completions" / "credit_00000.html").read_text()
-    assert page.count("<hr>") == 3 and "V(prefix)" in page
-
-
-def test_failed_rewards_leave_the_credit_of_the_others(tiny_model, tmp_path):
-    def reward(completion_ids, **kwargs):
-        return [math.nan if i % 4 == 0 else 0.0 for i in range(len(completion_ids))]
-
-    trainer, rollouts, update = train(tiny_model, tmp_path, callback(), reward=reward)
-    assert not rollouts.advantages[::4].any() and rollouts.advantages[1::4].any() and update > 0
-    assert trainer.state.log_history[0]["filter/dropped_unscored"] == 0.25
-
-
-def test_solved_groups_are_not_valued(tiny_model, tmp_path):
+def test_solved_groups_and_failed_rewards_are_not_valued(tiny_model, tmp_path):
     asked = []
 
     class Counting(AnswerLogProbValue):
@@ -147,24 +148,20 @@ def test_solved_groups_are_not_valued(tiny_model, tmp_path):
             asked.append(sum(bool(request.boundaries) for request in requests))
             return super().__call__(requests, trainer)
 
-    def solved(completion_ids, **kwargs):
-        return [1.0] * 8 + [0.0] * 8
+    def reward(completion_ids, **kwargs):
+        return [1.0] * 8 + [math.nan, 0.0, 0.0, 0.0] * 2
 
-    train(tiny_model, tmp_path, callback(value=Counting(" = ")), reward=solved)
-    train(tiny_model, tmp_path, callback(value=Counting(" = "), skip_solved=False), reward=solved)
-    assert asked == [8, 16]
+    trainer, rollouts, update = train(tiny_model, tmp_path, callback(value=Counting(" = ")), reward=reward)
+    assert asked == [6] and update > 0 and trainer.state.log_history[0]["filter/dropped_unscored"] == 0.125
+    assert not rollouts.advantages[:8].any() and not rollouts.advantages[8::4].any()
+    assert all(rollouts.advantages[row].any() for row in (9, 13))
 
 
-def test_values_that_are_missing_leave_the_outcome(tiny_model, tmp_path):
-    class Missing:
-        space = "log"
-
-        def __call__(self, requests, trainer):
-            return [[math.nan] * len(request.boundaries) for request in requests]
-
-    trainer, rollouts, update = train(tiny_model, tmp_path, callback(value=Missing()))
-    assert update == 0.0 and not rollouts.advantages.any()
-    assert trainer.state.log_history[0]["process/missing_values"] == 1.0
+@pytest.mark.parametrize(("skip", "expected"), [(True, [1, 1, 0, 1, 0, 0, 0, 0]), (False, [0, 0, 0, 1, 0, 0, 0, 0])])
+def test_rows_that_are_not_valued(skip, expected):
+    """Groups of equal positive rewards, and unscored rows."""
+    outcomes = torch.tensor([1.0, 1.0, 1.0, math.nan, 0.0, 0.0, -1.0, -1.0])
+    assert callback(skip_solved=skip)._skipped(outcomes, 2).int().tolist() == expected
 
 
 def test_an_anchored_value_leaves_the_last_episode_the_outcome(tiny_model, tmp_path):
@@ -178,7 +175,7 @@ def test_an_anchored_value_leaves_the_last_episode_the_outcome(tiny_model, tmp_p
     outcomes, several = rollouts.rewards.flatten(), 0
     assert 0 < outcomes.mean() < 1
     for group in torch.arange(len(rollouts)).view(-1, trainer.num_generations).tolist():
-        ends = {row: process.last[row][0].boundaries for row in group}
+        ends = {row: process.last[row][0] for row in group}
         last = {row: float(outcomes[row]) - 0.25 for row in group if len(ends[row]) > 1}  # else there is no episode
         if (outcomes[group] == 1).all():
             continue  # solved: not valued
@@ -193,40 +190,7 @@ def test_an_anchored_value_leaves_the_last_episode_the_outcome(tiny_model, tmp_p
     assert several > 8
 
 
-def test_idle_episodes_can_be_charged(tiny_model, tmp_path):
-    _, free, _ = train(tiny_model, tmp_path, callback())
-    penalty = {"unproductive_penalty": 0.25, "unproductive_below": 1e9}
-    process = callback(**penalty)
-    _, charged, _ = train(tiny_model, tmp_path, process)
-    difference = free.advantages - charged.advantages
-    for row, (episodes, _) in enumerate(process.last):
-        end = episodes.boundaries[-1]
-        assert torch.allclose(difference[row, :end], torch.tensor(0.25)) and not difference[row, end:].any()
-
-
-def test_the_values_are_those_of_the_sampling_policy(tiny_model, tmp_path):
-    process = callback()
-    trainer, rollouts, _ = train(tiny_model, tmp_path, process, max_steps=1)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), trainer.processing_class
-    episodes, values = process.last[0]
-    request = ValueRequest(
-        tuple(rollouts.prompt_ids[0][rollouts.prompt_mask[0].bool()].tolist()),
-        tuple(rollouts.completion_ids[0][rollouts.completion_mask[0].bool()].tolist()),
-        episodes.boundaries,
-        accepted_answers(rollouts.examples[0], "answer"),
-    )
-    assert values == pytest.approx(AnswerLogProbValue(" = ").score([request], model, tokenizer)[0], abs=1e-5)
-
-
 # ---------------------------------------------------------------------------------------------------------- mistakes
-
-
-def no_positions(text: str):
-    """Forgot to return."""
-
-
-def only_with_a_marker(text: str):
-    return [0] if "Wait" in text else None
 
 
 def an_estimator(rewards, settings):
@@ -236,23 +200,16 @@ def an_estimator(rewards, settings):
 MISTAKES = [
     # the value
     (dict(value="text"), "value='text' cannot estimate V.* words before an answer are AnswerLogProbValue"),
-    (dict(value="episode"), "A name of an estimator is estimator='...'"),
     (dict(value=MonteCarloValue), "MonteCarloValue'> cannot estimate V.* another instance"),
-    (dict(value=0.5), "value=0.5 cannot estimate V"),
     # the estimator
     (dict(estimator="ppo"), "estimator='ppo' is unknown: use one of centered_return, grpo, "),
-    (dict(estimator="centred_return"), "estimator='centred_return' is unknown"),
     (dict(estimator=None), "estimator=None is unknown"),
-    (dict(estimator=["grpo"]), r"estimator=\['grpo'\] is unknown"),
     (dict(estimator=an_estimator), r"estimator=<function an_estimator .*ESTIMATORS\['mine'\] = function"),
     (dict(estimator="gae"), r"gae.* pass value=AnswerLogProbValue\(space='probability'\)"),
     (dict(estimator="gae", value=lambda requests, trainer: []), "says so by an attribute, space = 'probability'"),
-    (dict(anchored=True), r"anchored=True puts the outcome .* pass value=OutcomeValue\(\)"),
-    (dict(anchored=True, estimator="gae", value=OutcomeValue()), "anchored=True does nothing with estimator='gae'"),
-    (dict(anchored=1), "anchored=1 is a int. Use True or False"),
+    (dict(anchored=True), r"a value whose space is 'log': it puts the outcome .* pass OutcomeValue\(\)"),
+    (dict(anchored=True, estimator="gae", value=OutcomeValue()), r"anchored=True with estimator='gae'.* \(gae, grpo\)"),
     # the settings
-    (dict(settings={"process_weight": 0.5}), r"settings=\{'process_weight': 0.5\} is a dict. Pass .*CreditSettings"),
-    (dict(settings=CreditSettings), "settings=<class .*CreditSettings'> is a type"),
     (
         dict(settings=CreditSettings(lam=0.5)),
         "lam=0.5 does nothing with .*centered_return'.* outcome_weight, process_w",
@@ -263,42 +220,6 @@ MISTAKES = [
         "process_weight=0.5 does nothing with estimator='gae', whose settings are gamma, lam",
     ),
     (dict(settings=CreditSettings(outcome_weight=2.0), estimator="grpo"), "outcome_weight=2.0 .* settings are none"),
-    # the episodes
-    (dict(markers="Wait"), "markers='Wait' cannot begin an episode: pass a list"),
-    (dict(markers=None), "markers=None cannot begin an episode"),
-    (dict(markers=[]), r"markers=\[\] cannot begin an episode"),
-    (dict(markers=["Wait", ""]), "cannot begin an episode"),
-    (dict(markers=(word for word in ["Wait"])), "markers=<generator .* pass a list"),
-    (dict(markers=["Wait", 3]), r"a text of markers=3 is no text \(but of type int"),
-    (dict(markers=no_positions), "markers=no_positions gave None for the text .* an empty one for none"),
-    (dict(markers=lambda text: 3), "gave 3 for the text"),
-    (dict(markers=lambda text: text.split()), "gave 'First,' for the text .* positions at which episodes begin"),
-    (dict(markers=lambda text: re.finditer("Wait", text)), r"gave <re.Match .*\[match.start\(\) for match in"),
-    (dict(markers=lambda text: [1.0]), "gave 1.0 for the text"),
-    (dict(markers=lambda text: [character == "W" for character in text]), "gave False for the text"),
-    (dict(max_episode_tokens="256"), "max_episode_tokens='256' is no number of tokens"),
-    (dict(max_episode_tokens=None), "max_episode_tokens=None is no number of tokens"),
-    (dict(max_episode_tokens=256.0), "max_episode_tokens=256.0 is no number of tokens"),
-    (dict(min_episode_tokens=True), "min_episode_tokens=True is no number of tokens"),
-    (dict(min_episode_tokens=0), "min_episode_tokens=0 and max_episode_tokens=256 cannot both hold"),
-    (dict(min_episode_tokens=200), "1 <= min <= max / 2"),
-    # the final answer
-    (dict(final_answer="("), r"final_answer='\(' is no regular expression \(missing \)"),
-    (dict(final_answer="####["), "unterminated character set.* re.escape"),
-    (dict(final_answer=None), r"final_answer=None is no text \(but of type NoneType"),
-    (dict(final_answer=["####"]), r"is no text \(but of type list"),
-    (dict(final_answer=""), "final_answer='' matches an empty text"),
-    (dict(final_answer="(answer: )?"), "matches an empty text"),
-    (dict(final_answer="\boxed"), r"final_answer='\\x08oxed' holds a control character.* raw text"),
-    (dict(final_answer=r"\boxed\{"), r"looks for 'oxed' at the beginning of a word.* Write \\\\boxed"),
-    # the rest
-    (dict(answer_column=None), r"answer_column=None is no text \(but of type NoneType"),
-    (dict(answer_column=["answer"]), r"answer_column=\['answer'\] is no text"),
-    (dict(skip_solved="no"), "skip_solved='no' is a str. Use True or False"),
-    (dict(unproductive_penalty=-0.1), "unproductive_penalty=-0.1 cannot charge"),
-    (dict(unproductive_penalty="0.1"), "unproductive_penalty='0.1' cannot charge"),
-    (dict(unproductive_penalty=math.nan), "unproductive_penalty=nan cannot charge"),
-    (dict(unproductive_below=-1), "unproductive_below=-1 cannot charge"),
 ]
 
 
@@ -309,118 +230,79 @@ def test_mistakes_are_said_at_once(arguments, said):
 
 
 @pytest.mark.parametrize(
-    ("value", "arguments", "said"),
+    ("part", "arguments", "said"),
     [
-        (AnswerLogProbValue, dict(force_prompt=""), "force_prompt='' asks for nothing"),
-        (AnswerLogProbValue, dict(force_prompt=["The answer is "]), r"is no text \(but of type list"),
-        (AnswerLogProbValue, dict(force_prompt="The answer is \boxed{"), "holds a control character"),
-        (AnswerLogProbValue, dict(closing=None), r"closing=None is no text \(but of type NoneType.* leave it out"),
+        (AnswerLogProbValue, dict(force_prompt="The answer is \boxed{"), "holds a control character.* raw text"),
         (AnswerLogProbValue, dict(space="logarithm"), "space='logarithm' is unknown"),
-        (AnswerLogProbValue, dict(space=None), "space=None is unknown"),
-        (AnswerLogProbValue, dict(floor=0), "floor=0 would make every answer certain"),
-        (AnswerLogProbValue, dict(floor="-10"), "floor='-10' would make"),
-        (AnswerLogProbValue, dict(floor=None), "floor=None would make"),
-        (AnswerLogProbValue, dict(floor=math.nan), "floor=nan would make"),
-        (AnswerLogProbValue, dict(max_tokens_per_pass=0), "max_tokens_per_pass=0 leaves no room"),
-        (AnswerLogProbValue, dict(max_tokens_per_pass="8192"), "max_tokens_per_pass='8192' leaves no room"),
-        (AnswerLogProbValue, dict(max_tokens_per_pass=None), "max_tokens_per_pass=None leaves no room"),
-        (ServerValue, dict(floor=1.0), "floor=1.0 would make"),
-        (MonteCarloValue, dict(num_rollouts=0), "num_rollouts=0 gives no rollout"),
-        (MonteCarloValue, dict(num_rollouts="9"), "num_rollouts='9' gives no rollout"),
-        (MonteCarloValue, dict(num_rollouts=2.5), "num_rollouts=2.5 gives no rollout"),
-        (MonteCarloValue, dict(num_rollouts=None), "num_rollouts=None gives no rollout"),
-        (CreditSettings, dict(scale_floor=-1), "scale_floor=-1 cannot be divided by"),
-        (CreditSettings, dict(scale_floor=0), "scale_floor=0 cannot be divided by"),
-        (CreditSettings, dict(scale_floor="0.1"), "scale_floor='0.1' cannot be divided by"),
-        (CreditSettings, dict(process_weight=-1.0), "process_weight=-1.0 cannot weigh"),
-        (CreditSettings, dict(process_weight=True), "process_weight=True cannot weigh"),
-        (CreditSettings, dict(outcome_weight=None), "outcome_weight=None cannot weigh"),
-        (CreditSettings, dict(outcome_weight=math.inf), "outcome_weight=inf cannot weigh"),
-        (CreditSettings, dict(gamma=1.5), "gamma=1.5 is no share"),
-        (CreditSettings, dict(lam="0.95"), "lam='0.95' is no share"),
+        (CreditSettings, dict(scale_floor=0), "scale_floor=0, .* is out of range"),
+        (CreditSettings, dict(process_weight=-1.0), "process_weight=-1.0, .* is out of range"),
+        (CreditSettings, dict(process_weight=math.nan), "process_weight=nan, .* is out of range"),
+        (CreditSettings, dict(outcome_weight=-0.5), "outcome_weight=-0.5, .* is out of range"),
+        (CreditSettings, dict(gamma=1.5), "gamma=1.5, .* is out of range"),
+        (CreditSettings, dict(gamma=-0.5), "gamma=-0.5, .* is out of range"),
+        (CreditSettings, dict(lam=1.5), "lam=1.5.* is out of range"),
+        (CreditSettings, dict(lam=-0.5), "lam=-0.5.* is out of range"),
     ],
     ids=lambda one: one.__name__ if isinstance(one, type) else None,
 )
-def test_mistakes_in_its_parts_are_said_at_once(value, arguments, said):
+def test_mistakes_in_its_parts_are_said_at_once(part, arguments, said):
     with pytest.raises(ValueError, match=said):
-        value(**arguments)
+        part(**arguments)
 
 
 def test_what_is_right_is_taken():
     ProcessRewardCallback(lambda requests, trainer: [], settings=CreditSettings(process_weight=0, scale_floor=1))
-    ProcessRewardCallback(markers={"Wait", "So"}, final_answer=r"\\boxed\{|####", unproductive_penalty=0)
-    ProcessRewardCallback(markers=lambda text: iter([]), final_answer="(?!)")
-    AnswerLogProbValue("\\boxed{", closing="}", floor=-math.inf)
-
-
-def returning(rows):
-    """A value function that returns what `rows` makes of the right answer."""
-
-    def mine(requests, trainer):
-        return rows([[0.0] * len(request.boundaries) for request in requests])
-
-    return mine
+    CreditSettings(gamma=0, lam=0)
+    Segmenter(tiny_tokenizer(), markers={"Wait", "So"}, final_answer=r"\\boxed\{|####")
+    Segmenter(tiny_tokenizer(), markers=lambda text: iter([]), final_answer="(?!)")
+    AnswerLogProbValue("\\boxed{", closing="}")
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("values", "said"),
     [
-        (lambda rows: None, "mine returned a NoneType"),
-        (lambda rows: rows[1:], "mine returned 15 lists of values for 16 requests"),
-        (lambda rows: torch.zeros(16, 3), "mine returned a Tensor. Return a list with one list of numbers per request"),
-        (lambda rows: [0.5] * 16, "mine returned a float for request 0"),
-        (lambda rows: [*rows[:15], torch.zeros(3)], "mine returned a Tensor for request 15"),
-        (lambda rows: [rows[0][1:], *rows[1:]], r"mine returned \d+ values for request 0, which has \d+ boundaries"),
-        (lambda rows: [[*rows[0], 1.0], *rows[1:]], r"mine returned \d+ values for request 0"),
-        (lambda rows: [[None] * len(row) for row in rows], "mine returned None among .* not known is math.nan"),
-        (lambda rows: [["0.5"] * len(row) for row in rows], "mine returned '0.5' among the values of request 0"),
+        (None, "'NoneType' object is not iterable"),
+        ([[0.1, 0.2]], r"\[2\] values for requests that have \[2, 1\] boundaries"),
+        ([[0.1, 0.2], [0.1, 0.2]], r"\[2, 2\] values for requests"),
+        ([0.1, 0.2], "'float' object is not iterable"),
+        ([[0.1, None], [0.2]], "not 'NoneType'.* a value that is not known is math.nan"),
     ],
-    ids=["nothing", "rows", "tensor", "floats", "tensors", "too few", "too many", "none", "texts"],
+    ids=["nothing", "rows", "too many", "floats", "none"],
 )
-def test_values_of_the_wrong_shape_name_the_function(tiny_model, tmp_path, rows, said):
-    with pytest.raises(ValueError, match=said):
-        train(tiny_model, tmp_path, callback(value=returning(rows)))
+def test_values_of_the_wrong_shape_name_the_function(values, said):
+    def mine(requests, trainer):
+        return values
+
+    requests = [ValueRequest((1,), (2, 3), (0, 1)), ValueRequest((1,), (2, 3), (0,))]
+    with pytest.raises(ValueError, match=f"What the value estimator mine returned cannot be used: .*{said}"):
+        checked_values(mine(requests, None), requests, mine)
+
+
+def test_values_may_be_any_numbers():
+    request = ValueRequest((1,), (2, 3), (0, 1))
+    for row in ((np.float32(0.5), math.nan), torch.tensor([0.5, math.nan])):
+        (found,) = checked_values([row], [request], None)
+        assert found[0] == 0.5 and math.isnan(found[1]) and set(map(type, found)) == {float}
 
 
 @pytest.mark.parametrize(
     ("estimator", "said"),
     [
         (lambda rewards, settings: None, "What estimator='mine' returned is a NoneType"),
-        (lambda rewards, settings: rewards.outcome_advantages, r"has the shape \[16\], which is not \[N=16, T=\d+\]"),
+        (lambda rewards, settings: rewards.outcome_advantages, r"has the shape \[4\], which is not \[N=4, T=\d+\]"),
         (lambda rewards, settings: rewards.mask, "has the dtype torch.bool. Pass floats"),
     ],
     ids=["nothing", "rows", "mask"],
 )
-def test_an_estimator_that_returns_something_else_is_named(tiny_model, tmp_path, monkeypatch, estimator, said):
+def test_an_estimator_that_returns_something_else_is_named(monkeypatch, estimator, said):
     monkeypatch.setitem(ESTIMATORS, "mine", estimator)
     with pytest.raises(ValueError, match=said):
-        train(tiny_model, tmp_path, callback(estimator="mine"))
+        callback(estimator="mine")._credit(as_rewards(make_rows(0, 4), 4))
 
 
-def test_values_may_be_any_numbers(tiny_model, tmp_path):
-    train(tiny_model, tmp_path, callback(value=returning(lambda rows: [tuple(map(np.float32, row)) for row in rows])))
-
-
-def test_a_function_of_markers_is_checked_at_every_text(tiny_model, tmp_path):
-    process = ProcessRewardCallback(AnswerLogProbValue(" = "), markers=only_with_a_marker)
-    with pytest.raises(ValueError, match="markers=only_with_a_marker gave None for the text"):
-        train(tiny_model, tmp_path, process)
-
-
-def test_servers_that_are_missing_are_said_before_anything_is_sampled(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(DASHTrainer, "_generate", None)
+def test_servers_that_are_missing_are_said():
     with pytest.raises(ValueError, match="this run has none: name them with vllm_server_urls"):
-        train(tiny_model, tmp_path, callback(value=ServerValue(" = ")))
-
-
-def test_only_one_callback_gives_each_token_its_credit(tiny_model, tmp_path):
-    with pytest.raises(ValueError, match="another callback has given each token its credit already"):
-        train(tiny_model, tmp_path, callback(), callback())
-
-
-def test_a_missing_answer_column_is_said_before_anything_is_sampled(tiny_model, tmp_path):
-    with pytest.raises(ValueError, match=r"\['prompt', 'answer'\].*'solution'"):
-        train(tiny_model, tmp_path, callback(answer_column="solution"))
+        ServerValue(" = ")([], SimpleNamespace())
 
 
 def test_accepted_answers():
@@ -429,6 +311,8 @@ def test_accepted_answers():
     assert accepted_answers({"answer": 7}, "answer") == ("7",)
     assert accepted_answers({"answer": None}, "answer") == accepted_answers({"answer": math.nan}, "answer") == ()
     assert accepted_answers({"answer": Decimal("1.50")}, "answer") == ("1.50",)
+    with pytest.raises(ValueError, match=r"\['answer', 'prompt'\], but not 'solution'"):
+        accepted_answers({"prompt": "3 + 4", "answer": 7}, "solution")
     for answer in ({"value": "7"}, ["7", {"alias": "seven"}], b"7"):
         with pytest.raises(ValueError, match="column 'answer' has .* An answer is a text or a number"):
             accepted_answers({"answer": answer}, "answer")
@@ -437,40 +321,54 @@ def test_accepted_answers():
 # ------------------------------------------------------------------------------------------- diagnostics and pictures
 
 
+# What `batch_figures` finds: name → mean and standard deviation.
+HEALTHY = {"asked": (1.0, 0.0), "process/valued_rows": (1.0, 0.0), "structured where several": (0.9, 0.3)}
+HEALTHY |= {"added": (0.0, 0.5), "outcome": (0.0, 1.0)}
+NONE_VALUED = {"process/valued_rows": (0.0, 0.0), "structured where several": (math.nan, math.nan)}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("figures", "arguments", "said"),
     [
-        ({"estimator": "rloo"}, "one advantage"),
-        ({"settings": CreditSettings(process_weight=1e-6)}, "drowned"),
-        ({}, "V(prefix) takes"),
-        ({"value": lambda requests, trainer: [[math.nan] * len(r.boundaries) for r in requests]}, "No row has a value"),
+        ({}, {}, ""),
+        ({}, {"estimator": "rloo"}, "one advantage"),
+        ({"structured where several": (0.0, 0.0)}, {}, "one advantage"),
+        ({"structured where several": (0.0, 0.0)}, {"pays": False}, ""),
+        ({"added": (0.0, 0.009)}, {}, "drowned"),
+        ({"added": (0.0, 0.009)}, {"pays": False}, ""),
+        ({"added": (0.0, 0.011)}, {}, ""),
+        ({}, {"seconds": 1e9}, "V(prefix) takes"),
+        (NONE_VALUED, {}, "No row has a value"),
+        (NONE_VALUED, {"ready": False}, ""),
+        ({**NONE_VALUED, "asked": (0.0, 0.0)}, {}, ""),
     ],
 )
-def test_lost_signals_are_said_once(tiny_model, tmp_path, caplog, monkeypatch, arguments, said):
-    from tests.tiny import ScriptedReward
+def test_lost_signals_are_said_once(figures, arguments, said, caplog):
+    diagnostics = Diagnostics()
+    for _ in range(6):
+        diagnostics.check(HEALTHY | figures, **{"seconds": 0.0, "estimator": "centered_return", **arguments})
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == bool(said) and all(said in message for message in messages)
 
-    if not arguments:
-        monkeypatch.setattr("dash_trl.process_rewards.diagnostics.DEAR", 0.0)
-    train(tiny_model, tmp_path, callback(**arguments), reward=ScriptedReward(constant=0.0), max_steps=6)
-    assert caplog.text.count(said) == 1
+
+def test_an_accident_is_not_said(caplog):
+    diagnostics = Diagnostics()
+    for added in (0.0, 0.0, 1.0, 0.0, 0.0):
+        diagnostics.check({**HEALTHY, "added": (0.0, added)}, seconds=0.0, estimator="episode")
+    assert not caplog.records
 
 
-def test_healthy_runs_are_not_warned(tiny_model, tmp_path, caplog, monkeypatch):
-    from tests.tiny import ScriptedReward
-
-    monkeypatch.setattr("dash_trl.process_rewards.diagnostics.DEAR", 10.0)
-    train(tiny_model, tmp_path, callback(), reward=ScriptedReward(constant=0.0), max_steps=6)
-    assert "advantage" not in caplog.text
+def test_a_run_that_loses_its_signal_says_so(tiny_model, tmp_path, caplog):
+    train(tiny_model, tmp_path, callback(estimator="rloo"), reward=ScriptedReward(constant=0.0), max_steps=3)
+    assert caplog.text.count("one advantage") == 1
 
 
 def test_the_picture_shows_tokens_shades_and_values():
     picture = credit_html(["a<b", "\n", "c"], [1.0, 0.0, -0.5], [0, 2, 3], [-1.0, math.nan, -0.25], title="7 < 8")
     assert "7 &lt; 8" in picture and "a&lt;b" in picture and "⏎" in picture
     assert "rgba(0,150,0,0.60)" in picture and "rgba(200,0,0,0.30)" in picture
-    assert "-1.00" in picture and "missing" in picture and "<svg" in picture
+    assert picture.index("-1.00") < picture.index("a&lt;b") < picture.index("missing") < picture.index("-0.25")
     assert credit_html([], []).startswith("<div>")
-    with pytest.raises(ValueError, match="one per token"):
-        credit_html(["a"], [])
 
 
 def test_line_starts():

@@ -15,7 +15,6 @@ from datasets import IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TrainerCallback
-from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.rollout import PromptReader, open_epoch
@@ -50,7 +49,7 @@ class Walk(DASHTrainer):
         return super().train(*args, **kwargs)
 
 
-def walks(model, output, levels=(0, 1, 2, 3), **settings):
+def walks(model, output, levels=(0, 1, 3), **settings):
     """`train()` of one trainer for each `async_level`: what it handed out, sampled and announced."""
     trainers, notes = [], []
     settings = {"num_generations": 2, "prepare": trainers.append, **settings}
@@ -106,8 +105,6 @@ def read_once(rows):
 # name → (dataset, settings, windows of the run)
 TABLE = {
     "a window is a step, three epochs": (prompts(8), {**SMALL, "max_steps": 12}, 12),
-    "the last epoch is not finished": (prompts(8), {**SMALL, "max_steps": 5}, 5),
-    "by epochs": (prompts(8), {**SMALL, "max_steps": -1, "num_train_epochs": 3}, 12),
     "by parts of epochs": (prompts(8), {**SMALL, "max_steps": -1, "num_train_epochs": 1.5}, 6),
     "prompts that fill no window": (prompts(7), {**SMALL, "max_steps": -1, "num_train_epochs": 3}, 9),
     "one window in an epoch": (prompts(2), {**SMALL, "max_steps": 5}, 5),
@@ -121,13 +118,11 @@ TABLE = {
     ),
     "a window begins within a step": (prompts(12), {**SMALL, "steps_per_generation": 3, "max_steps": 9}, 6),
     "used three times": (prompts(8), {**SMALL, "num_iterations": 3, "max_steps": 7}, 3),
-    "in order": (prompts(5), {**SMALL, "shuffle_dataset": False, "max_steps": 6}, 6),
     "rows of tensors": (
         prompts(8).add_column("weights", [[0.5, 0.5]] * 8).with_format("torch"),
         {**SMALL, "max_steps": 5},
         5,
     ),
-    "workers": (prompts(4), {**SMALL, "max_steps": 5, "dataloader_num_workers": 1}, 5),
     "workers that stay": (
         prompts(4),
         {**SMALL, "max_steps": 5, "dataloader_num_workers": 1, "dataloader_persistent_workers": True},
@@ -136,7 +131,6 @@ TABLE = {
     "a stream": (stream(8), {**SMALL, "max_steps": 10}, 10),
     "a stream that fills no window": (stream(7), {**SMALL, "max_steps": 7}, 7),
     "a stream that ends within a step": (stream(10), {**SMALL, "gradient_accumulation_steps": 4, "max_steps": 4}, 9),
-    "a stream in order": (stream(5), {**SMALL, "shuffle_dataset": False, "max_steps": 6}, 6),
 }
 
 
@@ -147,7 +141,7 @@ def test_what_is_announced_is_what_is_sampled(tiny_model, tmp_path, name):
     assert len(windows) == expected
 
 
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(
     st.fixed_dictionaries(
         {
@@ -205,9 +199,8 @@ class EndsTheEpoch(TrainerCallback):
             self._end(control)
 
 
-@pytest.mark.parametrize("within", [False, True], ids=["after a step", "within a step"])
-@pytest.mark.parametrize("rows, data", [(8, prompts), (2, prompts), (8, stream)])
-def test_a_callback_ends_an_epoch(tiny_model, tmp_path, within, rows, data):
+@pytest.mark.parametrize("rows, data, within", [(8, prompts, True), (2, prompts, False), (8, stream, False)])
+def test_a_callback_ends_an_epoch(tiny_model, tmp_path, rows, data, within):
     """What was read ahead of it is not trained on, and what is announced after that is right again."""
     settings = {**SMALL, "max_steps": 6, "dataset": data(rows), "callbacks": [EndsTheEpoch(within)]}
     expected, *others = walks(tiny_model, tmp_path, **settings)
@@ -215,30 +208,6 @@ def test_a_callback_ends_an_epoch(tiny_model, tmp_path, within, rows, data):
         assert (walk.seen, walk.windows) == (expected.seen, expected.windows)
         for n in range(3, len(walk.windows)):
             assert walk.announced[n] == walk.windows[n + 1 : n + 1 + walk.level]
-
-
-def test_the_epoch_after_one_that_a_callback_ended_has_an_order_of_its_own(tiny_model, tmp_path):
-    """TRL's."""
-    orders = []
-    for trainer_class in (GRPOTrainer, DASHTrainer):
-        seen = []
-
-        def reward(prompts, completion_ids, seen=seen, **kwargs):
-            seen.extend(prompts[::4])
-            return [float(len(ids) % 2) for ids in completion_ids]
-
-        run(
-            trainer_class,
-            tiny_model,
-            tmp_path,
-            reward=reward,
-            max_steps=6,
-            dataset=prompts(16),
-            callbacks=[EndsTheEpoch(within=False)],
-        )
-        orders.append(seen)
-    assert orders[0] == orders[1] and len(orders[0]) == 24
-    assert orders[0][:8] != orders[0][8:16]
 
 
 class Announced(DASHCallback):
@@ -255,9 +224,8 @@ class Announced(DASHCallback):
         self.windows.append((rollouts.examples, trainer._reader.upcoming(trainer._step)))
 
 
-@pytest.mark.parametrize("data", [prompts, stream])
 @pytest.mark.parametrize(
-    "settings, windows", [({}, 6), ({"num_iterations": 2}, 3), ({"steps_per_generation": 2}, 12)], ids=str
+    "data, settings, windows", [(prompts, {"num_iterations": 2}, 3), (stream, {"steps_per_generation": 2}, 12)]
 )
 def test_a_run_trains_on_what_was_announced(tiny_model, tmp_path, data, settings, windows):
     callback = Announced()
@@ -300,25 +268,31 @@ class Marks(TrainerCallback):
 
 
 RAGGED = {**SMALL, "gradient_accumulation_steps": 4, "steps_per_generation": 3, "max_steps": 4}
+# name → (dataset, settings, `async_level` before and after)
 RESUMED = {
-    "a window is a step": (prompts(6), {**SMALL, "max_steps": 8}),
-    "in the middle of a window": (prompts(8), {**SMALL, "steps_per_generation": 6, "max_steps": 7}),
+    "a window is a step": (prompts(6), {**SMALL, "max_steps": 8, "save_steps": 3}, (2, 0)),
+    "in the middle of a window": (prompts(8), {**SMALL, "steps_per_generation": 6, "max_steps": 7}, (2, 2)),
     "the last step of an epoch is shorter": (
         prompts(7),
         {**SMALL, "gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 3},
+        (0, 3),
     ),
-    "used twice": (prompts(4), {**SMALL, "num_iterations": 2, "max_steps": 7}),
-    "a stream": (stream(7), {**SMALL, "max_steps": 8}),
-    "a stream that ends within a step, and that within a window": (stream(6), RAGGED),
-    "saved when it has ended": (stream(6), {**RAGGED, "save_strategy": "epoch"}),
+    "used twice": (prompts(4), {**SMALL, "num_iterations": 2, "max_steps": 7, "save_steps": 3}, (2, 0)),
+    "a stream": (stream(7), {**SMALL, "max_steps": 8, "save_steps": 3}, (0, 3)),
+    "a stream that ends within a step, and that within a window": (stream(6), RAGGED, (2, 2)),
+    "saved when it has ended": (stream(6), {**RAGGED, "save_strategy": "epoch"}, (2, 2)),
 }
+GRID = [
+    pytest.param(name, levels, marks=() if levels == RESUMED[name][2] else pytest.mark.exhaustive)
+    for name in RESUMED
+    for levels in ((2, 2), (2, 0), (0, 3))
+]
 
 
-@pytest.mark.parametrize("levels", [(2, 2), (2, 0), (0, 3)], ids=str)
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name, levels", GRID)
 def test_no_prompt_is_lost_or_used_twice(tiny_model, tmp_path, name, levels):
     """From every checkpoint, with the same or another `async_level`."""
-    dataset, settings = RESUMED[name]
+    dataset, settings, _ = RESUMED[name]
     settings = {"num_generations": 2, "dataset": dataset, "save_strategy": "steps", "save_steps": 1, **settings}
     marks = Marks()
 
@@ -362,25 +336,6 @@ def test_no_more_is_read_than_prompts_have_to_be_known():
     assert len(list(one.read(epoch(0), 4, step=0, state=state))) == 4
     assert drawn == [(0, i) for i in range(8)] + [(1, 0)]  # the second window, and the first row of the third
     assert [names(rows) for rows in one.upcoming(0)] == [["epoch 0, window 1"], ["epoch 1, window 0"]]
-
-
-def test_the_rows_of_a_window_are_in_memory_once():
-    one, epoch, _ = reader(8, 1, 4)
-    state = SimpleNamespace(global_step=0, max_steps=2, num_train_epochs=1)
-    first = list(one.read(given := epoch(0), 4, step=0, state=state))
-    (ahead,) = one.upcoming(0)
-    second = list(one.read(given, 4, step=4, state=state))
-    assert {id(rows) for rows in first} == {id(first[0])} and {id(rows) for rows in second} == {id(ahead)}
-
-
-def test_windows_of_equal_prompts_have_rows_of_their_own():
-    """Whoever changes the rows of a window changes no other."""
-    one, *_ = reader(4, 1, 2)
-    same = iter([[{"prompt": "1 + 1 = "}] for _ in range(4)])
-    state = SimpleNamespace(global_step=0, max_steps=2, num_train_epochs=1)
-    first, _ = one.read(same, 2, step=0, state=state)
-    (ahead,) = one.upcoming(0)
-    assert first == ahead and first is not ahead
 
 
 def test_nothing_is_held_when_it_is_closed():

@@ -19,42 +19,42 @@ ROOT = Path(__file__).parents[1]
 ALONE = ["sampled", "rewards", "advantages", "too few rewards", "rollout_func", "generation", "markers"]
 
 
-def launch(output: Path, model: str, *kinds: str) -> subprocess.CompletedProcess:
+@pytest.fixture(scope="module")
+def launched(tiny_model, tmp_path_factory) -> tuple[subprocess.CompletedProcess, dict[str, dict[int, str]]]:
+    """All failures in one launch, by the CPU's configuration: what it printed, and the errors by kind and rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CI": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
-    run = ["torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
-    command = [sys.executable, "-m", *run, str(ROOT / "tests" / "failing_run.py"), str(output), model, *kinds]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-
-
-@pytest.fixture(scope="module")
-def failures(tiny_model, tmp_path_factory) -> dict[str, dict[int, str]]:
-    done = launch(tmp_path_factory.mktemp("failing"), tiny_model, *ALONE)
-    lines = [line.removeprefix("FAILED ") for line in done.stdout.splitlines() if line.startswith("FAILED ")]
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", port]
+    launch += ["--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml"), str(ROOT / "tests" / "failing_run.py")]
+    arguments = [str(tmp_path_factory.mktemp("failing")), tiny_model, *ALONE, "communicates"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CI": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([*launch, *arguments], env=environment, capture_output=True, text=True, timeout=600)
     found: dict[str, dict[int, str]] = {}
-    for rank, kind, failure in map(json.loads, lines):
-        found.setdefault(kind, {})[rank] = failure
-    return found
+    for line in done.stdout.splitlines():
+        if line.startswith("FAILED "):
+            rank, kind, failure = json.loads(line.removeprefix("FAILED "))
+            found.setdefault(kind, {})[rank] = failure
+    return done, found
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ALONE)
-def test_what_one_rank_does_alone_fails_on_both(failures, kind):
-    error = {"too few rewards": "ValueError: The reward function", "markers": "ValueError: markers="}
+def test_what_one_rank_does_alone_fails_on_both(launched, kind):
+    done, failures = launched
+    error = {"too few rewards": "ValueError: The reward function", "markers": "TypeError: 'NoneType'"}
     expected = error.get(kind, "KeyError: 'of rank 1'")
+    assert kind in failures, done.stdout[-2000:] + done.stderr[-4000:]
     assert failures[kind][1].startswith(expected)
     assert failures[kind][0].startswith(expected)
     assert failures[kind][0].partition(" <- ")[2].startswith(f"RankFailed: Rank 1 failed with {expected}")
 
 
 @pytest.mark.distributed
-def test_a_callback_that_communicates_and_fails_ends_its_process_and_the_launcher_the_others(tiny_model, tmp_path):
+def test_a_callback_that_communicates_and_fails_ends_its_process_and_the_launcher_the_others(launched):
     """The other rank is in a collective that will never be complete."""
-    done = launch(tmp_path, tiny_model, "communicates")
-    assert done.returncode != 0 and "KeyError: 'of rank 1'" in done.stderr and "FAILED" not in done.stdout
+    done, failures = launched
+    assert done.returncode != 0 and "KeyError: 'of rank 1'" in done.stderr and "communicates" not in failures
 
 
 class Unpicklable(RuntimeError):

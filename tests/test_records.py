@@ -11,6 +11,8 @@ from dash_trl.evaluation import Records
 SETTINGS = {"model": "a", "temperature": 0.7, "k": (1, 2)}
 ROWS = {0: {"text": "zwölf\n"}, 1: {"text": "b"}, 2: {"text": "", "rewards": [None, 1.0]}}
 
+BROKEN = b'{"settings": {}}\n{"index": 0, "te\n{"index": 1}\n'  # not at its end
+
 
 def write(path, rows=ROWS, settings=SETTINGS):
     """As a run does: what is there is not made again."""
@@ -22,31 +24,26 @@ def write(path, rows=ROWS, settings=SETTINGS):
     return path.read_bytes()
 
 
-def test_a_file_is_its_settings_and_a_line_per_row(tmp_path):
-    lines = [json.loads(line) for line in write(tmp_path / "a.jsonl").decode().splitlines()]
+def test_a_file_is_its_settings_and_a_line_per_row_in_their_order(tmp_path):
+    content = write(tmp_path / "a.jsonl")
+    lines = [json.loads(line) for line in content.decode().splitlines()]
     assert lines[0] == {"settings": {"model": "a", "temperature": 0.7, "k": [1, 2]}}
     assert lines[1:] == [{"index": index, **row} for index, row in ROWS.items()]
+    assert write(tmp_path / "b.jsonl", dict(reversed(ROWS.items()))) == content
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "b.jsonl"}
 
 
-def test_wherever_it_was_cut_it_becomes_the_same_file(tmp_path):
+def test_wherever_it_was_cut_it_becomes_the_same_file(tmp_path, caplog):
     whole = write(tmp_path / "whole.jsonl")
+    ends = [length for length in range(len(whole) + 1) if whole[:length].endswith(b"\n")]
     for length in range(len(whole) + 1):
         cut = tmp_path / "cut.jsonl"
         cut.write_bytes(whole[:length])
+        caplog.clear()
+        with Records(cut, SETTINGS) as records:
+            assert records.rows == dict(list(ROWS.items())[: sum(end <= length for end in ends[1:])])
+        assert ("ends with half a line" in caplog.text) == (length not in (0, *ends))
         assert write(cut) == whole, whole[:length]
-
-
-def test_half_a_line_is_dropped_and_said(tmp_path, caplog):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(write(path)[:-3])
-    with Records(path, SETTINGS) as records:
-        assert dict(records.rows) == {0: ROWS[0], 1: ROWS[1]}
-    assert "ends with half a line" in caplog.text
-
-
-def test_rows_that_came_in_another_order_are_sorted(tmp_path):
-    assert write(tmp_path / "b.jsonl", dict(reversed(ROWS.items()))) == write(tmp_path / "a.jsonl")
-    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "b.jsonl"}
 
 
 def test_other_settings_are_refused_by_name_and_nothing_is_overwritten(tmp_path):
@@ -56,8 +53,8 @@ def test_other_settings_are_refused_by_name_and_nothing_is_overwritten(tmp_path)
         Records(tmp_path / "a.jsonl", other)
     for difference in (
         "temperature is 0.7 there and 1.0 here",
-        "k is [1, 2] there and missing",
-        "seed is missing there",
+        "k is [1, 2] there and 'missing'",
+        "seed is 'missing' there",
     ):
         assert difference in str(error.value)
     assert "model" not in str(error.value).partition("other settings")[2]
@@ -71,30 +68,17 @@ def test_settings_without_a_row_bind_nobody(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"# notes\n", b'{"problem": "1+1"}\n', b'{"settings": {}}\n{"text": "b"}\n', b"[1]\n", b"\xff\n", b"half"],
+    [b"# notes\n", b'{"problem": "1+1"}\n', b'{"settings": {}}\n{"text": "b"}\n', b"[1]\n", b"\xff\n", b"half", BROKEN],
 )
 def test_a_file_of_another_form_is_left_alone(tmp_path, content):
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="is none of a file of records"):
+    with pytest.raises(ValueError, match="a.jsonl is no file of records"):
         Records(path, {})
     assert path.read_bytes() == content
-
-
-def test_a_broken_line_in_the_middle_is_no_half_line(tmp_path):
-    lines = write(tmp_path / "a.jsonl").splitlines(keepends=True)
-    (tmp_path / "a.jsonl").write_bytes(b"".join([lines[0], lines[1][:9] + b"\n", lines[2]]))
-    with pytest.raises(ValueError, match="Line 2 of .*a.jsonl"):
-        Records(tmp_path / "a.jsonl", SETTINGS)
 
 
 def test_two_runs_do_not_write_one_file(tmp_path):
     with Records(tmp_path / "a.jsonl", SETTINGS), pytest.raises(ValueError, match="Another process is writing"):
         Records(tmp_path / "a.jsonl", SETTINGS)
     write(tmp_path / "a.jsonl")  # it is free again
-
-
-def test_where_nothing_can_be_written(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="cannot be written"):
-        Records(tmp_path / "file" / "a.jsonl", SETTINGS)

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from dash_trl.rollout.resume import SavedRun, Shapes, one_run, why_a_new_window
+from dash_trl.rollout.resume import STATES, SavedRun, Shapes, load_states, one_run, why_a_new_window
 from tests.tiny import ScriptedReward, parameters, prompts, run
 
 
@@ -36,11 +36,9 @@ def seeded(trainer):
 @pytest.mark.parametrize(
     "settings, at",
     [
-        ({"max_steps": 6}, 3),
-        ({"max_steps": 6, "steps_per_generation": 16}, 3),  # in the middle of a window of 4 steps
-        ({"max_steps": 6, "num_iterations": 2}, 3),  # between two uses of a window
-        ({"max_steps": 6, "steps_per_generation": 2}, 3),
-        ({"max_steps": 7}, 5),  # in the second epoch (4 steps each): TRL would repeat the first epoch's order
+        ({"max_steps": 4, "steps_per_generation": 16}, 3),  # in the middle of a window of 4 steps
+        ({"max_steps": 4, "num_iterations": 2}, 3),  # between two uses of a window
+        ({"max_steps": 6}, 5),  # in the second epoch (4 steps each): TRL would repeat the first epoch's order
     ],
     ids=str,
 )
@@ -65,19 +63,28 @@ def test_resumed_equals_uninterrupted(tiny_model, tmp_path, settings, at):
     assert [log["reward"] for log in resumed.state.log_history if "reward" in log] == seen
 
 
+class EndsTheEpoch(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step == 1
+
+
 def test_the_order_of_the_prompts_is_trls(tiny_model, tmp_path):
-    """Over three epochs of an uninterrupted run."""
+    """Over three epochs, the first of which a callback ends early."""
     orders = {}
     for trainer_class in (GRPOTrainer, DASHTrainer):
         seen = orders[trainer_class] = []
 
         def reward(prompts, completion_ids, seen=seen, **kwargs):
-            seen.extend(prompts)
+            seen.extend(prompts[::4])
             return [float(len(ids) % 2) for ids in completion_ids]
 
-        run(trainer_class, tiny_model, tmp_path, reward=reward, max_steps=12, dataset=prompts(16))
-    assert len(orders[DASHTrainer]) == 12 * 16
-    assert orders[DASHTrainer] == orders[GRPOTrainer]
+        settings = {"reward": reward, "max_steps": 5, "dataset": prompts(8), "callbacks": [EndsTheEpoch()]}
+        run(trainer_class, tiny_model, tmp_path, **settings)
+    order = orders[DASHTrainer]
+    assert order == orders[GRPOTrainer]
+    epochs = order[:4], order[4:12], order[12:20]
+    assert set(epochs[1]) == set(epochs[2]) and len(set(epochs[1])) == 8
+    assert epochs[0] != epochs[1][:4] and epochs[1] != epochs[2]
 
 
 # ---------------------------------------------------------------------- with other shapes than the checkpoint's
@@ -118,14 +125,16 @@ def test_other_shapes_go_on_at_the_first_unused_prompt(tiny_model, tmp_path, cap
     assert len(norms) == 4 and min(norms) > 0.1
     (said,) = [record.getMessage() for record in caplog.records if record.name == "dash_trl.trainer"]
     assert "per_device_train_batch_size=4 (now 8), gradient_accumulation_steps=4 (now 2)" in said
-    assert "after prompt 8 of epoch 0; training goes on with a new generation window" in said
+    assert (
+        "after prompt 8 of epoch 0, with 0 of 8 micro-batches of its window left; training goes on with a new" in said
+    )
 
 
 @pytest.mark.parametrize(
     "settings, difference", [(WIDER, r"batch_size=4 \(now 8\)"), ({"beta": 0.04}, r"beta_above_0=False \(now True\)")]
 )
 def test_others_in_the_middle_of_a_window_are_refused(tiny_model, tmp_path, saved, settings, difference):
-    with pytest.raises(ValueError, match=f"{difference}.* last 4 of 8 micro-batches.*ignore_data_skip=True"):
+    with pytest.raises(ValueError, match=f"{difference}.* with 4 of 8 micro-batches .*ignore_data_skip=True"):
         recorded(tiny_model, tmp_path, str(saved[1] / "checkpoint-1"), **settings, max_steps=6)
 
 
@@ -150,18 +159,18 @@ def test_a_stream_goes_on_where_it_was(tiny_model, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("levels", [(2, 2), (2, 0), (0, 3)], ids=str)
+@pytest.mark.parametrize("levels", [(2, 0), (0, 3)], ids=str)
 def test_what_was_read_ahead_is_read_again(tiny_model, tmp_path, levels):
     """From within a window, the last one of an epoch too, and from an epoch's end (two windows of two steps each)."""
-    settings = {"dataset": prompts(16), "max_steps": 7}
+    settings = {"dataset": prompts(16), "max_steps": 5}
     saves = {"save_strategy": "steps", "save_steps": 1, "async_level": levels[0]}
     windows, _ = recorded(tiny_model, tmp_path, **settings, **saves)
-    assert len(windows) == 4
-    for at, begun in ((1, 1), (3, 2), (4, 2)):
+    assert len(windows) == 3
+    for at, begun in ((3, 2), (4, 2)):
         checkpoint = str(tmp_path / f"checkpoint-{at}")
         seen, resumed = recorded(tiny_model, tmp_path / "on", checkpoint, **settings, async_level=levels[1])
-        assert seen == windows[begun:] and resumed.state.global_step == 7
-        assert resumed._step == 28
+        assert seen == windows[begun:] and resumed.state.global_step == 5
+        assert resumed._step == 20
 
 
 def test_a_checkpoint_from_within_a_step(tiny_model, tmp_path):
@@ -199,29 +208,18 @@ def test_a_checkpoint_without_a_window_is_said(tiny_model, tmp_path, caplog, sav
     assert "has no generation window; training goes on with a new" in caplog.text
 
 
-def truncated(path):
-    path.write_bytes(path.read_bytes()[:2000])
-
-
-def no_torch_file(path):
-    path.write_text("a note")
-
-
-def without_a_key(path):
-    state = torch.load(path, weights_only=True)
-    del state["window"]["lengths"]
-    torch.save(state, path)
-
-
-@pytest.mark.parametrize("damage", [truncated, no_torch_file, without_a_key])
-def test_a_damaged_window_is_refused(tmp_path, saved, damage):
-    shutil.copy(saved[1] / "checkpoint-1" / "generation_window_0.pt", path := tmp_path / "generation_window_0.pt")
-    assert isinstance(SavedRun.load(str(path)), SavedRun)
-    damage(path)
-    with pytest.raises(
-        ValueError, match="generation_window_0.pt is damaged.*Resume from another checkpoint, or delete"
-    ):
-        one_run([SavedRun.load(str(path))], 1, "checkpoint-1")
+@pytest.mark.parametrize("damaged", [lambda content: content[:2000], lambda content: b"a note"])
+def test_a_damaged_file_is_refused(tmp_path, saved, damaged):
+    content = (saved[1] / "checkpoint-1" / "generation_window_0.pt").read_bytes()
+    window = tmp_path / "generation_window_0.pt"
+    loads = {window.name: lambda: SavedRun.load(str(window)), STATES: lambda: load_states(str(tmp_path))}
+    for name, load in loads.items():
+        assert not load()
+        (tmp_path / name).write_bytes(content)
+        assert load()
+        (tmp_path / name).write_bytes(damaged(content))
+        with pytest.raises(ValueError, match=f"{name} is damaged.*Resume from another checkpoint, or delete"):
+            load()
 
 
 # ---------------------------------------------------------------------- the rule, without a model
@@ -248,7 +246,6 @@ SAVED = SavedRun(SHAPES, position=(0, 4), step=4, skipped_steps=0, window=None)
         ([SAVED, None], "generation_window_1.pt is missing"),
         ([None, SAVED], "generation_window_0.pt is missing"),
         ([SAVED, replace(SAVED, step=8)], "generation_window_1.pt is .*of another step"),
-        ([SAVED, "generation_window_1.pt is damaged"], "restored: generation_window_1.pt is damaged. Resume"),
     ],
 )
 def test_ranks_refuse_together(found, message):
@@ -276,7 +273,7 @@ def batches_of_an_epoch(shapes):
 def test_the_rule_against_lists_of_prompts():
     """Over random changes of shapes and steps: a run goes on if and only if no prompt is lost or used twice."""
     choose, counts = random.Random(0), Counter()
-    for _ in range(3000):
+    for _ in range(1000):
         pair = []
         for _ in range(2):
             sizes = {"per_device_train_batch_size": choose.choice([4, 8]), "processes": choose.choice([1, 2])}
@@ -314,4 +311,4 @@ def test_the_rule_against_lists_of_prompts():
         else:
             assert verdicts == ["new" if exact else "refused", "new"], (old, new, global_step)
         counts[verdicts[0]] += 1
-    assert min(counts[verdict] for verdict in ("old", "new", "refused")) > 10, counts
+    assert min(counts[verdict] for verdict in ("old", "new", "refused")) > 3, counts

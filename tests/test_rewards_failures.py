@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 
 from dash_trl import DASHTrainer
+from dash_trl.monitoring import metrics
 from dash_trl.rewards.failures import FailureWatch, raise_mistakes, watch
 from tests.tiny import run
 
@@ -61,10 +62,10 @@ def test_a_failure_outweighs_another_functions_number():
 
 
 def test_unscored_rows_leave_a_run_and_the_baseline(tiny_model, tmp_path):
-    """Row 0 of each group fails; the other three keep the baseline of three."""
+    """Row 0 of each group fails; the other three keep the baseline of three. Coroutine functions are watched, too."""
     seen = []
 
-    def half_failed(completion_ids, **kwargs):
+    async def half_failed(completion_ids, **kwargs):
         return [NAN if i % 4 == 0 else float(i % 4 == 1) for i in range(len(completion_ids))]
 
     def always(completion_ids, **kwargs):
@@ -82,37 +83,6 @@ def test_unscored_rows_leave_a_run_and_the_baseline(tiny_model, tmp_path):
     assert sorted({round(a, 4) for a in seen[0].advantages.tolist()}) == [-0.3333, 0.6667]
     assert log["reward"] == pytest.approx(0.25 + 1 / 3, abs=1e-5)
     assert trainer._logs["advantages"][0] == 0.0
-
-
-def test_async_functions_are_watched_too(tiny_model, tmp_path):
-    async def slow(completion_ids, **kwargs):
-        return [math.inf] + [float(i % 2) for i in range(1, len(completion_ids))]
-
-    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=slow)
-    assert trainer.state.log_history[0]["filter/dropped_unscored"] == 1 / 16
-
-
-def test_a_function_that_raises_from_the_start_stops_the_run(tiny_model, tmp_path):
-    def broken(completion_ids, **kwargs):
-        raise KeyError("answer")
-
-    with pytest.raises(RuntimeError, match="'broken' failed on every completion of the first batch") as caught:
-        run(DASHTrainer, tiny_model, tmp_path, reward=broken)
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_a_function_that_raises_later_does_not(tiny_model, tmp_path):
-    calls = []
-
-    def flaky(completion_ids, **kwargs):
-        calls.append(1)
-        if len(calls) == 2:
-            raise ConnectionError("away")
-        return [float(len(ids) % 2) for ids in completion_ids]
-
-    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=flaky, max_steps=3)
-    dropped = [log["filter/dropped_unscored"] for log in trainer.state.log_history[:3]]
-    assert dropped == [0.0, 1.0, 0.0]
 
 
 DEAD, NOT_APPLICABLE = [NAN, NAN], [None, None]
@@ -151,6 +121,8 @@ def batches(outcomes, elsewhere=None):
 @pytest.mark.parametrize(
     "outcomes, passed, said",
     [
+        ([KeyError("answer")], 0, "of the first batch; at last it raised KeyError: 'answer'"),
+        ([[0.0, 1.0], KeyError("answer"), [0.0, 1.0]], 3, None),
         ([DEAD] * 9, 9, None),
         ([DEAD] * 10, 9, "in 10 batches in a row; at last it returned nan for 2 of 2"),
         ([[0.0, 1.0], *[KeyError("answer")] * 10], 10, "at last it raised KeyError: 'answer'"),
@@ -202,17 +174,13 @@ def test_every_training_begins_anew(tiny_model, tmp_path, monkeypatch, caplog):
         trainer.train()
 
 
-def test_windows_without_a_row_are_said_with_the_remedy(tiny_model, tmp_path, caplog):
-    trainer = run(
-        DASHTrainer,
-        tiny_model,
-        tmp_path,
-        reward=lambda completion_ids, **kwargs: [1.0] * len(completion_ids),
-        max_steps=11,
-        gradient_accumulation_steps=1,
-    )
-    assert trainer.state.global_step == 11
-    assert caplog.text.count("No row was kept in 10 generation windows in a row") == 1
+def test_windows_without_a_row_are_said_with_the_remedy(tiny_model, tmp_path, caplog, monkeypatch):
+    assert metrics.EMPTY_WINDOWS == 10
+    monkeypatch.setattr(metrics, "EMPTY_WINDOWS", 2)
+    constant = {"reward": lambda completion_ids, **kwargs: [1.0] * len(completion_ids), "max_steps": 3}
+    trainer = run(DASHTrainer, tiny_model, tmp_path, gradient_accumulation_steps=1, **constant)
+    assert trainer.state.global_step == 3
+    assert caplog.text.count("No row was kept in 2 generation windows in a row") == 1
     assert "Of their rows 100% have no signal" in caplog.text
 
 
@@ -228,15 +196,14 @@ def test_an_evaluation_neither_stops_a_run_nor_excuses_a_function():
         failures.unscore(torch.tensor([[NAN]]), None)
 
 
-def test_evaluation_is_told_from_training(tiny_model, tmp_path):
+def test_evaluation_is_told_from_training(tiny_model, tmp_path, monkeypatch):
     """A reward that scores the evaluation set only still ends the run."""
+    monkeypatch.setattr("dash_trl.rewards.failures.BROKEN_AFTER", 3)
 
     def reward(prompts, answer, **kwargs):
         return [1.0 if value < 0 else NAN for value in answer]
 
-    reward.__name__ = "reward"
     evaluation = Dataset.from_dict({"prompt": ["1 + 2 = "] * 4, "answer": [-1] * 4})
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "max_steps": 12}
-
-    with pytest.raises(RuntimeError, match="'reward' failed on every completion that it applied to in 10 batches"):
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "max_steps": 4}
+    with pytest.raises(RuntimeError, match="'reward' failed on every completion that it applied to in 3 batches"):
         run(DASHTrainer, tiny_model, tmp_path, reward=reward, eval_dataset=evaluation, **settings)

@@ -83,12 +83,6 @@ def test_conversations_and_thoughts_that_the_tokenizer_took_out():
     assert FormatReward().__name__ == "format"
 
 
-@pytest.mark.parametrize("settings", [{"think": False}, {"think": False, "box": True, "opened": True}])
-def test_mistakes(settings):
-    with pytest.raises(ValueError, match="think=False"):
-        FormatReward(**settings)
-
-
 def dapo(length: int, longest: int, cache: int) -> float:
     """Equation 13 of DAPO (arXiv:2503.14476)."""
     if length <= longest - cache:

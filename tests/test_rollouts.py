@@ -1,10 +1,10 @@
 """Rows on their way: selected, trimmed, filled with dummies."""
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import torch
 
-from dash_trl.rollout.batch import RolloutBatch, Survivors
+from dash_trl.rollout.batch import RolloutBatch, Survivors, joined
 from dash_trl.rollout.window import GenerationWindow
 
 
@@ -93,9 +93,30 @@ def test_a_row_has_at_each_stage_what_is_known_of_it():
     assert credited.prompt_ids is sampled.prompt_ids  # nothing is copied
 
 
-def test_a_window_file_of_before_the_stages_loads(tmp_path):
-    """It holds the same names, also of what the run did not have."""
-    old = {"rollouts": rollouts().tensors(), "lengths": torch.ones(1, 3, 3), "num_items_in_batch": torch.tensor(9)}
-    torch.save(old, tmp_path / "window.pt")
-    loaded = GenerationWindow.from_state_dict(torch.load(tmp_path / "window.pt", weights_only=True))
-    assert isinstance(loaded.rollouts, Survivors) and loaded.rollouts.rewards.shape == (3, 2)
+def test_rows_are_chosen_and_joined_again():
+    batch = rollouts()
+    batch.examples = [{"prompt": text} for text in "abc"]
+    parts = [batch.rows(torch.tensor(rows)) for rows in ([2], [0, 1])]
+    assert [one["prompt"] for one in parts[1].examples] == ["a", "b"] and parts[1].completions == []
+    again = joined(parts).rows(torch.tensor([1, 2, 0]))
+    assert again.examples == batch.examples and again.completions == [] and again.tool_mask is None
+    for name, value in batch.tensors().items():
+        assert torch.equal(getattr(again, name).nan_to_num(), value.nan_to_num()), name
+    assert joined(parts[:1]) is parts[0]
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str
+    counts: torch.Tensor
+    batch: Survivors
+
+
+def test_narrower_parts_are_padded_and_dataclasses_joined():
+    wide, narrow = rollouts(), rollouts()
+    narrow.prompt_ids, narrow.advantages = narrow.prompt_ids[:, :3], torch.zeros(3, 2)
+    wide.advantages = torch.ones(3, 3)
+    found = joined([Table("first", torch.tensor([1]), narrow), Table("second", torch.tensor([2, 3]), wide)])
+    assert found.name == "first" and found.counts.tolist() == [1, 2, 3]
+    assert found.batch.prompt_ids[:, 3].tolist() == [-1, -1, -1, 3, 7, 11]
+    assert found.batch.advantages[:, 2].isnan().tolist() == [True] * 3 + [False] * 3

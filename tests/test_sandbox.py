@@ -8,13 +8,14 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from dash_trl.workers.sandbox import PROTECTS, Sandbox
+from dash_trl.sandbox.box import PROTECTS, Sandbox
 from tests.attacks import FILES, FORGED, LEFT_BEHIND, OUTWARD, TOO_MUCH, UNSCORED
 
 SECRET = "the-key-that-nobody-may-read"
@@ -135,7 +136,7 @@ def ends(process: str) -> bool:
 
 TRAINER = """
 import sys, threading
-from dash_trl.workers.sandbox import Sandbox
+from dash_trl.sandbox.box import Sandbox
 box = Sandbox(isolation=sys.argv[1], cpu_seconds=600, wall_seconds=900, count=2)
 assert box.run("def f(x): return x", ["assert f(1) == 1"]).right
 sleep = "import time\\ndef f(x): time.sleep(600)"
@@ -182,8 +183,8 @@ def test_many_threads_at_once(boxes):
     """Each gets its own verdict."""
     program = "def f(x): return x + {}"
     with ThreadPoolExecutor(8) as pool:
-        verdicts = pool.map(lambda i: boxes["namespaces"].run(program.format(i % 3), TESTS).right, range(48))
-        assert list(verdicts) == [i % 3 == 1 for i in range(48)]
+        verdicts = pool.map(lambda i: boxes["namespaces"].run(program.format(i % 3), TESTS).right, range(24))
+        assert list(verdicts) == [i % 3 == 1 for i in range(24)]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ def test_an_ordinary_user_gets_the_same():
 
 
 USER = """
-from dash_trl.workers.sandbox import Sandbox
+from dash_trl.sandbox.box import Sandbox
 with Sandbox(cpu_seconds=1) as box:
     print(box.kind)
     print(box.run("def f(x): return x + 1", ["assert f(1) == 2"]).right)
@@ -273,3 +274,25 @@ def test_all_but_the_folder_is_read_only(box):
     paths = ("/", "/usr", sys.base_prefix, os.path.realpath(sysconfig.get_path("purelib")))
     tests = [f"assert f({path!r})" for path in paths]
     assert box.run(program, [*tests, "assert not f('/tmp')"]).right
+
+
+@pytest.mark.parametrize("kind", PROTECTS)
+def test_packages_of_an_environment_in_tmp(kind, monkeypatch):
+    """Where programs have a /tmp of their own, or may not read it, they still import what is installed there."""
+    real = sysconfig.get_path
+    program = (
+        "import os, installed_in_tmp\n"
+        "def f(x): return x + installed_in_tmp.ONE\n"
+        "def begins_empty(): return os.listdir('.') == []\n"
+        "def is_read_only(): return bool(os.statvfs(installed_in_tmp.__file__).f_flag & os.ST_RDONLY)"
+    )
+    tests = [*TESTS, "assert begins_empty()", *["assert is_read_only()"] * (kind == "namespaces")]
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        packages = Path(folder, "environment", "site-packages")
+        packages.mkdir(parents=True)
+        Path(packages, "installed_in_tmp.py").write_text("ONE = 1")
+        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(packages) if name == "purelib" else real(name))
+        with Sandbox(isolation=kind, **LIMITS) as box:
+            verdict = box.run(program, tests)
+    assert verdict.right, verdict

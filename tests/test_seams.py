@@ -61,36 +61,15 @@ def test_sampling_is_trls_without_its_model_passes(tiny_model, tmp_path, seen):
     assert seen["muted"].keys() >= {"prompt_ids", "completion_ids", "num_items_in_batch"}
 
 
-def test_counters_and_logs_of_a_run(tiny_model, tmp_path):
-    trainer = run(GRPOTrainer, tiny_model, tmp_path, max_steps=2)
-    assert trainer._step == 8 and sampled_by(trainer, 3).tolist() == [[2, 2]] * 3
-    known = {"_current_train_step_time", "_entropy_window_stats", "_pending_metrics", "_pending_extra_logs"}
-    assert known <= vars(trainer).keys()
-    assert "self.state.global_step != self._last_loaded_step" in inspect.getsource(GRPOTrainer)  # set with vLLM only
-    count_pass_time(trainer, 5.0)
-    assert trainer._current_train_step_time >= 5.0
-
-    trainer._metrics["train"]["frac_reward_zero_std"] = [0.0, 0.0]
-    rows = len(trainer._logs["advantages"])
-    relog_advantages(trainer, [7.0, 8.0], torch.tensor([True, False]))
-    assert list(trainer._logs["advantages"])[-2:] == [7.0, 8.0] and len(trainer._logs["advantages"]) == rows
-    assert trainer._metrics["train"]["frac_reward_zero_std"] == [0.0, 0.5]
-
-    begin_anew(trainer)
-    assert (trainer._step, trainer._current_train_step_time, trainer._last_loaded_step) == (0, 0.0, -1)
-    assert not trainer._metrics["train"]
-
-
-def test_trl_logs_what_is_logged_anew(tiny_model, tmp_path):
-    trainer = run(GRPOTrainer, tiny_model, tmp_path)
-    assert "frac_reward_zero_std" in trainer.state.log_history[0] and len(trainer._logs["advantages"]) == 16
+@pytest.fixture(scope="module")
+def trainer(tiny_model, tmp_path_factory):
+    return run(GRPOTrainer, tiny_model, tmp_path_factory.mktemp("trl"), max_steps=2)
 
 
 @pytest.mark.parametrize("loss_type", OFF_POLICY_LOSSES)
 @pytest.mark.parametrize("detached", [False, True])
-def test_the_settings_of_our_losses_are_trls(tiny_model, tmp_path, loss_type, detached):
+def test_the_settings_of_our_losses_are_trls(trainer, loss_type, detached):
     """Attributes that its loss reads; `use_vllm` means there that there is a correction, and nothing else."""
-    trainer = run(GRPOTrainer, tiny_model, tmp_path)
     settings = trl_settings(loss_type, delta=8.0, detached=detached)
     methods = (GRPOTrainer._compute_loss, GRPOTrainer._generate_and_score_completions)
     source = "".join(map(inspect.getsource, methods))
@@ -103,6 +82,26 @@ def test_the_settings_of_our_losses_are_trls(tiny_model, tmp_path, loss_type, de
     assert seen.loss_type in ("dapo", "cispo") and seen.args.delta == settings.get("delta")
     assert seen.args.steps_per_generation == 4 and seen_as(trainer, {}) is trainer
     assert trainer.args.delta is None and trl_settings("dapo", delta=8.0, detached=detached) == {}
+
+
+def test_counters_and_logs_of_a_run(trainer):
+    """The last one that uses the trainer, which it changes."""
+    assert trainer._step == 8 and sampled_by(trainer, 3).tolist() == [[2, 2]] * 3
+    known = {"_current_train_step_time", "_entropy_window_stats", "_pending_metrics", "_pending_extra_logs"}
+    assert known <= vars(trainer).keys()
+    assert "self.state.global_step != self._last_loaded_step" in inspect.getsource(GRPOTrainer)  # set with vLLM only
+    count_pass_time(trainer, 5.0)
+    assert trainer._current_train_step_time >= 5.0
+
+    assert "frac_reward_zero_std" in trainer.state.log_history[0] and len(trainer._logs["advantages"]) == 16
+    trainer._metrics["train"]["frac_reward_zero_std"] = [0.0, 0.0]
+    relog_advantages(trainer, [7.0, 8.0], torch.tensor([True, False]))
+    assert list(trainer._logs["advantages"])[-2:] == [7.0, 8.0] and len(trainer._logs["advantages"]) == 16
+    assert trainer._metrics["train"]["frac_reward_zero_std"] == [0.0, 0.5]
+
+    begin_anew(trainer)
+    assert (trainer._step, trainer._current_train_step_time, trainer._last_loaded_step) == (0, 0.0, -1)
+    assert not trainer._metrics["train"]
 
 
 TEMPLATE = {  # of a model that shows what it thinks; the prompt has opened that

@@ -9,18 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_model, program_dataset
+from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_model
 from tests.test_examples import flags, launch
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("sft_*.yaml"))
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": "none"}
 SMALL = {**ON_CPU, "max_steps": 2, "per_device_train_batch_size": 4}
-PARTS = {"dataset_name": "embedded", "dataset_train_split": "train[:24]"}  # of the embedded problems, for traces.py
+PARTS = {"dataset_name": "embedded", "dataset_test_split": "train[:24]"}  # of the embedded problems, for traces.py
 
 
 @pytest.fixture
@@ -70,7 +69,9 @@ def test_humans_are_right_and_skip_steps():
     assert "completion" not in arithmetic_dataset("train", size=1).column_names
 
 
-def test_programs_by_humans_pass_the_tests():
+def test_programs_by_humans_pass_the_tests(examples):
+    from embedded_programs import program_dataset
+
     for row in program_dataset("test", size=50, completion=True):
         names: dict = {}
         exec(row["completion"][0]["content"], names)
@@ -91,7 +92,7 @@ def likelihood(model: str, row: dict) -> float:
     return sum(logits[len(prompt) + i - 1, token].item() for i, token in enumerate(completion)) / len(completion)
 
 
-LEARNS = {**SMALL, "max_steps": 8, "per_device_train_batch_size": 32, "output_dir": "out"}
+LEARNS = {**SMALL, "max_steps": 6, "per_device_train_batch_size": 32, "output_dir": "out"}
 
 
 def test_it_learns_what_humans_wrote(sft, tmp_path, capsys):
@@ -109,14 +110,14 @@ def test_it_learns_programs(sft, tmp_path, monkeypatch):
     monkeypatch.setattr(train_math, "measure", lambda *arguments: {})
     sft.main(flags({**LEARNS, "dataset_name": "embedded_code"}))
     losses = [row["loss"] for row in rows_of(tmp_path / "out" / "metrics.jsonl") if "loss" in row]
-    assert len(losses) == 8 and losses[-1] < losses[0]
+    assert len(losses) == 6 and losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_the_loss_is_on_the_completion_alone(sft, tmp_path, monkeypatch, chat):
     """What the trainer's own collator masks: of a conversation the prompt and the assistant's header, of a text it."""
     trainers = []
-    monkeypatch.setattr(sft, "train_and_measure", lambda trainer, *rest: trainers.append(trainer))
+    monkeypatch.setattr(sft, "train_and_measure", lambda trainer, *rest, **more: trainers.append(trainer))
     prompt, completion = "7+5", "7+5=12\nThe answer is 12"
     row = {"prompt": prompt, "completion": completion}
     if chat:
@@ -134,25 +135,24 @@ def test_the_loss_is_on_the_completion_alone(sft, tmp_path, monkeypatch, chat):
     assert all(prompt in trainer.processing_class.decode(ids) for ids in batch["input_ids"])
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_table_8(sft, path):
+def test_table_8(sft):
     """Every file is a run without mistakes, and its values are the paper's."""
     types = (sft.SupervisedArguments, sft.SupervisedConfig, sft.ModelConfig)
-    script, args, model = sft.parse([f"--config={path}", "--use_cpu", "--bf16=False"], types, sft.supervised_defaults())
-    sft.check_arguments(script, args, model)
-    kind, size = path.stem.split("_qwen2.5-")
-    run = yaml.safe_load(path.read_text())
-    assert model.model_name_or_path.lower() == f"qwen/qwen2.5-{size}" and run["output_dir"] == f"outputs/{path.stem}"
-    assert (args.learning_rate, args.num_train_epochs) == (2e-5, 3)
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 2)
-    assert (args.max_length, args.completion_only_loss, model.use_peft) == (None, None, False)
-    assert args.eos_token == "<|im_end|>"
-    assert {"sft_h": script.dataset_name, "sft_m": script.completions, "sft_h_code": script.dataset_name}[kind] == {
-        "sft_h": "nlile/hendrycks-MATH-benchmark",
-        "sft_m": "outputs/traces_qwen2.5-7b-instruct.jsonl",
-        "sft_h_code": "evalplus/mbppplus",
-    }[kind]
-    assert f"--config examples/configs/{path.name}" in path.read_text()
+    for path in CONFIGS:
+        script, args, model = sft.parse(["--config", str(path), "--use_cpu", "--bf16=False"], types, {})
+        sft.check_arguments(script, args, model)
+        kind, size = path.stem.split("_qwen2.5-")
+        assert model.model_name_or_path.lower() == f"qwen/qwen2.5-{size}" and args.output_dir == f"outputs/{path.stem}"
+        assert (args.learning_rate, args.num_train_epochs) == (2e-5, 3)
+        assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 2)
+        assert (args.max_length, args.completion_only_loss, model.use_peft) == (None, None, False)
+        assert args.eos_token == "<|im_end|>"
+        assert (script.dataset_name, script.completions) == {
+            "sft_h": ("nlile/hendrycks-MATH-benchmark", None),
+            "sft_m": (None, "outputs/traces_qwen2.5-7b-instruct.jsonl"),
+            "sft_h_code": ("evalplus/mbppplus", None),
+        }[kind]
+        assert f"--config examples/configs/{path.name}" in path.read_text()
 
 
 def test_there_is_a_file_for_every_run_of_tables_1_and_2():
@@ -168,28 +168,15 @@ MODEL, DATA, FILE = ({"model_name_or_path": "model"}, {"dataset_name": "own.json
     ("settings", "rows", "message"),
     [
         # half a task, or two
-        (MODEL, [], "model_name_or_path='model' is given, but no dataset"),
-        (DATA, [], "dataset_name='own.jsonl' is given, but no model"),
+        (MODEL, [], "model_name_or_path='model' with dataset_name=None: give both"),
+        (DATA, [], "model_name_or_path=None with dataset_name='own.jsonl': give both"),
         ({**MODEL, **DATA, **FILE}, [], "dataset_name='own.jsonl' has no effect with completions='rows.jsonl'"),
-        ({**MODEL, **FILE, "prompt_template": "plain"}, [], "prompt_template='plain' has no effect with completions="),
-        ({**FILE, "eval_strategy": "steps"}, [], "no others to evaluate: leave --eval_strategy out"),
-        ({**MODEL, **DATA, "reward_path": "own.py"}, [], "reward_path='own.py' has no effect on supervised"),
-        ({**MODEL, **DATA, "dataset_streaming": True}, [], "dataset_streaming=True has no effect"),
         ({"model_name_or_path": "./nowhere", **FILE}, [GOOD], "model='./nowhere' cannot be loaded"),
-        # the file of completions
-        ({**FILE, "completions": "none.jsonl"}, [], "completions='none.jsonl' cannot be read .*: correct the path"),
-        (FILE, [], "completions='rows.jsonl' has no rows"),
-        (FILE, [GOOD, {"prompt": "p", "text": "t"}], r"Line 2 of rows.jsonl lacks .* it has \['prompt', 'text'\]"),
-        (FILE, [{"settings": {}}, GOOD], r"Line 1 of rows.jsonl lacks .* it has \['settings'\].*not its \*.samples"),
-        (FILE, [{**GOOD, "completion": ""}], "Line 1 of rows.jsonl has an empty completion"),
-        (FILE, [{**GOOD, "completion": [{"role": "assistant", "content": "2"}]}], "or one of another form than its"),
+        # the file of completions, by datasets
+        ({**FILE, "completions": "none.jsonl"}, [], "Unable to find .*none.jsonl"),
+        (FILE, [{"prompt": "p", "text": "t"}], r"\['completion'\] not in the dataset"),
         # the data set
         ({**MODEL, **DATA}, [], r"own.jsonl' lack a solution in 'answer' \(an answer alone is none"),
-        (
-            {**MODEL, "dataset_name": "other.jsonl"},
-            [],
-            r"neither gold answers .* its columns are \['problem', 'gold'\]",
-        ),
         ({**MODEL, "dataset_name": "code.jsonl"}, [], "1 of 1 rows of 'code.jsonl' lack a solution in 'code'"),
     ],
 )
@@ -197,9 +184,8 @@ def test_mistakes(sft, tmp_path, monkeypatch, settings, rows, message):
     monkeypatch.setattr(sft, "SFTTrainer", None)
     write(tmp_path / "rows.jsonl", rows)
     write(tmp_path / "own.jsonl", [{"problem": "1+1", "answer": "2"}])
-    write(tmp_path / "other.jsonl", [{"problem": "1+1", "gold": "2"}])
     write(tmp_path / "code.jsonl", [{"text": "Add.", "code": "", "test_list": ["assert add(1, 1) == 2"]}])
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         sft.main(flags({**SMALL, **settings}))
 
 
@@ -215,84 +201,47 @@ def test_a_chat_template_that_never_ends_is_refused(sft):
     ):
         sft.check_completions(rows, tokenizer, args)
     sft.check_completions(rows, tokenizer, sft.SupervisedConfig("out", eos_token="<|im_end|>", **ON_CPU))
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat template: add --chat_template_path"):
-        sft.check_completions(rows, tokenizer, args)
-
-
-def test_rows_that_are_cut_off_are_counted(sft, caplog):
-    rows = Dataset.from_list([GOOD, {"prompt": "1+1", "completion": "2" * 50}])
-    args = sft.SupervisedConfig("out", max_length=20, **ON_CPU)
-    sft.check_completions(rows, AutoTokenizer.from_pretrained("model"), args)
-    assert (
-        "max_length=20 cuts the ends, and so the answers, off 1 of 2 rows; the longest has 54 tokens."
-        in caplog.messages
-    )
+    sft.check_completions(rows, tokenizer, sft.SupervisedConfig("out", chat_template_path="other", **ON_CPU))
 
 
 # ----------------------------------------------------------------------------------------------------- traces.py
 
 
-def sampled(path: str) -> list[dict]:
-    _, *rows = rows_of(Path(path))
-    return [sample for row in rows for sample in row["samples"]]
+def test_correct_traces_are_kept_and_learned_from(traces, sft, tmp_path, capsys, monkeypatch):
+    import train_math
 
-
-def test_correct_traces_are_kept_and_learned_from(traces, sft, tmp_path, capsys):
-    traces.main(["model", *flags({**PARTS, "num_samples": 2, "output": "t.jsonl", "temperature": 1.0})])
-    kept, samples = rows_of(tmp_path / "t.jsonl"), sampled("t.samples.jsonl")
+    arguments = ["model", *flags({**PARTS, "num_samples": 2, "output": "t.jsonl", "temperature": 1.0})]
+    traces.main(arguments)
+    _, *rows = rows_of(tmp_path / "t" / "model.jsonl")
     problems = arithmetic_dataset("train").select(range(24)).to_list()
     expected = [
-        {**problem, "completion": [{"role": "assistant", "content": one["text"]}]}
-        for problem, pair in zip(problems, zip(samples[::2], samples[1::2], strict=True), strict=True)
-        for one in pair
+        {"prompt": problem["prompt"], "completion": [{"role": "assistant", "content": one["text"]}]}
+        for problem, row in zip(problems, rows, strict=True)
+        for one in row["samples"]
         if arithmetic_reward([one["text"]], [problem["answer"]]) == [1.0]
     ]
+    kept = rows_of(tmp_path / "t.jsonl")
     assert kept == expected and 0 < len(kept) < 48
     wrong = 48 - len(kept)
     assert f"48 traces of 24 problems: {len(kept)} kept, {wrong} wrong, 0 cut off, 0 failed" in capsys.readouterr().out
-    sft.main(flags({**SMALL, "completions": "t.jsonl", "output_dir": "out", "max_steps": 1}))
-    assert "accuracy on 256" in capsys.readouterr().out
-    sft.main(flags({**SMALL, "completions": "t.jsonl", "output_dir": "out", "max_steps": 1, **MODEL}))
-    assert "accuracy on 256" not in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr("dash_trl.evaluation.tasks.open_sampler", None)
+        traces.main(arguments)  # all is there: nothing is sampled, nothing changes
+    assert rows_of(tmp_path / "t.jsonl") == kept
+    measured = []
+    monkeypatch.setattr(train_math, "measure", lambda *arguments: measured.append(None) or {})
+    run = {**SMALL, "completions": "t.jsonl", "output_dir": "out", "max_steps": 1}
+    sft.main(flags({**run, **MODEL}))
+    assert not measured
+    sft.main(flags(run))
+    assert len(measured) == 2
 
 
-def test_an_interrupted_run_goes_on_to_the_same_files(traces, tmp_path, monkeypatch):
-    arguments = ["model", *flags({**PARTS, "num_samples": 2, "per_device_eval_batch_size": 8})]
-    traces.main([*arguments, "--output", "whole.jsonl"])
-    scored = []
-
-    def interrupted(*arguments):
-        scored.append(None)
-        if len(scored) == 40:
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    real = traces.scored
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(traces, "scored", interrupted)
-        traces.main([*arguments, "--output", "cut.jsonl"])
-    assert not (tmp_path / "cut.jsonl").exists()
-    (tmp_path / "cut.samples.jsonl").open("a").write('{"index": 20, "samp')
-    traces.main([*arguments, "--output", "cut.jsonl"])
-    for name in ("{}.jsonl", "{}.samples.jsonl"):
-        assert (tmp_path / name.format("cut")).read_text() == (tmp_path / name.format("whole")).read_text()
-    traces.main([*arguments, "--output", "cut.jsonl"])  # all is there: nothing is sampled, nothing changes
-    with pytest.raises(
-        ValueError, match="cut.samples.jsonl is of other settings: .*temperature is 0.7 there and 0.5 here"
-    ):
-        traces.main([*arguments, "--output", "cut.jsonl", "--temperature", "0.5"])
-    (tmp_path / "cut.jsonl").write_text("mine\n")
-    with pytest.raises(ValueError, match="cut.jsonl has other rows than these traces: choose another --output"):
-        traces.main([*arguments, "--output", "cut.jsonl"])
-    assert (tmp_path / "cut.jsonl").read_text() == "mine\n"
-
-
-def test_programs_and_what_is_cut_off(traces, tmp_path, capsys):
+def test_programs_and_what_is_cut_off(traces, tmp_path):
     """Rows of MBPP's columns; the tests decide, in the sandbox, and what was cut off is not kept though it passes."""
     row = {"text": "f", "test_list": ["assert f(1) == 1"]}
     write(tmp_path / "code.jsonl", [row] * 2)
-    with pytest.raises(ValueError, match="No trace is kept: of 2 there are 2 wrong, 0 cut off, 0 failed. Look at them"):
+    with pytest.raises(ValueError, match="No trace is kept: of 2 there are 0 kept, 2 wrong, 0 cut off, 0 failed. Look"):
         traces.main(["model", *flags({"dataset_name": "code.jsonl", "max_completion_length": 4, "output": "t.jsonl"})])
     fates = {(1.0, False): "kept", (1.0, True): "cut off", (0.0, True): "wrong", (None, False): "failed"}
     for (reward, truncated), fate in fates.items():
@@ -311,44 +260,20 @@ def test_the_embedded_teacher_is_the_model_after_rl_and_is_kept(traces, tmp_path
         "gradient_accumulation_steps": 2,
         "max_completion_length": 8,
     }
-    monkeypatch.setattr(train_math, "embedded_defaults", lambda: short)
+    for module in (train_math, traces):
+        monkeypatch.setattr(module, "embedded_defaults", lambda: short)
     monkeypatch.setattr(train_math, "measure", lambda *arguments: {})
-    run = ["embedded", *flags({"dataset_train_split": "train[:4]", "max_completion_length": 64})]
-    traces.main([*run, "--output", "one.jsonl"])
-    (teacher,) = cache.glob("teacher-*")
-    assert (teacher / "metrics.jsonl").exists() and json.loads(Path("one.samples.jsonl").read_text().splitlines()[0])
-    monkeypatch.setattr(traces, "train", None)
-    traces.main([*run, "--output", "two.jsonl"])
-    assert Path("one.jsonl").read_text() == Path("two.jsonl").read_text()
+    run = ["embedded", *flags({"dataset_test_split": "train[:4]", "output": "one.jsonl"})]
+    traces.main(run)
+    (teacher,) = (path for path in cache.glob("teacher-*") if path.is_dir())
+    assert (teacher / "metrics.jsonl").exists() and rows_of(tmp_path / "one.jsonl")
+    monkeypatch.setattr(train_math, "main", None)
+    traces.main(run)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["model"], "There are no problems for 'model': add --dataset_name"),
-        (["./nowhere", "--dataset_name", "embedded"], "nowhere' cannot be read: no directory or hub name"),
-        (["model", *flags({**PARTS, "dataset_train_split": "test"})], "'embedded' has no split 'test': use 'train'"),
-        (
-            ["embedded", "--prompt_template", "plain"],
-            "prompt_template='plain' has no effect with dataset_name='embedded'",
-        ),
-        (
-            ["embedded", "--dataset_test_split", "dev"],
-            "dataset_test_split='dev' has no effect: traces are of the training",
-        ),
-        (["embedded", "--reward_name", "x"], "reward_name='x' has no effect without --reward_path"),
-        (["embedded", "--use_vllm", "--per_device_eval_batch_size", "8"], "=8 has no effect with vLLM"),
-        (["model", *flags({**PARTS, "temperature": 0, "num_samples": 2})], "greedy decoding .* gives one sample"),
-        (["model", *flags({**PARTS, "output": "mine.jsonl"})], "mine.jsonl exists, and mine.samples.jsonl"),
-        (["model", "--dataset_name", "other.jsonl"], r"neither gold answers .* columns are \['problem', 'gold'\]"),
-    ],
-)
-def test_mistakes_about_traces(traces, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.setattr(traces, "train", None)
-    write(tmp_path / "mine.jsonl", [GOOD])
-    write(tmp_path / "other.jsonl", [{"problem": "1+1", "gold": "2"}])
-    with pytest.raises(ValueError, match=message):
-        traces.main(arguments)
+def test_a_teacher_without_problems_is_a_mistake(traces):
+    with pytest.raises(ValueError, match="There is no dataset for 'model': add --dataset_name"):
+        traces.main(["model"])
 
 
 @pytest.mark.slow

@@ -49,7 +49,6 @@ def grad_scaler(trainer):
 @pytest.mark.parametrize(
     "value, max_grad_norm, prepare",
     [
-        (math.nan, 1.0, None),
         (math.inf, 0.0, None),
         (1e30, 1.0, None),  # only the norm overflows
         (math.nan, 1.0, grad_scaler),
@@ -89,14 +88,10 @@ def test_what_counts_as_a_row():
 def test_a_loss_scaler_may_search():
     """From 2^16 down to 1 by halves, and then no further than a run without a scaler."""
     steps = SkippedSteps(loss_scaling=True)
-    scale, step = 2.0**16, 0
-    while scale > 1:
-        steps.count(True, step := step + 1)
-        scale /= 2
-    for _ in range(4):
-        steps.count(True, step := step + 1)
+    for step in range(1, 16 + 5):
+        steps.count(True, step)
     with pytest.raises(RuntimeError, match="fp16"):
-        steps.count(True, step + 1)
+        steps.count(True, 16 + 5)
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -1.0])

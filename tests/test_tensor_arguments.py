@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from dash_trl.process_rewards.credit import Rewards, place_rewards
-from dash_trl.update import filter_rows, group_advantages, importance_sampling_ratio, outcome_advantages, plan_segment
-from dash_trl.update.advantages import weighted_rewards
+from dash_trl.update import group_advantages, outcome_advantages, weighted_rewards
 
 N, T, F, K = 4, 3, 2, 5
 
@@ -31,16 +30,6 @@ RIGHT = {
         estimator="opo", rewards=floats(N, F), weights=floats(F), group_size=2, lengths=integers(N)
     ),
     weighted_rewards: dict(rewards=floats(N, F), weights=floats(F)),
-    filter_rows: dict(advantages=floats(N, T), loss_mask=integers(N, T), scored=bools(N), threshold=0.1),
-    importance_sampling_ratio: dict(
-        old_per_token_logps=floats(N, T),
-        sampling_per_token_logps=floats(N, T),
-        loss_mask=integers(N, T),
-        mode="token_mask",
-        clip_min=None,
-        clip_max=2.0,
-    ),
-    plan_segment: dict(lengths=integers(2, N, 3), micro_steps=2, max_rows=1, max_tokens=9),
     place_rewards: dict(boundaries=integers(N, K), values=floats(N, K), lengths=integers(N), width=T),
     Rewards: dict(
         process=floats(N, T),
@@ -57,27 +46,13 @@ RIGHT = {
 WRONG = [
     (group_advantages, dict(rewards=floats(N)), r"rewards has the shape \[4\], which is not \[N, F\]"),
     (group_advantages, dict(weights=floats(1)), r"weights has the shape \[1\], which is not \[F=2\]"),
-    (group_advantages, dict(weights=[1.0, 1.0]), r"weights is a list. Pass a tensor \[F=2\]"),
     (group_advantages, dict(group_size=3), "4 rewards do not split into groups of 3"),
+    (outcome_advantages, dict(group_size=3), "4 rewards do not split into groups of 3"),
     (outcome_advantages, dict(rewards=floats(N)), r"rewards has the shape \[4\], which is not \[N, F\]"),
     (outcome_advantages, dict(lengths=integers(N, T)), r"lengths has the shape \[4, 3\], which is not \[N=4\]"),
     (weighted_rewards, dict(rewards=floats(N)), r"rewards has the shape \[4\]"),
+    (weighted_rewards, dict(weights=[1.0, 1.0]), r"weights is a list. Pass a tensor \[F=2\]"),
     (weighted_rewards, dict(weights=floats(N, 1)), r"weights has the shape \[4, 1\], which is not \[F=2\]"),
-    (filter_rows, dict(advantages=floats(T)), r"advantages has the shape \[3\], which is not \[B=4\]"),
-    (filter_rows, dict(advantages=floats(N, 1)), r"advantages has the shape \[4, 1\], which is not \[B=4, T=3\]"),
-    (filter_rows, dict(advantages=integers(N)), r"advantages \[B=4\] has the dtype torch.int64. Pass floats"),
-    (filter_rows, dict(advantages=[0.0] * N), "advantages is a list"),
-    (filter_rows, dict(loss_mask=integers(N)), r"loss_mask has the shape \[4\], which is not \[B=4, T\]"),
-    (filter_rows, dict(scored=integers(N)), r"scored \[B\] has the dtype torch.int64. Pass bools"),
-    (importance_sampling_ratio, dict(old_per_token_logps=floats(N)), r"\[4\], which is not \[B, T\]"),
-    (importance_sampling_ratio, dict(sampling_per_token_logps=floats(N, 1)), r"not \[B=4, T=3\]"),
-    (importance_sampling_ratio, dict(loss_mask=integers(N)), r"loss_mask has the shape \[4\]"),
-    (plan_segment, dict(lengths=integers(N, 3)), r"lengths has the shape \[4, 3\], which is not \[R, M, columns\]"),
-    (plan_segment, dict(lengths=integers(2, N, 1)), "≥ 2]: prompt and completion tokens"),
-    (plan_segment, dict(lengths=floats(2, N, 3)), "dtype torch.float32. Pass integers"),
-    (plan_segment, dict(micro_steps=0), "micro_steps=0 leaves no room"),
-    (plan_segment, dict(max_rows=0), "max_rows=0 leaves no room"),
-    (plan_segment, dict(max_tokens=0), "max_tokens=0 leaves no room"),
     (place_rewards, dict(boundaries=floats(N, K)), r"boundaries \[N, K\] has the dtype torch.float32. Pass integers"),
     (place_rewards, dict(values=floats(N, K + 1)), r"values has the shape \[4, 6\], which is not \[N=4, K=5\]"),
     (place_rewards, dict(lengths=integers(1)), r"lengths has the shape \[1\], which is not \[N=4\]"),

@@ -1,8 +1,5 @@
-"""`python -m dash_trl.value_quality`: the truth it samples, whom it lets learn from what, its figures and refusals."""
+"""`python examples/value_quality`: the truth it samples, whom it lets learn from what, its figures and refusals."""
 
-from __future__ import annotations
-
-import importlib
 import json
 import math
 import random
@@ -12,14 +9,15 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, HfArgumentParser
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 from dash_trl import ProcessRewardCallback
 from dash_trl.evaluation import Draw, LocalSampler
 from dash_trl.process_rewards import OutcomeValue, ValueRequest
-from dash_trl.value_quality import Plan, choose, figures_of
-from dash_trl.value_quality.candidates import Stage, saved, with_log_probs
-from dash_trl.value_quality.command import ValueQualityArguments, main
+from examples.value_quality.candidates import Stage, saved, with_log_probs
+from examples.value_quality.command import ValueQualityArguments, main
+from examples.value_quality.figures import auc, brier, by_group, calibration_error, figures_of, reliability, spearman
+from examples.value_quality.study import Plan, choose
 
 PROBLEMS = [{"problem": f"{i} + {i}", "answer": str(2 * i)} for i in range(30)]
 SMALL = ("--dataset_test_split", "train", "--num_problems", 6, "--num_samples", 5, "--num_rollouts", 4)
@@ -31,9 +29,20 @@ def compute_score(completions, completion_ids, **columns):
     assert all(1 <= len(ids) <= 7 for ids in completion_ids)
     return [ids[0] % 7 / 6 for ids in completion_ids]
 """
+OTHERS = """
+import math
+
+def failing(completions, completion_ids, **columns):
+    return [ids[0] % 7 or math.nan for ids in completion_ids]
+
+def constant(completion):
+    return 1.0
+
+def broken(completion):
+    return None
+"""
 VALUES = """
 import math
-import threading
 
 class Perfect:
     space = "probability"
@@ -50,55 +59,60 @@ class Pupil(Perfect):
 
     def learn(self, requests, outcomes, trainer):
         self.taught.append(([(one.prompt_ids, one.completion_ids) for one in requests], list(outcomes)))
-
-class Locked(Pupil):
-    def __init__(self):
-        self.lock = threading.Lock()
 """
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
-    """With problems, a reward and estimators of one's own; the working directory."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
-    write("problems.jsonl", PROBLEMS)
-    Path("reward.py").write_text(REWARD)
-    Path("my_values.py").write_text(VALUES)
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    """With problems, rewards and estimators of one's own; the working directory."""
+    folder = tmp_path_factory.mktemp("study")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        patch.setattr(sys, "path", list(sys.path))
+        patch.chdir(folder)
+        write("problems.jsonl", PROBLEMS)
+        write("unanswered.jsonl", [{"prompt": row["problem"], "test_list": ["assert True"]} for row in PROBLEMS])
+        Path("reward.py").write_text(REWARD)
+        Path("others.py").write_text(OTHERS)
+        Path("my_values.py").write_text(VALUES)
+        yield folder
     sys.modules.pop("my_values", None)
-    importlib.invalidate_caches()
-    return tmp_path
 
 
 def write(name: str, rows: list[dict]) -> None:
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def measure(*arguments: object) -> dict:
-    main([*map(str, arguments)])
-    output_dir = arguments[len(arguments) - 1 - arguments[::-1].index("--output_dir") + 1]
+def measure(output_dir: str, *arguments: object) -> dict:
+    main([*map(str, arguments), "--output_dir", output_dir])
     return json.loads((Path(output_dir) / "value_quality.json").read_text())
 
 
 def of_tiny(tiny_model: str, *arguments: object) -> tuple:
-    own = (tiny_model, "--dataset_name", "problems.jsonl", "--reward_path", "reward.py", "--output_dir", "out")
-    return (*own, *SMALL, *arguments)
+    return (tiny_model, "--dataset_name", "problems.jsonl", "--reward_path", "reward.py", *SMALL, *arguments)
+
+
+@pytest.fixture(scope="module")
+def study(folder, tiny_model) -> dict:
+    """Responses and completions of the tiny model, and three estimators; its files stay in `tiny`."""
+    values = ("my_values.Perfect", "my_values.backwards", "my_values.Pupil")
+    return measure("tiny", *of_tiny(tiny_model, "--values", "outcome", "--value_path", *values))
 
 
 # ------------------------------------------------------------------------------------------------------ the command
 
 
 def test_embedded_and_then_other_values_of_the_same_samples(capsys, caplog, monkeypatch):
-    arguments = ("embedded", "--num_problems", 6, "--num_samples", 4, "--num_rollouts", 6, "--output_dir", "out")
-    found = measure(*arguments, "--fit_rollouts", 128, 256)
-    names = ["position", "answer, 'The answer is <|im_end|>'", "outcome, 128 rollouts", "outcome, 256 rollouts"]
+    arguments = ("embedded", "--num_problems", 6, "--num_samples", 4, "--num_rollouts", 4)
+    found = measure("out", *arguments, "--fit_rollouts", 128, 160)
+    names = ["position", "answer, 'The answer is <|im_end|>'", "outcome, 128 rollouts", "outcome, 160 rollouts"]
     assert list(found["estimators"]) == names and found["responses"] == 24 and found["without_truth"] == 0
-    assert found["estimators"]["outcome, 256 rollouts"]["spearman"] > 0.4
+    assert found["estimators"]["outcome, 160 rollouts"]["spearman"] > 0.4
     assert found["estimators"][names[1]]["brier"] is None and found["estimators"][names[2]]["brier"] < 0.3
     for row in found["values"]:  # boundaries are lines: 7+5=12
         assert len(row["boundaries"]) == len(row["truth"]) == len(row[names[2]]) > 1
-        assert all(truth * 6 == pytest.approx(round(truth * 6)) for truth in row["truth"])
-    assert "24 responses of 6 problems, 256 rollouts of 32 other problems, and 6 completions" in caplog.text
+        assert all(truth * 4 == round(truth * 4) for truth in row["truth"])
+    assert "24 responses of 6 problems, 160 rollouts of 20 other problems, and 4 completions" in caplog.text
     assert caplog.text.index("This samples") < caplog.text.index("boundaries: ")
     lines = capsys.readouterr().out.splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("V "))
@@ -106,37 +120,48 @@ def test_embedded_and_then_other_values_of_the_same_samples(capsys, caplog, monk
     assert Path("out/value_quality.png").read_bytes().startswith(b"\x89PNG")
 
     monkeypatch.setattr(LocalSampler, "_generate", None)  # nothing is sampled any more
-    again = measure(*arguments, "--values", "answer", "--value_space", "probability", "--force_prompt", "=", "is ")
+    again = measure("out", *arguments, "--values", "answer", "--force_prompt", "=", "is ")
     assert list(again["estimators"]) == ["position", "answer, '=<|im_end|>'", "answer, 'is <|im_end|>'"]
     assert again["estimators"]["position"] == found["estimators"]["position"]
-    assert again["estimators"]["answer, '=<|im_end|>'"]["brier"] is not None
 
 
-def test_the_truth_is_met_by_who_knows_it(tiny_model):
-    """Responses and completions by transformers; what is rewarded is known behind the first boundary."""
-    found = measure(*of_tiny(tiny_model, "--value_path", "my_values.Perfect", "my_values.backwards"))
-    perfect, backwards = (found["estimators"][f"my_values.{name}"] for name in ("Perfect", "backwards"))
+def test_the_truth_is_met_by_who_knows_it(study):
+    """What is rewarded is known behind the first boundary."""
+    perfect, backwards = (study["estimators"][f"my_values.{name}"] for name in ("Perfect", "backwards"))
     assert (perfect["spearman"], perfect["spearman_within"]) == (pytest.approx(1), pytest.approx(1))
     assert perfect["auc"] == perfect["auc_within"] == 1 and perfect["brier"] == pytest.approx(0, abs=1e-24)
     assert perfect["calibration_error"] == pytest.approx(0, abs=1e-12) and perfect["missing"] == 30
     assert backwards["spearman_within"] == pytest.approx(-1) and backwards["auc"] == 0 and backwards["brier"] is None
-    for row in found["values"]:
+    for row in study["values"]:
         assert row["my_values.Perfect"][1:] == pytest.approx(row["truth"][1:])
-    beginnings = {row["truth"][0] for row in found["values"]}
+    beginnings = {row["truth"][0] for row in study["values"]}
     assert len(beginnings) > 5 and all(truth * 24 == pytest.approx(round(truth * 24)) for truth in beginnings)
-    assert found["without_truth"] == 0  # no completion was longer than a response may be
+    assert study["without_truth"] == 0  # no completion was longer than a response may be
 
 
-def test_nothing_learns_from_the_problems_that_it_is_measured_on(tiny_model):
-    found = measure(*of_tiny(tiny_model, "--values", "outcome", "--value_path", "my_values.Pupil"))
+def test_nothing_learns_from_the_problems_that_it_is_measured_on(study, tiny_model):
     (small, outcomes), (large, more) = sys.modules["my_values"].Pupil.taught
     assert len(small) == 16 and len(large) == 64 and large[:16] == small and more[:16] == outcomes
     assert more == [ids[0] % 7 / 6 for _, ids in large]
     prompts = [prompt for prompt, _ in large]
     assert len(set(prompts)) == 8 and [prompts.count(one) for one in set(prompts)] == [8] * 8
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    measured = {tuple(tokenizer(row["prompt"])["input_ids"]) for row in found["values"]}
+    measured = {tuple(tokenizer(row["prompt"])["input_ids"]) for row in study["values"]}
     assert len(measured) == 6 and not measured & set(prompts)
+
+
+def test_an_interrupted_study_goes_on_and_other_settings_are_refused_by_name(study, tiny_model, monkeypatch):
+    truth = Path("tiny/truth.jsonl")
+    whole = truth.read_bytes()
+    truth.write_bytes(whole[: len(whole) // 2])
+    again = measure("tiny", *of_tiny(tiny_model, "--values", "answer"))
+    assert truth.read_bytes() == whole and again["estimators"]["position"] == study["estimators"]["position"]
+    assert list(again["estimators"]) == ["position", "answer"]
+    with pytest.raises(ValueError, match="truth.jsonl is of other settings: segmentation is"):
+        measure("tiny", *of_tiny(tiny_model, "--values", "answer", "--max_episode_tokens", 3))
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)  # before weights are loaded
+    with pytest.raises(ValueError, match="responses.jsonl is of other settings: temperature is 1.0 there and 0.5 here"):
+        measure("tiny", *of_tiny(tiny_model, "--temperature", 0.5))
 
 
 def test_problems_are_drawn_once_and_by_the_seed():
@@ -151,11 +176,10 @@ def test_problems_are_drawn_once_and_by_the_seed():
     assert sorted(row["prompt"] for row in choose(rows, others, plan)[1]) == sorted(f"other {i}" for i in range(10))
 
 
-def test_a_value_of_a_checkpoint_is_measured_on_what_it_has_not_seen(tiny_model, caplog):
+def test_a_value_of_a_checkpoint_is_measured_on_what_it_has_not_seen(study, tiny_model, caplog):
     """As `ProcessRewardCallback` saves it: its problems are left out, its entropies are asked for where it has any."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
-    first = measure(*of_tiny(tiny_model, "--values", "outcome"))
-    seen = list(dict.fromkeys(row["prompt"] for row in first["values"]))
+    seen = list(dict.fromkeys(row["prompt"] for row in study["values"]))
     generator = random.Random(0)
     requests = [
         ValueRequest(
@@ -173,22 +197,19 @@ def test_a_value_of_a_checkpoint_is_measured_on_what_it_has_not_seen(tiny_model,
     torch.save({"ProcessRewardCallback": ProcessRewardCallback(value).state_dict()}, "checkpoint-8/callback_states.pt")
     as_saved = saved("checkpoint-8").value
     assert (as_saved.ridge, as_saved.num_windows, as_saved.space) == (3.0, 2, "probability")
-    options = ("--values", "answer", "--checkpoint", "checkpoint-8", "--output_dir", "out2")
-    found = measure(*of_tiny(tiny_model, *options))
+    found = measure("saved", *of_tiny(tiny_model, "--values", "answer", "--checkpoint", "checkpoint-8"))
     assert not {row["prompt"] for row in found["values"]} & set(seen)
     assert "6 problems are left out: the checkpoint's value has learned from them" in caplog.text
     figures = found["estimators"]["outcome, 96 rollouts of checkpoint-8"]
     assert figures["missing"] == 0 and figures["brier"] is not None
-    rollouts = [row for row in found["settings"]["fit_rollouts"]]
-    assert rollouts == [] and not Path("out2/rollouts.jsonl").exists()  # nobody learns
+    assert found["settings"]["fit_rollouts"] == [] and not Path("saved/rollouts.jsonl").exists()  # nobody learns
 
 
-def test_rewards_beyond_0_and_1_and_failed_ones(tiny_model, caplog):
+def test_rewards_beyond_0_and_1_and_failed_ones(tiny_model):
     """A mean reward in place of a probability; a prefix that no completion was scored of has no truth."""
-    Path("reward.py").write_text(REWARD.replace("% 7 / 6", "% 7 or math.nan").replace("def", "import math\n\ndef", 1))
     options = ("--value_path", "my_values.Perfect", "--fit_rollouts", 128, "--values", "outcome")
-    found = measure(*of_tiny(tiny_model, *options))
-    assert "rewards outside 0 … 1, such as 2: the truth is then a mean reward" in caplog.text
+    others = ("--reward_path", "others.py", "--reward_name", "failing")
+    found = measure("failing", *of_tiny(tiny_model, *options, *others))
     fitted = found["estimators"]["outcome, 128 rollouts"]
     assert fitted["missing"] == 0 and fitted["brier"] is None and fitted["spearman"] is not None
     for row in found["values"]:
@@ -202,23 +223,16 @@ def test_rewards_beyond_0_and_1_and_failed_ones(tiny_model, caplog):
 # ------------------------------------------------------------------------------------------------------ its parts
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("absolute", [False, True])
-def test_log_probs_are_those_of_a_pass_per_response(tiny_model, temperature, absolute):
-    """Also of a model that counts positions from the row's beginning."""
+def test_log_probs_are_those_at_the_temperature_of_sampling(tiny_model):
     model, generator = AutoModelForCausalLM.from_pretrained(tiny_model), random.Random(0)
-    if absolute:
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=1024)).eval()
     requests = [
         ValueRequest(*(tuple(generator.randrange(3, 290) for _ in range(n)) for n in lengths), (0,))
-        for lengths in [(3, 5), (1, 1), (600, 20), (7, 900), (2, 64), (5, 5)]
+        for lengths in [(3, 5), (1, 1), (60, 20)]
     ]
-    for request, found in zip(requests, with_log_probs(requests, model, temperature), strict=True):
+    for request, found in zip(requests, with_log_probs(requests, model, 0.7), strict=True):
         ids = torch.tensor([[*request.prompt_ids, *request.completion_ids]])
         with torch.no_grad():
-            log_p = (model(ids).logits[0, :-1].double() / temperature).log_softmax(dim=-1)[
-                len(request.prompt_ids) - 1 :
-            ]
+            log_p = (model(ids).logits[0, :-1].double() / 0.7).log_softmax(dim=-1)[len(request.prompt_ids) - 1 :]
         chosen = log_p[range(len(request.completion_ids)), list(request.completion_ids)]
         assert found.log_probs == pytest.approx(chosen.tolist(), abs=1e-4)
         assert found.entropies == pytest.approx((-log_p.exp() * log_p).sum(dim=-1).tolist(), abs=1e-4)
@@ -250,6 +264,8 @@ def test_figures_are_of_known_truths_and_values():
     errors = [0.1, 0.3, 0.1, 0.2, 0.2, 0.0, 0.55]
     assert found["brier"] == pytest.approx(sum(error**2 for error in errors) / 7)
     assert figures_of(values, truth, [0, 0, 1], probabilities=False)["brier"] is None
+    moves = figures_of([[0.0, 0.1, 0.4, 0.9]], [[0.0, 0.3, 0.4, 1.0]], [0], probabilities=True)
+    assert moves["u_spearman"] == moves["u_spearman_within"] == pytest.approx(0.5)  # the ranks are 0 1 2 and 1 0 2
 
 
 def test_the_interval_is_over_problems():
@@ -262,14 +278,53 @@ def test_the_interval_is_over_problems():
     assert figures_of(values, truth, range(40), probabilities=False, seed=3) == found
 
 
+def pairs(seed: int, size: int = 40) -> tuple[list[float], list[bool]]:
+    generator = random.Random(seed)
+    return [generator.randrange(8) / 8 for _ in range(size)], [generator.random() < 0.4 for _ in range(size)]
+
+
+def test_auc_is_the_share_of_pairs_in_the_right_order_ties_half():
+    values, labels = pairs(0)
+    won = [
+        (a > b) + (a == b) / 2
+        for a, yes in zip(values, labels, strict=True)
+        for b, no in zip(values, labels, strict=True)
+        if yes and not no
+    ]
+    assert auc(values, labels) == pytest.approx(sum(won) / len(won), abs=1e-12)
+    assert auc(values, [True] * len(values)) is None
+    groups = [number // 20 for number in range(40)]
+    halves = [auc(values[:20], labels[:20]), auc(values[20:], labels[20:])]
+    assert by_group(auc, [*groups, 2], [*values, 0.1], [*labels, True]) == halves  # the third has one member
+
+
+def test_spearman_is_the_correlation_of_mid_ranks():
+    x, y = pairs(0)[0], pairs(10)[0]
+    rank = [[sum(b < a for b in of) + (sum(b == a for b in of) - 1) / 2 for a in of] for of in (x, y)]
+    a, b = ([one - sum(side) / len(side) for one in side] for side in rank)
+    expected = sum(p * q for p, q in zip(a, b, strict=True)) / math.sqrt(sum(p * p for p in a) * sum(q * q for q in b))
+    assert spearman(x, y) == pytest.approx(expected, abs=1e-12)
+    assert spearman([1.0] * 5, [1.0, 2, 3, 4, 5]) is None and spearman([1.0, 2], [1.0, 2]) is None
+
+
+def test_calibration_error_and_brier_score():
+    values, labels = pairs(0)
+    values[0] = 1.0  # in the last bin
+    error = 0.0
+    for low in range(10):
+        inside = [i for i, value in enumerate(values) if low <= 10 * value < low + 1 or value == 1 and low == 9]
+        error += abs(sum(values[i] - labels[i] for i in inside))
+    assert calibration_error(values, labels) == pytest.approx(error / len(values), abs=1e-12)
+    squares = [(v - y) ** 2 for v, y in zip(values, labels, strict=True)]
+    assert brier(values, labels) == pytest.approx(sum(squares) / len(values), abs=1e-12)
+    assert sum(count for _, _, count in reliability(values, labels)) == len(values)
+    assert calibration_error([], []) is None and brier([], []) is None and reliability([], []) == []
+
+
 # ------------------------------------------------------------------------------------------------------ bad input
 
 WITHOUT_MODEL_LOADING = {
-    "an unknown value": (("--values", "outcom"), r"values=\['outcom'\] are unknown: use answer and outcome"),
-    "one completion": (("--num_rollouts", 1), "num_rollouts=1: one completion of a prefix says only"),
-    "greedy": (("--temperature", 0), "greedy decoding completes a prefix in one way"),
-    "one problem": (("--num_problems", 1), "take at least 2 problems"),
-    "no groups of 8": (("--fit_rollouts", 20), "fit_rollouts=20 are not 8 of each"),
+    "greedy": (("--temperature", 0), "greedy decoding"),
     "too few to fit to": (("--fit_rollouts", 512), "30 distinct problems .* 6 are to be measured and 64 others"),
     "too few to measure": (("--num_problems", 31), "31 are to be measured"),
     "a missing split": (("--dataset_train_split", "other"), "has no split 'other'"),
@@ -278,21 +333,11 @@ WITHOUT_MODEL_LOADING = {
         ("--dataset_name", "unanswered.jsonl", "--value_path", "my_values.backwards"),
         "my_values.backwards needs a problem's answer",
     ),
-    "unknown columns": (("--dataset_name", "unknown.jsonl"), "neither gold answers"),
-    "no module": (("--value_path", "my_values"), "no import path"),
     "no such module": (("--value_path", "none.such"), "ModuleNotFoundError"),
     "no such name": (("--value_path", "my_values.Perfekt"), "AttributeError"),
     "not callable": (("--value_path", "my_values.math"), "cannot estimate"),
     "one that samples": (("--value_path", "dash_trl.process_rewards.MonteCarloValue"), "is a MonteCarloValue, which"),
-    "one that cannot be copied": (("--value_path", "my_values.Locked"), "learns, but cannot be copied"),
-    "one of servers": (("--value_path", "dash_trl.process_rewards.ServerValue"), "is a ServerValue, which"),
     "no state": (("--checkpoint", "."), "has no OutcomeValue that learned anything"),
-    "a space": (("--values", "outcome", "--value_space", "probability"), "are of answer values"),
-    "no marker": (("--markers", ""), "cannot begin an episode"),
-    "an impossible cut": (("--max_episode_tokens", 1), "cannot both hold"),
-    "no answer's form": (("--final_answer", "("), "is no regular expression"),
-    "batches of vLLM": (("--use_vllm", "--per_device_eval_batch_size", 8), "has no effect with vLLM"),
-    "a force prompt": (("--force_prompt", "\\boxed{", ""), "asks for nothing"),
 }
 
 
@@ -302,12 +347,10 @@ def test_mistakes_are_found_before_weights_are_loaded(case, tiny_model, monkeypa
         raise AssertionError("the model was loaded before the input was checked")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
-    write("unanswered.jsonl", [{"prompt": row["problem"], "test_list": ["assert True"]} for row in PROBLEMS])
-    write("unknown.jsonl", [{"text": "a", "label": 1}])
     given, message = WITHOUT_MODEL_LOADING[case]
     with pytest.raises(ValueError, match=message):
-        measure(*of_tiny(tiny_model, *given))
-    assert not Path("out").exists()
+        measure("refused", *of_tiny(tiny_model, *given))
+    assert not Path("refused").exists()
 
 
 @pytest.mark.parametrize(("flags", "entropies"), [([], True), (["--use_vllm"], False)])
@@ -319,23 +362,12 @@ def test_a_fitted_value_gets_what_training_gets(flags, entropies):
 
 @pytest.mark.parametrize(
     ("reward", "message"),
-    [("1.0", "All 30 responses have the reward 1: there is no better"), ("None", "The reward failed on all 30")],
+    [
+        ("constant", "All 30 responses have the reward 1: there is no better"),
+        ("broken", "The reward failed on all 30"),
+    ],
 )
-def test_rewards_that_tell_nothing_end_it_before_the_truth(tiny_model, reward, message):
-    Path("reward.py").write_text(f"def compute_score(completion):\n    return {reward}\n")
+def test_rewards_that_tell_nothing_end_it_before_the_truth(reward, message, tiny_model):
     with pytest.raises(ValueError, match=message):
-        measure(*of_tiny(tiny_model))
-    assert not Path("out/truth.jsonl").exists()
-
-
-def test_an_interrupted_study_goes_on_and_other_settings_are_refused_by_name(tiny_model, monkeypatch):
-    found = measure(*of_tiny(tiny_model, "--values", "answer"))
-    truth = Path("out/truth.jsonl")
-    whole = truth.read_bytes()
-    truth.write_bytes(whole[: len(whole) // 2])
-    assert measure(*of_tiny(tiny_model, "--values", "answer")) == found and truth.read_bytes() == whole
-    with pytest.raises(ValueError, match="truth.jsonl is of other settings: segmentation is"):
-        measure(*of_tiny(tiny_model, "--values", "answer", "--max_episode_tokens", 3))
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)  # before weights are loaded
-    with pytest.raises(ValueError, match="responses.jsonl is of other settings: temperature is 1.0 there and 0.5 here"):
-        measure(*of_tiny(tiny_model, "--temperature", 0.5))
+        measure(reward, *of_tiny(tiny_model, "--reward_path", "others.py", "--reward_name", reward))
+    assert not Path(reward, "truth.jsonl").exists()

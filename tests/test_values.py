@@ -23,6 +23,7 @@ from transformers import (
 from dash_trl.distributed import Ranks
 from dash_trl.process_rewards import AnswerLogProbValue, ServerValue, ValueRequest
 from dash_trl.process_rewards.tree import Branch, Tree, branch_mask, loop_log_probs, tree_log_probs
+from dash_trl.process_rewards.values import FLOOR
 from tests.tiny import VOCABULARY, save_tiny_model
 
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -79,14 +80,16 @@ def by_prefix(model, tokenizer, request: ValueRequest, force_prompt: str, floor:
     return values
 
 
-@pytest.mark.parametrize("max_tokens", [1, 100, 10_000])
-def test_the_tree_gives_what_a_pass_per_prefix_gives(model, tokenizer, max_tokens):
+def test_the_tree_gives_what_a_pass_per_prefix_gives(model, tokenizer):
+    """In a pass of one tree each, of several, and of all."""
     requests = random_requests()
+    expected = [by_prefix(model, tokenizer, request, " = ", -10.0) for request in requests]
     before = model.config._attn_implementation
-    values = AnswerLogProbValue(" = ", max_tokens_per_pass=max_tokens).score(requests, model, tokenizer)
-    assert model.config._attn_implementation == before
-    for request, row in zip(requests, values, strict=True):
-        assert row == pytest.approx(by_prefix(model, tokenizer, request, " = ", -10.0), abs=1e-5)
+    for max_tokens in (1, 100, 10_000):
+        values = AnswerLogProbValue(" = ", max_tokens_per_pass=max_tokens).score(requests, model, tokenizer)
+        assert model.config._attn_implementation == before
+        for row, found in zip(expected, values, strict=True):
+            assert found == pytest.approx(row, abs=1e-5)
 
 
 def test_lora(tiny_model, tokenizer):
@@ -171,16 +174,16 @@ def score(estimator, model, tokenizer, request=REQUEST):
     return estimator.score([request], model, tokenizer)[0]
 
 
-def test_spaces_floor_and_closing(qwen, tokenizer):
+def test_spaces_floor_and_closing(qwen, tokenizer, monkeypatch):
+    assert FLOOR == -10.0
     log = score(AnswerLogProbValue(" = "), qwen, tokenizer)
     assert score(AnswerLogProbValue(" = ", space="probability"), qwen, tokenizer) == pytest.approx(
         list(map(math.exp, log))
     )
-    assert score(AnswerLogProbValue(" = ", floor=-0.5), qwen, tokenizer) == [
-        pytest.approx(max(v, -0.5), abs=0.5) for v in log
-    ]
-    assert min(score(AnswerLogProbValue(" = ", floor=-0.5), qwen, tokenizer)) >= -0.5
     assert score(AnswerLogProbValue(" = ", closing="<|im_end|>"), qwen, tokenizer) != pytest.approx(log)
+    monkeypatch.setattr("dash_trl.process_rewards.values.FLOOR", -6.0)
+    floored = score(AnswerLogProbValue(" = "), qwen, tokenizer)
+    assert floored == pytest.approx(by_prefix(qwen, tokenizer, REQUEST, " = ", -6.0), abs=1e-5) and floored != log
 
 
 def test_a_token_that_straddles_the_prompt_is_the_answer_s(qwen, tokenizer):
@@ -298,9 +301,3 @@ def test_the_model_s_values_are_of_what_is_forced(qwen, tokenizer):
         force_prompt = "</think>\n\nThe answer is " if boundary == within else "\nThe answer is "
         alone = replace(request, boundaries=(boundary,))
         assert [value] == pytest.approx(by_prefix(qwen, tokenizer, alone, force_prompt, -10.0), abs=1e-5)
-
-
-@pytest.mark.parametrize("arguments", [{"force_prompt": ""}, {"space": "logit"}, {"floor": 0.0}])
-def test_impossible_settings_are_refused(arguments):
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        AnswerLogProbValue(**arguments)

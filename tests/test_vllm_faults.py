@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +19,7 @@ from accelerate import Accelerator
 from transformers import Qwen2Config
 
 from dash_trl.config import DASHConfig
+from dash_trl.distributed import Ranks
 from dash_trl.sampling.pool import PoolError, ServerPool
 from dash_trl.sampling.server import Completion, ServerError
 from dash_trl.sampling.trl import VLLMPool
@@ -27,26 +27,42 @@ from dash_trl.sampling.urls import check_urls
 from dash_trl.sampling.vllm_plugin import model_shape
 from dash_trl.sampling.weights.file import FileWeights
 from dash_trl.sampling.weights.snapshot import Snapshot, WeightMismatch
+from dash_trl.sampling.weights.sync import WeightSync
 from tests.fake_server import Fake
 
 SAMPLING = {"max_tokens": 8}
 
 
-FAULTS = [
-    "500",
-    "429",
-    "hangs",
-    "truncated JSON",
-    "breaks off",
-    "not JSON",
-    "too few choices",
-    "null choice",
-    "NaN",
-    "written NaN",
-    "null",
-    "wrong token counts",
-]
-FAULTS_OF_SAMPLES = ["too many choices", "null index", "too many tokens", "aborted"]
+NO_NUMBER = "a log-prob that is not a finite number"
+UNREADABLE = "answered what cannot be read"
+# fault → what is said of a server that has it
+FAULTS = {
+    "500": "answered 500",
+    "429": "answered 429",
+    "hangs": "took longer than 0.2 s",
+    "truncated JSON": UNREADABLE,
+    "breaks off": "ClientPayloadError",
+    "not JSON": UNREADABLE,
+    "too few choices": r"answered \d choices instead of",
+    "null choice": UNREADABLE,
+    "NaN": "A log-prob is not a finite number",
+    "written NaN": NO_NUMBER,
+    "null": UNREADABLE,
+    "wrong token counts": r"answered \d (tokens with|prompt log-probs for)",
+}
+FAULTS_OF_SAMPLES = {
+    "too many choices": "answered 5 choices instead of 4",
+    "null index": UNREADABLE,
+    "too many tokens": "answered 10 tokens where max_tokens=8",
+    "aborted": "ended a completion with finish_reason='abort'",
+}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Nobody rests for long."""
+    for name in ("health.FIRST_BACK_OFF", "health.PROBE_EVERY", "pool.TICK", "pool.LOOK_AGAIN"):
+        monkeypatch.setattr(f"dash_trl.sampling.{name}", 0.01)
 
 
 @pytest.fixture
@@ -70,10 +86,9 @@ def prompts(count: int, n: int) -> list[tuple[list[int], int]]:
     return [([i, 1, 2], n) for i in range(count)]
 
 
-@pytest.mark.parametrize("fault", [None, "500"])
-def test_results_are_taken_as_they_come(fakes, fault):
+def test_results_are_taken_as_they_come(fakes):
     """From a server that fails the first request, too; whoever stops taking takes the rest back."""
-    pool = ServerPool([fakes(fault, 1).url, fakes().url], server_timeout=20.0)
+    pool = ServerPool([fakes("500", 1).url, fakes().url], server_timeout=20.0)
     jobs = pool.completions(prompts(20, 2), {"max_tokens": 8})
     assert sorted(pool.as_completed(jobs)) == list(enumerate(expected(20, 2)))
     rest = pool.as_completed(pool.completions(prompts(20, 2), {"max_tokens": 8}))
@@ -83,16 +98,23 @@ def test_results_are_taken_as_they_come(fakes, fault):
     assert pool.complete(prompts(3, 1), {"max_tokens": 8}) == expected(3, 1)
 
 
-def test_what_every_server_refuses_is_raised_where_results_are_taken(fakes):
-    pool = ServerPool([fakes("400").url], server_timeout=20.0)
-    with pytest.raises(ValueError, match="answered 400"):
-        list(pool.as_completed(pool.completions(prompts(2, 1), {"max_tokens": 8})))
+@pytest.mark.parametrize("fault", FAULTS | FAULTS_OF_SAMPLES)
+def test_what_a_server_answers_wrongly_is_its_failure(fault, fakes):
+    message = (FAULTS | FAULTS_OF_SAMPLES)[fault]
+    pool = ServerPool([fakes(fault).url], request_timeout=0.2 if fault == "hangs" else 60.0)
+    asked = [lambda server: server.complete([1, 2, 3], 4, SAMPLING)]
+    if fault in FAULTS:
+        asked.append(lambda server: server.log_probs([1, 2, 3]))
+    for ask in asked:
+        (error,) = pool.on_each(ask).values()
+        assert isinstance(error, ServerError) and re.search(message, str(error))
+        assert error.gone == (fault == "breaks off")
 
 
-@pytest.mark.parametrize("fault", FAULTS + FAULTS_OF_SAMPLES)
+@pytest.mark.parametrize("fault", ["500", "hangs", "breaks off"])
 def test_a_good_server_answers_what_a_bad_one_fails(fault, fakes):
     bad, good = fakes(fault, spared=1), fakes()  # a server is tried before it is trusted
-    pool = ServerPool([bad.url, good.url], server_timeout=20.0, request_timeout=1.0)
+    pool = ServerPool([bad.url, good.url], server_timeout=60.0, request_timeout=1.0 if fault == "hangs" else 60.0)
     pool.wait_until_ready()
     assert pool.complete(prompts(12, 4), SAMPLING) == expected(12, 4)
     assert sorted(good.served) == [0, *range(12)]  # 0 is the trial's, too
@@ -106,30 +128,25 @@ def test_a_prompt_may_have_a_limit_of_its_own(fakes):
     assert [one.token_ids for one in limited] == [[1], [1]] and [one.token_ids for one in free] == [[3, 100]]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_good_server_scores_what_a_bad_one_fails(fault, fakes):
-    bad, good = fakes(fault, spared=1), fakes()
-    pool = ServerPool([bad.url, good.url], server_timeout=60.0, request_timeout=5.0)
+def test_sequences_are_scored(fakes):
+    bad, good = fakes("NaN", spared=1), fakes()
+    pool = ServerPool([bad.url, good.url], server_timeout=60.0)
     pool.wait_until_ready()
     assert pool.log_probs([[i, 1, 2] for i in range(12)]) == [[-0.25, -0.5]] * 12
     assert sorted(good.served) == [0, *range(12)] and bad.served == [0]
 
 
-@pytest.mark.parametrize("fault", FAULTS + FAULTS_OF_SAMPLES)
+@pytest.mark.parametrize("fault", ["500", "hangs"])
 def test_a_bad_server_alone_is_an_error_that_names_it(fault, fakes):
     bad = fakes(fault, spared=1)
-    pool = ServerPool([bad.url], server_timeout=1.0, request_timeout=0.5)
+    pool = ServerPool([bad.url], server_timeout=0.5, request_timeout=0.1)
     pool.wait_until_ready()
-    started = time.monotonic()
     with pytest.raises(PoolError, match=f"{bad.url} is (dead|suspect|refitting); last error: "):
         pool.complete(prompts(3, 2), SAMPLING)
-    assert time.monotonic() - started < 15.0
 
 
-def test_a_prompt_that_no_server_can_answer_ends_the_run(fakes, monkeypatch):
+def test_a_prompt_that_no_server_can_answer_ends_the_run(fakes):
     """Each of them is well after it failed, and would be given that prompt for ever."""
-    monkeypatch.setattr("dash_trl.sampling.health.FIRST_BACK_OFF", 0.01)
-    monkeypatch.setattr("dash_trl.sampling.health.PROBE_EVERY", 0.01)
     pool = ServerPool([fakes("500", poison=3).url, fakes("500", poison=3).url], server_timeout=60.0)
     with pytest.raises(PoolError, match="A request failed 6 times, at last with http.*answered 500"):
         pool.complete(prompts(6, 2), SAMPLING)
@@ -146,30 +163,28 @@ def test_a_server_that_fails_to_load_weights_goes_on_sampling(fault, fakes):
     assert fake.asked["/pause?mode=keep"] == fake.asked["/resume"] == 1
 
 
-def vllm_pool(urls: list[str], send) -> VLLMPool:
-    """Its weights alone: `send(parameters, version, on_each)` in place of files."""
-    pool = object.__new__(VLLMPool)
-    pool.accelerator, pool.model = Accelerator(cpu=True), torch.nn.Linear(2, 2)
-    pool.urls, pool.server_timeout, pool.request_timeout = urls, 20.0, 20.0
-    pool.rank_timeout, pool.step, pool.timed = 20.0, lambda: 0, nullcontext
-    pool._iter_named_params = lambda: iter(())
-    pool._init_vllm()
-    pool._weights = SimpleNamespace(send=send)
-    return pool
+def weight_sync(urls: list[str], send) -> WeightSync:
+    """`send(parameters, version, on_each)` in place of files. It has been proven."""
+    pool, model = ServerPool(urls, server_timeout=20.0), torch.nn.Linear(2, 2)
+    model.config = Qwen2Config(vocab_size=64)
+    weights = SimpleNamespace(send=send, dtype=torch.float32)
+    sync = WeightSync(pool, Ranks(Accelerator(cpu=True)), weights, model, 64, model.named_parameters)
+    sync._proven = True
+    return sync
 
 
 def test_newer_weights_wait_for_those_that_a_server_is_being_given(fakes):
     """Else the older ones, coming last, would be what it computes with."""
     order, newer_asked = [], threading.Event()
-    vllm = vllm_pool([fakes().url, fakes().url], lambda *_: (order.append("newer"), (None, {}))[1])
-    pool = vllm.pool
+    sync = weight_sync([fakes().url, fakes().url], lambda *_: (order.append("newer"), (None, {}))[1])
+    pool = sync.pool
     slow = pool.urls[1]
 
     async def refit(server):
         if server.url == slow:
             while not newer_asked.is_set():
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
             order.append("older")
         return pool.fleet.version
 
@@ -179,7 +194,7 @@ def test_newer_weights_wait_for_those_that_a_server_is_being_given(fakes):
     pool.complete(prompts(4, 1), SAMPLING)  # by the other one
     assert order == [] and pool.fleet.waiting() == [slow]
     newer_asked.set()
-    vllm._send_weights()
+    sync.send()
     assert order == ["older", "newer"]
     assert {server.state for server in pool.fleet.servers.values()} == {"dead"}  # the main process sent to nobody
 
@@ -234,21 +249,23 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights_first(fakes):
         snapshot = Snapshot(version, f"run-{version}", 0, "nowhere")
         return snapshot, on_each(lambda server: weights._load(server, snapshot))
 
-    vllm = vllm_pool([fake.url, other.url], send)
-    vllm._weights.refit = weights.refit
-    vllm._send_weights()
+    sync = weight_sync([fake.url, other.url], send)
+    pool, sync.weights.refit = sync.pool, weights.refit
+    pool.wait_until_ready()
+    assert pool.fleet.waiting() == pool.urls  # there are no weights yet
+    sync.send()
     assert loads == [(fake.url, 0), (other.url, 0)]
-    assert vllm.pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
+    assert pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
     assert len(loads) == 2 and len(fake.served) == 4  # and no trial, since nothing was amiss
     fake.tag = "default"
     fake.delay = 0.05
-    assert vllm.pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
+    assert pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
     assert loads[2:] == [(fake.url, 4)] and fake.tag == "run-1"
-    vllm.pool.fleet.refit_failed(other.url, "gone", time.monotonic() - 9.0)
-    vllm._send_weights()
+    pool.fleet.refit_failed(other.url, "gone", time.monotonic() - 9.0)
+    sync.send()
     assert [url for url, _ in loads[3:]] == [fake.url]  # the dead hold nobody up
     other.tag = "default"
-    assert vllm.pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
+    assert pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
     assert [url for url, _ in loads[4:]] == [other.url]
 
 
@@ -256,10 +273,10 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights_first(fakes):
     ("fault", "error", "message"),
     [
         ("no extension", ValueError, "python -m dash_trl.serve"),
-        ("no worker", PoolError, "reported the weights of no worker"),
-        ("no report", PoolError, "without a usable `dtype`"),
+        ("no worker", PoolError, "cannot be read .IndexError"),
+        ("no report", PoolError, "cannot be read .KeyError: 'comparable'"),
         ("dtype", ValueError, "in different dtypes"),
-        ("shape", ValueError, "another model than the trainer's"),
+        ("shape", ValueError, r"another shape than 'model' .there, here.: {'vocab_size': .65, 64.}.* --servers 2"),
         ("nccl", ValueError, "vllm_weight_sync='nccl' needs the trainer on CUDA"),
         ("key", ValueError, "vllm_weight_sync='nccl' goes through TRL's client, which sends no API key"),
     ],
@@ -294,8 +311,9 @@ def test_servers_that_can_but_with_less(fault, message, fakes, monkeypatch, capl
 
 
 def checked_pool(fakes: list[Fake], fault: str | None, monkeypatch) -> VLLMPool:
-    vllm = vllm_pool([fake.url for fake in fakes], None)
-    vllm.model.config = Qwen2Config(vocab_size=64)
+    vllm = object.__new__(VLLMPool)
+    vllm.accelerator, vllm.model = Accelerator(cpu=True), SimpleNamespace(name_or_path="model")
+    vllm.pool, vllm.model.config = ServerPool([fake.url for fake in fakes]), Qwen2Config(vocab_size=64)
     for fake in fakes:
         fake.report["shape"] = model_shape(vllm.model.config)
         fake.config["weight_transfer_config"] = {"backend": "nccl"} if fault == "key" else None
@@ -323,10 +341,9 @@ def test_a_server_that_came_back_at_the_end_of_a_batch_works_in_the_next(fakes):
 def test_a_failed_proof_is_made_again(fakes, monkeypatch):
     """The servers hold weights that are wrong on purpose."""
     sent = []
-    vllm = vllm_pool([fakes().url], lambda parameters, version, on_each: (sent.append(version), (None, {}))[1])
-    vllm.model.config = Qwen2Config(vocab_size=64)
-    vllm.processing_class = range(64)
-    monkeypatch.setattr("dash_trl.sampling.trl.model_log_probs", lambda *_: torch.zeros(31))
+    sync = weight_sync([fakes().url], lambda parameters, version, on_each: (sent.append(version), (None, {}))[1])
+    sync._proven = False
+    monkeypatch.setattr("dash_trl.sampling.weights.sync.model_log_probs", lambda *_: torch.zeros(31))
     outcomes = iter([None, WeightMismatch("old ones"), None, None])
 
     def check(*_):
@@ -334,14 +351,23 @@ def test_a_failed_proof_is_made_again(fakes, monkeypatch):
         if outcome is not None:
             raise outcome
 
-    monkeypatch.setattr(vllm, "_check", check)
-    monkeypatch.setattr(vllm, "_refit", vllm.pool._without_weights)
+    monkeypatch.setattr(sync, "check", check)
     with pytest.raises(WeightMismatch):
-        vllm.sync_weights()
-    vllm.sync_weights()
+        sync.send()
+    sync.send()
     assert next(outcomes, "all") == "all" and sent == [1, 2, 3, 4]
-    vllm.sync_weights()
+    sync.send()
     assert sent == [1, 2, 3, 4, 5]
+
+
+def test_servers_that_do_not_take_the_first_weights_end_the_run(fakes, monkeypatch):
+    fake = fakes()
+    sync = weight_sync([fake.url], lambda *_: (None, {fake.url: "no room"}))
+    sync.send()  # later, it does without that server
+    sync._proven = False
+    monkeypatch.setattr("dash_trl.sampling.weights.sync.model_log_probs", lambda *_: torch.zeros(31))
+    with pytest.raises(PoolError, match="At the start 1 servers did not take the weights(.|\n)*no room"):
+        sync.send()
 
 
 class Dying(Fake):
@@ -355,13 +381,12 @@ class Dying(Fake):
         elif first == 1 + self.life % 8:
             return "breaks off"
         else:
-            time.sleep(0.5)
+            time.sleep(0.1)
         return None
 
 
-def test_what_kills_servers_ends_the_run(monkeypatch):
+def test_what_kills_servers_ends_the_run():
     """They are restarted, time and again, and it is not known which of the prompts that they had is the cause."""
-    monkeypatch.setattr("dash_trl.sampling.health.PROBE_EVERY", 0.01)
     dying = Dying()
     pool = ServerPool([dying.url], server_timeout=60.0)
     with pytest.raises(PoolError, match="A request failed 6 times, at last with http.*ClientPayloadError"):
@@ -385,7 +410,8 @@ def test_the_first_server_to_answer_is_not_given_all_the_work(fakes):
 
 
 def test_ranks_begin_with_different_servers(fakes):
-    urls = [fakes().url for _ in range(3)]
+    three = [fakes() for _ in range(3)]
+    urls = [fake.url for fake in three]
     for rank in range(4):
         pool = object.__new__(VLLMPool)
         pool.accelerator = SimpleNamespace(process_index=rank, num_processes=1, device=torch.device("cpu"))
@@ -393,6 +419,7 @@ def test_ranks_begin_with_different_servers(fakes):
         pool.rank_timeout = 5.0
         pool._init_vllm()
         assert pool.pool.urls == [urls[(rank + i) % 3] for i in range(3)]
+    assert not any(fake.asked["/v1/completions"] for fake in three)  # a killed run may have left them paused
 
 
 def test_batches_in_work_at_once_do_not_hide_each_other_s_jobs():
@@ -431,29 +458,9 @@ def test_too_many_open_files_are_not_the_server_s_death(fakes, monkeypatch):
     assert isinstance(error, ServerError) and "Too many open files" in str(error) and not error.gone
 
 
-@pytest.mark.parametrize("fault", ["500", "too few choices", "hangs"])
-def test_a_server_that_recovers_goes_on(fault, fakes):
-    shaky = fakes(fault, times=2)
-    pool = ServerPool([shaky.url], server_timeout=20.0, request_timeout=0.5)
+def test_a_server_that_recovers_goes_on(fakes):
+    pool = ServerPool([fakes("500", times=2).url], server_timeout=20.0)
     assert pool.complete(prompts(6, 2), SAMPLING) == expected(6, 2)
-
-
-def test_both_servers_work_and_no_prompt_is_asked_twice(fakes):
-    both = fakes(delay=0.01), fakes(delay=0.01)
-    pool = ServerPool([fake.url for fake in both], server_timeout=5.0)
-    pool.wait_until_ready()
-    assert pool.complete(prompts(40, 2), SAMPLING) == expected(40, 2)
-    served = Counter(both[0].served + both[1].served)
-    assert all(served[i] == 1 for i in range(1, 40))
-    assert all(len(fake.served) >= 15 for fake in both)
-
-
-def test_more_work_than_the_servers_take_at_once_waits_here(fakes):
-    slow, fast = fakes(delay=0.3), fakes()
-    pool = ServerPool([slow.url, fast.url], server_timeout=5.0)
-    pool.fleet.most_sequences = 4
-    assert pool.complete(prompts(40, 2), SAMPLING) == expected(40, 2)
-    assert len(fast.served) > 3 * len(slow.served)  # what waits goes to who is free
 
 
 @pytest.mark.parametrize(("fault", "message"), [("400", "answered 400"), ("401", "VLLM_API_KEY")])
@@ -461,6 +468,8 @@ def test_what_every_server_would_refuse_is_the_users_error_at_once(fault, messag
     pool = ServerPool([fakes(fault).url, fakes(fault).url], server_timeout=60.0)
     with pytest.raises(ValueError, match=message):
         pool.complete(prompts(3, 2), SAMPLING)
+    with pytest.raises(ValueError, match=message):
+        list(pool.as_completed(pool.completions(prompts(2, 1), SAMPLING)))
 
 
 def test_a_server_that_is_missing_at_the_start_is_named(fakes):
@@ -474,10 +483,8 @@ def test_a_server_that_is_missing_at_the_start_is_named(fakes):
 def test_nobody_there_is_an_error_within_the_timeout(fakes):
     gone = fakes()
     gone.stop()
-    started = time.monotonic()
-    with pytest.raises(PoolError, match=f"No vLLM server could be used for 1 s(.|\n)*{gone.url} is dead"):
-        ServerPool([gone.url], server_timeout=1.0).complete(prompts(3, 2), SAMPLING)
-    assert time.monotonic() - started < 5.0
+    with pytest.raises(PoolError, match=f"No vLLM server could be used for 0.3 s(.|\n)*{gone.url} is dead"):
+        ServerPool([gone.url], server_timeout=0.3).complete(prompts(3, 2), SAMPLING)
 
 
 def test_a_server_that_comes_back_is_refitted_before_it_is_given_a_prompt(fakes):
@@ -526,8 +533,6 @@ def test_servers_are_asked_directly_whatever_proxy_the_environment_has(fakes, mo
         ("http://127.0.0.1:8000,http://127.0.0.1:8000", "twice"),
         ("127.0.0.1:8000", "'127.0.0.1:8000', which is not the address of a server"),
         (" , ", "empty"),
-        ([8000], r"vllm_server_urls=\[8000\] are no addresses"),
-        (8000, "vllm_server_urls=8000 are no addresses"),
     ],
 )
 def test_addresses(urls, message, caplog):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
-import json
 import os
 import signal
 from pathlib import Path
@@ -16,16 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from dash_trl.sampling.checksum import combine_workers, tensor_checksum, weights_checksum
 from dash_trl.sampling.server import WeightReport
 from dash_trl.sampling.weights import file, nccl
-from dash_trl.sampling.weights.checksum import combine_workers, tensor_checksum, weights_checksum
 from dash_trl.sampling.weights.file import FileWeights
 from dash_trl.sampling.weights.nccl import NCCLWeights
 from dash_trl.sampling.weights.proof import check_probe, model_log_probs, probe_tokens, scale_linear
 from dash_trl.sampling.weights.snapshot import Snapshot, WeightMismatch
-from tests.tiny import save_tiny_model
 
 A, B, MODULUS = 0x2545F4914F6CDD1E - (1 << 61), 0x1E3779B97F4A7C15, 1 << 64
 
@@ -98,8 +96,8 @@ def parameters(scale: float = 1.0):
     return {f"layer.{i}.weight": scale * torch.randn(4, 4) for i in range(5)}
 
 
-def versions(directory: Path) -> list[Path]:
-    return [path for path in directory.iterdir() if path.is_dir()]
+def versions(directory: Path) -> list[str]:
+    return sorted(map(str, directory.glob("*/version-*")))
 
 
 def test_a_version_is_complete_when_it_appears_and_the_old_one_goes(tmp_path, monkeypatch):
@@ -107,14 +105,14 @@ def test_a_version_is_complete_when_it_appears_and_the_old_one_goes(tmp_path, mo
     weights, servers = FileWeights(tmp_path, torch.float32), Servers()
     snapshot, errors = weights.send(parameters().items(), 1, servers.on_each)
     assert errors == {"http://a": None}
-    (version,) = versions(tmp_path)
-    assert version.name == snapshot.tag == servers.loaded[0][1]
-    assert len(list(version.glob("*.safetensors"))) == 3
-    assert json.loads((version / "version.json").read_text())["checksum"] == snapshot.checksum
+    assert versions(tmp_path) == [snapshot.path]
+    assert servers.loaded[0][:2] == (Path(snapshot.path).name, snapshot.tag)
+    assert len(list(Path(snapshot.path).glob("*.safetensors"))) == 3
     for name, tensor in parameters().items():
         assert torch.equal(servers.loaded[0][2][name], tensor)
     second, _ = weights.send(parameters(2.0).items(), 2, servers.on_each)
-    assert [path.name for path in versions(tmp_path)] == [second.tag] and second.checksum != snapshot.checksum
+    assert versions(tmp_path) == [second.path] and second.checksum != snapshot.checksum
+    assert second.tag != snapshot.tag
 
 
 def test_weights_are_sent_in_the_dtype_of_the_servers(tmp_path):
@@ -151,21 +149,20 @@ def killed_run(directory: Path) -> None:
 
 
 def test_a_run_removes_its_own_weights_and_those_of_killed_runs_only(tmp_path):
-    other = tmp_path / "model-v2"  # of a program with a lock of its own
-    other.mkdir()
-    (tmp_path / "model.lock").touch()
+    other = tmp_path / "model" / "version-2"  # of a program with a lock of its own
+    other.mkdir(parents=True)
+    (tmp_path / "model" / ".lock").touch()
     directory = tmp_path / "made"
     first, second = FileWeights(directory, torch.float32), FileWeights(directory, torch.float32)
     assert not directory.exists()  # ranks that only receive leave no trace
     alive = first.write(parameters().items(), 1)
     killed_run(directory)
-    assert len(versions(directory)) == 3 and len(list(directory.glob("*.partial"))) == 1
+    assert len(versions(directory)) == 3 and len(list(directory.glob("*/*.partial"))) == 1
     also = second.write(parameters().items(), 1)
-    assert {path.name for path in versions(directory)} == {alive.tag, also.tag}
-    assert len(list(directory.iterdir())) == 4  # and the lock of each
+    assert versions(directory) == sorted([alive.path, also.path]) and len(list(directory.iterdir())) == 2
     del first
     gc.collect()
-    assert [path.name for path in versions(directory)] == [also.tag]
+    assert versions(directory) == [also.path]
     del second
     gc.collect()
     assert list(directory.iterdir()) == []
@@ -176,7 +173,7 @@ def test_a_run_removes_its_own_weights_and_those_of_killed_runs_only(tmp_path):
 def test_without_locks_nobody_s_weights_are_removed(tmp_path, monkeypatch, caplog):
     """As on a network filesystem that has none: whether another run lives cannot be known."""
     killed_run(tmp_path)
-    left = set(tmp_path.iterdir())
+    left = versions(tmp_path)
 
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -184,34 +181,41 @@ def test_without_locks_nobody_s_weights_are_removed(tmp_path, monkeypatch, caplo
     monkeypatch.setattr(file.fcntl, "flock", no_locks)
     unlocked = FileWeights(tmp_path, torch.float32)
     snapshot = unlocked.write(parameters().items(), 1)
-    assert "cannot be locked" in caplog.text and f"remove {unlocked.run}-* there" in caplog.text
-    assert set(tmp_path.iterdir()) == left | {tmp_path / snapshot.tag}
+    assert "cannot be locked" in caplog.text and f"remove {unlocked.run}." in caplog.text
+    assert versions(tmp_path) == sorted([*left, snapshot.path])
     monkeypatch.undo()
-    FileWeights(tmp_path, torch.float32).write(parameters().items(), 1)  # of those with a lock it can be known
-    assert versions(tmp_path) == [tmp_path / snapshot.tag]
+    locked = FileWeights(tmp_path, torch.float32)
+    own = locked.write(parameters().items(), 1)  # of those with a lock it can be known
+    assert versions(tmp_path) == sorted([snapshot.path, own.path])
 
 
 # --------------------------------------------------------------------------------------------------------- the probe
 
-
-def qwen2(tmp_path):
-    return AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path))
-
-
-def tied(tmp_path):
-    return AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, tie_word_embeddings=True))
+SHAPE = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
 
 
-def qwen3(tmp_path):
+def qwen2(**settings):
     torch.manual_seed(0)
-    shape = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
-    return Qwen3ForCausalLM(Qwen3Config(**shape, **heads))
+    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **settings))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # zero in a new model
+            nn.init.normal_(parameter)
+    return model
+
+
+def tied():
+    return qwen2(tie_word_embeddings=True)
+
+
+def qwen3():
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8))
 
 
 @pytest.mark.parametrize("make", [qwen2, tied, qwen3])
-def test_scaled_outputs_are_scaled_weights(make, tmp_path):
-    model, ids = make(tmp_path), probe_tokens(300)
+def test_scaled_outputs_are_scaled_weights(make):
+    model, ids = make(), probe_tokens(300)
     expected, plain = model_log_probs(model, ids, 0.5), model_log_probs(model, ids, 1.0)
     scaled = dict(scale_linear(model, model.named_parameters(), 0.5, lambda name: name))
     changed = {name for name, value in model.named_parameters() if not torch.equal(value, scaled[name])}
@@ -222,11 +226,11 @@ def test_scaled_outputs_are_scaled_weights(make, tmp_path):
     assert (model_log_probs(model, ids, 1.0) - expected).abs().max() < 1e-5 < 0.1 < (plain - expected).abs().max()
 
 
-def test_scaled_outputs_with_an_adapter(tmp_path):
+def test_scaled_outputs_with_an_adapter():
     """The weights that a server gets are merged, and an adapter with its base layer counts once."""
     from peft import LoraConfig, get_peft_model
 
-    model, ids = qwen2(tmp_path), probe_tokens(300)
+    model, ids = qwen2(), probe_tokens(300)
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
     expected = model_log_probs(adapted, ids, 0.5)
     merged = adapted.merge_and_unload()
@@ -239,8 +243,8 @@ def test_scaled_outputs_with_an_adapter(tmp_path):
     assert (model_log_probs(merged, ids, 1.0) - expected).abs().max() < 1e-5
 
 
-def test_the_probe_finds_a_server_that_computes_with_old_weights(tmp_path, caplog):
-    model, ids = qwen2(tmp_path), probe_tokens(300)
+def test_the_probe_finds_a_server_that_computes_with_old_weights(caplog):
+    model, ids = qwen2(), probe_tokens(300)
     plain, expected = model_log_probs(model, ids, 1.0), model_log_probs(model, ids, 0.5)
     check_probe(expected, plain, {"http://a": expected.tolist()}, torch.float32)
     assert not caplog.records
@@ -306,7 +310,7 @@ def test_buckets_reach_every_server_and_a_hung_one_costs_its_timeout_not_the_run
     urls = [f"http://{name}" for name in "abcde"]
     broken = {urls[3]: "pause", urls[4]: "resume"}
     servers = {url: NCCLServer(url, Client(hangs=url == urls[2]), broken.get(url, "")) for url in urls}
-    weights = NCCLWeights(urls, 5000, torch.device("cpu"), timeout=0.5, dtype=torch.float32)
+    weights = NCCLWeights(urls, 5000, torch.device("cpu"), timeout=1.0, dtype=torch.float32)
     assert [weights.ports[url] for url in urls] == [5000, 5001, 5002, 5003, 5004]
     weights._clients = {url: server.client for url, server in servers.items()}
 
@@ -318,7 +322,7 @@ def test_buckets_reach_every_server_and_a_hung_one_costs_its_timeout_not_the_run
 
     snapshot, errors = weights.send(parameters().items(), 1, on_each)
     assert errors[urls[0]] is errors[urls[1]] is None
-    assert "nothing was consumed for 0.5 s" in errors[urls[2]] or "Timeout" in errors[urls[2]]
+    assert "nothing was consumed for 1 s" in errors[urls[2]] or "Timeout" in errors[urls[2]]
     assert errors[urls[3]] == "no pause" and errors[urls[4]] == "no resume"
     assert snapshot.checksum == weights_checksum(parameters().values())
     for url in (urls[0], urls[1], urls[4]):

@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from dash_trl.workers import process_calls
+from dash_trl.workers.calls import call_all
 from dash_trl.workers.event_loop import EventLoop
-from dash_trl.workers.feeder import Feeder
-from dash_trl.workers.process_calls import ProcessCalls, call_all
+from dash_trl.workers.process_calls import ProcessCalls
 from dash_trl.workers.processes import MEMORY
 from dash_trl.workers.programs import Command
+from dash_trl.workers.threads import Feeder
 
 
 def check_limit() -> None:
@@ -25,32 +25,18 @@ def check_limit() -> None:
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == MEMORY
 
 
-def worker_pid(prepare) -> int:
-    """Of a worker that has prepared itself so."""
-    backend = ProcessCalls(1, prepare=prepare)
-    (call,) = call_all(backend.submit, os.getpid, [{}], timeout=60.0)
-    backend.close()
-    assert call.error is None
-    return call.value
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux is known to limit a process's address space")
-def test_a_worker_s_memory_is_limited(caplog):
-    assert worker_pid(check_limit) != os.getpid()
-    assert not caplog.records
-
-
 @pytest.mark.parametrize(
-    "lacking", ["del resource.RLIMIT_AS", "resource.setrlimit = lambda *_: exec('raise ValueError')"]
+    "lacking", ["", "del resource.RLIMIT_AS", "resource.setrlimit = lambda *_: exec('raise ValueError')"]
 )
-def test_where_memory_cannot_be_limited_workers_work_and_it_is_said_once(lacking, tmp_path, monkeypatch, caplog):
-    """As on macOS, in a real worker: Python runs this file as it starts."""
+def test_a_worker_s_memory_is_limited_where_it_can_be(lacking, tmp_path, monkeypatch):
+    """The last two as on macOS, in a real worker: Python runs this file as it starts."""
     (tmp_path / "sitecustomize.py").write_text(f"import resource\n{lacking}\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    process_calls._say_unlimited.cache_clear()
-    for _ in range(2):
-        assert worker_pid(os.getpid) != os.getpid()
-    assert caplog.text.count("sets no limit to the memory of a worker process (4 GiB elsewhere)") == 1
+    backend = ProcessCalls(1, prepare=os.getpid if lacking else check_limit)
+    (call,) = call_all(backend.submit, os.getpid, [{}], timeout=60.0)
+    backend.close()
+    assert call.error is None and call.value != os.getpid()
 
 
 def test_a_feeder_consumes_in_order_and_returns_the_value():
@@ -61,32 +47,23 @@ def test_a_feeder_consumes_in_order_and_returns_the_value():
 
 
 def test_a_feeder_s_failure_is_raised_where_it_is_fed():
-    def consume(items):
-        next(items)
-        raise RuntimeError("the link is down")
-
-    feeder = Feeder(consume, ahead=1, timeout=5.0)
-    with pytest.raises(RuntimeError, match="the link is down"):
-        for _ in range(100):
-            feeder.put(0)
-            time.sleep(0.01)
-
-
-def test_a_put_that_waits_for_room_is_told_why_there_is_none():
+    """By a put that waits for room, at once, and by each one after it."""
     waiting = threading.Event()
 
     def consume(items):
+        next(items)
         waiting.wait()
         time.sleep(0.1)
         raise RuntimeError("the link is down")
 
-    feeder = Feeder(consume, ahead=1, timeout=30.0)
+    feeder, started = Feeder(consume, ahead=1, timeout=30.0), time.monotonic()
     feeder.put(0)
-    started = time.monotonic()
+    feeder.put(1)
     waiting.set()
-    with pytest.raises(RuntimeError, match="the link is down"):
-        feeder.put(1)
-    assert time.monotonic() - started < 5.0
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the link is down"):
+            feeder.put(2)
+    assert time.monotonic() - started < 15.0
 
 
 def test_a_feeder_that_hangs_costs_its_timeout():

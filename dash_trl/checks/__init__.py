@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         check_prompt,
         check_prompt_lengths,
         checked_rollouts,
-        long_prompt_lengths,
     )
     from dash_trl.checks.rewards import check_rewards
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,8 +21,22 @@ def check_arguments(
     model: Any, args: Any, train_dataset: Any, eval_dataset: Any, processing_class: Any, others: Mapping[str, Any]
 ) -> None:
     """Everything that can be known from `DASHTrainer`'s arguments before a weight is loaded."""
-    check_config(args)
-    check_supported(processing_class, **{name: others.get(name) for name in ("tools", "environment_factory")})
+    if not isinstance(args, DASHConfig):
+        raise ValueError(
+            f"args is a {type(args).__name__}, which lacks DASH's options. Pass a dash_trl.DASHConfig: it takes all "
+            "fields of trl.GRPOConfig."
+        )
+    for name in ("tools", "environment_factory"):
+        if others.get(name):
+            raise ValueError(
+                f"{name} is set, but DASHTrainer trains single-turn text completions only: a tool's tokens would need "
+                "credit of their own. Use trl.GRPOTrainer for it."
+            )
+    if isinstance(processing_class, ProcessorMixin):
+        raise ValueError(
+            f"processing_class is a {type(processing_class).__name__}, a multimodal processor, but DASHTrainer trains "
+            "text models only: images cannot be re-packed. Pass a tokenizer, or use trl.GRPOTrainer."
+        )
     check_callbacks(others.get("callbacks") or ())
     own_rollouts = others.get("rollout_func") is not None
     if args.loss_type in OFF_POLICY_LOSSES and not (args.use_vllm or own_rollouts or args.async_level):
@@ -36,27 +49,6 @@ def check_arguments(
     check_dataset(eval_dataset, "eval_dataset", own_rollouts)
     check_batch(train_dataset, args)
     check_model(model, args, others.get("peft_config"))
-
-
-def check_config(args: Any) -> None:
-    """Refuse a config that is not a `DASHConfig`, or that asks for something that is not installed."""
-    if not isinstance(args, DASHConfig):
-        raise ValueError(
-            f"args is a {type(args).__name__}, which lacks DASH's options. Pass a dash_trl.DASHConfig: it takes all "
-            "fields of trl.GRPOConfig."
-        )
-    if args.use_vllm and args.vllm_mode == "colocate" and importlib.util.find_spec("vllm") is None:
-        raise ValueError(
-            "use_vllm=True with vllm_mode='colocate', but the package vllm is not installed. Install it (`pip install "
-            "dash_trl[vllm]`), name servers with vllm_server_urls, or set use_vllm=False to sample with transformers."
-        )
-
-    correction = args.vllm_importance_sampling_correction and args.use_vllm
-    if args.loss_type == "vespo" and correction and not args.vllm_importance_sampling_mode.startswith("token_"):
-        raise ValueError(
-            f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} has one ratio per sequence, but "
-            "loss_type='vespo' weighs tokens. Use 'token_truncate' or 'token_mask'."
-        )
 
 
 def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) -> None:
@@ -80,34 +72,14 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
             f"async_level={args.async_level} with a rollout_func: it samples when it is called, so that nothing can be "
             "sampled ahead. Leave async_level at 0, or rollout_func out."
         )
-    if args.loss_type in OFF_POLICY_LOSSES:
-        return
-    remedy = "Use loss_type='aipo', or 'decoupled_ppo' (docs/async.md)."
-    if not args.vllm_importance_sampling_correction:
+    mode, correction = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_correction
+    if args.loss_type not in OFF_POLICY_LOSSES and (mode == "sequence_mask" or not correction):
         logger.warning(
-            f"async_level={args.async_level} with vllm_importance_sampling_correction=False: rollouts of older weights "
-            f"are trained on as if they were of these. {remedy}"
-        )
-    elif args.vllm_importance_sampling_mode == "sequence_mask":
-        logger.warning(
-            f"async_level={args.async_level} with vllm_importance_sampling_mode='sequence_mask', TRL's default: it "
-            f"leaves out every sequence whose probability is {args.vllm_importance_sampling_clip_max:g} times that of "
-            f"the sampler, as happens to long ones by a few steps (off_policy/clipped_share tells). {remedy}"
-        )
-
-
-def check_supported(processing_class: Any, **features: Any) -> None:
-    """Refuse what `DASHTrainer` does not train: tools, environments, vision-language models."""
-    for name, value in features.items():
-        if value:
-            raise ValueError(
-                f"{name} is set, but DASHTrainer trains single-turn text completions only: a tool's tokens would need "
-                "credit of their own. Use trl.GRPOTrainer for it."
-            )
-    if isinstance(processing_class, ProcessorMixin):
-        raise ValueError(
-            f"processing_class is a {type(processing_class).__name__}, a multimodal processor, but DASHTrainer trains "
-            "text models only: images cannot be re-packed. Pass a tokenizer, or use trl.GRPOTrainer."
+            f"async_level={args.async_level} trains on rollouts of older weights. With "
+            f"vllm_importance_sampling_correction={correction} and vllm_importance_sampling_mode={mode!r} they are "
+            "taken for those of the current weights (correction=False), or most long sequences are left out "
+            "(mode='sequence_mask', TRL's default; off_policy/clipped_share tells). Use loss_type='aipo', or "
+            "'decoupled_ppo' (docs/async.md)."
         )
 
 
@@ -115,9 +87,7 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
     """Refuse a callback (an instance or a class) with rollout events that is no `DASHCallback`: it gets none."""
     for callback in callbacks:
         kind = callback if isinstance(callback, type) else type(callback)
-        if issubclass(kind, DASHCallback):
-            continue
-        for name in dir(kind):
+        for name in () if issubclass(kind, DASHCallback) else dir(kind):
             if event := misspelt(name, ROLLOUT_EVENTS):
                 raise ValueError(
                     f"{kind.__name__}.{name} would never be called: {event} is sent to DASHCallbacks only. Derive "
@@ -136,12 +106,11 @@ def check_pipeline(trainer: Any, base: type, callbacks: Iterable[Any]) -> None:
             "reward_pipeline=True with a router loss, which is shared out over all rows that are kept, while the "
             "pipeline trains on groups before it knows the others' rewards. Leave one of the two out."
         )
-    kinds = [(type(trainer), base, ["compute_advantages"])]
-    kinds += [(type(one), DASHCallback, ["on_rewards", "on_advantages"]) for one in callbacks]
-    marked = [type(trainer).compute_advantages, *callbacks]
-    for (kind, plain, names), one in zip(kinds, marked, strict=True):
+    judged = [(type(trainer), base, ["compute_advantages"], type(trainer).compute_advantages)]
+    judged += [(type(one), DASHCallback, ["on_rewards", "on_advantages"], one) for one in callbacks]
+    for kind, plain, names, marked in judged:
         own = issubclass(kind, plain) and any(getattr(kind, name) is not getattr(plain, name) for name in names)
-        if own and not getattr(one, "per_group", False):
+        if own and not getattr(marked, "per_group", False):
             raise ValueError(
                 f"reward_pipeline=True hands over a few groups of a window at a time, but {kind.__name__} does not say "
                 f"that its {' and '.join(names)} treat each group by itself. Give it an attribute per_group = True if "

@@ -16,28 +16,25 @@ def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any
     """
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     check_async(args, own_rollouts, all(map(scores_alone, rewards or [None])))
-    if args.reward_pipeline:
-        for one in rewards or ():
-            if not scores_alone(one):
-                name = getattr(one, "name", None) or getattr(one, "__name__", None) or one
-                raise ValueError(
-                    f"reward_pipeline=True, but {name!r:.100} scores a whole batch at once. Use functions that score "
-                    "one completion: reward(completion, answer, ...)."
-                )
     known = [getattr(dataset, "column_names", None) for dataset in (train_dataset, *evaluated)]
     for one in rewards or ():
+        if args.reward_pipeline and not scores_alone(one):
+            name = getattr(one, "__name__", one)
+            raise ValueError(
+                f"reward_pipeline=True, but {name!r:.100} scores a whole batch at once. Use functions that score "
+                "one completion: reward(completion, answer, ...)."
+            )
         if not isinstance(one, AgentReward):
             continue
-        for columns in filter(None, known):
+        for columns in known:
             if isinstance(columns, list) and not one.form.batch:
                 one.form.check_columns(columns)
-        if one.form.post_process is None:
-            continue
-        trained = args.per_device_train_batch_size * args.steps_per_generation
-        _check_groups(one.name, trained, "per_device_train_batch_size x steps_per_generation", args.num_generations)
-        if eval_dataset is not None:
-            size = args.num_generations_eval or args.num_generations
-            _check_groups(one.name, args.per_device_eval_batch_size, "per_device_eval_batch_size", size)
+        if one.form.post_process is not None:
+            trained = args.per_device_train_batch_size * args.steps_per_generation
+            _check_groups(one.name, trained, "per_device_train_batch_size x steps_per_generation", args.num_generations)
+            if eval_dataset is not None:
+                size = args.num_generations_eval or args.num_generations
+                _check_groups(one.name, args.per_device_eval_batch_size, "per_device_eval_batch_size", size)
 
 
 def _check_groups(name: str, rows: int, options: str, size: int) -> None:

@@ -5,11 +5,9 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.embedded.judge import JUDGE_NAME, EmbeddedJudge
     from dash_trl.embedded.problems import arithmetic_dataset, arithmetic_reward
-    from dash_trl.embedded.programs import PROGRAM_LESSONS, PROGRAM_WARM_UP, program_dataset
     from dash_trl.embedded.run import embedded_defaults
     from dash_trl.embedded.tokenizer import arithmetic_tokenizer
-    from dash_trl.embedded.warm_up import WarmUp, cached_model, embedded_model
+    from dash_trl.embedded.warm_up import Lessons, WarmUp, cached_model, embedded_model
 
 __getattr__, __dir__, __all__ = lazy(__name__)

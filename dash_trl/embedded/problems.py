@@ -21,18 +21,17 @@ OPERANDS = (3, 4, 5)  # numbers in a chain: two to four sums
 LARGEST_OPERAND = 9
 LARGEST_TOTAL = 20  # of any step; some 300 different sums, few enough to learn in half a minute
 TEST_SHARE = 8  # one problem in 8 is a test problem, by the hash of its text
-LARGEST_DATASET = 20_000  # distinct problems; there are some 5,000 of three numbers in the training split
 TEST_PROBLEMS, TRAIN_PROBLEMS = 256, 4096
 PATIENCE = 10_000  # known problems in a row, after which there is no other
-_ANSWER = re.compile(r"The answer is (-?\d+(?:\.\d+)?)")
+ANSWER = re.compile(r"The answer is (-?\d+(?:\.\d+)?)")
 
 
-def _split_of(problem: str) -> str:
+def split_of(problem: str) -> str:
     """The split that a problem belongs to for good: stable over processes, machines and seeds."""
     return "test" if hashlib.sha256(problem.encode()).digest()[0] % TEST_SHARE == 0 else "train"
 
 
-def _problems(split: str, generator: random.Random, operands: Sequence[int] = OPERANDS) -> Iterator[str]:
+def problems_of(split: str, generator: random.Random, operands: Sequence[int] = OPERANDS) -> Iterator[str]:
     """Endless chains like `7+5-3+8` of this split; every running total lies in 0…LARGEST_TOTAL."""
     while True:
         total = generator.randint(1, LARGEST_OPERAND)
@@ -43,7 +42,7 @@ def _problems(split: str, generator: random.Random, operands: Sequence[int] = OP
             sign = generator.choice(signs)
             total += sign * operand
             problem += f"{'+' if sign > 0 else '-'}{operand}"
-        if _split_of(problem) == split:
+        if split_of(problem) == split:
             yield problem
 
 
@@ -82,14 +81,9 @@ def arithmetic_dataset(
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} does not exist. Use 'train' or 'test'.")
     size = size if size is not None else (TEST_PROBLEMS if split == "test" else TRAIN_PROBLEMS)
-    if not 1 <= size <= LARGEST_DATASET:
-        raise ValueError(
-            f"size={size} is not in 1…{LARGEST_DATASET}: the problems are distinct and there are not endlessly many. "
-            "Use fewer and train for several epochs."
-        )
     chosen: dict[str, None] = {}  # a set that keeps its order
     known = 0  # drawn in a row
-    for problem in _problems(split, random.Random(f"{split}{seed}"), operands):
+    for problem in problems_of(split, random.Random(f"{split}{seed}"), operands):
         known = known + 1 if problem in chosen else 0
         chosen[problem] = None
         if len(chosen) == size:
@@ -113,6 +107,6 @@ def arithmetic_reward(completions: Sequence[Any], answer: Sequence[str], **kwarg
     rewards = []
     for completion, gold in zip(completions, answer, strict=True):
         text = completion if isinstance(completion, str) else completion[-1]["content"]
-        found = _ANSWER.findall(text)
+        found = ANSWER.findall(text)
         rewards.append(float(bool(found) and found[-1] == gold))
     return rewards

@@ -14,9 +14,8 @@ import os
 import random
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from tqdm.auto import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from dash_trl._cache import cache_folder
-from dash_trl.embedded.problems import LARGEST_TOTAL, OPERANDS, _problems
+from dash_trl.embedded.problems import LARGEST_TOTAL, OPERANDS, problems_of
 from dash_trl.embedded.tokenizer import END_OF_TURN, arithmetic_tokenizer
 
 FORMAT_VERSION = 3  # of the cached model: raise it when code below changes what a warm-up produces
@@ -109,7 +108,7 @@ class Lessons:
 ARITHMETIC = Lessons(
     "arithmetic",
     arithmetic_tokenizer,
-    lambda generator, settings: _problems("train", generator, settings.operands),
+    lambda generator, settings: problems_of("train", generator, settings.operands),
     _trace,
 )
 
@@ -192,16 +191,6 @@ def _warm_up(
     return model.cpu()
 
 
-def _cache_path(
-    settings: WarmUp | Mapping[str, Any], cache_dir: str | Path | None = None, name: str = ARITHMETIC.name
-) -> Path:
-    """Where the model of these settings is, or will be."""
-    folder = cache_folder() if cache_dir is None else Path(cache_dir)
-    known = asdict(settings) if isinstance(settings, WarmUp) else settings
-    key = json.dumps({"format": FORMAT_VERSION, **known}, sort_keys=True)
-    return folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-
-
 def embedded_model(
     cache_dir: str | Path | None = None,
     *,
@@ -211,10 +200,6 @@ def embedded_model(
 ) -> str:
     """The directory of the warmed-up model and its tokenizer, made on the first call and cached for the next ones.
 
-    The model is written beside its final place and moved there in one step, so that an interrupted warm-up leaves no
-    half cache and of several concurrent ones the first to finish wins. What a killed one left is removed by the next.
-    In a distributed launch let the main process call it first; the others would do the same work again.
-
     Args:
         cache_dir: by default `$XDG_CACHE_HOME/dash_trl` or `~/.cache/dash_trl`.
         settings: another warm-up is cached under another name.
@@ -222,14 +207,14 @@ def embedded_model(
         lessons: what it is taught.
     """
 
-    def make(unfinished: Path) -> None:
+    def make(folder: Path) -> None:
         threads = torch.get_num_threads()
         # `accelerate launch` leaves a process one thread; a second one takes a third of the time off.
         torch.set_num_threads(max(threads, min(2, os.cpu_count() or 1)))
         try:
             tokenizer = lessons.tokenizer()
-            _warm_up(tokenizer, settings, progress, lessons).save_pretrained(unfinished)
-            tokenizer.save_pretrained(unfinished)
+            _warm_up(tokenizer, settings, progress, lessons).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
         finally:
             torch.set_num_threads(threads)
 
@@ -241,61 +226,33 @@ def cached_model(
 ) -> str:
     """The directory of a model that is made once, and cached beside the embedded one.
 
+    The model is written beside its final place and moved there in one step, so that an interrupted call leaves no half
+    model; the next call removes what is left of it. Concurrent calls wait for the first one.
+
     Args:
         name, settings: of what is made; both are in the name of its directory.
         make: writes it into the directory that it is given.
         cache_dir: as of `embedded_model`.
     """
-    final = _cache_path(settings, cache_dir, name)
-    folder = final.parent
+    folder = cache_folder() if cache_dir is None else Path(cache_dir)
+    key = json.dumps({"format": FORMAT_VERSION, **settings}, sort_keys=True)
+    final = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if final.is_dir():
         return str(final)
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            unfinished = stack.enter_context(_unfinished(folder, final.name))
+            lock = stack.enter_context(final.with_suffix(".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
         except OSError as error:
             raise ValueError(
                 f"The embedded model cannot be cached in {folder} ({error}). Pass a writable cache_dir, or set "
                 "XDG_CACHE_HOME to one."
             ) from error
-        make(unfinished)
-        try:
-            os.replace(unfinished, final)
-        except OSError:
-            if not final.is_dir():  # else a concurrent call was first, and its model is as good
-                raise
+        if not final.is_dir():
+            unfinished = final.with_suffix(".unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            make(unfinished)
+            unfinished.rename(final)
     return str(final)
-
-
-@contextmanager
-def _unfinished(folder: Path, name: str) -> Iterator[Path]:
-    """A new directory for a warm-up, removed at the end, if it is still there. First removes those of dead processes.
-
-    A warm-up holds a lock on its directory, which the kernel takes away with the process, whatever ended it. The folder
-    is locked meanwhile, so that nobody sees a directory between its making and its locking. Where there are no locks,
-    nothing of others is removed.
-    """
-    with ExitStack() as stack:
-        with _locked(folder, fcntl.LOCK_EX) as alone:
-            for left in folder.glob(f"{name.partition('-')[0]}-*.*") if alone else ():
-                with _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB) as dead:
-                    if dead:
-                        shutil.rmtree(left, ignore_errors=True)
-            unfinished = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=folder))
-            stack.callback(shutil.rmtree, unfinished, ignore_errors=True)
-            stack.enter_context(_locked(unfinished, fcntl.LOCK_EX))
-        yield unfinished
-
-
-@contextmanager
-def _locked(directory: Path, operation: int) -> Iterator[bool]:
-    """Whether the lock on the directory could be had; free again at the end."""
-    with ExitStack() as stack:
-        held = False
-        with suppress(OSError):  # somebody else's, or a file system without locks
-            lock = os.open(directory, os.O_RDONLY)
-            stack.callback(os.close, lock)
-            fcntl.flock(lock, operation)
-            held = True
-        yield held

@@ -57,10 +57,7 @@ class Checkpoint:
     @cached_property
     def tokenizer(self) -> Any:
         own = (Path(self.name).expanduser() / "tokenizer_config.json").is_file()
-        try:
-            return AutoTokenizer.from_pretrained(self.name if own else self.base, padding_side="left")
-        except (OSError, ValueError) as error:
-            raise ValueError(f"The model {self.name!r} has no tokenizer that can be read: {error}") from error
+        return AutoTokenizer.from_pretrained(self.name if own else self.base, padding_side="left")
 
     @property
     def generation_config(self) -> Any:

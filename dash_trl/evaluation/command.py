@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from dash_trl.evaluation.arguments import TaskArguments, command_parser
 from dash_trl.evaluation.checkpoint import Checkpoint
-from dash_trl.evaluation.estimates import CORRECT_ABOVE
 from dash_trl.evaluation.figures import figures_of, remarks, table
 from dash_trl.evaluation.records import Records
+from dash_trl.evaluation.reward import Reward, scored_samples
 from dash_trl.evaluation.sampler import Draw
-from dash_trl.evaluation.servers import check_shapes
-from dash_trl.evaluation.tasks import Task, hash_of, model_of
+from dash_trl.evaluation.samplers import check_shapes
+from dash_trl.evaluation.tasks import Task, TaskArguments, command_parser, hash_of, model_of
 from dash_trl.monitoring import plot_pass_at_k
 
 if TYPE_CHECKING:
@@ -55,27 +54,23 @@ class EvaluationArguments(TaskArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Draw(self.num_samples, self.temperature, 1, self.seed)
-        if self.k is None:
-            self.k = [2**i for i in range(self.num_samples.bit_length())]
-        self.k = sorted(set(self.k))
-        wrong = [k for k in self.k if not 1 <= k <= self.num_samples]
-        if wrong or not self.k:
+        Draw(self.num_samples, self.temperature, 1, self.seed)  # what is wrong with it shows now
+        self.k = sorted(set(self.k or (2**i for i in range(self.num_samples.bit_length()))))
+        if not 1 <= self.k[0] <= self.k[-1] <= self.num_samples:
             raise ValueError(
-                f"k={wrong or self.k} with num_samples={self.num_samples}: pass@k takes 1 <= k <= num_samples samples "
-                f"of each problem. Add --num_samples {max([*wrong, 1])}, or ask for smaller k."
+                f"k={self.k} with num_samples={self.num_samples}: pass@k takes 1 <= k <= num_samples samples of each "
+                f"problem. Add --num_samples {self.k[-1]}, or ask for other k."
             )
 
 
 @dataclass(frozen=True)
 class Job:
-    """One model: its problems, in the form that its tokenizer takes, and its files."""
+    """One model: its problems, in the form that its tokenizer takes, and its samples."""
 
     label: str
     checkpoint: Checkpoint
     problems: Dataset
     records: Records
-    figures: Path
 
     @property
     def left(self) -> bool:
@@ -106,18 +101,19 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
             reward.check_columns(job.problems.column_names)
         if arguments.vllm_server_urls and any(job.left for job in jobs):
             check_shapes([job.checkpoint for job in jobs if job.left], arguments.vllm_server_urls)
-        length = arguments.length(task)
         results = {}
         for job in jobs:
             if job.left:
-                _sample(job, reward, arguments, length, folder)
+                _sample(job, reward, arguments, arguments.length(task), folder)
             rows = [job.records.rows[index]["samples"] for index in range(len(job.problems))]
-            results[job.label] = {"model": job.checkpoint.name, **figures_of(rows, ks, seed=arguments.seed)}
-            _write(job, results[job.label])
-            for remark in remarks(job.label, results[job.label]):
+            figures = {"model": job.checkpoint.name, **figures_of(rows, ks, seed=arguments.seed)}
+            results[job.label] = figures
+            text = json.dumps({**figures, "settings": job.records.settings}, indent=2) + "\n"
+            (folder / f"{job.label}.json").write_text(text)
+            for remark in remarks(job.label, figures):
                 logger.warning(remark)
     print(f"\n{table(results, ks)}\n\nsamples: {', '.join(str(job.records.path) for job in jobs)}")
-    print(f"plot:    {plot_pass_at_k(results, folder / PICTURE, title=Path(task.dataset_name).name)}")
+    print(f"plot:    {plot_pass_at_k(results, folder / PICTURE, title=Path(str(task.dataset_name)).name)}")
     return results
 
 
@@ -126,22 +122,17 @@ def _jobs(
 ) -> Iterator[Job]:
     """Opens the files of all models, and says of each what is wrong with it."""
     shared = {**arguments.settings(task), "num_samples": arguments.num_samples}
-    problems: dict[bool, Dataset] = {}
     checkpoints = [Checkpoint(model_of(model, task)) for model in models]
     for model, label, checkpoint in zip(models, labels(models), checkpoints, strict=True):
-        chat = checkpoint.tokenizer.chat_template is not None
-        if chat not in problems:
-            problems[chat] = task.problems(chat)
+        problems = task.problems(chat=checkpoint.tokenizer.chat_template is not None)
         settings = {
             "model": os.path.normpath(model),
             "weights": checkpoint.fingerprint,
             **shared,
-            "problems": hash_of(problems[chat]),
+            "problems": hash_of(problems),
         }
         records = stack.enter_context(Records(folder / f"{label}.jsonl", settings))
-        figures = folder / f"{label}.json"
-        _check_figures(figures, settings)
-        yield Job(label, checkpoint, problems[chat], records, figures)
+        yield Job(label, checkpoint, problems, records)
 
 
 def labels(models: Sequence[str]) -> list[str]:
@@ -155,58 +146,23 @@ def labels(models: Sequence[str]) -> list[str]:
     raise ValueError(f"The models {list(models)} are the same: name each once.")
 
 
-def _sample(job: Job, reward: Any, arguments: EvaluationArguments, length: int, folder: Path) -> None:
+def _sample(job: Job, reward: Reward, arguments: EvaluationArguments, length: int, folder: Path) -> None:
     """Samples and scores what the file of a model lacks."""
-    done = job.records.rows
-    correct = [sample["reward"] for row in done.values() for sample in row["samples"]]
-    correct = [one > CORRECT_ABOVE for one in correct if one is not None]
+    done = set(job.records.rows)
     with (
         arguments.open_sampler(job.checkpoint, folder) as sampler,
         tqdm(total=len(job.problems), initial=len(done), desc=job.label, unit="problem") as bar,
     ):
-        for index, samples in sampler.sample(
-            job.problems["prompt"],
+        for index, row in scored_samples(
+            sampler,
+            job.problems,
+            reward,
             num_samples=arguments.num_samples,
             temperature=arguments.temperature,
             max_new_tokens=length,
             seed=arguments.seed,
-            done=set(done),
+            done=done,
         ):
-            problem = job.problems[index]
-            scores = reward.scores(problem, samples)
-            row = {
-                "prompt": problem["prompt"],
-                **{name: problem[name] for name in ("answer",) if name in problem},
-                "samples": [
-                    {"text": one.text, "tokens": len(one.token_ids), "truncated": one.truncated, "reward": score}
-                    for one, score in zip(samples, scores, strict=True)
-                ],
-            }
             job.records.add(index, row)
-            correct += [score > CORRECT_ABOVE for score in scores if score is not None]
             bar.update()
-            bar.set_postfix(accuracy=f"{sum(correct) / len(correct):.3f}" if correct else "–")
     job.records.sort()
-
-
-def _check_figures(path: Path, settings: Mapping[str, Any]) -> None:
-    """Refuses to write over figures of other settings, or over what are none."""
-    if not path.exists():
-        return
-    try:
-        found = json.loads(path.read_text())["settings"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} has no figures of an evaluation: choose another --output_dir, or move it.") from error
-    different = [name for name in {**found, **settings} if found.get(name) != settings.get(name)]
-    if different:
-        raise ValueError(
-            f"{path} has figures of other settings: {', '.join(different)} differ. Choose another --output_dir, or "
-            "move it away; nothing is overwritten."
-        )
-
-
-def _write(job: Job, figures: Mapping[str, Any]) -> None:
-    text = json.dumps({**figures, "settings": job.records.settings}, indent=2) + "\n"
-    partial = job.figures.with_name(f".{job.figures.name}.partial")
-    partial.write_text(text)
-    os.replace(partial, job.figures)

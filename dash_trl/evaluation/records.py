@@ -4,8 +4,7 @@
     {"index": 0, …}
     {"index": 1, …}                       ◄── the half line that an interrupt leaves at the end is dropped
 
-What a run adds to a file of other settings would be neither's, so such a file is refused, and so is any file that is
-not of this form: nothing is overwritten.
+A file of other settings, or of another form, is refused: nothing is overwritten.
 """
 
 from __future__ import annotations
@@ -16,12 +15,9 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import IO, Any
+from typing import Any
 
 logger = logging.getLogger(__name__)
-
-SHOWN_CHARS = 60  # of a value that an error shows
 
 
 class Records:
@@ -36,7 +32,7 @@ class Records:
         path: of the file; it and its directory are made where they do not exist.
         settings: all that a row depends on, as JSON; what differs from the file's is named in the error.
     Attributes:
-        rows: index → row, of the file and of what was added since; read only.
+        rows: index → row, of the file and of what was added since.
     Raises:
         ValueError: a file of other settings, of another form, or one that another process writes.
     """
@@ -44,13 +40,9 @@ class Records:
     def __init__(self, path: str | Path, settings: Mapping[str, Any]):
         self.path = Path(path)
         self.settings: dict[str, Any] = json.loads(_line(settings))  # tuples are lists there
-        self._rows: dict[int, dict[str, Any]] = {}
-        self.rows: Mapping[int, dict[str, Any]] = MappingProxyType(self._rows)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: IO[bytes] = self.path.open("a+b")
-        except OSError as error:
-            raise ValueError(f"{self.path} cannot be written ({error}): choose another file.") from error
+        self.rows: dict[int, dict[str, Any]] = {}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a+b")
         try:
             self._lock()
             self._read()
@@ -61,14 +53,12 @@ class Records:
     def add(self, index: int, row: Mapping[str, Any]) -> None:
         """A row, which is in the file when this returns."""
         self._append({"index": index, **row})
-        self._rows[index] = dict(row)
+        self.rows[index] = dict(row)
 
     def sort(self) -> None:
         """The file's rows by their index, once all are there: servers finish them in any order."""
-        if list(self._rows) == sorted(self._rows):
-            return
         sorted_path = self.path.with_name(f".{self.path.name}.sorted")
-        lines = [{"settings": self.settings}, *({"index": i, **self._rows[i]} for i in sorted(self._rows))]
+        lines = [{"settings": self.settings}, *({"index": i, **self.rows[i]} for i in sorted(self.rows))]
         sorted_path.write_bytes(b"".join(map(_line, lines)))
         os.replace(sorted_path, self.path)
         self._file.close()
@@ -92,42 +82,35 @@ class Records:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, by whatever
         except BlockingIOError as error:
             raise ValueError(f"Another process is writing {self.path}: wait for it, or choose another file.") from error
-        except OSError:
-            pass  # a file system without locks
 
     def _read(self) -> None:
         self._file.seek(0)
-        content = self._file.read()
-        whole, newline, rest = content.rpartition(b"\n")
+        *lines, half = self._file.read().split(b"\n")
         first = _line({"settings": self.settings})
-        if rest and (newline or not first.startswith(rest)):
-            if not newline:
-                raise ValueError(self._foreign(1))
-            logger.warning(f"{self.path} ends with half a line, of a run that was interrupted: it is dropped.")
-        lines = whole.split(b"\n") if newline else []
-        for number, line in enumerate(lines, 1):
-            self._take(number, line, alone=len(lines) == 1)
-        self._file.truncate(len(content) - len(rest) if self._rows else 0)
-        if not self._rows:
-            self._append({"settings": self.settings})
-
-    def _take(self, number: int, line: bytes, alone: bool) -> None:
         try:
-            row = json.loads(line)
-            if number == 1:
-                theirs = dict(row["settings"])
-                if not alone:  # else nothing was done with them
-                    self._compare(theirs)
-            else:
-                self._rows[int(row.pop("index"))] = row
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(self._foreign(number)) from error
+            found = [json.loads(line) for line in lines]
+            theirs = dict(found[0]["settings"]) if found else {}
+            self.rows |= {int(row.pop("index")): row for row in found[1:]}
+            if not found and not first.startswith(half):
+                raise ValueError("one line without an end")
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"{self.path} is no file of records, with settings in the first line, then rows with an `index` "
+                f"({error}): choose another file or directory, or move that one away; nothing is overwritten."
+            ) from error
+        if self.rows:  # else nothing was done with their settings
+            self._compare(theirs)
+        if half:
+            logger.warning(f"{self.path} ends with half a line, of a run that was interrupted: it is dropped.")
+        self._file.truncate(self._file.tell() - len(half) if self.rows else 0)
+        if not self.rows:
+            self._append({"settings": self.settings})
 
     def _compare(self, theirs: dict[str, Any]) -> None:
         differences = [
-            f"{name} is {_shown(theirs, name)} there and {_shown(self.settings, name)} here"
+            f"{name} is {theirs.get(name, 'missing')!r} there and {self.settings.get(name, 'missing')!r} here"
             for name in {**theirs, **self.settings}
-            if name not in theirs or name not in self.settings or theirs[name] != self.settings[name]
+            if theirs.get(name, "missing") != self.settings.get(name, "missing")
         ]
         if differences:
             raise ValueError(
@@ -135,19 +118,6 @@ class Records:
                 "choose another file or directory; nothing is overwritten."
             )
 
-    def _foreign(self, number: int) -> str:
-        return (
-            f"Line {number} of {self.path} is none of a file of records (settings in the first line, then rows with an "
-            "`index`): choose another file or directory, or move that one away; nothing is overwritten."
-        )
-
 
 def _line(what: Mapping[str, Any]) -> bytes:
     return json.dumps(what, ensure_ascii=False).encode() + b"\n"
-
-
-def _shown(settings: Mapping[str, Any], name: str) -> str:
-    if name not in settings:
-        return "missing"
-    text = repr(settings[name])
-    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"

@@ -9,8 +9,9 @@ top-p and repetition penalties that a model's `generation_config` may ask for ar
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +50,6 @@ class Draw:
                 f"temperature={self.temperature} with num_samples={self.num_samples}: greedy decoding (temperature 0) "
                 "gives one sample per prompt. Use num_samples=1, or a temperature above 0."
             )
-        fewest = self.max_new_tokens if isinstance(self.max_new_tokens, int) else min(self.max_new_tokens, default=1)
-        if fewest < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} leaves no room for a completion: give at least 1.")
 
     def room(self, index: int) -> int:
         """The most tokens of a completion of this prompt."""
@@ -62,7 +60,7 @@ class Draw:
         return int.from_bytes(hashlib.sha256(f"{self.seed} {number}".encode()).digest()[:8]) >> 1  # fits into int64
 
 
-class Sampler(ABC):
+class Sampler(AbstractContextManager["Sampler"]):
     """A model that completes prompts; a context manager that gives back what it holds.
 
     Args:
@@ -114,9 +112,6 @@ class Sampler(ABC):
 
     def close(self) -> None:  # noqa: B027 (one that holds nothing has nothing to give back)
         """Gives back what it holds."""
-
-    def __enter__(self) -> Sampler:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -1,132 +1,106 @@
-"""What a model is measured on: problems, and the reward that says what is correct, the one that training uses.
+"""What a model is measured on, and who samples: the flags of every command that measures models.
 
 name of a data set ──► columns ──► answers: MathAccuracyReward
                               └──► tests: CodeReward in its sandbox
-embedded… ──► the problems that the tiny models of `dash_trl.embedded` know
+embedded ──► the problems of the tiny model of `dash_trl.embedded`
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from dash_trl.data import has_tests, load_code_dataset, load_math_dataset
-from dash_trl.embedded import (
-    PROGRAM_LESSONS,
-    PROGRAM_WARM_UP,
-    arithmetic_dataset,
-    arithmetic_reward,
-    embedded_model,
-    program_dataset,
-)
-from dash_trl.evaluation.checkpoint import EMBEDDED
-from dash_trl.evaluation.sampler import SampledCompletion
-from dash_trl.rewards import CodeReward, MathAccuracyReward, RewardAgent, load_reward, raise_mistakes
+from transformers import HfArgumentParser
+
+from dash_trl.data import has_tests, load_code_dataset, load_math_dataset, select_split
+from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_model
+from dash_trl.evaluation.checkpoint import EMBEDDED, Checkpoint
+from dash_trl.evaluation.reward import Reward
+from dash_trl.evaluation.sampler import Sampler
+from dash_trl.evaluation.samplers import BATCH_SIZE, open_sampler
+from dash_trl.rewards import DEFAULT_NAME, CodeReward, MathAccuracyReward, load_reward
+from dash_trl.sampling import WEIGHT_DIR
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-PATIENCE = 120.0  # seconds for a completion; the sandbox ends a program in one minute
-BROKEN_AFTER = 10  # problems in a row on which a reward function raised for every sample
-MAX_COMPLETION_LENGTH = 2048  # tokens, the paper's
+MAX_COMPLETION_LENGTH, EMBEDDED_LENGTH = 2048, 64  # tokens; the first is the paper's
 
 
-@dataclass(frozen=True)
-class Embedded:
-    """A data set of `dash_trl.embedded`: the split "test", which no embedded model was trained on."""
-
-    problems: Callable[[], Any]
-    max_completion_length: int
-    code: bool = False
-
-
-def _with_equals_sign() -> Dataset:
-    """Out of distribution: the test problems, each with a sign behind it that no model was trained on."""
-    from datasets import Dataset
-
-    problems = arithmetic_dataset("test")
-    prompts = [[{**message, "content": f"{message['content']}="}] for (message,) in problems["prompt"]]
-    return Dataset.from_dict({"prompt": prompts, "answer": problems["answer"]})
-
-
-EMBEDDED_SETS = {
-    EMBEDDED: Embedded(lambda: arithmetic_dataset("test"), 64),
-    "embedded_shifted": Embedded(_with_equals_sign, 64),
-    "embedded_code": Embedded(lambda: program_dataset("test"), 24, code=True),
-}
-
-
-@dataclass(frozen=True)
+@dataclass
 class Task:
-    """The problems by their name, as in the command's flags; a reward of one's own in place of the data set's.
+    """The problems, and the reward that says what is correct: the one that training uses, or one of your own.
 
     Raises:
         ValueError: from its methods, for a data set, split or reward that is not there, or that does not fit.
     """
 
-    dataset_name: str
-    dataset_config: str | None = None
-    dataset_test_split: str = "test"
-    prompt_template: str | None = None
-    reward_path: str | None = None
-    reward_name: str = "compute_score"
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "A hub name or a local path: GSM8K, MATH-500, AIME, OlympiadBench, MBPP+, HumanEval+, or what has "
+            f"their columns; or {EMBEDDED}, the default of the embedded model."
+        },
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "The hub's name for a part of the data set."})
+    dataset_test_split: str = field(default="test", metadata={"help": "Its split, or a part of it: 'test[:100]'."})
+    prompt_template: str | None = field(
+        default=None,
+        metadata={"help": "A name in dash_trl.data.PROMPT_TEMPLATES, or a text with {problem}; as in training."},
+    )
+    reward_path: str | None = field(
+        default=None, metadata={"help": "A Python file with a reward function that says what is correct (> 0.5)."}
+    )
+    reward_name: str = field(
+        default=DEFAULT_NAME, metadata={"help": "What it is called there: a function, a class, or a RewardAgent."}
+    )
 
     def __post_init__(self) -> None:
-        if self.dataset_name in EMBEDDED_SETS:
-            for name in ("dataset_config", "prompt_template"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} has no effect with dataset_name={self.dataset_name!r}: leave "
-                        "it out."
-                    )
+        if self.reward_path is None and self.reward_name != DEFAULT_NAME:
+            raise ValueError(f"reward_name={self.reward_name!r} has no effect without --reward_path, its file.")
 
     @property
     def is_embedded(self) -> bool:
-        return self.dataset_name in EMBEDDED_SETS
+        return self.dataset_name == EMBEDDED
 
-    @property
-    def max_completion_length(self) -> int:
-        known = EMBEDDED_SETS.get(self.dataset_name)
-        return MAX_COMPLETION_LENGTH if known is None else known.max_completion_length
-
+    @cached_property
     def has_tests(self) -> bool:
-        known = EMBEDDED_SETS.get(self.dataset_name)
-        if known is not None:
-            return known.code
-        return has_tests(self.dataset_name, config=self.dataset_config, split=self.dataset_test_split)
+        """Whether the problems are programming problems."""
+        return not self.is_embedded and has_tests(str(self.dataset_name), config=self.dataset_config)
 
-    def problems(self, chat: bool) -> Dataset:
+    def problems(self, chat: bool, split: str | None = None, completion: bool = False) -> Dataset:
         """Rows with a `prompt`, and the columns that the reward reads.
 
         Args:
-            chat: conversations, for a tokenizer with a chat template.
+            chat: conversations, for a tokenizer with a chat template. The embedded problems always are.
+            split: None: the test split. completion: with solutions, for supervised fine-tuning.
         """
-        known = EMBEDDED_SETS.get(self.dataset_name)
-        if known is None:
-            return (load_code_dataset if self.has_tests() else load_math_dataset)(
-                self.dataset_name,
-                config=self.dataset_config,
-                split=self.dataset_test_split,
-                prompt_template=self.prompt_template,
-                chat=chat,
-            )
-        if not chat:
-            raise ValueError(
-                f"dataset_name={self.dataset_name!r} has conversations, but the model's tokenizer has no chat "
-                "template: it is for models that were trained on these problems."
-            )
-        return _part(known.problems(), self.dataset_test_split, self.dataset_name)
+        split = split or self.dataset_test_split
+        if self.is_embedded:
+            splits = {name: arithmetic_dataset(name, completion=completion) for name in ("train", "test")}
+            return select_split(splits, split, EMBEDDED)
+        return (load_code_dataset if self.has_tests else load_math_dataset)(
+            str(self.dataset_name),
+            config=self.dataset_config,
+            split=split,
+            prompt_template=self.prompt_template,
+            chat=chat,
+            completion=completion,
+        )
 
     def reward(self) -> Reward:
         if self.reward_path is not None:
             return Reward(load_reward(self.reward_path, self.reward_name))
-        if self.has_tests():
+        if self.has_tests:
             return Reward(CodeReward())
-        return Reward(arithmetic_reward if self.dataset_name in EMBEDDED_SETS else MathAccuracyReward())
+        return Reward(arithmetic_reward if self.is_embedded else MathAccuracyReward())
 
     def reward_settings(self) -> dict[str, Any]:
         """What the scores depend on beside the problems."""
@@ -136,13 +110,70 @@ class Task:
         return {"reward": f"{self.reward_path}:{self.reward_name}", "reward_file": digest}
 
 
+@dataclass
+class TaskArguments(Task):
+    """A task, and how completions are sampled."""
+
+    temperature: float = field(default=1.0, metadata={"help": "0 decodes greedily, with one sample."})
+    max_completion_length: int | None = field(
+        default=None, metadata={"help": "Tokens of a completion. Default: 2048, or what an embedded problem needs."}
+    )
+    seed: int = field(default=0, metadata={"help": "Of the samples and of the intervals."})
+    use_vllm: bool = field(default=False, metadata={"help": "Sample by vLLM in this process; else by transformers."})
+    vllm_server_urls: list[str] | None = field(
+        default=None, metadata={"help": "Sample from these servers (python -m dash_trl.serve); they get the weights."}
+    )
+    per_device_eval_batch_size: int = field(
+        default=BATCH_SIZE, metadata={"help": "Rows that transformers samples side by side. The samples depend on it."}
+    )
+
+    @property
+    def backend(self) -> str:
+        return "servers" if self.vllm_server_urls else "vllm" if self.use_vllm else "transformers"
+
+    def task(self, models: Sequence[str]) -> Self:
+        """These arguments, with the embedded problems for the embedded model."""
+        if self.dataset_name is not None:
+            return self
+        if others := [model for model in models if model != EMBEDDED]:
+            raise ValueError(
+                f"There is no dataset for {others[0]!r}: add --dataset_name, a hub name such as openai/gsm8k (with "
+                f"--dataset_config main), a local path, or {EMBEDDED}."
+            )
+        return replace(self, dataset_name=EMBEDDED)
+
+    def length(self, task: Task) -> int:
+        return self.max_completion_length or (EMBEDDED_LENGTH if task.is_embedded else MAX_COMPLETION_LENGTH)
+
+    def settings(self, task: Task) -> dict[str, Any]:
+        """What the samples and their rewards depend on, beside the model and the problems; as JSON."""
+        names = ("dataset_config", "dataset_test_split", "prompt_template", "temperature", "seed")
+        return {
+            "dataset_name": task.dataset_name,
+            **{name: getattr(self, name) for name in names},
+            "sampler": self.backend,
+            **({"batch_size": self.per_device_eval_batch_size} if self.backend == "transformers" else {}),
+            "max_completion_length": self.length(task),
+            **task.reward_settings(),
+        }
+
+    def open_sampler(self, checkpoint: Checkpoint, folder: Path) -> Sampler:
+        """
+        Args:
+            folder: of the results; servers that get weights find them in it.
+        """
+        return open_sampler(
+            checkpoint,
+            backend="vllm" if self.use_vllm else "transformers",
+            server_urls=self.vllm_server_urls or (),
+            batch_size=self.per_device_eval_batch_size,
+            weight_dir=folder / WEIGHT_DIR,
+        )
+
+
 def model_of(name: str, task: Task) -> str:
-    """The directory of a model; of the one that knows the task, where it is called "embedded"."""
-    if name != EMBEDDED:
-        return name
-    if task.dataset_name == "embedded_code":
-        return embedded_model(settings=PROGRAM_WARM_UP, lessons=PROGRAM_LESSONS)
-    return embedded_model()
+    """The directory of a model; of the embedded one where it is called "embedded"."""
+    return embedded_model() if name == EMBEDDED else name
 
 
 def hash_of(problems: Dataset) -> str:
@@ -153,67 +184,14 @@ def hash_of(problems: Dataset) -> str:
     return digest.hexdigest()[:16]
 
 
-class Reward:
-    """One reward function of any form, as training calls it; a context manager that ends its workers.
-
-    Args:
-        function: of any form (`dash_trl.rewards.forms`), or a `RewardAgent` of one.
-    Raises:
-        ValueError: for several functions, or a reward model.
-    """
-
-    def __init__(self, function: Any):
-        self.agent = function if isinstance(function, RewardAgent) else RewardAgent(function, timeout=PATIENCE)
-        if len(self.agent.rewards) != 1 or len(self.agent.own) != 1:
-            raise ValueError(
-                f"An evaluation needs one reward function, which says what is correct, but there are "
-                f"{len(self.agent.rewards)}, or it is a reward model. Name one with --reward_name."
-            )
-        (self._function,) = self.agent.own
-        self._raised = 0  # problems in a row
-
-    def check_columns(self, columns: Sequence[str]) -> None:
-        """Raises a ValueError if the function asks for a column that there is not."""
-        if not self._function.form.batch:
-            self._function.form.check_columns(columns)
-
-    def scores(self, row: dict[str, Any], samples: Sequence[SampledCompletion]) -> list[float | None]:
-        """Of the samples of one problem; None where it failed (an exception, None, NaN, ±inf).
-
-        Raises:
-            ValueError: it returned no list of numbers.
-            RuntimeError: it raised on every sample of `BROKEN_AFTER` problems in a row; the cause is the last error.
-        """
-        chat = not isinstance(row["prompt"], str)
-        self._function.group_size = lambda: len(samples)
-        rewards = self._function(
-            prompts=[row["prompt"]] * len(samples),
-            completions=[[{"role": "assistant", "content": one.text}] if chat else one.text for one in samples],
-            completion_ids=[one.token_ids for one in samples],
-            **{name: [value] * len(samples) for name, value in row.items() if name != "prompt"},
-        )
-        raise_mistakes([self._function])
-        self._raised = self._raised + 1 if all(self._function.raised) else 0
-        if self._raised == BROKEN_AFTER:
-            raise RuntimeError(
-                f"The reward function '{self._function.name}' raised on every sample of {BROKEN_AFTER} problems in a "
-                f"row; at last it {self._function.failure}. Correct it."
-            ) from self._function.error
-        return rewards
-
-    def __enter__(self) -> Reward:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.agent.close()
-
-
-def _part(problems: Dataset, split: str, name: str) -> Dataset:
-    """`test`, or a part of it, as `datasets` writes it: "test[:100]"."""
-    from datasets import ReadInstruction, concatenate_datasets
-
-    try:
-        parts = ReadInstruction.from_spec(split).to_absolute({"test": len(problems)})
-    except ValueError as error:
-        raise ValueError(f"{name!r} has no split {split!r}: use 'test', or a part of it, 'test[:100]'.") from error
-    return concatenate_datasets([problems.select(range(part.from_ or 0, part.to)) for part in parts])
+def command_parser(arguments: type, module: str, description: str | None) -> HfArgumentParser:
+    """The parser of `python -m <module>`, whose log is printed from now on."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("dash_trl").setLevel(logging.INFO)
+    return HfArgumentParser(
+        arguments,
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
+    from dash_trl.monitoring.callbacks import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback
     from dash_trl.monitoring.metrics import (
         EmptyWindows,
         OffPolicyMetrics,
@@ -15,9 +16,7 @@ if TYPE_CHECKING:
         sampler_metrics,
         staleness_metrics,
     )
-    from dash_trl.monitoring.plots import plot_pass_at_k, plot_run, plot_value_quality, read_metrics, smooth
-    from dash_trl.monitoring.progress import MetricsFileCallback, RewardProgressCallback
+    from dash_trl.monitoring.plots import plot_pass_at_k, plot_run, read_metrics, smooth
     from dash_trl.monitoring.recorder import Recorder
-    from dash_trl.monitoring.time_limit import TimeLimitCallback
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -48,7 +48,7 @@ def filter_metrics(
 
 
 class EmptyWindows:
-    """Says once in a training that no row was kept for `EMPTY_WINDOWS` in a row: it goes on, and learns nothing.
+    """Warns when no row was kept in `EMPTY_WINDOWS` windows in a row: training goes on, and learns nothing.
 
     Args:
         threshold: `gradient_filter_threshold`.
@@ -62,15 +62,14 @@ class EmptyWindows:
             "filter/dropped_threshold": f"are under gradient_filter_threshold={threshold}: lower it.",
             "filter/dropped_unscored": "are unscored: see the warnings about the reward functions.",
         }
-        self._windows: list[Mapping[str, float]] = []
-        self._said = False
+        self._windows: list[Mapping[str, float]] = []  # since the last one of which a row was kept
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """
         Args:
             metrics: those of the next window, from `filter_metrics`.
         """
-        self._windows = [] if self._said or metrics["filter/kept_rows"] else [*self._windows, metrics]
+        self._windows = [] if metrics["filter/kept_rows"] else [*self._windows, metrics]
         if len(self._windows) == EMPTY_WINDOWS:
             shares = {name: sum(window[name] for window in self._windows) / EMPTY_WINDOWS for name in self._remedies}
             reasons = [f"{share:.0%} {self._remedies[name]}" for name, share in shares.items() if share]
@@ -78,35 +77,30 @@ class EmptyWindows:
                 f"No row was kept in {EMPTY_WINDOWS} generation windows in a row, so that nothing was learned. Of "
                 f"their rows {' '.join(reasons)}"
             )
-            self._said = True
 
 
 def sampler_metrics(
     sampling_per_token_logps: Tensor,
-    loss_mask: Tensor,
-    gather: Callable[[Tensor], Tensor],
-    device: torch.device,
-    *,
     old_per_token_logps: Tensor,
     importance_sampling_ratio: Tensor,
-    **others: Tensor,
+    loss_mask: Tensor,
+    gather: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
     """TRL's measures of the distance between the sampler and the trainer, over survivors.
 
     Args:
-        sampling_per_token_logps, loss_mask, old_per_token_logps: [B, T]. importance_sampling_ratio: [B, T] or [B, 1].
-        gather: concatenates a vector over the ranks. others: what else is known of the rows.
+        sampling_per_token_logps, old_per_token_logps, loss_mask: [B, T]. importance_sampling_ratio: [B, T] or [B, 1].
+        gather: concatenates a vector over the ranks.
     """
-    mask, ratio = loss_mask.bool(), importance_sampling_ratio
-    old, sampled = old_per_token_logps, sampling_per_token_logps
-    delta = (old - sampled).abs()
-    delta = delta[mask & ~delta.isnan()]
-    ratio = ratio[mask] if ratio.shape == mask.shape else ratio.flatten()
+    mask, ratio = loss_mask.bool(), importance_sampling_ratio.flatten()
+    if importance_sampling_ratio.shape == mask.shape:
+        ratio = importance_sampling_ratio[mask]
+    delta = (old_per_token_logps - sampling_per_token_logps).abs()[mask]
+    delta = delta[~delta.isnan()]
+    local = torch.full((5,), torch.nan)
     if delta.numel() and ratio.numel():
         local = torch.stack([delta.mean(), delta.max(), ratio.min(), ratio.mean(), ratio.max()])
-    else:
-        local = torch.full((5,), torch.nan)
-    ranks = gather(local.to(device)).view(-1, 5).cpu()
+    ranks = gather(local).view(-1, 5)
     ranks = ranks[~ranks.isnan().any(dim=1)]
     if not len(ranks):
         return {}
@@ -162,7 +156,6 @@ class OffPolicyMetrics:
         self._bound = bound
         self._mu: tuple[Tensor, Tensor] | None = None  # of the pass that is running, and its loss mask
         self._sums = torch.zeros(4)  # r, r > bound, r − 1 − log r, tokens
-        self._said = False
 
     @contextmanager
     def observe(self, inputs: Mapping[str, Any]) -> Iterator[None]:
@@ -201,21 +194,6 @@ class OffPolicyMetrics:
             return {}
         share = {} if self._bound is None else {"off_policy/clipped_share": clipped / tokens}
         return {"off_policy/ratio_mean": ratio / tokens, **share, "off_policy/kl": kl / tokens}
-
-    def rescored(self, rows: int, of: int, *, say: bool) -> dict[str, float]:
-        """The share of the survivors that took a pass since the sampler had not reported all of their log-probs.
-
-        Args:
-            rows, of: on all ranks. say: the first time that there are any, in a warning.
-        """
-        if rows and say and not self._said:
-            logger.warning(
-                f"The sampler reported not all log-probs (NaN) of {rows} of {of} rows that are trained on. In their "
-                "place stand the policy's own, of the window's start. off_policy/rescored_rows in the log counts such "
-                "rows; if there are many, look for overflows in the sampler (float16?)."
-            )
-            self._said = True
-        return {"off_policy/rescored_rows": rows / of} if of else {}
 
 
 def staleness_metrics(policy_version: Tensor, step: int, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+# The phases of a step, in the order in which they happen.
 PHASES = ("generate", "reward", "logprobs", "train")
 WAITING = ("wait_for_rollouts", "wait_for_weights")  # for servers, which are within "generate"
 # Where the update does not wait for all of them; the second, for the slowest rank, is within the first.
 WAITING_FOR_REWARDS = ("wait_for_rewards", "wait_for_ranks")
-
-Value = TypeVar("Value")
 
 
 class Recorder:
@@ -65,7 +64,7 @@ class Recorder:
         if counts:
             self._spans.append((phase, started, self._mark()))
 
-    def timed_each(self, phase: str, values: Iterator[Value]) -> Iterator[Value]:
+    def timed_each(self, phase: str, values: Iterator[Any]) -> Iterator[Any]:
         """The values; the seconds until each comes count as those of a phase."""
         while True:
             with self.timed(phase):

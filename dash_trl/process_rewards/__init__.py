@@ -5,15 +5,6 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.process_rewards.agreement import (
-        auc,
-        brier,
-        by_group,
-        calibration_error,
-        reliability,
-        spearman,
-        within,
-    )
     from dash_trl.process_rewards.callback import ProcessRewardCallback, accepted_answers
     from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings
     from dash_trl.process_rewards.episodes import EPISODE_MARKERS, FINAL_ANSWER, Episodes, Segmenter, line_starts

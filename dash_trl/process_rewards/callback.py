@@ -12,17 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Number
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from dash_trl.callbacks import DASHCallback
 from dash_trl.distributed import Ranks
-from dash_trl.process_rewards.arguments import check_switch, check_text, is_number, named
+from dash_trl.process_rewards.arguments import named
 from dash_trl.process_rewards.credit import (
     ESTIMATORS,
     SETTINGS,
@@ -31,28 +30,12 @@ from dash_trl.process_rewards.credit import (
     anchor,
     check_settings,
     place_rewards,
-    spread_over_episodes,
 )
 from dash_trl.process_rewards.diagnostics import Diagnostics, batch_figures, process_metrics
-from dash_trl.process_rewards.episodes import (
-    EPISODE_MARKERS,
-    FINAL_ANSWER,
-    Episodes,
-    Markers,
-    Segmenter,
-    check_segmentation,
-)
-from dash_trl.process_rewards.picture import credit_html
-from dash_trl.process_rewards.values import (
-    NO_SERVERS,
-    AnswerLogProbValue,
-    ServerValue,
-    ValueEstimator,
-    ValueRequest,
-    checked_values,
-)
+from dash_trl.process_rewards.episodes import EPISODE_MARKERS, FINAL_ANSWER, Markers, Segmenter
+from dash_trl.process_rewards.values import AnswerLogProbValue, ValueEstimator, ValueRequest, checked_values
 from dash_trl.process_rewards.worth import Evidence, Watch, evidence_of
-from dash_trl.rollout import CreditedRollouts
+from dash_trl.rollout import CreditedRollouts, joined
 from dash_trl.update import check_tensor, unknown_log_probs, weighted_rewards
 
 logger = logging.getLogger(__name__)
@@ -60,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 # Estimators whose credit of a group depends on no other group of the window: `reward_pipeline` may hand over some.
 PER_GROUP = ("centered_return", "episode", "grpo_process")
+WITHOUT_UTILITIES = ("gae", "grpo")  # those that use no U
 
 
 @dataclass(frozen=True)
@@ -71,7 +55,7 @@ class _Part:
     Attributes:
         credit: [R, T]. boundaries: [R, K], padded with −1. values: [R, K], NaN where V is missing, or not asked for.
         skipped: [R] bool. groups: [G] int64, their numbers. evidence: what they say of V.
-        entropy: (sum, tokens) of this rank's, as far as it is known. alone: the rows are this rank's.
+        entropy: [1, 2], sum and tokens of this rank's, as far as it is known. alone: the rows are this rank's.
     """
 
     rewards: Rewards
@@ -101,14 +85,14 @@ class ProcessRewardCallback(DASHCallback):
         markers, max_episode_tokens, min_episode_tokens, final_answer: see `Segmenter`.
         answer_column: dataset column with the accepted answer, a text or a list of texts; for values that need it.
         skip_solved: no values for groups whose rewards are all the same and positive: nothing is left to learn there.
-            A value that learns, `OutcomeValue`, learns from them all the same, and is watched on them.
+            A value that learns, `OutcomeValue`, learns from them all the same.
         anchored: whether the outcome takes the place of V_n, so that all that V pays is outcome − V_0; see
             `dash_trl.process_rewards.credit.anchor`. Default: with a value that learns, where it keeps a V that the
             policy has learned to please from paying without an outcome.
-        unproductive_penalty: subtracted from the advantage of each token of an episode with |U| < `unproductive_below`.
     Raises:
-        ValueError: for unknown or impossible settings; at the start of training without the answer column or servers;
-            in it, for values or positions that a function of yours got wrong.
+        ValueError: for an unknown estimator, and settings that it or the value does not bear; at the start of training
+            for impossible episodes; in training without the answer column or servers, and for values that a function of
+            yours got wrong.
     """
 
     def __init__(
@@ -124,10 +108,8 @@ class ProcessRewardCallback(DASHCallback):
         answer_column: str = "answer",
         skip_solved: bool = True,
         anchored: bool | None = None,
-        unproductive_penalty: float = 0.0,
-        unproductive_below: float = 0.01,
     ):
-        if not (isinstance(estimator, str) and estimator in ESTIMATORS):
+        if estimator not in ESTIMATORS:
             raise ValueError(
                 f"estimator={estimator!r} is unknown: use one of {', '.join(ESTIMATORS)}. One of your own needs a "
                 "name, too: dash_trl.process_rewards.ESTIMATORS['mine'] = function."
@@ -139,53 +121,51 @@ class ProcessRewardCallback(DASHCallback):
                 "OutcomeValue(...) or another instance or function that takes (requests, trainer). A name of an "
                 "estimator is estimator='...', words before an answer are AnswerLogProbValue('...')."
             )
-        if estimator == "gae" and getattr(self.value, "space", None) != "probability":
+        space = getattr(self.value, "space", None)
+        if estimator == "gae" and space != "probability":
             raise ValueError(
                 "estimator='gae' compares values with the outcome, so they have to be probabilities: pass "
                 "value=AnswerLogProbValue(space='probability'), MonteCarloValue() or OutcomeValue(); one of your own "
                 "says so by an attribute, space = 'probability'."
             )
-        check_segmentation(markers, max_episode_tokens, min_episode_tokens, final_answer)
-        check_text("answer_column", answer_column, example="'answer'")
-        check_switch("skip_solved", skip_solved)
-        learns = hasattr(self.value, "learn")
-        self.anchored = _is_anchored(anchored, self.value, estimator, learns=learns)
-        for name, number in (
-            ("unproductive_penalty", unproductive_penalty),
-            ("unproductive_below", unproductive_below),
-        ):
-            if not (is_number(number) and number >= 0):
-                raise ValueError(
-                    f"{name}={number!r} cannot charge an episode without progress: use a number >= 0; a penalty of 0 "
-                    "charges none."
-                )
-        self.estimator = estimator
-        self.per_group = estimator in PER_GROUP
-        self.needs_log_probs = bool(getattr(self.value, "needs_log_probs", False))
+        can_be_anchored = space in ("probability", "reward") and estimator not in WITHOUT_UTILITIES
+        if anchored and not can_be_anchored:
+            raise ValueError(
+                f"anchored=True with estimator={estimator!r} and a value whose space is {space!r}: it puts the outcome "
+                f"in the place of V_n. Estimators that use no U ({', '.join(WITHOUT_UTILITIES)}) go without, and the "
+                "value has to be in the outcome's unit: pass OutcomeValue(), MonteCarloValue() or "
+                "AnswerLogProbValue(space='probability'); one of your own says so by an attribute, space = "
+                "'probability' or 'reward'."
+            )
+        self._learns = hasattr(self.value, "learn")
+        self.anchored = self._learns and can_be_anchored if anchored is None else anchored
         if settings is None:
-            auto = learns and _is_weighed(estimator)
+            auto = self._learns and _is_weighed(estimator)
             settings = CreditSettings(process_weight="auto") if auto else CreditSettings()
-        self.settings = settings
-        check_settings(estimator, self.settings)
-        if learns:
-            _warn_of_losses(estimator, self.settings, self.value)
+        check_settings(estimator, settings)
+        self.estimator, self.settings = estimator, settings
+        if self._learns:
+            self._warn_of_losses(anchored)
+        self.per_group = estimator in PER_GROUP
+        self.needs_log_probs = getattr(self.value, "needs_log_probs", False)
+        self._needs_answers = getattr(self.value, "needs_answers", True)
+        self._auto = settings.process_weight == "auto"
+        # Whose worth is watched: that of the same value in another space would be other numbers.
+        self._watched = {"of": named(self.value), "space": space}
         self.segmentation: dict[str, Any] = {
             "markers": markers,
             "max_episode_tokens": max_episode_tokens,
             "min_episode_tokens": min_episode_tokens,
             "final_answer": final_answer,
         }
-        self.answer_column = answer_column
-        self.skip_solved = skip_solved
-        self.unproductive_penalty = unproductive_penalty
-        self.unproductive_below = unproductive_below
-        self.last: list[tuple[Episodes, list[float]]] = []  # of the last generation batch, for a look at it
+        self.answer_column, self.skip_solved = answer_column, skip_solved
+        # Of the last generation batch, for a look at it: each row's boundaries and values.
+        self.last: list[tuple[tuple[int, ...], list[float]]] = []
         self._parts: list[_Part] = []  # of a window, until it is whole
         self._seconds = 0.0  # that they took
         self._lessons: list[tuple[int, ValueRequest, float]] = []  # in them, if V learns: group, rollout, outcome
         self._weight = 0.0  # of the process part in this window, if it is "auto"
         self._logged_entropy: float | None = None
-        self._segmenter: Segmenter | None = None
         self._diagnostics = Diagnostics()
         self._watch = Watch()
 
@@ -193,34 +173,7 @@ class ProcessRewardCallback(DASHCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._parts, self._lessons = [], []  # of a run that was interrupted
-        if isinstance(self.value, ServerValue) and not getattr(args, "vllm_server_urls", None):
-            raise ValueError(NO_SERVERS)
-        if (tokenizer := kwargs.get("processing_class")) is not None:
-            self._segmenter = Segmenter(tokenizer, **self.segmentation)
-        loader = kwargs.get("train_dataloader")
-        columns = getattr(getattr(loader, "dataset", None), "column_names", None)
-        if columns is not None and self._needs_answers and self.answer_column not in columns:
-            raise ValueError(
-                f"The dataset has the columns {columns}, but not {self.answer_column!r}, whose answer V(prefix) is the "
-                "probability of. Name the column with answer_column=..."
-            )
-
-    @property
-    def _needs_answers(self) -> bool:
-        return getattr(self.value, "needs_answers", True)
-
-    @property
-    def _learns(self) -> bool:
-        return hasattr(self.value, "learn")
-
-    @property
-    def _watched(self) -> dict[str, Any]:
-        """Whose worth it is: that of the same value in another space would be other numbers."""
-        return {"of": named(self.value), "space": getattr(self.value, "space", None)}
-
-    @property
-    def _auto(self) -> bool:
-        return self.settings.process_weight == "auto"
+        self._segmenter = Segmenter(kwargs["processing_class"], **self.segmentation)
 
     @property
     def _pays(self) -> bool:
@@ -228,8 +181,8 @@ class ProcessRewardCallback(DASHCallback):
         return not self._auto or self._weight > 0
 
     def state_dict(self) -> dict[str, Any]:
-        windows, entropies = self._watch.state_dict(), list(self._diagnostics.entropies)
-        state: dict[str, Any] = {"worth": {**self._watched, "windows": windows, "entropies": entropies}}
+        evidence, entropies = self._watch.state_dict(), list(self._diagnostics.entropies)
+        state: dict[str, Any] = {"worth": {**self._watched, "evidence": evidence, "entropies": entropies}}
         if hasattr(self.value, "state_dict"):
             state[type(self.value).__name__] = self.value.state_dict()
         return state
@@ -240,9 +193,9 @@ class ProcessRewardCallback(DASHCallback):
             self.value.load_state_dict(of_value)  # type: ignore[attr-defined]
         elif hasattr(self.value, "state_dict"):
             logger.warning(f"The checkpoint holds nothing that {name} has learned, but another value's state.")
-        worth = state.get("worth", {})  # missing in one of an earlier version
+        worth = state.get("worth", {})  # it, or its evidence, is missing in one of an earlier version
         if {one: worth.get(one) for one in self._watched} == self._watched:
-            self._watch.load_state_dict(worth["windows"])
+            self._watch.load_state_dict(worth.get("evidence", []))
             self._diagnostics.entropies = list(worth["entropies"])
 
     def on_log(
@@ -264,16 +217,7 @@ class ProcessRewardCallback(DASHCallback):
         **kwargs,
     ) -> None:
         trainer, started = kwargs["trainer"], time.perf_counter()
-        if self._segmenter is None:
-            self._segmenter = Segmenter(trainer._tokenizer, **self.segmentation)
-        if rollouts.advantages.dim() != 1:
-            raise ValueError(
-                f"rollouts.advantages has the shape {tuple(rollouts.advantages.shape)}: another callback has given "
-                "each token its credit already. Use one ProcessRewardCallback, and put a callback of your own behind "
-                "it."
-            )
-        first = not self._parts
-        if first:
+        if not self._parts:
             self.last, self._seconds = [], 0.0
             if self._auto:
                 self._weight = trainer.ranks.agree(self._watch.weight, from_main=True)
@@ -282,10 +226,6 @@ class ProcessRewardCallback(DASHCallback):
             rollouts.advantages = credit.float()
         self._parts.append(part)
         self._seconds += time.perf_counter() - started
-        logged = state.is_world_process_zero and state.global_step % state.logging_steps == 0
-        if first and args.log_completions and logged:
-            path = Path(args.output_dir) / "completions" / f"credit_{state.global_step:05d}.html"
-            self._draw(path, rollouts, credit, trainer)
         piped = getattr(args, "reward_pipeline", False)  # it hands over whole groups of a process
         if not piped or len(self.last) >= args.per_device_train_batch_size * args.steps_per_generation:
             self._end_window(trainer)
@@ -302,13 +242,16 @@ class ProcessRewardCallback(DASHCallback):
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
         outcomes = gather(outcome)
         skipped = self._skipped(outcomes, group_size)
-        episodes, asked, found, entropy = self._values(rollouts, skipped[mine], outcome, trainer)
-        paid = [[math.nan] if skip else one for skip, one in zip(skipped[mine].tolist(), found, strict=True)]
-        self.last = [*self.last, *zip(episodes, paid, strict=True)]
+        requests, found, entropy = self._values(rollouts, skipped[mine], outcome, trainer)
+        none = (0,), [math.nan]
+        paid = [
+            none if skip else (request.boundaries, row)
+            for skip, request, row in zip(skipped[mine].tolist(), requests, found, strict=True)
+        ]
+        self.last += paid
 
-        boundaries = gather(_table([request.boundaries or (0,) for request in asked], -1), pad=-1)
-        watched = gather(_table(found, math.nan), pad=math.nan).double()
-        values = watched.masked_fill(skipped.unsqueeze(1), math.nan)
+        boundaries = gather(_table([at for at, _ in paid], -1), pad=-1)
+        values = gather(_table([row for _, row in paid], math.nan), pad=math.nan).double()
         lengths = gather(rollouts.completion_mask.sum(dim=1))
         earned = anchor(boundaries, values, outcomes.double()) if self.anchored else values
         process, ends, per_token, valued = place_rewards(boundaries, earned, lengths, width)
@@ -331,7 +274,7 @@ class ProcessRewardCallback(DASHCallback):
             values=values,
             skipped=skipped,
             groups=gather(rollouts.group)[::group_size],
-            evidence=evidence_of(boundaries, watched, lengths, rewards.outcome, group_size=group_size),
+            evidence=evidence_of(boundaries, values, rewards.outcome, group_size=group_size),
             entropy=entropy,
             alone=alone,
         )
@@ -339,18 +282,12 @@ class ProcessRewardCallback(DASHCallback):
 
     def _end_window(self, trainer: Any) -> None:
         """All its parts have come: V learns from it, and what V was worth in it is noted and logged."""
-        parts, self._parts = self._parts, []
+        window, self._parts = joined(self._parts), []
         ready, started = getattr(self.value, "ready", True), time.perf_counter()
         self._learn(trainer)
-        worth = self._judged(parts, trainer.ranks)
+        worth = self._judged(window, trainer.ranks)
         seconds = self._seconds + time.perf_counter() - started
-        figures = batch_figures(
-            _joined([part.rewards for part in parts]),
-            _cat([part.boundaries for part in parts], pad=-1),
-            _cat([part.values for part in parts], pad=math.nan),
-            _cat([part.credit for part in parts]),
-            skipped=torch.cat([part.skipped for part in parts]),
-        )
+        figures = batch_figures(window.rewards, window.boundaries, window.values, window.credit, skipped=window.skipped)
         trainer.recorder.log({**process_metrics(figures), **worth, "time/values": seconds})
         self._diagnostics.check(figures, seconds=seconds, estimator=self.estimator, ready=ready, pays=self._pays)
         weighs = self.estimator != "grpo" and self.settings.process_weight != 0
@@ -366,56 +303,44 @@ class ProcessRewardCallback(DASHCallback):
 
     def _values(
         self, rollouts: CreditedRollouts, skipped: Tensor, outcome: Tensor, trainer: Any
-    ) -> tuple[list[Episodes], list[ValueRequest], list[list[float]], Tensor]:
-        """This rank's episodes, what was asked for and found, and the entropies' sum and number, as far as known.
+    ) -> tuple[list[ValueRequest], list[list[float]], Tensor]:
+        """What this rank asked for and found, and the entropies' [1, 2] sum and number, as far as known.
 
-        A skipped row has no episodes; it is asked for where it is learned from, since V is watched there, too.
+        A skipped row that V learns from has boundaries, too.
         """
         learned = ~outcome.isnan() & self._learns
-        known: tuple[Tensor | None, Tensor | None] = None, None
-        if self.needs_log_probs:
-            known = _log_probs(rollouts, ~skipped | learned, trainer)
-        of_rows = partial(self._requests, rollouts, skipped, learned, *known)
-        episodes, requests, whole = trainer.ranks.agree(of_rows)
-        rows = learned.nonzero().flatten().tolist()
-        self._lessons += [(int(rollouts.group[row]), whole[row], float(outcome[row])) for row in rows]
+        asked = ~skipped | learned
+        log_probs, entropies = _log_probs(rollouts, asked, trainer) if self.needs_log_probs else (None, None)
+        requests = trainer.ranks.agree(partial(self._requests, rollouts, asked, log_probs, entropies))
+        for row in learned.nonzero().flatten().tolist():
+            self._lessons.append((int(rollouts.group[row]), requests[row], float(outcome[row])))
         found = checked_values(self.value(requests, trainer), requests, self.value)
-        entropy = torch.zeros(2, dtype=torch.double)
-        if known[1] is not None:
-            tokens = rollouts.loss_mask * (~skipped | learned).unsqueeze(1)
-            entropy = torch.stack([(known[1] * tokens).sum(dtype=torch.double), tokens.sum().double()])
-        return episodes, requests, [values or [math.nan] for values in found], entropy
+        entropy = torch.zeros(1, 2, dtype=torch.double)
+        if entropies is not None:
+            tokens = rollouts.loss_mask * asked.unsqueeze(1)
+            entropy[0] = torch.stack([(entropies * tokens).sum(dtype=torch.double), tokens.sum().double()])
+        return requests, found, entropy
 
     def _requests(
-        self,
-        rollouts: CreditedRollouts,
-        skipped: Tensor,
-        learned: Tensor,
-        log_probs: Tensor | None,
-        entropies: Tensor | None,
-    ) -> tuple[list[Episodes], list[ValueRequest], list[ValueRequest]]:
-        """What is read in this rank's rows: their episodes, what is asked for, and the whole requests."""
-        assert self._segmenter is not None
-        episodes, requests, whole = [], [], []
+        self, rollouts: CreditedRollouts, asked: Tensor, log_probs: Tensor | None, entropies: Tensor | None
+    ) -> list[ValueRequest]:
+        """Of this rank's rows; without boundaries where V is not asked for."""
+        requests = []
         for row, example in enumerate(rollouts.examples):
             tokens = rollouts.completion_mask[row].bool()
-            completion = rollouts.completion_ids[row][tokens].tolist()
-            none, needed = Episodes((0,), len(completion)), bool(learned[row] or not skipped[row])
-            cut = self._segmenter(completion) if needed else none
-            whole.append(
+            completion = tuple(rollouts.completion_ids[row][tokens].tolist())
+            requests.append(
                 ValueRequest(
                     prompt_ids=tuple(rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()].tolist()),
-                    completion_ids=tuple(completion),
-                    boundaries=cut.boundaries,
+                    completion_ids=completion,
+                    boundaries=self._segmenter(completion).boundaries if asked[row] else (),
                     answers=accepted_answers(example, self.answer_column) if self._needs_answers else (),
                     example=example,
                     log_probs=None if log_probs is None else tuple(log_probs[row][tokens].tolist()),
                     entropies=None if entropies is None else tuple(entropies[row][tokens].tolist()),
                 )
             )
-            episodes.append(none if skipped[row] else cut)
-            requests.append(whole[-1] if needed else replace(whole[-1], boundaries=()))
-        return episodes, requests, whole
+        return requests
 
     def _learn(self, trainer: Any) -> None:
         """Of a window that has been valued, its rows in the order of their groups, in whatever order those came."""
@@ -425,96 +350,57 @@ class ProcessRewardCallback(DASHCallback):
         requests, outcomes = [lesson[1] for lesson in lessons], [lesson[2] for lesson in lessons]
         self.value.learn(requests, outcomes, trainer)  # type: ignore[attr-defined]
 
-    def _judged(self, parts: Sequence[_Part], ranks: Ranks) -> dict[str, float]:
+    def _judged(self, window: _Part, ranks: Ranks) -> dict[str, float]:
         """What V and the policy have shown up to this window, on all ranks, in the order of the groups."""
-        own = torch.cat([part.groups for part in parts]), Evidence.joined([part.evidence for part in parts])
-        of_ranks = ranks.gather_object(own)
-        of_all = of_ranks if parts[0].alone else of_ranks[:1]  # where a group lies on several ranks, each has all
-        numbers, evidence = torch.cat([one[0] for one in of_all]), Evidence.joined([one[1] for one in of_all])
-        self._watch.add(evidence.groups(numbers.argsort(stable=True)))
-        worth = self._watch.figures(probability=getattr(self.value, "space", None) == "probability")
-        total, tokens = _sum(ranks, torch.stack([part.entropy for part in parts]).sum(dim=0)).tolist()
+        of_ranks = ranks.gather_object((window.groups, window.evidence))
+        of_all = of_ranks if window.alone else of_ranks[:1]  # where a group lies on several ranks, each has all
+        order = torch.cat([groups for groups, _ in of_all]).argsort(stable=True)
+        self._watch.add(joined([evidence for _, evidence in of_all]).of_groups(order))
+        worth = self._watch.figures()
+        total, tokens = _sum(ranks, window.entropy.sum(dim=0)).tolist()
         if tokens:
             worth["process/entropy"] = total / tokens
         return {**worth, "process/weight": self._weight} if self._auto else worth
 
-    def _draw(self, path: Path, rollouts: CreditedRollouts, credit: Tensor, trainer: Any) -> None:
-        """The first group's credit, as a page beside TRL's completions table."""
-        pictures = []
-        for row in range(min(trainer.num_generations, len(rollouts))):
-            ids = rollouts.completion_ids[row][rollouts.completion_mask[row].bool()].tolist()
-            episodes, values = self.last[row]
-            pictures.append(
-                credit_html(
-                    [trainer._tokenizer.decode([token]) for token in ids],
-                    credit[row, : len(ids)].tolist(),
-                    episodes.boundaries,
-                    values,
-                    title=f"rewards {rollouts.rewards[row].tolist()}",
-                )
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text('<!doctype html><meta charset="utf-8">' + "<hr>".join(pictures))
-
     def _credit(self, rewards: Rewards) -> Tensor:
-        """[N, T]: the estimator's, less what the tokens of unproductive episodes are charged."""
+        """[N, T]: the estimator's."""
         if not self._pays:
             return ESTIMATORS["grpo"](rewards, CreditSettings())  # for a look at it
         settings = replace(self.settings, process_weight=self._weight) if self._auto else self.settings
         credit = ESTIMATORS[self.estimator](rewards, settings)
         rows, tokens = rewards.mask.shape
         check_tensor(f"What estimator={self.estimator!r} returned", credit, "floats", N=rows, T=tokens)
-        if self.unproductive_penalty:
-            idle = rewards.ends & (rewards.process.abs() < self.unproductive_below)
-            credit = credit - self.unproductive_penalty * spread_over_episodes(idle.double(), rewards.ends)
         return credit
 
-
-def _is_anchored(anchored: bool | None, value: Any, estimator: str, *, learns: bool) -> bool:
-    """What is asked for; None: where a value learns."""
-    comparable, without = getattr(value, "space", None) in ("probability", "reward"), estimator in ("gae", "grpo")
-    if anchored is None:
-        return learns and comparable and not without
-    check_switch("anchored", anchored)
-    if anchored and without:
-        raise ValueError(f"anchored=True does nothing with estimator={estimator!r}, which uses no U. Leave it out.")
-    if anchored and not comparable:
-        raise ValueError(
-            "anchored=True puts the outcome in the place of V_n, so values have to be in its unit: pass "
-            "value=OutcomeValue(), MonteCarloValue() or AnswerLogProbValue(space='probability'); one of your own "
-            "says so by an attribute, space = 'probability' or 'reward'."
-        )
-    if learns and not (anchored or without):
-        logger.warning(
-            f"anchored=False with {named(value)}, which learns while it pays: what it pays is bound to no outcome, and "
-            "a policy that learns to please V may lose all else. Leave it out."
-        )
-    return anchored
+    def _warn_of_losses(self, anchored: bool | None) -> None:
+        """Of what has learned less than by the outcome alone, with a value that learns."""
+        name, weight = named(self.value), self.settings.process_weight
+        if anchored is False and self.estimator not in WITHOUT_UTILITIES:
+            logger.warning(
+                f"anchored=False with {name}, which learns while it pays: what it pays is bound to no outcome, and a "
+                "policy that learns to please V may lose all else. Leave it out."
+            )
+        if self.estimator == "gae":
+            logger.warning(
+                f"estimator='gae' takes {name} for its critic at once, whatever that is worth, and has learned slower "
+                "with it than by the outcome alone (docs/process_rewards.md). Use 'centered_return'."
+            )
+        elif _is_weighed(self.estimator) and weight not in ("auto", 0):
+            logger.warning(
+                f"process_weight={weight} pays by {name}, whatever that is worth, and policies whose errors are "
+                "confident have unlearned all with a weight of 1, anchored or not (docs/process_rewards.md). Leave it "
+                "out for 'auto'."
+            )
 
 
 def _is_weighed(estimator: str) -> bool:
     return "process_weight" in SETTINGS.get(estimator, {"process_weight"})  # a user's own may use any setting
 
 
-def _warn_of_losses(estimator: str, settings: CreditSettings, value: Any) -> None:
-    """Of what has learned less than by the outcome alone, with a value that learns."""
-    if estimator == "gae":
-        logger.warning(
-            f"estimator='gae' takes {named(value)} for its critic at once, whatever that is worth, and has "
-            "learned slower with it than by the outcome alone (docs/process_rewards.md). Use 'centered_return'."
-        )
-    elif _is_weighed(estimator) and settings.process_weight not in ("auto", 0):
-        logger.warning(
-            f"process_weight={settings.process_weight} pays by {named(value)}, whatever that is worth, and policies "
-            "whose errors are confident have unlearned all with a weight of 1, anchored or not "
-            "(docs/process_rewards.md). Leave it out for 'auto'."
-        )
-
-
 def _log_probs(rollouts: CreditedRollouts, rows: Tensor, trainer: Any) -> tuple[Tensor, Tensor | None]:
     """[B, T] each: the sampler's log-probs, NaN where it did not report one; or the policy's, with the entropies."""
     sampled, mask = rollouts.sampling_per_token_logps, rollouts.loss_mask
-    if sampled is None or rollouts.witnessed_entropies is not None:
+    if sampled is None:
         return trainer.log_probs_and_entropies(rollouts, rows)
     unknown = unknown_log_probs(sampled, mask)
     return sampled.masked_fill(mask == 0, 0.0).masked_fill(unknown, math.nan), None
@@ -546,28 +432,8 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
 
 def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
     """Rows of different lengths → [B, K], int64 or float32 as the padding is: MPS, too, can gather these."""
-    counts = torch.tensor([len(row) for row in rows])
-    table = torch.full((len(rows), max(map(len, rows), default=1)), padding)
-    cells = [cell for row in rows for cell in row]
-    table[torch.arange(table.shape[1]) < counts.unsqueeze(1)] = torch.tensor(cells, dtype=table.dtype)
-    return table
-
-
-def _cat(parts: Sequence[Tensor], *, pad: float | None = None) -> Tensor:
-    """One is not copied: it may be large. `pad` fills up those that have fewer columns."""
-    if len(parts) == 1:
-        return parts[0]
-    if pad is not None:
-        columns = max(one.shape[1] for one in parts)
-        parts = [functional.pad(one, (0, columns - one.shape[1]), value=pad) for one in parts]
-    return torch.cat(list(parts))
-
-
-def _joined(parts: Sequence[Rewards]) -> Rewards:
-    """Those of all parts, whose columns are as many."""
-    names = [name for name, value in vars(parts[0]).items() if isinstance(value, Tensor)]
-    tensors: dict[str, Any] = {name: _cat([getattr(one, name) for one in parts]) for name in names}
-    return replace(parts[0], **tensors)
+    dtype = torch.tensor(padding).dtype
+    return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=padding)
 
 
 def _as_it_is(rows: Tensor, *, pad: float = 0) -> Tensor:

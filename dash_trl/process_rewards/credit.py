@@ -15,15 +15,13 @@ Laws that `centered_return` keeps; each other estimator says which of them it br
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dash_trl.process_rewards.arguments import is_number
 from dash_trl.update import check_tensor
 
 # What estimators from elsewhere add: the post's formula to the standard deviation, verl's whitening to the variance.
@@ -86,7 +84,7 @@ class CreditSettings:
             noise is not worth an advantage of 1.
         gamma, lam: in [0, 1], discount and trace.
     Raises:
-        ValueError: for a number outside of its range, or none; for an outcome_weight beside "auto".
+        ValueError: for a number outside of its range; for an outcome_weight beside "auto".
     """
 
     outcome_weight: float = 1.0
@@ -96,41 +94,19 @@ class CreditSettings:
     lam: float = 0.95
 
     def __post_init__(self) -> None:
-        for name in ("outcome_weight", "process_weight"):
-            value = getattr(self, name)
-            auto = name == "process_weight" and value == "auto"
-            if not (auto or (is_number(value) and value >= 0)):
-                raise ValueError(
-                    f"{name}={value!r} cannot weigh a part of the advantage: use a number >= 0; 0 leaves the part out. "
-                    "process_weight='auto' weighs it by what V is worth."
-                )
-        if self.process_weight == "auto" and self.outcome_weight != 1:
+        auto = self.process_weight == "auto"
+        if auto and self.outcome_weight != 1:
             raise ValueError(
                 f"outcome_weight={self.outcome_weight!r} beside process_weight='auto', which leaves the advantages as "
                 "they are while V is worth nothing: leave outcome_weight at 1, or give both weights as numbers."
             )
-        if not (is_number(self.scale_floor) and self.scale_floor > 0):
+        weights = (self.outcome_weight, 0.0 if auto else self.process_weight)
+        right = all(not isinstance(weight, str) and weight >= 0 for weight in weights) and self.scale_floor > 0
+        if not (right and 0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
             raise ValueError(
-                f"scale_floor={self.scale_floor!r} cannot be divided by where V does not move: use a number > 0 in the "
-                "unit of V, e.g. 0.1."
+                f"{self} is out of range: weights are >= 0 (process_weight='auto' weighs by what V is worth), "
+                "scale_floor is > 0 in the unit of V, e.g. 0.1, gamma and lam are from 0 to 1."
             )
-        for name in ("gamma", "lam"):
-            if not (is_number(value := getattr(self, name)) and 0 <= value <= 1):
-                raise ValueError(f"{name}={value!r} is no share of what comes later: use a number from 0 to 1.")
-
-
-def marginal_utilities(boundaries: Sequence[int], values: Sequence[float]) -> list[tuple[int, float]]:
-    """[(last token, U)] of each episode; a missing interior value merges its two episodes.
-
-    U_i = V_i − V_{i−1}, so that ΣU = V_n − V_0. Empty if V_0 or V_n is missing or there is no episode.
-
-    Args:
-        boundaries: b_0 = 0 < … < b_n. values: V at each; NaN or infinite = missing.
-    """
-    if not boundaries or not (math.isfinite(values[0]) and math.isfinite(values[-1])):
-        return []
-    known = [(b, v) for b, v in zip(boundaries, values, strict=True) if math.isfinite(v)]
-    return [(known[i][0] - 1, known[i][1] - known[i - 1][1]) for i in range(1, len(known))]
 
 
 def anchor(boundaries: Tensor, values: Tensor, outcomes: Tensor) -> Tensor:
@@ -153,8 +129,11 @@ def place_rewards(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Values at boundaries → (process, ends, values, valued) of `Rewards`.
 
+    U_i = V_i − V_{i−1}, so that ΣU = V_n − V_0. A missing interior value merges its two episodes; a row without V_0 or
+    V_n is not valued.
+
     Args:
-        boundaries: [N, K] int, padded with −1. values: [N, K], NaN = missing.
+        boundaries: [N, K] int, padded with −1. values: [N, K], NaN or infinite = missing.
         lengths: [N] completion tokens. width: T.
     """
     check_tensor("boundaries", boundaries, "integers", N=None, K=None)
@@ -199,9 +178,8 @@ def centered_return(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """
     returns = _returns_to_go(rewards.process)
     centred = returns.sub_(_mean_of_others(returns, rewards))
-    totals = rewards.process.sum(dim=1)
-    scale = _group_std(totals, rewards).clamp(min=settings.scale_floor).unsqueeze(1)
-    return _with_outcome(centred.div_(scale), rewards, settings)
+    scale = _pooled(rewards.process.sum(dim=1, keepdim=True), rewards.valued.unsqueeze(1), rewards)[1]
+    return _with_outcome(centred.div_(scale.clamp(min=settings.scale_floor)), rewards, settings)
 
 
 def episode(rewards: Rewards, settings: CreditSettings) -> Tensor:
@@ -246,7 +224,7 @@ def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """
     last = torch.zeros_like(rewards.mask)
     last[_last_token(rewards)] = True
-    total = _prime_source(rewards.process, rewards.ends, rewards).mul_(_number(settings))
+    total = _prime_source(rewards.process, rewards.ends, rewards).mul_(float(settings.process_weight))
     outcome = _prime_source(rewards.outcome.nan_to_num().unsqueeze(1) * last, last, rewards)
     total.add_(outcome, alpha=settings.outcome_weight)
     return _or_outcome(_whitened(_returns_to_go(total), rewards), rewards, settings)
@@ -282,11 +260,9 @@ def reinforce_plus_plus_baseline(rewards: Rewards, settings: CreditSettings) -> 
     rewards, too, where here a token is paid for what comes after it. Breaks laws 1, 2, 5 and 6, by W.
     """
     combined = _combined(rewards, settings)
-    used = _groups(rewards.valued.to(combined.dtype), rewards)
-    totals = _groups(combined.sum(dim=1), rewards) * used
-    baseline = totals.sum(dim=1, keepdim=True) / used.sum(dim=1, keepdim=True).clamp(min=1)
+    baseline = _pooled(combined.sum(dim=1, keepdim=True), rewards.valued.unsqueeze(1), rewards)[0]
     row, token = _last_token(rewards)
-    combined[row, token] -= baseline.expand_as(totals).flatten()[row]
+    combined[row, token] -= baseline[row, 0]
     return _or_outcome(_whitened(_discounted(combined, settings.gamma), rewards), rewards, settings)
 
 
@@ -341,12 +317,7 @@ SETTINGS: dict[str, set[str]] = {
 
 
 def check_settings(estimator: str, settings: CreditSettings) -> None:
-    """Refuse what is no `CreditSettings`, and a setting that the estimator (one of `ESTIMATORS`) would not use."""
-    if not isinstance(settings, CreditSettings):
-        raise ValueError(
-            f"settings={settings!r} is a {type(settings).__name__}. Pass a dash_trl.process_rewards.CreditSettings, "
-            "e.g. CreditSettings(process_weight=0.5)."
-        )
+    """Refuse a setting that the estimator (one of `ESTIMATORS`) would not use."""
     names = {one.name for one in fields(settings)}
     has = SETTINGS.get(estimator, names)  # a user's own estimator may use any
     for name in sorted(names - has):
@@ -360,23 +331,13 @@ def check_settings(estimator: str, settings: CreditSettings) -> None:
 # -------------------------------------------------------------------------------------------------------- their parts
 
 
-def _number(settings: CreditSettings) -> float:
-    """w_p."""
-    if settings.process_weight == "auto":
-        raise ValueError(
-            "process_weight='auto' is another number in each window, which ProcessRewardCallback knows. Give an "
-            "estimator that you call yourself the number: dataclasses.replace(settings, process_weight=0.5)."
-        )
-    return settings.process_weight
-
-
 def _broadcast(per_row: Tensor, rewards: Rewards) -> Tensor:
     return torch.where(rewards.mask, per_row.double().unsqueeze(1), 0.0)
 
 
 def _with_outcome(process: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
     """w_o·A_outcome + w_p·process, the second on valued rows only; in the memory of `process`."""
-    process.mul_(_number(settings) * rewards.valued.double().unsqueeze(1))
+    process.mul_(float(settings.process_weight) * rewards.valued.double().unsqueeze(1))
     process.add_(settings.outcome_weight * rewards.outcome_advantages.unsqueeze(1))
     return process.masked_fill_(~rewards.mask, 0)
 
@@ -390,7 +351,7 @@ def _or_outcome(advantages: Tensor, rewards: Rewards, settings: CreditSettings) 
 def _combined(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """[N, T]: w_p·r_t, and w_o·outcome on the last token."""
     row, token = _last_token(rewards)
-    combined = _number(settings) * rewards.process
+    combined = float(settings.process_weight) * rewards.process
     combined[row, token] += settings.outcome_weight * rewards.outcome.nan_to_num()[row]
     return combined
 
@@ -429,17 +390,12 @@ def _mean_of_others(values: Tensor, rewards: Rewards) -> Tensor:
     return grouped.neg_().add_(total).div_((used.sum(dim=1, keepdim=True) - used).clamp(min=1)).reshape(values.shape)
 
 
-def _group_std(values: Tensor, rewards: Rewards) -> Tensor:
-    """[N] → [N]: the unbiased standard deviation over the valued members of the group; 0 for fewer than two."""
-    used = _groups(rewards.valued.to(values.dtype), rewards)
-    grouped, count = _groups(values, rewards), used.sum(dim=1, keepdim=True)
-    mean = (grouped * used).sum(dim=1, keepdim=True) / count.clamp(min=1)
-    squares = ((grouped - mean).square() * used).sum(dim=1, keepdim=True)
-    return (squares / (count - 1).clamp(min=1)).sqrt().expand_as(grouped).reshape(-1)
-
-
 def _pooled(values: Tensor, places: Tensor, rewards: Rewards, *, centre: bool = True) -> tuple[Tensor, Tensor]:
-    """[N, 1] mean and unbiased standard deviation (or, not centred, root mean square) over a group's `places`."""
+    """[N, 1] mean and unbiased standard deviation (or, not centred, root mean square) over a group's `places`.
+
+    Args:
+        values, places: [N, T], or [N, 1] for one number per row. Places of rows that are not valued do not count.
+    """
     used = _groups(places & rewards.valued.unsqueeze(1), rewards)
     grouped, count = _groups(values, rewards).masked_fill(~used, 0), used.sum(dim=(1, 2), keepdim=True)
     mean = grouped.sum(dim=(1, 2), keepdim=True) / count.clamp(min=1)

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from dash_trl.process_rewards.arguments import check_text, is_whole, named
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from dash_trl.process_rewards.arguments import check_escapes
 
 # Discourse markers with which a model turns to something else ("Training-Free Process Rewards for LLM RL").
 EPISODE_MARKERS = (
@@ -73,28 +75,19 @@ def token_bytes(tokenizer: Any) -> dict[int, bytes]:
             "rewards need one (AutoTokenizer.from_pretrained gives it where a model has it)."
         )
     byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     added = set(tokenizer.get_added_vocab())
     table = {}
     for token, index in tokenizer.get_vocab().items():
         if token in added:
             table[index] = token.encode()
         elif byte_level:
-            table[index] = bytes(_BYTE_OF_CHARACTER[character] for character in token)
+            table[index] = bytes(byte_of[character] for character in token)
         elif found := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
             table[index] = bytes.fromhex(found[1])
         else:
             table[index] = token.replace("▁", " ").encode()
     return table
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, the other bytes for those from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _bytes_of_characters()
 
 
 class Segmenter:
@@ -107,13 +100,12 @@ class Segmenter:
 
     Args:
         tokenizer: a fast tokenizer.
-        markers: texts that begin an episode where they begin a word; or a function: text → character positions; it is
-            tried on a short text at once.
+        markers: texts that begin an episode where they begin a word; or a function: text → character positions.
         max_episode_tokens: before the fallback cuts. min_episode_tokens: a boundary nearer to the one before, or to
             the final answer, is left out.
         final_answer: regular expression; its last match begins the final answer.
     Raises:
-        ValueError: for impossible settings, and for a function that gives no positions.
+        ValueError: for impossible settings, and a tokenizer that is not fast.
     """
 
     def __init__(
@@ -125,7 +117,28 @@ class Segmenter:
         min_episode_tokens: int = 16,
         final_answer: str = FINAL_ANSWER,
     ):
-        check_segmentation(markers, max_episode_tokens, min_episode_tokens, final_answer)
+        if isinstance(markers, str) or not (callable(markers) or (markers and all(markers))):
+            raise ValueError(
+                f"markers={markers!r} cannot begin an episode: pass a list of non-empty texts, a function from a text "
+                "to character positions, or leave it out for dash_trl.process_rewards.EPISODE_MARKERS."
+            )
+        if not 1 <= min_episode_tokens <= max_episode_tokens // 2:
+            raise ValueError(
+                f"min_episode_tokens={min_episode_tokens} and max_episode_tokens={max_episode_tokens} cannot both "
+                "hold: an episode that is too long is split into two that are long enough, so 1 <= min <= max / 2."
+            )
+        check_escapes("final_answer", final_answer)
+        if _BOXED_AS_BOUNDARY.search(final_answer):
+            raise ValueError(
+                f"final_answer={final_answer!r} looks for 'oxed' at the beginning of a word, since \\b is a word's "
+                "edge in a regular expression. Write \\\\boxed, with two backslashes in a raw text."
+            )
+        if re.search(final_answer, ""):
+            raise ValueError(
+                f"final_answer={final_answer!r} matches an empty text, so that every answer would begin at its end. "
+                "Write what stands before your model's answers; r'(?!)' matches nothing, and values each completion at "
+                "its end."
+            )
         self._bytes = token_bytes(tokenizer)
         self._special = set(tokenizer.all_special_ids)
         self._markers = markers
@@ -154,8 +167,7 @@ class Segmenter:
         answers = [match.start() for match in self._final_answer.finditer(text)]
         end = token_at(answers[-1]) if answers else written
         if callable(self._markers):
-            positions = marked_positions(self._markers, text)
-            cuts = [position for position in positions if 0 <= position <= len(text)]
+            cuts = [position for position in self._markers(text) if 0 <= position <= len(text)]
         else:
             cuts = [match.start() for match in self._marker.finditer(text)]
         sentences = [token_at(match.end()) for match in _SENTENCE_END.finditer(text)]
@@ -175,66 +187,6 @@ class Segmenter:
                 boundaries.append(sentences[at] if at >= first else latest)
             boundaries.append(cut)
         return tuple(dict.fromkeys(boundaries))
-
-
-# A function for `markers` is tried on it before a run.
-_SAMPLE = "First, 2 + 2 = 4.\nWait, no. So it is 4.\n\nThe answer is 4."
-
-
-def check_segmentation(
-    markers: Markers, max_episode_tokens: int, min_episode_tokens: int, final_answer: str = FINAL_ANSWER
-) -> None:
-    """Refuse impossible settings of a `Segmenter`."""
-    if callable(markers):
-        marked_positions(markers, _SAMPLE)
-    elif not isinstance(markers, Collection) or isinstance(markers, str | bytes) or not markers or not all(markers):
-        raise ValueError(
-            f"markers={markers!r} cannot begin an episode: pass a list of non-empty texts, a function from a text to "
-            "character positions, or leave it out for dash_trl.process_rewards.EPISODE_MARKERS."
-        )
-    else:
-        for marker in markers:
-            check_text("a text of markers", marker, example="'Wait'")
-    for name, tokens in (("min_episode_tokens", min_episode_tokens), ("max_episode_tokens", max_episode_tokens)):
-        if not is_whole(tokens):
-            raise ValueError(f"{name}={tokens!r} is no number of tokens: use a whole number, e.g. 16 or 256.")
-    if not 1 <= min_episode_tokens <= max_episode_tokens // 2:
-        raise ValueError(
-            f"min_episode_tokens={min_episode_tokens} and max_episode_tokens={max_episode_tokens} cannot both hold: "
-            "an episode that is too long is split into two that are long enough, so 1 <= min <= max / 2."
-        )
-    check_text("final_answer", final_answer, example="r'\\\\boxed'")
-    try:
-        pattern = re.compile(final_answer)
-    except re.error as error:
-        raise ValueError(
-            f"final_answer={final_answer!r} is no regular expression ({error}): put a backslash before each of "
-            "( ) [ ] { } . * + ? | ^ $ that stands for itself, or take re.escape(...)."
-        ) from error
-    if _BOXED_AS_BOUNDARY.search(final_answer):
-        raise ValueError(
-            f"final_answer={final_answer!r} looks for 'oxed' at the beginning of a word, since \\b is a word's edge in "
-            "a regular expression. Write \\\\boxed, with two backslashes in a raw text."
-        )
-    if pattern.search(""):
-        raise ValueError(
-            f"final_answer={final_answer!r} matches an empty text, so that every answer would begin at its end. Write "
-            "what stands before your model's answers; r'(?!)' matches nothing, and values each completion at its end."
-        )
-
-
-def marked_positions(markers: Callable[[str], Iterable[int]], text: str) -> list[int]:
-    """What a user's function says of a text, if it is positions."""
-    found = markers(text)
-    positions = list(found) if isinstance(found, Iterable) else None
-    if positions is None or not all(map(is_whole, positions)):
-        what = found if positions is None else next(one for one in positions if not is_whole(one))
-        raise ValueError(
-            f"markers={named(markers)} gave {what!r} for the text {text[:80]!r}. Return the character positions at "
-            "which episodes begin, a list of whole numbers, e.g. [match.start() for match in re.finditer(...)]; an "
-            "empty one for none."
-        )
-    return positions
 
 
 def line_starts(text: str) -> list[int]:

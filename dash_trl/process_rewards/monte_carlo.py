@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
-from dash_trl.process_rewards.arguments import is_whole
 from dash_trl.process_rewards.values import ValueRequest, server_pool
-from dash_trl.rewards import AgentReward, WatchedReward, failed_rows, raise_mistakes
+from dash_trl.rewards import AgentReward, WatchedReward, failed_rows, raise_mistakes, unscored
 from dash_trl.update import weighted_rewards
 
 
@@ -54,19 +53,13 @@ class MonteCarloValue:
     without any scored one the value is missing. What reward functions log of these rollouts is dropped.
 
     Args:
-        num_rollouts: K.
-    Raises:
-        ValueError: for no whole number of at least 1.
+        num_rollouts: K, at least 1.
     """
 
     space = "probability"
     needs_answers = False
 
     def __init__(self, num_rollouts: int = 9):
-        if not (is_whole(num_rollouts) and num_rollouts >= 1):
-            raise ValueError(
-                f"num_rollouts={num_rollouts!r} gives no rollout to average: use a whole number of at least 1."
-            )
         self.num_rollouts = num_rollouts
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
@@ -164,7 +157,7 @@ def _rewards(
         rewards = GRPOTrainer._calculate_rewards(trainer, examples, prompts, completions, completion_ids)
         trainer.ranks.agree(partial(raise_mistakes, trainer.reward_funcs))
         failed, _ = failed_rows(trainer.reward_funcs, rewards, trainer.accelerator.gather)
-    return rewards.masked_fill(failed.any(dim=1, keepdim=True), torch.nan)
+    return unscored(rewards, failed)
 
 
 @contextmanager

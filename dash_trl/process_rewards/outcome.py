@@ -13,17 +13,17 @@ import logging
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dash_trl.process_rewards.arguments import is_number, is_whole
 from dash_trl.process_rewards.features import FEATURES, WITHOUT_ENTROPIES, prefix_features
 from dash_trl.process_rewards.fit import Fit, fit_outcomes
 from dash_trl.process_rewards.values import ValueRequest
+from dash_trl.rollout import joined
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +44,13 @@ class _Rollouts:
     prefixes: Tensor
     features: Tensor
 
-    @classmethod
-    def joined(cls, parts: Sequence[_Rollouts]) -> _Rollouts:
-        return cls(**{one.name: torch.cat([getattr(part, one.name) for part in parts]) for one in fields(cls)})
-
 
 class OutcomeValue:
     """V(prefix) = E[outcome | what the log-probs up to it look like], fitted to the rollouts of the last windows.
 
     It needs no answers and no reward model: the outcomes of a run's own rollouts, and the log-probs of their tokens,
-    as the sampler reports them; with entropies as they are seen while transformers' `generate` samples, or by one
-    forward pass over all scored rows (a third of what training on them costs). `process_rewards.features` has the
+    as the sampler reports them. If it reports none (transformers' `generate`), log-probs and entropies come from one
+    forward pass over all scored rows, a third of what training on them costs. `process_rewards.features` has the
     numbers, `process_rewards.fit` the fit: logistic with squares and products. All scored rows teach, those of
     solved groups too, and each rollout counts 1.
 
@@ -77,7 +73,7 @@ class OutcomeValue:
         ready: whether there is a fit.
     Raises:
         ValueError: for impossible settings; in training, for a reward that is no probability with that space, and for
-            a resumed state of other features.
+            a resumed state of another sampler.
     """
 
     needs_answers = False
@@ -94,15 +90,12 @@ class OutcomeValue:
     ):
         if space not in ("probability", "reward"):
             raise ValueError(f"space={space!r} is unknown: use 'probability' or 'reward'.")
-        for name, number in (
-            ("num_windows", num_windows),
-            ("min_rollouts", min_rollouts),
-            ("min_problems", min_problems),
-        ):
-            if not (is_whole(number) and number >= 1):
-                raise ValueError(f"{name}={number!r} gives nothing to fit V to: use a whole number of at least 1.")
-        if not (is_number(ridge) and ridge > 0):
-            raise ValueError(f"ridge={ridge!r} leaves a fit to few rollouts without bounds: use a number > 0, e.g. 1.")
+        if min(num_windows, min_rollouts, min_problems) < 1 or not ridge > 0:
+            raise ValueError(
+                f"num_windows={num_windows}, min_rollouts={min_rollouts}, min_problems={min_problems} and "
+                f"ridge={ridge} give nothing to fit V to, or a fit without bounds: the first three are at least 1, "
+                "ridge is above 0."
+            )
         self.space = space
         self.num_windows, self.ridge = num_windows, ridge
         self.min_rollouts, self.min_problems = min_rollouts, min_problems
@@ -126,7 +119,7 @@ class OutcomeValue:
         own, unknown = trainer.ranks.agree(partial(self._lessons, requests, outcomes))
         parts = [one for one in trainer.ranks.gather_object(own) if one is not None]
         if parts:
-            self._windows = [*self._windows, _Rollouts.joined(parts)][-self.num_windows :]
+            self._windows = [*self._windows, joined(parts)][-self.num_windows :]
             self._outdated = True
         prefixes = sum(len(part.features) for part in parts)
         left_out = sum(trainer.ranks.gather_object(unknown))
@@ -153,12 +146,6 @@ class OutcomeValue:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         windows = [_Rollouts(**window) for window in state["windows"]]
         for window in windows:
-            if (columns := window.features.shape[1]) not in (WITHOUT_ENTROPIES, len(FEATURES)):
-                raise ValueError(
-                    f"A saved OutcomeValue has {columns} numbers per prefix, but this version knows "
-                    f"{WITHOUT_ENTROPIES}, and {len(FEATURES)} with entropies: it is another version's. Delete "
-                    "callback_states.pt of the checkpoint to begin with an empty buffer."
-                )
             self._check(window.outcome.tolist())
         self._windows, self._fit, self._outdated, self._said = windows[-self.num_windows :], None, bool(windows), False
 
@@ -175,11 +162,7 @@ class OutcomeValue:
         ]
 
     def _features(self, request: ValueRequest) -> list[list[float]]:
-        if request.log_probs is None:
-            raise ValueError(
-                "OutcomeValue values prefixes by their tokens' log-probs, but a request has none: hand them over as "
-                "ValueRequest(..., log_probs=...), one per token of the completion."
-            )
+        assert request.log_probs is not None, "ValueRequest(..., log_probs=...), one per token of the completion"
         return prefix_features(request.boundaries, request.log_probs, request.entropies)
 
     def _columns(self, requests: Sequence[ValueRequest]) -> int:
@@ -221,7 +204,7 @@ class OutcomeValue:
         ), sum(map(len, rows)) - len(cells)
 
     def _fitted(self, say: bool) -> Fit | None:
-        buffer = _Rollouts.joined(self._windows)
+        buffer = joined(self._windows)
         better = buffer.outcome > buffer.outcome.mean()
         taught = buffer.prefixes > 0
         found = []

@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from numbers import Real
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import is_peft_model
 
-from dash_trl.process_rewards.arguments import check_text, is_number, is_whole, named
+from dash_trl.process_rewards.arguments import check_escapes, named
 from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_flaw, tree_log_probs
 from dash_trl.update import evaluating, fitted_bins, plain_causal_attention
 
@@ -37,6 +36,8 @@ _THOUGHT_TAG = re.compile("</?think>")
 # The logits of a scored token count as so many tokens: a pass over 8,192 tokens has those of 256, which for a
 # vocabulary of 152 thousand and float32 is 156 MB.
 LOGITS_TOKENS = 32
+
+FLOOR = -10.0  # lowest log-prob of a token of an answer: it bounds U
 
 DUMMY = Tree((0,), (Branch(1, (0,), 0),))  # for a rank that runs a pass only because others do
 
@@ -85,29 +86,24 @@ class ValueEstimator(Protocol):
 
 
 def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: Any) -> list[list[float]]:
-    """What an estimator returned, if it is a list of numbers per request.
+    """What an estimator returned, if it is one number for each boundary of each request.
 
     Raises:
         ValueError: names the estimator and what is wrong. NaN is no mistake: it is a missing value.
     """
-    culprit = f"The value estimator {named(estimator)}"
-    remedy = "Return a list with one list of numbers per request; a value that is not known is math.nan."
-    if not isinstance(values, list | tuple):
-        raise ValueError(f"{culprit} returned a {type(values).__name__}. {remedy}")
-    if len(values) != len(requests):
-        raise ValueError(f"{culprit} returned {len(values)} lists of values for {len(requests)} requests. {remedy}")
-    for number, (row, request) in enumerate(zip(values, requests, strict=True)):
-        if not isinstance(row, list | tuple):
-            raise ValueError(f"{culprit} returned a {type(row).__name__} for request {number}. {remedy}")
-        if len(row) != len(request.boundaries):
-            raise ValueError(
-                f"{culprit} returned {len(row)} values for request {number}, which has {len(request.boundaries)} "
-                f"boundaries. {remedy}"
-            )
-        for value in row:
-            if not isinstance(value, Real):
-                raise ValueError(f"{culprit} returned {value!r} among the values of request {number}. {remedy}")
-    return [[float(value) for value in row] for row in values]
+    try:
+        numbers = [[float(value) for value in row] for row in values]
+    except TypeError as error:
+        reason = str(error)
+    else:
+        found, expected = [len(row) for row in numbers], [len(request.boundaries) for request in requests]
+        if found == expected:
+            return numbers
+        reason = f"{found} values for requests that have {expected} boundaries"
+    raise ValueError(
+        f"What the value estimator {named(estimator)} returned cannot be used: {reason}. Return a list with one list "
+        "of numbers per request; a value that is not known is math.nan."
+    )
 
 
 class AnswerLogProbValue:
@@ -115,8 +111,8 @@ class AnswerLogProbValue:
 
     The "log-probability approximation" of "Training-Free Process Rewards for LLM RL". Deviations: the force prompt and
     the answer are tokenised together, so that the answer's tokens are those that the model would write; a token's
-    log-prob is floored before the mean, which bounds U without breaking its telescoping sum; several accepted answers
-    count together (logsumexp).
+    log-prob is floored at `FLOOR` before the mean, which bounds U without breaking its telescoping sum; several
+    accepted answers count together (logsumexp).
 
     Args:
         force_prompt: text after the prefix, at whose end the answer is expected. By default `\\nThe answer is `, and
@@ -125,11 +121,10 @@ class AnswerLogProbValue:
             their own, which is used as it is at every boundary.
         closing: text after the answer that is scored, too, e.g. "}" or "<|im_end|>": "4" is then no good for "42".
         space: "log", or "probability" (exp of the mean).
-        floor: lowest log-prob of a token.
         max_tokens_per_pass: budget of one model pass, prompts included, and 32 of each scored token; a larger tree gets
             a pass of its own.
     Raises:
-        ValueError: for impossible settings.
+        ValueError: for another space, and a force prompt in which a backslash was read as Python's.
     """
 
     def __init__(
@@ -138,28 +133,14 @@ class AnswerLogProbValue:
         *,
         closing: str = "",
         space: str = "log",
-        floor: float = -10.0,
         max_tokens_per_pass: int = 8192,
     ):
-        if force_prompt is not None:
-            check_text("force_prompt", force_prompt, example="'\\nThe answer is '")
-            if not force_prompt:
-                raise ValueError(
-                    "force_prompt='' asks for nothing: give the words before an answer, e.g. '\\nThe answer is '."
-                )
-        check_text("closing", closing, example="'}', or leave it out")
+        check_escapes("force_prompt", force_prompt or "")
         if space not in ("log", "probability"):
             raise ValueError(f"space={space!r} is unknown: use 'log' or 'probability'.")
-        if not ((is_number(floor) or floor == -math.inf) and floor < 0):
-            raise ValueError(f"floor={floor!r} would make every answer certain: use a negative log-prob, e.g. -10.")
-        if not (is_whole(max_tokens_per_pass) and max_tokens_per_pass >= 1):
-            raise ValueError(
-                f"max_tokens_per_pass={max_tokens_per_pass!r} leaves no room for a token: use a whole number."
-            )
         self.force_prompt = force_prompt
         self.closing = closing
         self.space = space
-        self.floor = floor
         self.max_tokens_per_pass = max_tokens_per_pass
         self._flaws: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()  # model → why it takes no trees
 
@@ -172,8 +153,7 @@ class AnswerLogProbValue:
 
         trees = trainer.ranks.agree(partial(self._trees, requests, trainer._tokenizer))
         with trainer.accelerator.autocast():
-            log_probs = self._log_probs(trees, base, model, most)
-        return [self._values(log_probs.get(i, []), request) for i, request in enumerate(requests)]
+            return self._valued(requests, trees, base, model, most)
 
     def score(
         self,
@@ -192,40 +172,38 @@ class AnswerLogProbValue:
                 collective, so that ranks with fewer run dummies.
         """
         trees = self._trees(requests, tokenizer)
-        log_probs = self._log_probs(trees, model, model if call is None else call, passes_on_all_ranks)
-        return [self._values(log_probs.get(i, []), request) for i, request in enumerate(requests)]
+        return self._valued(requests, trees, model, model if call is None else call, passes_on_all_ranks)
 
     def _trees(self, requests: Sequence[ValueRequest], tokenizer: Any) -> list[Tree]:
         return [self._tree(request, tokenizer) for request in requests]
 
     @torch.no_grad()
-    def _log_probs(
-        self, trees: Sequence[Tree], model: Any, call: Any, passes_on_all_ranks: Callable[[int], int]
-    ) -> dict[int, list[list[float]]]:
-        """Of the scored tokens of each branch, by the number of its tree; trees without branches are left out."""
+    def _valued(
+        self,
+        requests: Sequence[ValueRequest],
+        trees: Sequence[Tree],
+        model: Any,
+        call: Any,
+        passes_on_all_ranks: Callable[[int], int],
+    ) -> list[list[float]]:
+        """By a pass per bin of trees, or, if the model takes no trees, per branch; as many on every rank."""
         asked = [i for i, tree in enumerate(trees) if tree.branches]
-        sizes = {i: max(len(trees[i]), LOGITS_TOKENS * trees[i].scored) for i in asked}
-        bins = fitted_bins(asked, sizes, self.max_tokens_per_pass)
-        log_probs: dict[int, list[list[float]]] = {}
+        branches: list[list[list[float]]] = [[] for _ in trees]  # of each tree, log-probs of the scored tokens
         with evaluating(call):
             if self._takes_trees(model, call, passes_on_all_ranks):
-                for number in range(passes_on_all_ranks(len(bins))):
-                    rows = bins[number] if number < len(bins) else []
-                    results = tree_log_probs(call, model, [trees[i] for i in rows] or [DUMMY])
-                    log_probs |= dict(zip(rows, results, strict=False))
+                sizes = {i: max(len(trees[i]), LOGITS_TOKENS * trees[i].scored) for i in asked}
+                bins = fitted_bins(asked, sizes, self.max_tokens_per_pass)
+                passes = [[(i, trees[i]) for i in rows] for rows in bins]
+                score = partial(tree_log_probs, call, model)
             else:
-                self._run_loop(call, trees, asked, log_probs, passes_on_all_ranks)
-        return log_probs
-
-    def _run_loop(self, call, trees, asked, log_probs, passes_on_all_ranks) -> None:
-        """A pass per branch, and as many on every rank."""
-        mine = [(i, branch) for i in asked for branch in trees[i].branches]
-        for number in range(passes_on_all_ranks(len(mine))):
-            if number < len(mine):
-                i, branch = mine[number]
-                log_probs.setdefault(i, []).extend(loop_log_probs(call, [Tree(trees[i].trunk, (branch,))])[0])
-            else:
-                loop_log_probs(call, [DUMMY])
+                passes = [[(i, Tree(trees[i].trunk, (branch,)))] for i in asked for branch in trees[i].branches]
+                score = partial(loop_log_probs, call)
+            for number in range(passes_on_all_ranks(len(passes))):
+                rows = passes[number] if number < len(passes) else []
+                found = score([tree for _, tree in rows] or [DUMMY])
+                for (i, _), log_probs in zip(rows, found, strict=False):
+                    branches[i] += log_probs
+        return [self._values(one, request) for one, request in zip(branches, requests, strict=True)]
 
     def _tree(self, request: ValueRequest, tokenizer: Any) -> Tree:
         """Branches of boundary 0 with every answer, of boundary 1 with every answer, …"""
@@ -262,7 +240,7 @@ class AnswerLogProbValue:
         return [self._value(branches[i * answers : (i + 1) * answers]) for i in range(count)]
 
     def _value(self, answers: Iterable[Sequence[float]]) -> float:
-        means = [sum(max(one, self.floor) for one in tokens) / len(tokens) for tokens in answers]
+        means = [sum(max(one, FLOOR) for one in tokens) / len(tokens) for tokens in answers]
         if not all(map(math.isfinite, means)):
             return math.nan
         top = max(means)
@@ -310,12 +288,6 @@ def server_pool(trainer: Any) -> Any:
     return sampler if hasattr(sampler, "score") else None
 
 
-NO_SERVERS = (
-    "ServerValue asks the vLLM servers that a run samples from, but this run has none: name them with "
-    "vllm_server_urls, or use AnswerLogProbValue, which asks the trainer's model."
-)
-
-
 class ServerValue(AnswerLogProbValue):
     """`AnswerLogProbValue` from the trainer's vLLM servers: a request per boundary and answer.
 
@@ -327,7 +299,10 @@ class ServerValue(AnswerLogProbValue):
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         pool = server_pool(trainer)
         if pool is None:
-            raise ValueError(NO_SERVERS)
+            raise ValueError(
+                "ServerValue asks the vLLM servers that a run samples from, but this run has none: name them with "
+                "vllm_server_urls, or use AnswerLogProbValue, which asks the trainer's model."
+            )
         trees = trainer.ranks.agree(partial(self._trees, requests, trainer._tokenizer))
         branches = [(tree.trunk, branch) for tree in trees for branch in tree.branches]
         scored = pool.score([[*trunk[: branch.attach], *branch.tokens] for trunk, branch in branches])

@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dash_trl.process_rewards.agreement import BINS
-from dash_trl.update import check_tensor
+from dash_trl.rollout import joined
 
 WINDOWS = 8  # the last ones that are looked at, as `OutcomeValue` fits
+BINS = 10  # of the calibration error
 LEAST_GROUPS = 8  # mixed ones, without which there is no interval, and no weight
 LEAST_WEIGHT = 0.02  # a smaller one is 0: it would move little but noise
-THIRDS = ("first", "second", "last")
 SURELY = 1 - 1e-12  # a correlation above it is taken for this: Fisher's z has no number for 1
 
 
@@ -36,104 +35,50 @@ SURELY = 1 - 1e-12  # a correlation above it is taken for this: Fisher's z has n
 class Evidence:
     """Sums over each group's rollouts that are scored and have a known V at an inner boundary; float64.
 
-    A rollout counts 1, and so do all its boundaries together, except in pairs. Rollouts of a group are compared third
-    by third of their responses, by the mean V at the boundaries b that lie in it (b / tokens): they have different
-    numbers of boundaries, V drifts along a response, and so a pair counts at most three times, however long it is.
-    Which third a boundary lies in depends on the response's length, so that V may look good by telling that alone:
-    what the length orders is `shorter`.
-
     Attributes:
-        pairs: [M, 3], pairs of rollouts with different outcomes and a V in this third. won: those in which the better
-            outcome has the larger V, ties half. shorter: those in which it has the prefix of fewer tokens, ties half.
-        products: [M, 3], ΣΔV², ΣΔVΔy, ΣΔy² with Δ from the group's mean; 0 where outcomes do not differ.
-        errors: [M, 2], Σ(V − y)² and Σ(ȳ_others − y)², the mean outcome of a rollout's siblings.
-        bins: [M, 2, BINS], ΣV and Σy by V. rollouts: [M], of errors and bins.
+        pairs: [M], pairs of rollouts with different outcomes. won: [M], those in which the better outcome has the
+            larger V in the mean of its inner boundaries, ties half.
+        products: [M, 3], ΣΔV², ΣΔVΔy, ΣΔy² with Δ from the group's mean; 0 where outcomes do not differ. A rollout
+            counts 1, and so do all its boundaries together.
     """
 
     pairs: Tensor
     won: Tensor
-    shorter: Tensor
     products: Tensor
-    errors: Tensor
-    bins: Tensor
-    rollouts: Tensor
 
-    def __len__(self) -> int:
-        return len(self.rollouts)
-
-    def groups(self, order: Tensor) -> Evidence:
-        """These groups (indices), in that order."""
-        return Evidence(**{one.name: getattr(self, one.name)[order] for one in fields(self)})
-
-    @classmethod
-    def joined(cls, parts: Sequence[Evidence]) -> Evidence:
-        return cls(**{one.name: torch.cat([getattr(part, one.name) for part in parts]) for one in fields(cls)})
+    def of_groups(self, groups: Tensor) -> Evidence:
+        """Of the given groups (indices), in that order."""
+        return Evidence(self.pairs[groups], self.won[groups], self.products[groups])
 
 
-def evidence_of(boundaries: Tensor, values: Tensor, lengths: Tensor, outcomes: Tensor, *, group_size: int) -> Evidence:
+def evidence_of(boundaries: Tensor, values: Tensor, outcomes: Tensor, *, group_size: int) -> Evidence:
     """What the groups of a window, or of a part of it, say of V.
 
     Args:
-        boundaries: [N, K] int, padded with −1. values: [N, K], NaN = missing. lengths: [N], completion tokens.
-        outcomes: [N], NaN = unscored. group_size: G, dividing N.
+        boundaries: [N, K] int, padded with −1. values: [N, K], NaN = missing. outcomes: [N], NaN = unscored.
+        group_size: G, dividing N.
     """
-    check_tensor("boundaries", boundaries, "integers", N=None, K=None)
-    rows, most = boundaries.shape
-    check_tensor("values", values, "floats", N=rows, K=most)
-    check_tensor("lengths", lengths, "integers", N=rows)
-    check_tensor("outcomes", outcomes, "floats", N=rows)
-
-    def of_groups(table: Tensor) -> Tensor:
-        return table.view(-1, group_size, *table.shape[1:])
-
-    number, scored = torch.arange(most), ~outcomes.isnan()
+    number, scored = torch.arange(boundaries.shape[1]), ~outcomes.isnan()
     inner = (number > 0) & (number < (boundaries >= 0).sum(dim=1, keepdim=True) - 1)
     known = inner & values.isfinite() & scored.unsqueeze(1)
     v, y = torch.where(known, values.double(), 0), torch.where(scored, outcomes.double(), 0)
+    share = known / known.sum(dim=1, keepdim=True).clamp(min=1).double()  # of a rollout's 1
+    # [M, G] each.
+    used, v_mean, y_of = (cells.view(-1, group_size) for cells in (known.any(dim=1), (share * v).sum(dim=1), y))
 
-    # Pairs, [M, G, G, 3]: the first of them has the better outcome.
-    third = (3 * boundaries // lengths.clamp(min=1).unsqueeze(1)).clamp(0, 2)
-    within = known.unsqueeze(2) & (third.unsqueeze(2) == torch.arange(3))
-    count = within.sum(dim=1)
-    v_mean, b_mean = ((within * cells.unsqueeze(2)).sum(dim=1) / count.clamp(min=1) for cells in (v, boundaries))
-    there = of_groups(count > 0)
-    better = of_groups(y).unsqueeze(2) > of_groups(y).unsqueeze(1)
-    pairs = better.unsqueeze(3) & there.unsqueeze(2) & there.unsqueeze(1)
+    # [M, G, G]: the first of a pair has the better outcome.
+    pairs = (y_of.unsqueeze(2) > y_of.unsqueeze(1)) & used.unsqueeze(2) & used.unsqueeze(1)
+    order = (v_mean.unsqueeze(2) - v_mean.unsqueeze(1)).sign()
+    won = (pairs * (order + 1) / 2).sum(dim=(1, 2))
+    count = pairs.sum(dim=(1, 2))
 
-    def ordered(of_rows: Tensor) -> Tensor:
-        above = (of_groups(of_rows).unsqueeze(2) - of_groups(of_rows).unsqueeze(1)).sign()
-        return (pairs * (above + 1) / 2).sum(dim=(1, 2))
-
-    # Centred products; ω shares a rollout's 1 among its boundaries.
-    used = known.any(dim=1)
-    share = known / known.sum(dim=1, keepdim=True).clamp(min=1).double()
-    in_group, of_group = of_groups(used), of_groups(used).sum(dim=1, keepdim=True).clamp(min=1)
-    v_centre = (of_groups((share * v).sum(dim=1)).sum(dim=1, keepdim=True) / of_group).repeat_interleave(group_size, 0)
-    y_centre = (in_group * of_groups(y)).sum(dim=1, keepdim=True) / of_group
-    dv, dy = v - v_centre, (of_groups(y) - y_centre).view(-1, 1)
+    size = used.sum(dim=1, keepdim=True).clamp(min=1)
+    v_centre = (v_mean.sum(dim=1, keepdim=True) / size).repeat_interleave(group_size, 0)
+    y_centre = (used * y_of).sum(dim=1, keepdim=True) / size
+    dv, dy = v - v_centre, (y_of - y_centre).view(-1, 1)
     products = torch.stack([(share * cells).sum(dim=1) for cells in (dv * dv, dv * dy, dy * dy)], dim=1)
-    low, high = (of_groups(torch.where(used, y, edge)) for edge in (torch.inf, -torch.inf))
-    mixed = low.amin(dim=1) < high.amax(dim=1)
-
-    # Errors, against those of the siblings' mean.
-    siblings = of_groups(scored).sum(dim=1, keepdim=True) - 1
-    others = ((of_groups(y).sum(dim=1, keepdim=True) - of_groups(y)) / siblings.clamp(min=1)).view(-1)
-    compared = used & (siblings > 0).repeat_interleave(group_size, 0).view(-1)
-    share = share * compared.unsqueeze(1)
-    errors = torch.stack([(share * (v - y.unsqueeze(1)).square()).sum(dim=1), compared * (others - y).square()], dim=1)
-    place = (v * BINS).clamp(0, BINS - 1).long()
-    bins = torch.zeros(rows, 2, BINS, dtype=torch.double)
-    for of_one, cells in zip(bins.unbind(1), (v, y.unsqueeze(1)), strict=True):
-        of_one.scatter_add_(1, place, share * cells)
-    return Evidence(
-        pairs=pairs.sum(dim=(1, 2)).double(),
-        won=ordered(v_mean),
-        shorter=ordered(-b_mean),
-        products=of_groups(products).sum(dim=1) * mixed.unsqueeze(1),
-        errors=of_groups(errors).sum(dim=1),
-        bins=of_groups(bins).sum(dim=1),
-        rollouts=of_groups(compared).sum(dim=1).double(),
-    )
+    of_groups = products.view(-1, group_size, 3).sum(dim=1)
+    return Evidence(pairs=count.double(), won=won, products=of_groups * (count > 0).unsqueeze(1))
 
 
 def interval(groups: Tensor, figure: Callable[[Tensor], Tensor]) -> tuple[float, float]:
@@ -171,32 +116,20 @@ class Watch:
         """One without evidence counts, too, so that what is old is forgotten."""
         self._windows = [*self._windows, window][-WINDOWS:]
 
-    def figures(self, *, probability: bool) -> dict[str, float]:
-        """What is logged, without what there is no evidence of.
-
-        Args:
-            probability: whether V and outcomes are, so that they can be compared as numbers.
-        """
+    def figures(self) -> dict[str, float]:
+        """What is logged, without what there is no evidence of."""
         if not self._windows:
             return {}
-        of_all = Evidence.joined(self._windows)
-        pairs = of_all.pairs.sum(dim=1)
-        mixed = pairs > 0
-        found = {"process/concordance": float(of_all.won.sum() / pairs.sum())}
-        if mixed.sum() >= LEAST_GROUPS:
-            sums = torch.stack([of_all.won.sum(dim=1), pairs], dim=1)[mixed]
+        of_all = joined(self._windows)
+        sums = torch.stack([of_all.won, of_all.pairs], dim=1)[of_all.pairs > 0]
+        if not len(sums):
+            return {}
+        won, pairs = sums.sum(dim=0).tolist()
+        found = {"process/concordance": won / pairs}
+        if len(sums) >= LEAST_GROUPS:
             odds, margin = interval(sums, _log_odds)
             found["process/concordance_low"] = (1 + math.tanh((odds - margin) / 2)) / 2
-        shares = (of_all.won.sum(dim=0) / of_all.pairs.sum(dim=0)).tolist()
-        found |= {f"process/concordance_{third}_third": share for third, share in zip(THIRDS, shares, strict=True)}
-        found["process/concordance_position"] = float(of_all.shorter.sum() / pairs.sum())
-        if probability:
-            rollouts = of_all.rollouts.sum()
-            errors = (of_all.errors.sum(dim=0) / rollouts).tolist()
-            found |= dict(zip(("process/brier", "process/brier_siblings"), errors, strict=True))
-            v, y = of_all.bins.sum(dim=0)
-            found["process/calibration_error"] = float((v - y).abs().sum() / rollouts)
-        return {name: number for name, number in found.items() if not math.isnan(number)}
+        return found
 
     def weight(self) -> float:
         """The lower end of r², 0 … 1: r correlates V and outcome, both centred in their group, over mixed groups.
@@ -206,7 +139,7 @@ class Watch:
         """
         if not self._windows:
             return 0.0
-        products = Evidence.joined(self._windows).products
+        products = joined(self._windows).products
         products = products[products[:, 2] > 0]
         if len(products) < LEAST_GROUPS:
             return 0.0

@@ -10,10 +10,9 @@ if TYPE_CHECKING:
     from dash_trl.rewards.agent import RewardAgent, RewardTeam, unpack
     from dash_trl.rewards.agent_reward import AgentReward, scores_alone
     from dash_trl.rewards.answers import final_text, last_boxed, last_hashes
-    from dash_trl.rewards.arrival import arrivals
     from dash_trl.rewards.code import CodeReward
-    from dash_trl.rewards.early import EarlyRewards, reward_rows
-    from dash_trl.rewards.failures import FailureWatch, WatchedReward, failed_rows, raise_mistakes, watch
+    from dash_trl.rewards.early import EarlyRewards, arrivals, reward_rows
+    from dash_trl.rewards.failures import FailureWatch, WatchedReward, failed_rows, raise_mistakes, unscored, watch
     from dash_trl.rewards.format import FormatReward
     from dash_trl.rewards.forms import RewardForm, Score, form_of, read_score
     from dash_trl.rewards.judge import JudgeError, JudgeReward

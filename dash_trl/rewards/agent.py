@@ -22,9 +22,21 @@ import torch
 from torch import Tensor, nn
 
 from dash_trl.rewards.agent_reward import LOGS, AgentReward
+from dash_trl.rewards.failures import has_failed, unscored
 from dash_trl.rewards.forms import RewardForm, form_of
 from dash_trl.rewards.outcomes import Returned, note_call, outcome_of, processed_outcomes, processed_scores, score_of
-from dash_trl.workers import AsyncCalls, Backend, Call, Pace, Request, RetriedCalls, ThreadCalls, default_workers
+from dash_trl.workers import (
+    AsyncCalls,
+    Backend,
+    Call,
+    Pace,
+    ProcessCalls,
+    RayCalls,
+    Request,
+    RetriedCalls,
+    ThreadCalls,
+    default_workers,
+)
 
 BACKENDS = ("thread", "asyncio", "process", "ray")
 ON_ERROR = ("unscore", "raise")
@@ -74,7 +86,7 @@ class RewardAgent:
         if not functions:
             raise ValueError("RewardAgent([]) has no reward function: give at least one.")
         transient = tuple(transient) if isinstance(transient, Iterable) else (transient,)
-        _check(backend, timeout, max_concurrency, rate_limit, transient, retries, on_error)
+        _check(backend, timeout, max_concurrency, rate_limit, on_error)
         self.backend, self.timeout = backend, timeout
         self.max_concurrency, self.rate_limit = max_concurrency, rate_limit
         self.transient, self.retries, self.on_error = transient, retries, on_error
@@ -87,15 +99,11 @@ class RewardAgent:
                 self.own.append(one)
             self.rewards.append(one)
         self.team = RewardTeam([self])  # a trainer makes one of all its agents
-        self._ranks = 1
+        self.ranks = 1  # processes of the run, whose limits these are
         self._backends: dict[Lane, Backend] = {}
         self._closes = dict.fromkeys(one.form.close for one in self.own if one.form.close is not None)
         self._open = dict(self._closes)  # of functions that may have been used since they were closed
         weakref.finalize(self, _end, self._backends, self._open)  # with the agent, and at the latest with the process
-
-    def share(self, ranks: int) -> None:
-        """The limits are of the whole run, of which this is one of so many processes."""
-        self._ranks = ranks
 
     def close(self) -> None:
         """Ends threads, processes, and what functions hold. A later call starts them again."""
@@ -142,9 +150,9 @@ class RewardAgent:
                     self._put(request, one.form, number, row, [error])
                     continue
                 done = partial(self._row_done, request, one.form, number, row)
-                made.append(Call(one.form.function, arguments, timeout=self.timeout, done=done))
+                made.append(self._call(request, one.form.function, arguments, done))
         for lane, made in calls.items():
-            self._start(request, lane, made)
+            self._start(lane, made)
 
     def start_batch(self, request: Request, function: int, batch: Mapping[str, Any]) -> None:
         """Starts the functions of TRL's form on the whole batch, as TRL calls them.
@@ -157,8 +165,8 @@ class RewardAgent:
                 logged: list[tuple[str, tuple]] = []
                 later = {name: partial(note_call, logged, name) for name in LOGS}
                 done = partial(self._batch_done, request, one.form, number, rows, logged)
-                call = Call(one.form.function, {**batch, **later}, timeout=self.timeout * rows, done=done)
-                self._start(request, self._lane(one.form), [call])
+                call = self._call(request, one.form.function, {**batch, **later}, done, of=rows)
+                self._start(self._lane(one.form), [call])
 
     def _row_done(self, request: Request, form: RewardForm, number: int, row: int, call: Call) -> None:
         self._put(request, form, number, row, [outcome_of(call)])
@@ -187,16 +195,21 @@ class RewardAgent:
                 request.outcomes[number][row] = new
             request.complete(number, group)
 
-        call = Call(processed_scores, {"function": function, "scores": scores}, timeout=self.timeout, done=done)
-        self._start(request, ("thread", None), [call])
+        call = self._call(request, processed_scores, {"function": function, "scores": scores}, done)
+        self._start(("thread", None), [call])
 
     # ----------------------------------------------------------------------------------------------- backends
 
     def _lane(self, form: RewardForm) -> Lane:
         return self.backend or ("asyncio" if form.asynchronous else "thread"), form.max_concurrency
 
-    def _start(self, request: Request, lane: Lane, calls: Sequence[Call]) -> None:
-        request.calls += calls
+    def _call(
+        self, request: Request, function: Callable[..., Any], arguments: Any, done: Callable[[Call], None], of: int = 1
+    ) -> Call:
+        """Of so many completions."""
+        return Call(function, arguments, timeout=self.timeout * of, done=done, stop=request.stop)
+
+    def _start(self, lane: Lane, calls: Sequence[Call]) -> None:
         self._open.update(self._closes)
         if lane not in self._backends:
             backend = self._make(*lane)
@@ -204,20 +217,14 @@ class RewardAgent:
         self._backends[lane].submit(calls)
 
     def _make(self, kind: str, limit: int | None) -> Backend:
-        share = max(1, self.max_concurrency // self._ranks)
+        share = max(1, self.max_concurrency // self.ranks)
         share = share if limit is None else min(share, limit)
-        pace = None if self.rate_limit is None else Pace(self.rate_limit / self._ranks)
-        if kind == "thread":
-            return ThreadCalls(share, pace=pace)
-        if kind == "asyncio":
-            return AsyncCalls(share, pace=pace)
+        pace = None if self.rate_limit is None else Pace(self.rate_limit / self.ranks)
         if kind == "process":
-            from dash_trl.workers import ProcessCalls
-
             return ProcessCalls(min(share, default_workers()))
-        from dash_trl.workers import RayCalls
-
-        return RayCalls(share)
+        if kind == "ray":
+            return RayCalls(share)
+        return (AsyncCalls if kind == "asyncio" else ThreadCalls)(share, pace=pace)
 
 
 def _end(backends: dict[Lane, Backend], opened: dict[Callable[[], Any], None]) -> None:
@@ -244,8 +251,7 @@ class RewardTeam:
         self._completions: Any = None  # of the batch that the request is for
         self._left: set[int] = set()  # functions that TRL has not called with it
         for agent in agents:
-            agent.team = self
-            agent.share(ranks)
+            agent.team, agent.ranks = self, ranks
 
     def begin(self, rows: int, group_size: int) -> Request:
         """Of so many rows, whose functions are started by `start`, and of TRL's form by the call that TRL makes."""
@@ -260,8 +266,7 @@ class RewardTeam:
         """[rows, F] float32 of rows whose groups are complete. NaN = does not apply; a row where one failed is NaN."""
         scores = [[score_of(outcomes[row]) for outcomes in request.outcomes] for row in rows]
         values = torch.tensor([[math.nan if one is None else one for one in row] for row in scores])
-        failed = [any(one is not None and not math.isfinite(one) for one in row) for row in scores]
-        return values.masked_fill(torch.tensor(failed).unsqueeze(1), torch.nan)
+        return unscored(values, torch.tensor([[has_failed(one) for one in row] for row in scores]))
 
     def hand_over(self, request: Request, completions: Any) -> None:
         """The functions that TRL calls with these completions take their outcomes from a request that has begun."""
@@ -312,30 +317,14 @@ def is_reward_model(function: Any) -> bool:
     return isinstance(function, (nn.Module, str))
 
 
-def _check(
-    backend: Any,
-    timeout: float,
-    max_concurrency: int,
-    rate_limit: float | None,
-    transient: Sequence[Any],
-    retries: int,
-    on_error: Any,
-) -> None:
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} does not exist: choose one of {BACKENDS}, or None.")
-    if on_error not in ON_ERROR:
-        raise ValueError(f"on_error={on_error!r} does not exist: choose one of {ON_ERROR}.")
-    if not timeout > 0:
-        raise ValueError(f"timeout={timeout} would end every call: give the seconds that a completion may take.")
-    if not max_concurrency >= 1:
-        raise ValueError(f"max_concurrency={max_concurrency} lets no call start: give at least 1.")
-    if rate_limit is not None and not rate_limit > 0:
-        raise ValueError(f"rate_limit={rate_limit} lets no call start: give the starts per second, or None.")
-    if not retries >= 0:
-        raise ValueError(f"retries={retries} is negative: give 0 to make every call once.")
-    for one in transient:
-        if not (isinstance(one, type) and issubclass(one, Exception)):
-            raise ValueError(f"transient names {one!r}, which is no class of exceptions: e.g. (ConnectionError,).")
+def _check(backend: str | None, timeout: float, max_concurrency: int, rate_limit: float | None, on_error: str) -> None:
+    for name, value, known in (("backend", backend, (None, *BACKENDS)), ("on_error", on_error, ON_ERROR)):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} does not exist: choose one of {known}.")
+    limits = {"timeout": timeout, "max_concurrency": max_concurrency, "rate_limit": rate_limit}
+    for name, limit in limits.items():
+        if limit is not None and not limit > 0:
+            raise ValueError(f"{name}={limit} lets no call come to its end: give more than 0.")
     if rate_limit is not None and backend in ("process", "ray"):
         raise ValueError(f"rate_limit={rate_limit} is not kept by backend={backend!r}: leave it out, or use threads.")
     if backend == "ray" and importlib.util.find_spec("ray") is None:

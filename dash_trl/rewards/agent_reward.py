@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dash_trl.rewards.failures import WatchedReward, described
+from dash_trl.rewards.failures import WatchedReward, described, has_failed
 from dash_trl.rewards.forms import RewardForm, Score
 from dash_trl.rewards.outcomes import score_of
 from dash_trl.workers import GivenUp
@@ -61,13 +60,13 @@ class AgentReward(WatchedReward):
         # One that was not even called tells most.
         self.error = next(filter(None, sorted(errors, key=lambda error: not isinstance(error, GivenUp))), None)
         self.raised = [error is not None for error in errors]
-        self.failed = [value is not None and not math.isfinite(value) for value in values]
+        self.failed = [has_failed(value) for value in values]
         if any(self.failed):
             first = self.failed.index(True)
             error = errors[first]
             why = f"returned {values[first]}" if error is None else described(error)
             self._warn(f"failed on {sum(self.failed)} of {len(values)} completions; on the first it {why}")
-        return [None if failed else value for value, failed in zip(values, self.failed, strict=True)]
+        return [None if has_failed(value) else value for value in values]
 
     def _log(self, outcomes: Sequence[Score | BaseException], log_extra: Any, log_metric: Any) -> None:
         """Numbers beside the scores as metrics, texts with the logged completions."""

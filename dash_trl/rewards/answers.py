@@ -12,8 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from dash_trl.rewards.spelling import is_unit, normalize_answer, split_list, split_units, squeeze, to_latex
+from dash_trl.rewards.spelling import UNITS, normalize_answer, split_list, split_units, squeeze, to_latex
 
 TAIL_CHARS = 2_000  # of a completion without a marked answer: math-verify's patterns are quadratic in degenerate text
 MAX_ANSWER_CHARS = 1_000  # reading so many costs math-verify half a second; MATH-500's longest answer has 53
@@ -55,14 +56,14 @@ def find_answer(completion: str) -> Answer:
     """
     text = final_text(completion)
     boxes, is_cut_off = _scan_boxes(text)
-    if boxes:
-        return _side_by_side(_runs(text, boxes)[-1])
-    if is_cut_off:
-        return Answer()
+    if boxes or is_cut_off:
+        return _side_by_side(_runs(text, boxes)[-1] if boxes else [])
     line = last_hashes(text)
     if line is not None:
         return _in_clause(line, f"answer is {line}", _OR_AND)
-    tail = _tail(text)
+    tail = text[-TAIL_CHARS:]
+    if len(text) > TAIL_CHARS:  # from the start of a line if possible: a formula cut in two reads as another
+        tail = tail[tail.find("\n") + 1 :]
     announced = [*_ANNOUNCED.finditer(tail)]
     if announced:
         rest = tail[announced[-1].end() :]
@@ -124,7 +125,7 @@ def _formulas(text: str) -> Iterator[Span]:
     for found in _FORMULA.finditer(text):
         content = "".join(group for group in found.group(2, 3, 4, 5) if group)
         behind = found["behind"]
-        if behind and (not behind.isalpha() or is_unit(behind)):
+        if behind and (not behind.isalpha() or behind.casefold() in UNITS):
             yield found.start(), found.end(), f"{content} {behind}"
         else:
             yield found.start(), found.end("formula"), content
@@ -154,8 +155,11 @@ def _in_clause(clause: str, prose: str, joint: re.Pattern[str]) -> Answer:
     if not is_readable(clause):
         return Answer()
     answer = normalize_answer(clause.rstrip("! "))
-    offered = _alternatives(clause, joint) if has_words(answer) else []
-    return Answer(", ".join(offered)) if offered else Answer(answer, prose=to_latex(prose[:TAIL_CHARS]))
+    places = [_NUMBER.findall(place) for place in joint.split(clause)]
+    offered = list(dict.fromkeys(numbers[-1] for numbers in places if numbers))  # of several in one place the last
+    if len(offered) > 1 and has_words(answer):
+        return Answer(", ".join(offered))
+    return Answer(answer, prose=to_latex(prose[:TAIL_CHARS]))
 
 
 def has_words(answer: str) -> bool:
@@ -165,27 +169,8 @@ def has_words(answer: str) -> bool:
 
 def is_readable(answer: str) -> bool:
     """Whether an answer is within the limits of length and nesting."""
-    if len(answer) > MAX_ANSWER_CHARS:
-        return False
-    depth = 0
-    for bracket in _BRACKET.findall(answer):
-        depth = max(0, depth + (1 if bracket in "([{" else -1))
-        if depth > MAX_DEPTH:
-            return False
-    return True
-
-
-def _alternatives(clause: str, joint: re.Pattern[str]) -> list[str]:
-    """The different numbers of a clause that `joint` stands between, of several in one place the last ("x_1 = 5")."""
-    numbers = [_NUMBER.findall(place) for place in joint.split(clause)]
-    offered = list(dict.fromkeys(found[-1] for found in numbers if found))
-    return offered if len(offered) > 1 else []
-
-
-def _tail(text: str) -> str:
-    """The last `TAIL_CHARS` characters, from the start of a line if possible: a formula cut in two reads as another."""
-    tail = text[-TAIL_CHARS:]
-    return tail if len(text) <= TAIL_CHARS else tail[tail.find("\n") + 1 :]
+    depths = accumulate(1 if bracket in "([{" else -1 for bracket in _BRACKET.findall(answer))
+    return len(answer) <= MAX_ANSWER_CHARS and max(depths, default=0) <= MAX_DEPTH
 
 
 _BOX_TOKEN = re.compile(

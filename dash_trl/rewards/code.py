@@ -3,7 +3,7 @@
     completion ──► find_program ──► sandbox: the program and its tests, in a process each ──► 1.0 | 0.0, share passed
 
 The tests are scripts with asserts that call the program's functions (`load_code_dataset` makes them of MBPP's, MBPP+'s
-and HumanEval's columns). Programs are untrusted: `dash_trl.workers.Sandbox` says what holds them. No program, a program
+and HumanEval's columns). Programs are untrusted: `dash_trl.sandbox.Sandbox` says what holds them. No program, a program
 that does not run, too much CPU time or memory: wrong (0.0). What says nothing about the program (a machine so busy that
 the clock ran out, tests that cannot be run, no sandbox) raises, and the row is unscored.
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dash_trl.rewards.math import completion_text
-from dash_trl.workers import Sandbox
+from dash_trl.sandbox import Sandbox
 
 
 class CodeReward:

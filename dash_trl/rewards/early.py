@@ -1,13 +1,18 @@
 """`EarlyRewards`: rewards of generation batches that begin while these are sampled, or wait to be trained on.
 
+`arrivals`: the groups of a batch in the order in which their rewards come, in step on all ranks.
+
 some rows have come ──► take: decoded, their per-sample functions start ──┐
 TRL asks for rewards ─► claim: of these rows, and of nothing else? ───────┴──► the request, begun
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from dash_trl.rewards.agent import RewardTeam
 from dash_trl.rewards.forms import ROW
@@ -110,3 +115,30 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return one.keys() == other.keys() and all(
         value is other[name] or name in ROW and value == other[name] for name, value in one.items()
     )
+
+
+def arrivals(
+    request: Request, groups: int, least: Callable[[int], int], share: Callable[[], int]
+) -> Iterator[tuple[Tensor, bool]]:
+    """The rows of the groups that have come since the last time, and whether they are the last of their share.
+
+    Waits for the first. A share is what one optimizer step takes: the batch, or a part of it (Mini).
+
+    All ranks hand out the same number of groups at a time, as many as the rank has that has the fewest, so that what
+    is done with them, collectives and model passes, is the same everywhere. So each waits for the slowest.
+
+    Args:
+        request: of this rank's batch, of so many groups, no fewer than on any other rank.
+        least: the least of the numbers that all ranks call it with.
+        share: the groups of the next share, asked when it begins. It is at least one, and at most what is left.
+    """
+    here: list[int] = []
+    while groups:
+        left = min(max(share(), 1), groups)
+        groups -= left
+        while left:
+            here += request.next_groups(wait=not here)
+            count = min(least(len(here)), left)
+            now, here = here[:count], here[count:]
+            left -= count
+            yield torch.tensor([row for group in now for row in request.rows_of(group)]), not left

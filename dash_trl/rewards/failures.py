@@ -20,6 +20,16 @@ logger = logging.getLogger(__name__)
 BROKEN_AFTER = 10  # batches in a row without one score: the first few may be an outage
 
 
+def has_failed(reward: float | None) -> bool:
+    """Whether a function failed on a completion, which is NaN or ±inf here. None is "not applicable"."""
+    return reward is not None and not math.isfinite(reward)
+
+
+def unscored(rewards: Tensor, failed: Tensor) -> Tensor:
+    """[N, F] rewards, with NaN in every row in which a function failed, even if another one returned a number."""
+    return rewards.masked_fill(failed.any(dim=1, keepdim=True), torch.nan)
+
+
 class WatchedReward:
     """A reward function and what became of its last call.
 
@@ -56,29 +66,21 @@ class WatchedReward:
         except Exception as error:  # of a generator
             return self._unscore(error, rows)
         try:
-            rewards = self._rewards(output, rows)
-        except ValueError as mistake:
-            self.mistake, self.failed = mistake, [True] * rows
+            rewards = [None if value is None else float(value) for value in output]
+            wrong = "" if len(rewards) == rows else f"{len(rewards)} rewards for {rows} completions"
+        except (TypeError, ValueError, OverflowError) as error:
+            self.error, wrong = error, f"{output!r:.200}, not a list of numbers ({error})"
+        if wrong:
+            self.failed = [True] * rows
+            self.mistake = ValueError(
+                f"The reward function '{self.name}' returned {wrong}. Return exactly one float (or None for 'not "
+                "applicable') per completion."
+            )
             return [None] * rows
-        self.failed = [value is not None and not math.isfinite(value) for value in rewards]
+        self.failed = [has_failed(value) for value in rewards]
         if any(self.failed):
             self._warn(f"returned {_named(rewards)} for {sum(self.failed)} of {rows} completions")
-        return [None if failed else value for value, failed in zip(rewards, self.failed, strict=True)]
-
-    def _rewards(self, output: Any, rows: int) -> list[float | None]:
-        try:
-            rewards = [None if value is None else float(value) for value in output]
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(
-                f"The reward function '{self.name}' returned {output!r:.200}, not a list of numbers ({error}). "
-                "Return one float (or None for 'not applicable') per completion."
-            ) from error
-        if len(rewards) != rows:
-            raise ValueError(
-                f"The reward function '{self.name}' returned {len(rewards)} rewards for {rows} completions, so they "
-                "cannot be assigned. Return exactly one float (or None for 'not applicable') per completion."
-            )
-        return rewards
+        return [None if has_failed(value) else value for value in rewards]
 
     def _unscore(self, error: BaseException, rows: int) -> list[float | None]:
         self.error, self.mistake, self.failed, self.raised = error, None, [True] * rows, [True] * rows
@@ -121,8 +123,7 @@ def raise_mistakes(funcs: Sequence[Any]) -> None:
     """Raise what a watched function returned in its last call in place of rewards, if it did."""
     for func in funcs:
         if isinstance(func, WatchedReward) and func.mistake is not None:
-            error = func.mistake.__cause__ or func.error
-            raise func.mistake from (None if error is func.mistake else error)
+            raise func.mistake from (None if func.error is func.mistake else func.error)
 
 
 def failed_rows(funcs: Sequence[Any], rewards: Tensor, gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -133,18 +134,12 @@ def failed_rows(funcs: Sequence[Any], rewards: Tensor, gather: Callable[[Tensor]
         rewards: [N, F], the rows of all ranks; NaN = not applicable or failed.
         gather: concatenates this rank's rows with those of the others.
     """
-    watched = {i: func for i, func in enumerate(funcs) if isinstance(func, WatchedReward)}
+    watched = [i for i, func in enumerate(funcs) if isinstance(func, WatchedReward)]
+    failed, raised = ~rewards.isfinite(), torch.zeros_like(rewards, dtype=torch.bool)  # as it is for reward models
     if watched:
-        rows, count = len(next(iter(watched.values())).failed), len(funcs)
-        local = torch.zeros(rows, 2 * count, dtype=torch.bool)
-        for i, func in watched.items():
-            local[:, i] = torch.tensor(func.failed)
-            local[:, count + i] = torch.tensor(func.raised)
-        failed, raised = gather(local.to(rewards.device)).chunk(2, dim=1)
-    else:
-        failed = raised = torch.zeros_like(rewards, dtype=torch.bool)
-    models = torch.tensor([i not in watched for i in range(len(funcs))], device=rewards.device)
-    return failed | ~rewards.isfinite() & models, raised
+        local = torch.tensor([*(funcs[i].failed for i in watched), *(funcs[i].raised for i in watched)])
+        failed[:, watched], raised[:, watched] = gather(local.T.contiguous().to(rewards.device)).chunk(2, dim=1)
+    return failed, raised
 
 
 class FailureWatch:
@@ -163,14 +158,10 @@ class FailureWatch:
         self._funcs, self._names = list(funcs), list(names)
         self.failed: dict[str, float] = {}
         self._first = True
-        self._in_a_row = [0] * len(self._funcs)  # batches in which a function failed wherever it applied
-
-    def raise_mistakes(self) -> None:
-        """See `raise_mistakes`."""
-        raise_mistakes(self._funcs)
+        self._in_a_row = torch.zeros(len(self._funcs))  # batches in which a function failed wherever it applied
 
     def unscore(self, rewards: Tensor, gather: Callable[[Tensor], Tensor], *, counts: bool = True) -> Tensor:
-        """Set every row to NaN in which a function failed, even if another function returned a number.
+        """The rewards as `unscored` gives them.
 
         Args:
             rewards, gather: as in `failed_rows`.
@@ -185,21 +176,19 @@ class FailureWatch:
                 shares[name] = max(share, shares.get(name, 0.0))  # functions may have the same name
             self.failed = {name: share for name, share in shares.items() if share or name in self.failed}
             self._judge(rewards, failed, raised)
-        rewards[failed.any(dim=1)] = torch.nan
-        return rewards
+        return unscored(rewards, failed)
 
     def _judge(self, rewards: Tensor, failed: Tensor, raised: Tensor) -> None:
-        if self._first and raised.all(dim=0).any():
-            self._stop(int(raised.all(dim=0).int().argmax()), rewards, "of the first batch")
+        fails, scores = failed.any(dim=0).cpu(), rewards.isfinite().any(dim=0).cpu()
+        self._in_a_row = torch.where(scores, 0, self._in_a_row + fails)
+        broken = {
+            "of the first batch": raised.all(dim=0).cpu() & self._first,
+            f"that it applied to in {BROKEN_AFTER} batches in a row": self._in_a_row == BROKEN_AFTER,
+        }
         self._first = False
-        fails, scores = failed.any(dim=0).tolist(), rewards.isfinite().any(dim=0).tolist()
-        for i in range(len(self._funcs)):
-            if scores[i]:
-                self._in_a_row[i] = 0
-            elif fails[i]:
-                self._in_a_row[i] += 1
-            if self._in_a_row[i] == BROKEN_AFTER:
-                self._stop(i, rewards, f"that it applied to in {BROKEN_AFTER} batches in a row")
+        for where, functions in broken.items():
+            for i in functions.nonzero().flatten().tolist():
+                self._stop(i, rewards, where)
 
     def _stop(self, i: int, rewards: Tensor, where: str) -> NoReturn:
         func, error = self._funcs[i], None
@@ -218,5 +207,5 @@ def described(error: BaseException) -> str:
 
 
 def _named(rewards: Sequence[float | None]) -> str:
-    """The values among them that are no numbers, each once."""
-    return ", ".join(sorted({str(value) for value in rewards if value is not None and not math.isfinite(value)}))
+    """The failed ones among them, each once."""
+    return ", ".join(sorted({str(value) for value in rewards if has_failed(value)}))

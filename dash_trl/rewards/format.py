@@ -2,6 +2,7 @@ r"""`FormatReward`: whether a completion has the asked form, a closed thought an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ class FormatReward:
     answer, and 0.0 to every model whose chat template opens the thought.
 
     Args:
-        think: the completion begins with `<think>`, a thought and `</think>`, each tag once; an answer follows.
+        think: the completion begins with `<think>`, a thought and `</think>`, each tag once; an answer follows. False:
+            only the box counts.
         opened: the chat template ends the prompt with `<think>` (DeepSeek-R1's, QwQ's), so the completion has none.
         box: its answer (what stands behind the thought) has exactly one \boxed{}, closed and not empty.
     """
@@ -29,10 +31,6 @@ class FormatReward:
     __name__ = "format"  # TRL names its metrics after it
 
     def __init__(self, *, think: bool = True, opened: bool = False, box: bool = False):
-        if not (think or box):
-            raise ValueError("think=False and box=False ask for no form: every completion would have it. Set one.")
-        if opened and not think:
-            raise ValueError("opened=True says who opens the thought, but think=False asks for none: remove one.")
         self._think, self._opened, self._box = think, opened, box
 
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
@@ -45,13 +43,11 @@ class FormatReward:
             text = f"{'' if self._opened else OPEN}…{CLOSE}{text}"
         if not self._think:
             return _has_one_box(final_text(text))
-        thought, _, answer = text.partition(CLOSE)
-        if not self._opened:
-            before, _, thought = thought.partition(OPEN)
-            if before.strip():
-                return False
-        well_closed = bool(thought.strip() and answer.strip()) and OPEN not in thought + answer and CLOSE not in answer
-        return well_closed and (not self._box or _has_one_box(answer))
+        parts = re.split(f"({OPEN}|{CLOSE})", OPEN + text if self._opened else text)
+        if parts[1::2] != [OPEN, CLOSE]:
+            return False
+        before, thought, answer = map(str.strip, parts[::2])
+        return not before and bool(thought and answer) and (not self._box or _has_one_box(answer))
 
 
 def _has_one_box(text: str) -> bool:

@@ -70,27 +70,24 @@ def read_score(returned: Any) -> Score:
         elif beside:
             raise ValueError(f"returned {returned!r:.200}: neither (score, notes) nor (score, prompt, explanation)")
         returned = value
-    return Score(_number(returned), {str(name): _note(name, value) for name, value in notes.items()})
+    score = None if returned is None else _number(returned, f"{returned!r:.200}, which is no score")
+    return Score(score, {str(name): _note(name, value) for name, value in notes.items()})
 
 
-def _number(value: Any) -> float | None:
-    if value is None:
-        return None
+def _number(value: Any, wrong: str) -> float:
+    """Raises ValueError: what a function `returned` is `wrong`."""
     try:
         if not isinstance(value, (str, bytes)):
             return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several
         pass
-    raise ValueError(f"returned {value!r:.200}, which is no score")
+    raise ValueError(f"returned {wrong}")
 
 
 def _note(name: Any, value: Any) -> float | str:
     if value is None or isinstance(value, str):
-        return "" if value is None else value
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ValueError(f"returned the note {name!r} = {value!r:.100}, neither a number nor a text") from None
+        return value or ""
+    return _number(value, f"the note {name!r} = {value!r:.100}, neither a number nor a text")
 
 
 @dataclass(frozen=True)
@@ -119,38 +116,31 @@ class RewardForm:
     close: Callable[[], Any] | None = None
     max_concurrency: int | None = None
 
-    def arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Of one call, for a completion: its prompt, completion, completion_ids and columns.
+    def arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """Of one call.
+
+        Args:
+            known: of a completion, its prompt, completion, completion_ids and columns.
 
         Raises:
             ValueError: if it names a column that there is not.
         """
         if self.names is None:
-            return dict(row)
-        if "solution_str" in self.names:
-            row = {**_as_in_verl(row), **row}
-        missing = [name for name in self.required if name not in row]
-        if missing:
-            raise ValueError(self.lacks(missing[0], [name for name in row if name not in ROW]))
+            return dict(known)
+        row = {**_as_in_verl(known), **known} if "solution_str" in self.names else known
+        for name in self.required:
+            if name not in row:
+                wanted = "'answer' (its ground_truth)" if name == "ground_truth" else repr(name)
+                columns = sorted(one for one in known if one not in ROW[1:])
+                raise ValueError(
+                    f"The reward function '{self.name}' asks for {wanted}, but the data set has the columns {columns}. "
+                    "Rename the column or the parameter, or give the parameter a default."
+                )
         return {name: row[name] for name in self.names if name in row}
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raises a ValueError if it names a column that the data set does not have."""
-        known = {*columns, *ROW}
-        if "answer" in known:
-            known.add("ground_truth")
-        if "solution_str" in self.required:
-            known.update(("data_source", "solution_str", "extra_info"))
-        for name in self.required:
-            if name not in known:
-                raise ValueError(self.lacks(name, columns))
-
-    def lacks(self, name: str, columns: Sequence[str]) -> str:
-        wanted = "'answer' (its ground_truth)" if name == "ground_truth" else repr(name)
-        return (
-            f"The reward function '{self.name}' asks for {wanted}, but the data set has the columns {sorted(columns)}. "
-            "Rename the column or the parameter, or give the parameter a default."
-        )
+        self.arguments(dict.fromkeys((*columns, *ROW), ""))
 
 
 def _as_in_verl(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,8 +160,6 @@ def form_of(function: Any) -> RewardForm:
     """
     owner = function
     if isinstance(owner, type):
-        if not any({"compute_score", "__call__"} & vars(kind).keys() for kind in owner.__mro__):
-            raise ValueError(f"The class {owner.__name__} has no method compute_score. {FORMS}")
         try:
             owner = function = owner()
         except TypeError as error:
@@ -179,10 +167,9 @@ def form_of(function: Any) -> RewardForm:
                 f"The reward class {owner.__name__} cannot be made without arguments ({error}): pass an object of it."
             ) from error
     name = getattr(owner, "__name__", None) or type(owner).__name__
-    if hasattr(owner, "compute_score"):
+    stateful = hasattr(owner, "compute_score")
+    if stateful:
         function = owner.compute_score
-    elif hasattr(owner, "post_process_scores"):
-        raise ValueError(f"{name} has post_process_scores, but no method compute_score. {FORMS}")
     if not callable(function):
         raise ValueError(f"{function!r:.100} is no reward function. {FORMS}")
     try:
@@ -192,21 +179,11 @@ def form_of(function: Any) -> RewardForm:
 
     named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     rest = any(one.kind == one.VAR_KEYWORD for one in parameters)
-    shown = f"{name}({', '.join(map(str, parameters))})"
-    for one in parameters:
-        if one.kind == one.POSITIONAL_ONLY and one.default is one.empty:
-            raise ValueError(f"{shown} takes {one.name!r} by position only, but arguments come by keyword. {FORMS}")
     whole = "completions" in named or "prompts" in named
     single = "completion" in named or "solution_str" in named
-    stateful = owner is not function and hasattr(owner, "compute_score")
     if whole and single or stateful and whole or not (whole or single or rest or "completion_ids" in named):
-        raise ValueError(f"{shown} has none of the forms. {FORMS}")
+        raise ValueError(f"{name}({', '.join(map(str, parameters))}) has none of the forms. {FORMS}")
     batch = not single and not stateful
-    limit = getattr(owner, "max_concurrency", None)
-    if limit is not None and not (isinstance(limit, int) and limit >= 1):
-        raise ValueError(
-            f"{name}.max_concurrency = {limit!r} lets no call start: make it a whole number of at least 1."
-        )
     return RewardForm(
         name=name,
         function=function,
@@ -216,5 +193,5 @@ def form_of(function: Any) -> RewardForm:
         required=() if batch else tuple(one.name for one in named.values() if one.default is one.empty),
         post_process=getattr(owner, "post_process_scores", None),
         close=getattr(owner, "close", None),
-        max_concurrency=limit,
+        max_concurrency=getattr(owner, "max_concurrency", None),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import sys
 from pathlib import Path
@@ -36,9 +35,8 @@ def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
         sys.path.remove(str(file.parent.absolute()))
     if not hasattr(module, name):
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == spec.name]
-        close = difflib.get_close_matches(name, own, 1) or own[:5]
         raise ValueError(
-            f"{str(path)!r} defines no {name!r}; it has {close}. Name the function or class with reward_name."
+            f"{str(path)!r} defines no {name!r}; it has {own[:5]}. Name the function or class with reward_name."
         )
     cloudpickle.register_pickle_by_value(module)
     return getattr(module, name)

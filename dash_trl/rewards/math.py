@@ -29,11 +29,11 @@ time-out by the clock ends what no signal can (gmpy2's operations), and leaves N
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +47,12 @@ from dash_trl.rewards.spelling import (
     split_units,
     squeeze,
 )
-from dash_trl.workers import OutOfWork, WorkerDied, call_all, default_workers, run_within, shared_workers
+from dash_trl.workers import Call, OutOfWork, call_all, default_workers, run_within, shared_workers
 
 logger = logging.getLogger(__name__)
 
 CPU_SECONDS = 4.0  # to read or to compare one answer; of some hundred answers, the dearest took 0.7 s, the next 0.25 s
 TIMEOUT = 30.0  # seconds by the clock for a row: more than twice the CPU time that reading, comparing and judging take
-
-Verify = Callable[[str, str], float]
 
 
 # -------------------------------------------------------------------------------------------------- scoring one row
@@ -89,8 +87,10 @@ def score_answer(completion: str, gold: str) -> float:
     known = parse_gold(bare)
     try:
         return float(run_within(CPU_SECONDS, _compare, known, answer))
-    except TOO_MUCH_WORK as error:
-        if _costs_too_much(bare):
+    except TOO_MUCH_WORK:
+        try:  # whether the gold answer is to blame: beside a plain number
+            run_within(CPU_SECONDS, _verify, known, _read_formula("104729"))
+        except TOO_MUCH_WORK as error:
             raise UnreadableGold(f"the gold answer {bare!r} is too much work to compare with: {error}") from error
         return 0.0
 
@@ -102,29 +102,17 @@ def parse_gold(bare: str) -> Gold:
     Raises:
         UnreadableGold: if math-verify finds nothing in it, or only beyond the limits of work.
     """
-    if not is_readable(bare):
-        raise UnreadableGold(
-            f"the gold answer {bare!r:.100} is longer than {MAX_ANSWER_CHARS} characters ({len(bare)}) or has brackets "
-            f"nested deeper than {MAX_DEPTH}"
-        )
     value, units = split_units(bare)
     try:
-        expressions = run_within(CPU_SECONDS, _read_each, _with_and_without_percent(value))
+        expressions = run_within(CPU_SECONDS, _read_formula, value) if is_readable(bare) else []
     except TOO_MUCH_WORK as error:
         raise UnreadableGold(f"the gold answer {bare!r} is too much work to read: {error}") from error
     if not expressions:
-        raise UnreadableGold(f"the gold answer {bare!r} is neither an expression that math-verify reads nor words")
+        raise UnreadableGold(
+            f"the gold answer {bare!r:.100} ({len(bare)} characters) is neither an expression that math-verify reads "
+            f"nor words, or it has more than {MAX_ANSWER_CHARS} characters or brackets nested deeper than {MAX_DEPTH}"
+        )
     return Gold(bare, value, frozenset(units), tuple(expressions))
-
-
-@functools.lru_cache(maxsize=1024)
-def _costs_too_much(bare: str) -> bool:
-    """Whether comparing a gold answer is beyond the limits even beside a plain number."""
-    try:
-        run_within(CPU_SECONDS, _verify, parse_gold(bare), _read_formula("104729"))
-    except TOO_MUCH_WORK:
-        return True
-    return False
 
 
 def _compare(gold: Gold, answer: Answer) -> bool:
@@ -132,14 +120,12 @@ def _compare(gold: Gold, answer: Answer) -> bool:
         value, units = split_units(answer.text)
         is_formula = _INTEGER.fullmatch(value) or not has_words(value) and _read_formula(value)
         if not is_formula:
-            return _same_units(gold, units) and _verify(gold, _read(answer.prose))
+            return _same_units(gold, units) and _verify(gold, _parse(answer.prose))
     return _is_right(answer.text, functools.partial(_equals, gold))
 
 
 def _is_right(answer: str, equals: Callable[[str], bool]) -> bool:
     """Whether an answer is the gold answer, or each member of its list is (1/2 or 0.5)."""
-    if not answer:
-        return False
     members = split_list(answer)
     return equals(answer) or len(members) > 1 and all(map(equals, members))
 
@@ -159,12 +145,7 @@ def _equals(gold: Gold, answer: str) -> bool:
     if len(members) == 1 and not _is_relation(gold):
         chain = split_chain(value)
         candidates = [*chain[-1:], *filter(_PLAIN_NUMBER.fullmatch, chain[:-1])]
-    candidates = [form for one in candidates for form in _with_and_without_percent(one)]
     return any(_same_base(gold.text, one) and _verify(gold, _read_formula(one)) for one in candidates)
-
-
-def _with_and_without_percent(value: str) -> list[str]:
-    return [value, value[:-1].rstrip("\\ ")] if value.endswith("%") else [value]
 
 
 def _is_true(chain: str) -> bool:
@@ -188,10 +169,9 @@ def _agree(one: float | None, digit: float, other: float | None, other_digit: fl
 
 def _number(plain: str) -> float | None:
     """The value of a plain number; None for what is none after all, like the root of -1."""
-    try:
+    with suppress(IndexError, TypeError):
         return float(_read_formula(plain)[0].evalf())
-    except (IndexError, TypeError):
-        return None
+    return None
 
 
 def _last_digit(written: str, is_rounded: bool) -> float:
@@ -215,47 +195,31 @@ def _verify(gold: Gold, answer: Sequence[Any]) -> bool:
     return any(verify(g, a, **options) for g in gold.expressions for a in answer)
 
 
-def _read(prose: str) -> list[Any]:
-    return _parse(prose, _extraction())
-
-
 def _read_formula(formula: str) -> list[Any]:
-    """As LaTeX only: in "? 5", which is none, math-verify would find the number."""
-    return _with_solutions(formula, _parse(rf"\boxed{{{formula}}}", _extraction()[:1]))
+    r"""As LaTeX only: in "? 5", which is none, math-verify would find the number.
+
+    Of 50\% it gives the share and the number, of inequalities joined by "or" also the set of their solutions.
+    """
+    from math_verify import LatexExtractionConfig
+    from sympy import FiniteSet, Rel, Union
+
+    forms = [formula, formula[:-1].rstrip("\\ ")] if formula.endswith("%") else [formula]
+    values = [
+        value for form in forms for value in _parse(rf"\boxed{{{form}}}", extraction_config=[LatexExtractionConfig()])
+    ]
+    if _OR.search(formula) and values and isinstance(values[0], FiniteSet):
+        relations = values[0].args
+        if all(isinstance(one, Rel) for one in relations):
+            with suppress(NotImplementedError):  # of several variables, say
+                values.append(Union(*(one.as_set() for one in relations)))
+    return values
 
 
-def _with_solutions(formula: str, values: list[Any]) -> list[Any]:
-    """What is read in a formula; of inequalities joined by "or" the set of their solutions, too."""
-    from sympy import FiniteSet, Union
-    from sympy.core.relational import Relational
-
-    if not (values and _OR.search(formula) and isinstance(values[0], FiniteSet)):
-        return values
-    relations = values[0].args
-    if not all(isinstance(one, Relational) for one in relations):
-        return values
-    try:
-        return [*values, Union(*(one.as_set() for one in relations))]
-    except NotImplementedError:  # of several variables, say
-        return values
-
-
-def _read_each(formulas: Sequence[str]) -> list[Any]:
-    return [expression for formula in formulas for expression in _read_formula(formula)]
-
-
-def _parse(text: str, extraction: Sequence[Any]) -> list[Any]:
+def _parse(text: str, **options: Any) -> list[Any]:
     from math_verify import parse
 
     # No timeout of its own: it would turn into "no answer".
-    return parse(text, extraction, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True)
-
-
-@functools.cache  # the same for everything, because math-verify caches the compiled patterns of a single one
-def _extraction() -> tuple[Any, ...]:
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig
-
-    return LatexExtractionConfig(), ExprExtractionConfig()
+    return parse(text, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True, **options)
 
 
 def _same_units(gold: Gold, units: set[str]) -> bool:
@@ -285,13 +249,8 @@ _OR = re.compile(r"\bor\b")
 
 def _prepare_worker() -> None:
     """Pays for the imports and the patterns before the first task."""
-    for name in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # they warn that we switched their timeouts off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that we switched its timeouts off
     score_answer(r"So $x=\boxed{\frac{1}{2}}$", "0.25")
-
-
-def _score_row(verify: Verify, completion: str, gold: str) -> float:
-    return float(verify(completion, gold))
 
 
 # ------------------------------------------------------------------------------------------------------- the reward
@@ -311,31 +270,15 @@ class MathAccuracyReward:
             three times `CPU_SECONDS` can make wrong rows, and on a busy machine right ones, NaN.
         workers: processes; default: this process's share of the CPUs, at most 8. Rewards with the same number share
             them. They start at the first call (~1 s) and stop at `close()` of the last reward or at exit.
-        verify: (completion, gold) → score, to be run in the workers instead of `score_answer`. It must be importable.
     """
 
     __name__ = "math_accuracy"  # TRL names its metrics after it
+    score = staticmethod(score_answer)  # of one row, in a worker
 
-    def __init__(self, *, timeout: float = TIMEOUT, workers: int | None = None, verify: Verify = score_answer):
-        if not timeout > 0:
-            raise ValueError(
-                f"timeout = {timeout} would kill every row: give the seconds that a row may take, e.g. {TIMEOUT:g}."
-            )
-        if workers is not None and workers < 1:
-            raise ValueError(
-                f"workers = {workers} can score nothing: give at least 1, or None to use this machine's CPUs."
-            )
-        if verify.__module__ == "__main__":
-            raise ValueError(
-                f"verify = {verify.__qualname__} is defined in the main script, which the worker processes do not run: "
-                "move it into a module and import it from there."
-            )
-        if importlib.util.find_spec("math_verify") is None:
-            raise ImportError("MathAccuracyReward needs math_verify: pip install math-verify")
+    def __init__(self, *, timeout: float = TIMEOUT, workers: int | None = None):
         self.timeout = timeout
         self.workers = workers or default_workers()
-        self.verify = verify
-        self._told: set[str] = set()
+        self._told: set[type] = set()
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float]:
         """Scores a batch; may be called from any thread.
@@ -347,50 +290,28 @@ class MathAccuracyReward:
         Returns:
             One of 1.0, 0.0 and NaN per completion, in order.
         """
-        if len(completions) != len(answer):
-            raise ValueError(
-                f"{len(completions)} completions cannot be compared with {len(answer)} answers: pass one gold answer "
-                "per completion, repeated for the completions of one prompt."
-            )
         rows = [(completion_text(c), "" if a is None else str(a)) for c, a in zip(completions, answer, strict=True)]
-        outcomes = self._score(rows)
-        self._tell_failures(rows, outcomes)
-        return [math.nan if isinstance(outcome, str) else outcome for outcome in outcomes]
-
-    def _score(self, rows: Sequence[tuple[str, str]]) -> list[float | str]:
-        """One outcome per row: its score, or why it has none."""
+        arguments = [{"completion": completion, "gold": gold} for completion, gold in rows]
         submit = functools.partial(shared_workers(self.workers, _prepare_worker).submit, user=self)
-        arguments = [{"verify": self.verify, "completion": completion, "gold": gold} for completion, gold in rows]
-        calls = call_all(submit, _score_row, arguments, timeout=self.timeout)
-        return [call.value if call.error is None else self._reason(call.error) for call in calls]
+        calls = call_all(submit, self.score, arguments, timeout=self.timeout)
+        for call in calls:
+            self._tell_failure(call)
+        return [call.value if call.error is None else math.nan for call in calls]
 
-    def _reason(self, error: BaseException) -> str:
-        if isinstance(error, TimeoutError):
-            return f"timeout after {self.timeout} s"
-        if isinstance(error, WorkerDied):
-            return f"crash of its worker, {error}"
-        return f"{type(error).__name__}: {error}"[:300]
-
-    def _tell_failures(self, rows: Sequence[tuple[str, str]], outcomes: Sequence[float | str]) -> None:
+    def _tell_failure(self, call: Call) -> None:
         """Logs the first failure of each kind; the trainer's metrics count them all."""
-        for (completion, gold), outcome in zip(rows, outcomes, strict=True):
-            kind = outcome.split()[0] if isinstance(outcome, str) else ""
-            if kind and kind not in self._told:
-                self._told.add(kind)
-                logger.warning(
-                    f"An answer could not be scored and is NaN: {outcome} (gold answer {gold!r:.100}, completion ends "
-                    f"in {completion[-100:]!r}). Further failures of this kind are not reported."
-                )
+        if call.error is None or type(call.error) in self._told:
+            return
+        self._told.add(type(call.error))
+        logger.warning(
+            f"An answer could not be scored and is NaN: {type(call.error).__name__}, {call.error!s:.300} (gold answer "
+            f"{call.arguments['gold']!r:.100}, completion ends in {call.arguments['completion'][-100:]!r}). Further "
+            "failures of this kind are not reported."
+        )
 
     def close(self) -> None:
         """Stops the worker processes unless another reward uses them. A later call starts them again."""
         shared_workers(self.workers, _prepare_worker).leave(self)
-
-    def __enter__(self) -> MathAccuracyReward:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 def completion_text(completion: Any) -> str:

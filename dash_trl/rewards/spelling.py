@@ -5,7 +5,6 @@ For single answers, whose length `answers.py` limits; `to_latex` alone meets lon
 
 from __future__ import annotations
 
-import functools
 import re
 import unicodedata
 
@@ -22,13 +21,8 @@ def normalize_answer(answer: str) -> str:
     """
     answer = re.sub(r"(?<!\\)\$|\*\*", "", to_latex(answer))
     if _LETTER.search(answer):
-        answer = _TEXT_VALUE.sub(r" \1 ", answer)
-        answer = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", answer)
-        answer = _PERCENT.sub(r"\\%", answer)
-        answer = _GREEK.sub(r"\\\1 ", answer)
-        answer = _ROOT_OF.sub(r"\\sqrt{\1}", answer)
-        answer = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", answer)
-        answer = _LOGICAL_OR.sub(" or ", answer)
+        for pattern, spelling in _SPELLINGS:
+            answer = pattern.sub(spelling, answer)
     answer = answer.lstrip("= \t\n")
     bare = answer.rstrip(".,;: \t\n")
     return answer[: len(bare) + 1].strip() if bare.endswith("\\") else bare.strip()  # of `5\,` the comma is no stop
@@ -40,60 +34,58 @@ def to_latex(text: str) -> str:
         return text
     text = _RAISED.sub(lambda run: f"^{{{_plain(run[0])}}}", text)
     text = _LOWERED.sub(lambda run: f"_{{{_plain(run[0])}}}", text)
-    text = "".join(char if char.isascii() else _latex_character(char) for char in text)
+    text = _DIGIT.sub(lambda digit: str(int(digit[0])), text)
+    text = _plain(text.translate(_SYMBOLS))
     return _ROOT.sub(lambda root: f"{_ROOTS[root[1]]}{{{root[2]}}}" if root[2] else _ROOTS[root[1]], text)
-
-
-@functools.lru_cache(maxsize=1024)
-def _latex_character(char: str) -> str:
-    if char in _SYMBOLS:
-        return _SYMBOLS[char]
-    if char.isdecimal():  # of any script
-        return str(unicodedata.decimal(char))
-    kind = unicodedata.decomposition(char).partition(" ")[0]
-    if kind == "<fraction>" and len(parts := _plain(char).split("/")) == 2:
-        return rf"\frac{{{parts[0]}}}{{{parts[1]}}}"
-    if kind in ("<wide>", "<font>", "<noBreak>", "<compat>"):
-        return _plain(char)
-    alphabet, _, letter = unicodedata.name(char, "").partition(" LETTER ")
-    if alphabet in ("GREEK SMALL", "GREEK CAPITAL") and letter.isalpha():
-        letter = letter.replace("LAMDA", "LAMBDA")  # Unicode's spelling
-        return f"\\{letter.lower() if alphabet == 'GREEK SMALL' else letter.capitalize()} "
-    return char
 
 
 def _plain(text: str) -> str:
     return unicodedata.normalize("NFKC", text).replace("\N{MINUS SIGN}", "-").replace("\N{FRACTION SLASH}", "/")
 
 
-_SYMBOLS = {"\N{MINUS SIGN}": "-", "\N{FRACTION SLASH}": "/", "\N{ZERO WIDTH SPACE}": "", "∨": " or "}
-_SYMBOLS |= {char: rf"\mathbb{{{_plain(char)}}} " for char in "ℝℤℚℕℂ"}
-_SYMBOLS |= {
-    char: f"{latex} "
-    for char, latex in zip(
-        "× · ⋅ ÷ ± ≤ ≥ ≠ ≈ ∞ ∈ ∪ ∩ ∅ ° º".split(),
-        r"\times \cdot \cdot \div \pm \le \ge \ne \approx \infty \in \cup \cap \emptyset ^\circ ^\circ".split(),
-        strict=True,
-    )
-}
+_FRACTIONS = zip("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑", "12 13 23 14 34 15 25 35 45 16 56 17 18 38 58 78 19".split(), strict=True)
+_COMMANDS = zip(
+    "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΥΦΨΩ×·⋅÷±≤≥≠≈∞∈∪∩∅",
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi "
+    "omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega "
+    "times cdot cdot div pm le ge ne approx infty in cup cap emptyset".split(),
+    strict=True,
+)
+_SYMBOLS = str.maketrans(
+    {
+        **{char: rf"\frac{{{digits[0]}}}{{{digits[1]}}}" for char, digits in _FRACTIONS},
+        **{char: f"\\{name} " for char, name in _COMMANDS},
+        **{char: rf"\mathbb{{{letter}}} " for char, letter in zip("ℝℤℚℕℂ", "RZQNC", strict=True)},
+        **dict.fromkeys("°º", r"^\circ "),
+        "\N{ZERO WIDTH SPACE}": "",
+        "∨": " or ",
+    }
+)
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _ROOT = re.compile(r"([√∛∜])\s*(\d+(?:\.\d+)?|[a-zA-Z]|\\[a-z]+|)")
 _RAISED = re.compile(r"[\u00b2\u00b3\u00b9\u2070\u2071\u2074-\u207f]+")
 _LOWERED = re.compile(r"[\u2080-\u208e\u2090-\u209c]+")
+_DIGIT = re.compile(r"(?![0-9])\d")  # of any script
 _LETTER = re.compile("[a-zA-Z]")
 _TEXT = r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|boldsymbol|bm|operatorname)\s*\{"
-_TEXT_VALUE = re.compile(
-    rf"{_TEXT}\s*+([-+]?\\?\$?\.?\d[^{{}}]*|[^\w{{}}]*(?:or|and)\b[^{{}}]*|[^{{}}]*\b(?:or|and)\b[^{{}}a-zA-Z]*"
-    r"|[^{}]*\b(?:or|and)\b[^{}]*\d[^{}]*)\}"
-)
-_SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?|\.\d+)[eE]\+?(-?\d{1,4})(?![\w.])")
-_PERCENT = re.compile(rf"{_TEXT}\s*(?:percent(?:age)?|pct)\s*\}}|(?<![a-zA-Z\\])(?:percent(?:age)?|pct)(?![a-zA-Z])")
-_SHORT_FRACTION = re.compile(
-    r"\\[dt]?frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])"
-)  # math-verify takes the c of \frac1c for a unit
-_LOGICAL_OR = re.compile(r"\\(?:lor|vee)(?![a-zA-Z])")
-_ROOT_OF = re.compile(r"\\?\bsqrt\s*\(([^()]*)\)")
-_GREEK = re.compile(r"(?<![a-zA-Z\\])(alpha|beta|gamma|delta|theta|lambda|mu|pi|sigma|phi|omega)(?![a-zA-Z])")
+_PERCENT = "(?:percent(?:age)?|pct)"
+_SPELLINGS = [
+    (re.compile(pattern), spelling)
+    for pattern, spelling in (
+        (
+            rf"{_TEXT}\s*+([-+]?\\?\$?\.?\d[^{{}}]*|[^\w{{}}]*(?:or|and)\b[^{{}}]*|[^{{}}]*\b(?:or|and)\b[^{{}}a-zA-Z]*"
+            r"|[^{}]*\b(?:or|and)\b[^{}]*\d[^{}]*)\}",
+            r" \1 ",
+        ),
+        (r"(?<![\w.\\])(\d+(?:\.\d+)?|\.\d+)[eE]\+?(-?\d{1,4})(?![\w.])", r"\1 \\times 10^{\2}"),
+        (rf"{_TEXT}\s*{_PERCENT}\s*\}}|(?<![a-zA-Z\\]){_PERCENT}(?![a-zA-Z])", r"\\%"),
+        (r"(?<![a-zA-Z\\])(alpha|beta|gamma|delta|theta|lambda|mu|pi|sigma|phi|omega)(?![a-zA-Z])", r"\\\1 "),
+        (r"\\?\bsqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        # math-verify takes the c of \frac1c for a unit
+        (r"\\[dt]?frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])", r"\\frac{\1}{\2}"),
+        (r"\\(?:lor|vee)(?![a-zA-Z])", " or "),
+    )
+]
 
 
 def squeeze(answer: str) -> str:
@@ -142,7 +134,7 @@ def _split_unit(answer: str) -> tuple[str, str | None]:
     currency = _CURRENCY.match(answer)
     if currency:
         value = _split_unit(answer[currency.end() :])[0]
-        return f"{currency['sign']}{value}", _UNITS.get(currency["unit"], "")
+        return f"{currency['sign']}{value}", UNITS.get(currency["unit"], "")
     found = _TEXT_UNIT.fullmatch(answer) or _BARE_UNIT.fullmatch(answer)
     if not found:
         return answer, None
@@ -150,22 +142,17 @@ def _split_unit(answer: str) -> tuple[str, str | None]:
     power = found["power"] or ""
     if len(words) > 1 and words[0] in _POWERS:
         power = _POWERS[words.pop(0)]
-    name = _UNITS.get(" ".join(words), "")
+    name = UNITS.get(" ".join(words), "")
     if found.re is _BARE_UNIT:
-        if len(found["unit"]) == 1 and found["unit"].isalpha() and not _NUMERAL.fullmatch(found["value"]):
-            return answer, None  # 3x + 2h is no number of hours
-        if not name and not all(_is_word(word) for word in words):
+        is_letter = len(found["unit"]) == 1 and found["unit"].isalpha()  # 3x + 2h is no number of hours
+        if is_letter and not _NUMERAL.fullmatch(found["value"]) or not name and not all(map(_is_word, words)):
             return answer, None
     return found["value"].strip(), f"{name}^{power}" if name and power else name
 
 
-def is_unit(word: str) -> bool:
-    return word.casefold() in _UNITS
-
-
 def _is_word(letters: str) -> bool:
     is_long = len(letters) >= MIN_WORD_LETTERS and bool(_VOWEL.search(letters))
-    return letters in _UNITS or letters == "per" or is_long and letters not in _NUMBER_WORDS
+    return letters in UNITS or letters == "per" or is_long and letters not in _NUMBER_WORDS
 
 
 _BRACKETS = r"(?P<open>\\?[({\[])|(?P<close>\\?[)}\]])|\\."
@@ -175,7 +162,7 @@ _LIST = re.compile(
 )
 _CHAIN = re.compile(rf"(?P<separator>(?<![<>!:])=|\\(?:approx|simeq)(?![a-zA-Z]))|{_BRACKETS}")
 _POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
-_UNITS = {
+UNITS = {
     name: names.split()[0]
     for names in (
         "mm millimeter millimetre",
@@ -228,13 +215,9 @@ _NUMERAL = re.compile(r"[-+\d.,/ ]+")
 
 def normalize_text(text: str) -> str:
     r"""One spelling for answers in words: `\text{(C)}.` → "c", `$\textbf{No  solution}$` → "no solution"."""
-    while (unwrapped := _TEXT_COMMAND.sub(r"\1", text)) != text:
-        text = unwrapped
-    text = re.sub(r"\\[ ,;!]|[$*~]", " ", text)
-    text = " ".join(text.split()).rstrip(".").strip()
-    if text.startswith("(") and text.endswith(")") and text.count("(") == 1:
-        text = text[1:-1].strip()
-    return text.casefold()
+    text = re.sub(r"\\[ ,;!]|[$*~]", " ", re.sub(rf"{_TEXT}|[{{}}]", "", text))
+    text = " ".join(text.split()).rstrip(". ")
+    return re.sub(r"^\( ?([^()]*?) ?\)$", r"\1", text).casefold()
 
 
 def is_text_answer(gold: str) -> bool:
@@ -243,12 +226,9 @@ def is_text_answer(gold: str) -> bool:
     Not xy (a product), x (a variable, or the choice X: `score_answer` tries both), 5\text{ cm} (a number).
     """
     words = normalize_text(gold)
-    if not _WORDS.fullmatch(words):
-        return False
-    rest, wrapped = _TEXT_COMMAND.subn("", gold)
-    if wrapped and not rest.strip(" ,;$"):
-        return True
-    return any(len(word) >= MIN_WORD_LETTERS and _VOWEL.search(word) for word in re.findall(r"[^\W\d_]+", words))
+    is_wrapped = not re.sub(rf"{_TEXT}[^{{}}]*\}}|[ ,;$]", "", gold)
+    is_long = any(len(word) >= MIN_WORD_LETTERS and _VOWEL.search(word) for word in re.findall(r"[^\W\d_]+", words))
+    return bool(_WORDS.fullmatch(words)) and (is_wrapped or is_long)
 
 
 def same_words(one: str, other: str) -> bool:
@@ -260,11 +240,9 @@ def same_words(one: str, other: str) -> bool:
 def same_text(one: str, other: str) -> bool:
     """Whether two answers are spelled alike, in any order of a list, and say something."""
     one, other = squeeze(one), squeeze(other)
-    if one != other and sorted(split_list(one)) != sorted(split_list(other)):
-        return False
-    return any(char.isalnum() for char in one)
+    alike = one == other or sorted(split_list(one)) == sorted(split_list(other))
+    return alike and any(char.isalnum() for char in one)
 
 
-_TEXT_COMMAND = re.compile(rf"{_TEXT}([^{{}}]*)\}}")
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s,'-]+[^\W\d_]+)*")
 _VOWEL = re.compile(r"[aeiouy]")

@@ -46,11 +46,6 @@ class RunAhead:
         self.submitted = max(first, self.window + min(known, self.level) + 1)
         return range(first, self.submitted)
 
-    @property
-    def oldest_permitted(self) -> int:
-        """The optimizer step of the oldest weights that the window may be sampled by: with which window n − k began."""
-        return self._begun[0]
-
     def check(self, oldest: int) -> None:
         """
         Args:
@@ -58,9 +53,10 @@ class RunAhead:
         Raises:
             StaleRollouts: they are too old, which the order of submission excludes.
         """
-        if oldest < self.oldest_permitted:
+        permitted = self._begun[0]  # with which window n − k began
+        if oldest < permitted:
             raise StaleRollouts(
                 f"Window {self.window} begins at optimizer step {self._begun[-1]} with rollouts of the weights of step "
-                f"{oldest}, but async_level={self.level} permits those of step {self.oldest_permitted} at the oldest "
+                f"{oldest}, but async_level={self.level} permits those of step {permitted} at the oldest "
                 f"(the last windows began at the steps {list(self._begun)}). This is a defect of dash_trl: report it."
             )

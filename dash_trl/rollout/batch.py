@@ -9,8 +9,7 @@ Letters: B rows of this rank, P prompt tokens (left-padded), T completion tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Self, TypeVar
 
 import torch
@@ -35,9 +34,6 @@ SAMPLED_FIELDS = (
     "sampling_per_token_logps",
 )
 
-# What was seen of each token while it was sampled, for credit: it goes no further than the filter.
-WITNESSED_FIELDS = ("witnessed_log_probs", "witnessed_entropies")
-
 # What model passes find of rows where the loss asks for it.
 SCORED_FIELDS = ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
 
@@ -57,8 +53,6 @@ class RolloutBatch:
             the row: those of its request's dispatch and end, which differ if new weights came while it was in flight.
         tool_mask: [B, T], 1 = written by the policy; only where a `rollout_func` returned `env_mask`.
         sampling_per_token_logps: [B, T], the sampler's log-probs, where the sampler reports them.
-        witnessed_log_probs, witnessed_entropies: [B, T] float32, of the policy that sampled, before top-k, top-p and
-            penalties; where transformers' `generate` sampled and a callback `needs_log_probs`. Not of `Survivors`.
         old_per_token_logps, ref_per_token_logps: [B, T], where the loss asks for them: of `Survivors`, or of all rows
             where these are not known yet when the first optimizer step takes some.
         importance_sampling_ratio: as these, [B, T] (token modes) or [B, 1] (sequence modes), where the sampler is
@@ -74,8 +68,6 @@ class RolloutBatch:
     policy_version: Tensor
     tool_mask: Tensor | None = None
     sampling_per_token_logps: Tensor | None = None
-    witnessed_log_probs: Tensor | None = None
-    witnessed_entropies: Tensor | None = None
     old_per_token_logps: Tensor | None = None
     ref_per_token_logps: Tensor | None = None
     importance_sampling_ratio: Tensor | None = None
@@ -186,8 +178,7 @@ class CreditedRollouts(ScoredRollouts):
 
     def survivors(self, rows: Tensor) -> Survivors:
         """The given rows (indices), in that order: the tensors that optimizer steps need, and no texts."""
-        tensors = {name: value for name, value in self.tensors().items() if name not in WITNESSED_FIELDS}
-        return Survivors(**{name: value[rows] for name, value in tensors.items()})
+        return Survivors(**{name: value[rows] for name, value in self.tensors().items()})
 
 
 @dataclass(kw_only=True)
@@ -253,25 +244,44 @@ class Survivors(CreditedRollouts):
         return inputs
 
 
-Rollouts = TypeVar("Rollouts", bound=RolloutBatch)
-
-
 def _padded(rows: Sequence[list[int]], side: str, pad_token_id: int) -> tuple[Tensor, Tensor]:
     """[B, longest] int64 each: the tokens, and 1 where one is."""
     tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
     masks = [torch.ones_like(row) for row in tokens]
-    pad = partial(pad_sequence, batch_first=True, padding_side=side)
-    return pad(tokens, padding_value=pad_token_id), pad(masks)
+    ids = pad_sequence(tokens, batch_first=True, padding_side=side, padding_value=pad_token_id)
+    return ids, pad_sequence(masks, batch_first=True, padding_side=side)
 
 
-def joined(parts: Sequence[Rollouts]) -> Rollouts:
-    """The rows of all parts, whose columns are as many."""
+Table = TypeVar("Table")  # a dataclass
+
+
+def joined(parts: Sequence[Table]) -> Table:
+    """The rows of all parts, at least one, as one dataclass; a single part is not copied, since it may be large.
+
+    Tensors and lists are concatenated, dataclasses joined; other fields are the first part's. A tensor with fewer
+    columns than another part's is padded, with NaN or, if it has integers, with −1.
+    """
+    if len(parts) == 1:
+        return parts[0]
     found: dict[str, Any] = {}
-    for one in fields(parts[0]):
-        values = [getattr(part, one.name) for part in parts]
-        found[one.name] = torch.cat(values) if isinstance(values[0], Tensor) else values[0] and sum(values, [])
-    return type(parts[0])(**found)
+    for name, value in _fields(parts[0]).items():
+        values = [getattr(part, name) for part in parts]
+        if isinstance(value, Tensor):
+            found[name] = _stacked(values)
+        elif isinstance(value, list):
+            found[name] = sum(values, [])
+        elif is_dataclass(value):
+            found[name] = joined(values)
+    return replace(parts[0], **found)  # type: ignore[type-var]
 
 
-def _fields(batch: RolloutBatch) -> dict[str, Any]:
-    return {one.name: getattr(batch, one.name) for one in fields(batch)}
+def _stacked(tables: Sequence[Tensor]) -> Tensor:
+    if tables[0].dim() == 2:
+        padding = torch.nan if tables[0].is_floating_point() else -1
+        most = max(table.shape[1] for table in tables)
+        tables = [torch.nn.functional.pad(table, (0, most - table.shape[1]), value=padding) for table in tables]
+    return torch.cat(list(tables))
+
+
+def _fields(table: Any) -> dict[str, Any]:
+    return {one.name: getattr(table, one.name) for one in fields(table)}

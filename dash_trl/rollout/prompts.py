@@ -110,7 +110,6 @@ class PromptReader:
         self._epochs: deque[_Epoch] = deque()  # from this one to the one that is being read
         self._start = 0  # the micro-step with which this optimizer step begins
         self._handed: list[Rows] = []  # the micro-batches of this optimizer step
-        self._last: Rows = []  # read last
 
     def read(self, epoch_iterator: Iterator[Rows], count: int, *, step: int, state: Any) -> Iterator[Rows]:
         """The micro-batches of the optimizer step that begins, at most `count`: those of `epoch_iterator`.
@@ -151,7 +150,7 @@ class PromptReader:
         """Let go of what was read ahead, and of the dataloader's workers."""
         self._given = None
         self._epochs.clear()
-        self._handed, self._last = [], []
+        self._handed = []
 
     def _read_ahead(self, state: Any) -> None:
         """Up to the first micro-batch of the last window to be known, or of all that will run."""
@@ -170,16 +169,14 @@ class PromptReader:
             else:
                 return
 
-    def _read_one(self, epoch: _Epoch) -> None:
+    @staticmethod
+    def _read_one(epoch: _Epoch) -> None:
         assert epoch.source is not None
         batch = next(epoch.source, None)
         if batch is None:
             epoch.source = None
-            return
-        if self._next_micro_step() % self.window_batches and _equal(batch, self._last):
-            batch = self._last  # so that a window's rows are in memory once
-        epoch.batches.append(batch)
-        self._last = batch
+        else:
+            epoch.batches.append(batch)
 
     def _next_micro_step(self) -> int:
         """That of the micro-batch which is read next."""
@@ -193,10 +190,3 @@ class PromptReader:
     def _steps_of(self, batches: int, *, ended: bool) -> int:
         whole, rest = divmod(batches, self.step_batches)
         return whole + (rest > 0 and ended and self.sized)
-
-
-def _equal(one: Rows, other: Rows) -> bool:
-    try:
-        return bool(one == other)
-    except (RuntimeError, ValueError):  # of tensors and arrays, which have no one truth value
-        return False

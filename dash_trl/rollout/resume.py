@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -100,19 +100,13 @@ class SavedRun:
         torch.save({**state, "shapes": asdict(self.shapes), "window": window}, path)
 
     @classmethod
-    def load(cls, path: str) -> SavedRun | str | None:
-        """The saved run, None where there is no such file, or why it cannot be read (the ranks have to agree first)."""
-        if not os.path.isfile(path):
+    def load(cls, path: str) -> SavedRun | None:
+        """The saved run; None if there is no such file."""
+        state = _read(path)
+        if state is None:
             return None
-        try:
-            state = torch.load(path, weights_only=True)
-            window = None if state["window"] is None else GenerationWindow.from_state_dict(state["window"])
-            return cls(**{**state, "shapes": Shapes(**state["shapes"]), "window": window})
-        except Exception as error:  # whatever a damaged file makes of torch.load: its message would mislead
-            return f"{path} is damaged, or of another version ({type(error).__name__})"
-
-    def without_window(self) -> SavedRun:
-        return replace(self, window=None)
+        window = None if state["window"] is None else GenerationWindow.from_state_dict(state["window"])
+        return cls(**{**state, "shapes": Shapes(**state["shapes"]), "window": window})
 
 
 STATES = "callback_states.pt"  # beside the windows, of all ranks
@@ -120,19 +114,22 @@ STATES = "callback_states.pt"  # beside the windows, of all ranks
 
 def load_states(checkpoint: str) -> dict[str, Any]:
     """The states of the callbacks that have one, by the names of their classes; none without the file."""
-    path = os.path.join(checkpoint, STATES)
+    return _read(os.path.join(checkpoint, STATES)) or {}
+
+
+def _read(path: str) -> dict[str, Any] | None:
     if not os.path.isfile(path):
-        return {}
+        return None
     try:
-        return dict(torch.load(path, weights_only=True))
-    except Exception as error:  # as for a window
+        return torch.load(path, weights_only=True)
+    except Exception as error:  # whatever a damaged file makes of torch.load: its message would mislead
         raise ValueError(
             f"{path} is damaged, or of another version ({type(error).__name__}). Resume from another checkpoint, or "
-            "delete the file to go on without what callbacks had learned."
+            "delete the file, and those of the other ranks, to go on without what it holds."
         ) from error
 
 
-def one_run(found: Sequence[SavedRun | str | None], processes: int, checkpoint: str) -> SavedRun | None:
+def one_run(found: Sequence[SavedRun | None], processes: int, checkpoint: str) -> SavedRun | None:
     """What the ranks found, if that is one run; the same on all of them, so that they go on or stop together.
 
     Args:
@@ -140,17 +137,15 @@ def one_run(found: Sequence[SavedRun | str | None], processes: int, checkpoint: 
     Returns:
         The run, without its window; None if no rank found any (the checkpoint of another trainer).
     Raises:
-        ValueError: a file is damaged, or missing on a rank that must have had one.
+        ValueError: a file is missing on a rank that must have had one.
     """
-    problems = [one for one in found if isinstance(one, str)]
-    saved = next((one for one in found if isinstance(one, SavedRun)), None)
-    if saved is not None and saved.shapes.processes == processes:
-        ranks = [rank for rank, one in enumerate(found) if one != saved and not isinstance(one, str)]
-        problems += [f"generation_window_{rank}.pt is missing or of another step than the others" for rank in ranks]
-    if problems:
+    saved = next((one for one in found if one is not None), None)
+    if saved is None or saved.shapes.processes != processes:
+        return saved
+    if missing := [f"generation_window_{rank}.pt" for rank, one in enumerate(found) if one != saved]:
         raise ValueError(
-            f"The generation window of {checkpoint} cannot be restored: {'; '.join(problems)}. Resume from another "
-            "checkpoint, or delete every generation_window_*.pt of this one to go on with a new window."
+            f"In {checkpoint}, {', '.join(missing)} is missing, or of another step than the others. Resume from "
+            "another checkpoint, or delete every generation_window_*.pt of this one to go on with a new window."
         )
     return saved
 
@@ -176,9 +171,11 @@ def why_a_new_window(
         then, old = saved.shapes, asdict(saved.shapes)
         changed = [f"{name}={old[name]} (now {value})" for name, value in asdict(now).items() if value != old[name]]
         used = then.prompts_used(saved.position[1])
-        reason = f"{checkpoint} was saved with {', '.join(changed)}, after prompt {used} of epoch {saved.position[0]}"
-        if left := -saved.position[1] % then.window_batches:
-            reason += f" and before the last {left} of {then.window_batches} micro-batches of their window"
+        left = -saved.position[1] % then.window_batches
+        reason = (
+            f"{checkpoint} was saved with {', '.join(changed)}, after prompt {used} of epoch {saved.position[0]}, "
+            f"with {left} of {then.window_batches} micro-batches of its window left"
+        )
         same_order = (then.prompts, then.shuffle_seed) == (now.prompts, now.shuffle_seed) or used == 0
         fits &= same_order and (epoch, now.prompts_used(batches)) == (saved.position[0], used)
     if fits or ignore_data_skip:

@@ -5,14 +5,14 @@ Letters: B rows of a rank, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dash_trl.rollout.batch import Survivors, joined
+from dash_trl.rollout.batch import CreditedRollouts, Survivors, joined
 
 
 @dataclass
@@ -58,3 +58,32 @@ class GenerationWindow:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> GenerationWindow:
         return cls(Survivors(**state["rollouts"]), state["lengths"], state["num_items_in_batch"])
+
+
+def in_parts(
+    arriving: Iterator[tuple[Tensor, bool]],
+    rows: int,
+    part: Callable[[Tensor], tuple[CreditedRollouts, Tensor, GenerationWindow]],
+    *,
+    when_whole: Callable[[CreditedRollouts, Tensor, Survivors], None],
+) -> Iterator[tuple[GenerationWindow, bool]]:
+    """Of a window whose rewards come in parts: each part's own window, and whether it is the optimizer step's last.
+
+    some groups have come ──► part: reward → credit → filter → score ──► passes of the step that takes them
+                               └──── once all have come: the whole batch, as if it had come at once ──► logs
+
+    Args:
+        arriving: the rows (indices) that have come, and whether they are such last ones.
+        rows: of the batch.
+        part: of these rows what they earn, their advantages by outcome alone, those of all ranks, and what is left.
+        when_whole: called once, before the last part is handed out, with the credit of the batch in its order, and
+            with the outcomes and the survivors of all parts.
+    """
+    parts: list[tuple[Tensor, CreditedRollouts, Tensor, GenerationWindow]] = []
+    for now, last in arriving:
+        parts.append((now, *part(now)))
+        order, credited, outcomes, windows = zip(*parts, strict=True)
+        if sum(map(len, order)) == rows:
+            survivors = joined([window.rollouts for window in windows])
+            when_whole(joined(credited).rows(torch.cat(order).argsort()), torch.cat(outcomes), survivors)
+        yield windows[-1], last

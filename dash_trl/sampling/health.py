@@ -99,13 +99,13 @@ class Fleet:
             sequences: that the job will add. avoid: see `able`. kept: servers on which others wait for room.
         """
         able = [self.servers[url] for url in self.able(avoid) if url not in kept]
-        ready = [server for server in able if self._has_room(server, sequences)]
+        ready = [
+            server
+            for server in able
+            if not server.outstanding
+            or (len(server.outstanding) < self.most_jobs and server.sequences + sequences <= self.most_sequences)
+        ]
         return min(ready, key=lambda server: server.tokens).url if ready else None
-
-    def _has_room(self, server: Server, sequences: int) -> bool:
-        return not server.outstanding or (
-            len(server.outstanding) < self.most_jobs and server.sequences + sequences <= self.most_sequences
-        )
 
     def to_probe(self, now: float) -> list[str]:
         """The servers at which to look now."""
@@ -131,8 +131,7 @@ class Fleet:
 
     def begin(self, now: float) -> None:
         """A batch of work arrives."""
-        self._doubt_the_idle(now)
-        self._note_loss(now)
+        self._look_around(now)
 
     def started(self, url: str, job: Hashable, tokens: int, sequences: int) -> None:
         """A job, unique among those of all batches in work, was given to the server."""
@@ -158,8 +157,7 @@ class Fleet:
         elif server.state != State.DEAD:
             server.state = State.SUSPECT
             server.rest_until = now + min(FIRST_BACK_OFF * 2 ** (server.failures - 1), LAST_BACK_OFF)
-        self._doubt_the_idle(now)
-        self._note_loss(now)
+        self._look_around(now)
 
     def answered(self, url: str) -> None:
         """It answers a probe: it is about to be given weights, unless it has them."""
@@ -176,21 +174,19 @@ class Fleet:
             self.down_since = None
         else:
             self._die(server, now)
-            self._note_loss(now)
+            self._look_around(now)
 
     def waits(self, url: str, now: float) -> None:
         """It answers a probe, but has other weights, and can be given none before the next ones are sent to all."""
         self.servers[url].version = None
-        self._doubt_the_idle(now)
-        self._note_loss(now)
+        self._look_around(now)
 
     def refit_failed(self, url: str, error: str, now: float) -> None:
         """It did not answer a probe, or did not take the weights."""
         server = self.servers[url]
         server.last_error = error
         self._die(server, now)
-        self._doubt_the_idle(now)
-        self._note_loss(now)
+        self._look_around(now)
 
     def new_version(self, version: int, now: float) -> None:
         """There are new weights: no server may be given a prompt until it has them."""
@@ -198,20 +194,18 @@ class Fleet:
         for server in self.servers.values():
             if server.state != State.DEAD:
                 server.state = State.REFITTING
-        self._note_loss(now)
+        self._look_around(now)
 
-    def _doubt_the_idle(self, now: float) -> None:
-        """Work arrives for those that had none: nobody saw whether they are still what they were."""
+    def _look_around(self, now: float) -> None:
+        """Work arrives for those that had none: nobody saw whether they are still what they were. Is anybody left?"""
         for server in self.servers.values():
             if server.state == State.HEALTHY and not server.outstanding:
                 server.state, server.rest_until = State.SUSPECT, now
-
-    def _die(self, server: Server, now: float) -> None:
-        server.state, server.version, server.rest_until = State.DEAD, None, now + PROBE_EVERY
-        server.failures = 0
-
-    def _note_loss(self, now: float) -> None:
         if any(self._current(server) for server in self.servers.values()):
             self.down_since = None
         elif self.down_since is None:
             self.down_since = now
+
+    def _die(self, server: Server, now: float) -> None:
+        server.state, server.version, server.rest_until = State.DEAD, None, now + PROBE_EVERY
+        server.failures = 0

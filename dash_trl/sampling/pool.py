@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 URGENT = -1  # the order of what the trainer waits for
 ATTEMPTS = 6  # of one job, before it is given up with the run
-TICK = 0.25  # seconds between looks at who may be tried again
+TICK = 0.25  # seconds between looks at who may be tried again, and at who is silent
+LOOK_AGAIN = 1.0  # seconds between looks at servers that are missing at the start
 START_TOGETHER = 1.0  # seconds at most that a batch waits for all servers to be recognised
 KEEP_ALIVE = 4.0  # seconds; uvicorn closes an idle connection after 5, and a request sent into that would be lost
 API_KEY = "VLLM_API_KEY"  # vLLM's own variable
@@ -90,12 +91,6 @@ class Batch:
             raise self._error
 
 
-def _retrieve(task: asyncio.Task[None]) -> None:
-    """Lets a task's error wait for the next batch, where it is raised; asyncio prints what nobody has looked at."""
-    if not task.cancelled():
-        task.exception()
-
-
 class ServerPool:
     """Work for several servers, balanced by outstanding tokens; what a failed server had is done by the others.
 
@@ -120,13 +115,13 @@ class ServerPool:
         self.retried = 0  # requests that went to another server
         self._batches: dict[Job, Batch] = {}  # of the jobs that are not done
         self._requests: dict[Job, asyncio.Task[Any]] = {}
-        self._limits: dict[Job, asyncio.Timeout] = {}
+        self._heard = dict.fromkeys(self.urls, 0.0)  # server → when it last answered, or had nothing to answer
         self._worker: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._refitting: set[str] = set()  # those that are being given the weights that others have
         self._sending = False  # weights, to all servers
         self._sent = -math.inf
-        self.refit: Callable[[VLLMServer], Awaitable[int | None]] = self._without_weights
+        self.refit: Callable[[VLLMServer], Awaitable[int | None]] | None = None  # None: servers are taken as they are
         self._recognising: dict[str, asyncio.Task[None]] = {}  # they outlive a batch: a large model is long in loading
         self._loop = EventLoop()
         session = self._loop.run(self._connect())
@@ -140,10 +135,6 @@ class ServerPool:
             headers=headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
         )
 
-    async def _without_weights(self, server: VLLMServer) -> int | None:
-        """A pool that never sent weights takes the servers as they are."""
-        return self.fleet.version
-
     def wait_until_ready(self) -> None:
         """Every server answers: at the start of a run a missing one is a mistake.
 
@@ -151,28 +142,22 @@ class ServerPool:
             PoolError: after `server_timeout`.
         """
 
-        async def wait(server: VLLMServer) -> str | None:
-            deadline = time.monotonic() + self.server_timeout
-            while True:
-                try:
-                    await server.probe()
-                    await self._recognise(server.url)
-                    return None
-                except ServerError as error:
-                    if time.monotonic() > deadline:
-                        return f"  {server.url}: {error}"
-                    await asyncio.sleep(1.0)
+        async def look(urls: list[str]) -> list[str]:
+            await asyncio.gather(*map(self._recognise, urls))
+            return [url for url in urls if self.fleet.servers[url].state == State.DEAD]
 
-        async def wait_for_all() -> list[str | None]:
-            return await asyncio.gather(*map(wait, self._servers.values()))
-
-        missing = [line for line in self._loop.run(wait_for_all()) if line]
+        deadline = time.monotonic() + self.server_timeout
+        missing = self._loop.run(look(self.urls))
+        while missing and time.monotonic() < deadline:
+            time.sleep(LOOK_AGAIN)
+            missing = self._loop.run(look(missing))
         if missing:
-            raise PoolError(
+            what = (
                 f"{len(missing)} of {len(self.urls)} vLLM servers did not answer within vllm_server_timeout="
                 f"{self.server_timeout:g} s. Start them (`python -m dash_trl.serve MODEL --servers {len(self.urls)}`) "
-                "or correct vllm_server_urls.\n" + "\n".join(missing)
+                "or correct vllm_server_urls"
             )
+            raise PoolError(self.message(what))
 
     def complete(
         self,
@@ -229,23 +214,14 @@ class ServerPool:
 
     def collect(self, batch: Batch) -> list[Any]:
         """The results of a batch, in the order of its jobs; raises what went wrong, as `complete`."""
-
-        async def drop() -> None:
-            self._drop(batch.jobs)
-
         try:
             batch.take(wait=True)
-        except BaseException:  # interrupts, too
-            self._loop.run(drop())
-            raise
+        finally:  # what is left of it after an error, or an interrupt
+            self._loop.run(self._forget(batch.jobs))
         return batch.results
 
     def as_completed(self, jobs: list[Job]) -> Iterator[tuple[int, Any]]:
         """(number of a job, its result), as they come; raises as `complete`. Where it is left early, so is the work."""
-
-        async def drop() -> None:
-            self._drop(jobs)
-
         batch = self.submit(jobs, order=URGENT)
         try:
             for _ in jobs:
@@ -254,7 +230,7 @@ class ServerPool:
                     raise finished
                 yield finished
         finally:
-            self._loop.run(drop())
+            self._loop.run(self._forget(jobs))
 
     def cancel(self) -> None:
         """Nobody needs what is in work: it is taken back from the servers, too."""
@@ -301,15 +277,19 @@ class ServerPool:
     def _hand_out(self) -> None:
         """Jobs to servers; and looks at those that are not trusted."""
         self._wake.clear()
+        now = time.monotonic()
         if not self._sending:
-            self._look_at(self.fleet.to_probe(time.monotonic()))
+            self._look_at(self.fleet.to_probe(now))
+        for url, server in self.fleet.servers.items():
+            if self._sending or not server.outstanding:
+                self._heard[url] = now
         for job, url in self.backlog.assign():
-            self._requests[job] = asyncio.ensure_future(self._request(job, url))
+            self._requests[job] = asyncio.ensure_future(job.ask(self._servers[url]))
             self._requests[job].add_done_callback(lambda _: self._wake.set())
         self._give_up()
 
     def _take_in(self) -> None:
-        """Jobs from servers that died; and results from the others.
+        """Jobs from servers that died or are silent; and results from the others.
 
         Not while weights are sent: where that fails, a server goes on with what it has loaded, and is dead at the end.
         """
@@ -326,42 +306,28 @@ class ServerPool:
             if job in self._requests:
                 del self._requests[job]
                 self._answered(job, task)
-
-    async def _request(self, job: Job, url: str) -> Any:
-        limit = asyncio.timeout(None if self._sending else self.request_timeout)
-        self._limits[job] = limit
-        try:
-            async with limit:
-                return await job.ask(self._servers[url])
-        except TimeoutError as error:
-            raise ServerError(f"answered no request for {self.request_timeout:g} s") from error
-        finally:
-            if self._limits.get(job) is limit:  # not that of its next attempt
-                del self._limits[job]
+        earliest = time.monotonic() - self.request_timeout
+        for job, url in list(self.backlog.running.items()):
+            if self._heard[url] < earliest and job in self._requests:
+                self._requests.pop(job).cancel()
+                self._failed(job, ServerError(f"answered no request for {self.request_timeout:g} s"))
 
     def _answered(self, job: Job, task: asyncio.Task[Any]) -> None:
-        url = self.backlog.running[job]
-        error = ServerError("its request was cancelled") if task.cancelled() else task.exception()
+        error = task.exception()
         if error is None:
+            self._heard[self.backlog.running[job]] = time.monotonic()
             self.backlog.served(job)
-            batch = self._batches.pop(job)
-            batch.finished.put((job.number, task.result()))
-            # Those that are left may have been in its queue: it has the whole time again.
-            others = [other for other, at in self.backlog.running.items() if at == url]
-            self._set_limits(others, self.request_timeout)
+            self._batches.pop(job).finished.put((job.number, task.result()))
         elif isinstance(error, ServerError):
-            self.backlog.failed(job, str(error), time.monotonic(), gone=error.gone)
-            logger.warning(f"vLLM server {url} failed a request, which goes to another: {error}")
-            self._count_failure(job, str(error))
+            self._failed(job, error)
         else:
             self._fail({self._batches[job]}, error)
 
-    def _set_limits(self, jobs: Iterable[Job], seconds: float | None) -> None:
-        """Their servers have so long from now on, `None`: for ever, to answer a request."""
-        when = None if seconds is None else asyncio.get_running_loop().time() + seconds
-        for job in jobs:
-            if job in self._limits and not self._limits[job].expired():
-                self._limits[job].reschedule(when)
+    def _failed(self, job: Job, error: ServerError) -> None:
+        url = self.backlog.running[job]
+        self.backlog.failed(job, str(error), time.monotonic(), gone=error.gone)
+        logger.warning(f"vLLM server {url} failed a request, which goes to another: {error}")
+        self._count_failure(job, str(error))
 
     def _count_failure(self, job: Job, error: str) -> None:
         """Of those that a server had when it died, too: one of them may be what kills servers."""
@@ -384,6 +350,9 @@ class ServerPool:
         for batch in batches:
             batch.finished.put(error)
             self._drop(batch.jobs)
+
+    async def _forget(self, jobs: Sequence[Job]) -> None:
+        self._drop(jobs)
 
     def _drop(self, jobs: Sequence[Job]) -> None:
         self.backlog.drop(jobs)
@@ -433,7 +402,6 @@ class ServerPool:
                     self._recognising.pop(url).cancel()
             if self._recognising:
                 await asyncio.wait(self._recognising.values())
-            self._set_limits(self._limits, None)
             self.fleet.new_version(version, time.monotonic())
             return self.fleet.waiting()
 
@@ -454,7 +422,6 @@ class ServerPool:
                     logger.warning(f"vLLM server {url} did not take the weights of version {version}: {error}")
                     self.fleet.refit_failed(url, error, self._sent)
             self.fleet.begin(self._sent)  # jobs may wait here: who had none may have become another since it took them
-            self._set_limits(self._limits, self.request_timeout)
             self._wake.set()
 
         self._loop.run(end())
@@ -466,7 +433,6 @@ class ServerPool:
         for url in urls:
             if url not in self._recognising:
                 self._recognising[url] = asyncio.ensure_future(self._recognise(url))
-                self._recognising[url].add_done_callback(_retrieve)  # though this batch may end before it
                 self._recognising[url].add_done_callback(lambda _: self._wake.set())
         return [self._recognising[url] for url in urls]
 
@@ -479,7 +445,7 @@ class ServerPool:
             self.fleet.answered(url)
             self._refitting.add(url)
             try:
-                version = await self.refit(server)
+                version = self.fleet.version if self.refit is None else await self.refit(server)
             finally:
                 self._refitting.discard(url)
             if version is None:
@@ -488,8 +454,6 @@ class ServerPool:
             if doubtful and not known.outstanding:  # else its next answer will tell, behind which a trial would wait
                 await server.try_out()
             self.fleet.refitted(url, version, time.monotonic())
-            if doubtful:
-                logger.info(f"vLLM server {url} has the weights of version {version}.")
         except ServerError as error:
             self.fleet.refit_failed(url, str(error), time.monotonic())
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import errno
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
-from dash_trl.sampling.weights import combine_workers
+from dash_trl.sampling.checksum import combine_workers
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0
@@ -47,8 +48,8 @@ class WeightReport:
     """What a server's workers say of the weights that they hold.
 
     Attributes:
-        checksum: see `dash_trl.sampling.weights.checksum`; None if it cannot be compared with a trainer's (quantised
-            weights, KV heads copied to several workers).
+        checksum: see `checksum.py`; None if it cannot be compared with a trainer's (quantised weights, KV heads copied
+            to several workers).
         dtype: e.g. "bfloat16".
         shape: of the model, see `vllm_plugin.model_shape`.
     """
@@ -82,56 +83,39 @@ class VLLMServer:
         Args:
             timeout: seconds, in place of the server's own.
         """
-        body = await self._completions(prompt_ids, {**sampling, "n": n, "logprobs": 0}, timeout)
-        choices = sorted(self._choices(body, n), key=lambda choice: self._field(choice, "index", int))
-        return [self._completion(choice, sampling.get("max_tokens")) for choice in choices]
-
-    def _choices(self, body: dict[str, Any], count: int) -> list[Any]:
-        choices = self._field(body, "choices", list)
-        if len(choices) != count:
-            raise ServerError(f"answered {len(choices)} choices instead of {count}")
-        return choices
-
-    def _completion(self, choice: Any, max_tokens: int | None) -> Completion:
-        ids = self._field(choice, "token_ids", list)
-        log_probs = self._field(self._field(choice, "logprobs", dict), "token_logprobs", list)
-        if choice.get("finish_reason") not in ("stop", "length"):
-            raise ServerError(f"ended a completion with finish_reason={choice.get('finish_reason')!r}")
-        if len(ids) != len(log_probs):
-            raise ServerError(f"answered {len(ids)} tokens with {len(log_probs)} log-probs")
-        if max_tokens is not None and len(ids) > max_tokens:
-            raise ServerError(f"answered {len(ids)} tokens where max_tokens={max_tokens}")
-        if not all(isinstance(one, int | float) and math.isfinite(one) for one in log_probs):
-            raise ServerError(f"answered a log-prob that is {NOT_FINITE}")
-        return Completion(ids, [float(one) for one in log_probs])
+        choices = await self._choices(prompt_ids, n, {**sampling, "n": n, "logprobs": 0}, timeout)
+        with _readable(choices):
+            choices = sorted(choices, key=lambda choice: choice["index"])
+            return [_completion(choice, sampling.get("max_tokens", math.inf)) for choice in choices]
 
     async def log_probs(self, ids: Sequence[int], *, timeout: float | None = None) -> list[float]:
         """log P(ids[t] | ids[:t]) for t = 1 … len(ids) − 1, at temperature 1."""
-        body = await self._completions(ids, {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}, timeout)
-        (choice,) = self._choices(body, 1)
-        entries = self._field(choice, "prompt_logprobs", list)
-        if len(entries) != len(ids):
-            raise ServerError(f"answered {len(entries)} prompt log-probs for {len(ids)} tokens")
-        values = []
-        for token, entry in zip(ids[1:], entries[1:], strict=True):
-            value = self._field(entry, str(token), dict).get("logprob")
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise ServerError(f"answered a log-prob that is {NOT_FINITE}")
-            values.append(float(value))
-        return values
+        options = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+        choices = await self._choices(ids, 1, options, timeout)
+        with _readable(choices):
+            entries = choices[0]["prompt_logprobs"]
+            if len(entries) != len(ids):
+                raise ServerError(f"answered {len(entries)} prompt log-probs for {len(ids)} tokens")
+            return _finite([entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries[1:], strict=True)])
 
     async def try_out(self) -> None:
         """Samples one token: a wedged engine answers everything but that."""
         await self.complete([0], 1, {"max_tokens": 1}, timeout=min(CONTROL_SECONDS, self.timeout))
 
-    async def _completions(
-        self, prompt_ids: Sequence[int], options: dict[str, Any], timeout: float | None = None
-    ) -> dict[str, Any]:
+    async def _choices(
+        self, prompt_ids: Sequence[int], count: int, options: dict[str, Any], timeout: float | None
+    ) -> list[Any]:
         if self._model is None:
-            models = self._field(await self._request("GET", "/v1/models"), "data", list)
-            self._model = self._field(models[0] if models else None, "id", str)
+            models = await self._request("GET", "/v1/models")
+            with _readable(models):
+                self._model = models["data"][0]["id"]
         request = {"model": self._model, "prompt": list(prompt_ids), "return_token_ids": True, **options}
-        return await self._request("POST", "/v1/completions", timeout=timeout, json=request)
+        body = await self._request("POST", "/v1/completions", timeout=timeout, json=request)
+        with _readable(body):
+            choices = body["choices"]
+            if len(choices) != count:
+                raise ServerError(f"answered {len(choices)} choices instead of {count}")
+        return choices
 
     # ------------------------------------------------------------------------------------------ health and weights
 
@@ -142,21 +126,22 @@ class VLLMServer:
     async def config(self) -> dict[str, Any]:
         """vLLM's own, as JSON."""
         info = await self._request("GET", "/server_info", params={"config_format": "json"})
-        return self._field(info, "vllm_config", dict)
+        with _readable(info):
+            return info["vllm_config"]
 
     async def weight_report(self) -> WeightReport:
-        reports = await self._rpc("dash_weight_report")
-        kinds = {"checksums": dict, "dtype": str, "shape": dict, "comparable": bool}
-        parts = [{name: self._field(report, name, kind) for name, kind in kinds.items()} for report in reports]
-        if not parts:
-            raise ServerError("reported the weights of no worker")
-        comparable = all(part["comparable"] for part in parts)
-        checksum = combine_workers([part["checksums"] for part in parts]) if comparable else None
-        return WeightReport(checksum, parts[0]["dtype"], parts[0]["shape"])
+        answer = await self._rpc("dash_weight_report")
+        with _readable(answer):
+            parts = answer["results"]
+            comparable = all(part["comparable"] for part in parts)
+            checksum = combine_workers([part["checksums"] for part in parts]) if comparable else None
+            return WeightReport(checksum, parts[0]["dtype"], parts[0]["shape"])
 
     async def weight_tag(self) -> str:
         """The version that it was last told."""
-        return self._field(await self._request("GET", "/weight_info", timeout=PROBE_SECONDS), "weight_version", str)
+        info = await self._request("GET", "/weight_info", timeout=PROBE_SECONDS)
+        with _readable(info):
+            return info["weight_version"]
 
     async def load_weights(self, path: str, tag: str) -> WeightReport:
         """Load a checkpoint directory in place; requests in flight wait and go on with the new weights."""
@@ -182,15 +167,13 @@ class VLLMServer:
         """
         options = {"reset_running_requests": "true"}  # where a pause leaves them their KV
         done = await self._request("POST", "/reset_prefix_cache", params=options, timeout=CONTROL_SECONDS)
-        if not self._field(done, "success", bool):
+        if not done.get("success"):
             raise ServerError("did not forget the prefixes of the old weights")
-        await self._request(
-            "POST", "/update_weight_version", json={"new_version": tag}, timeout=CONTROL_SECONDS, parse=False
-        )
+        version = {"new_version": tag}
+        await self._request("POST", "/update_weight_version", json=version, timeout=CONTROL_SECONDS, parse=False)
 
-    async def _rpc(self, method: str, **kwargs: str) -> list[Any]:
-        answer = await self._request("POST", "/collective_rpc", json={"method": method, "kwargs": kwargs})
-        return self._field(answer, "results", list)
+    async def _rpc(self, method: str, **kwargs: str) -> Any:
+        return await self._request("POST", "/collective_rpc", json={"method": method, "kwargs": kwargs})
 
     # -------------------------------------------------------------------------------------------------------- HTTP
 
@@ -211,15 +194,9 @@ class VLLMServer:
             here = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)  # too many open files
             gone = not here and isinstance(error, CONNECTION_LOST)
             raise ServerError(f"{method} {path}: {type(error).__name__}: {error}", gone=gone) from error
-        if not parse:
-            return None
-        try:
-            answer = json.loads(text)
-        except ValueError as error:
-            raise ServerError(f"{method} {path} answered what is no JSON ({error}): {text[-80:]!r}") from error
-        if not isinstance(answer, dict):
-            raise ServerError(f"{method} {path} answered {text[:80]!r}")
-        return answer
+        if parse:
+            with _readable(text):
+                return json.loads(text)
 
     def _refusal(self, method: str, path: str, status: int, text: str) -> Exception:
         said = f"{self.url} answered {status} to {method} {path}: {' '.join(text.split())[:300]}"
@@ -238,8 +215,29 @@ class VLLMServer:
             return ValueError(said)
         return ServerError(said)
 
-    def _field(self, parent: Any, name: str, kind: type) -> Any:
-        value = parent.get(name) if isinstance(parent, dict) else None
-        if not isinstance(value, kind):
-            raise ServerError(f"answered without a usable `{name}`: {str(parent)[:80]}")
-        return value
+
+@contextmanager
+def _readable(answer: Any) -> Iterator[None]:
+    """An answer that lacks what is read of it within is the server's failure."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        said = f"answered what cannot be read ({type(error).__name__}: {error}): {str(answer)[:80]}"
+        raise ServerError(said) from error
+
+
+def _completion(choice: Any, max_tokens: float) -> Completion:
+    ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    if choice["finish_reason"] not in ("stop", "length"):
+        raise ServerError(f"ended a completion with finish_reason={choice['finish_reason']!r}")
+    if len(ids) != len(log_probs):
+        raise ServerError(f"answered {len(ids)} tokens with {len(log_probs)} log-probs")
+    if len(ids) > max_tokens:
+        raise ServerError(f"answered {len(ids)} tokens where max_tokens={max_tokens}")
+    return Completion(ids, _finite(log_probs))
+
+
+def _finite(log_probs: list[float]) -> list[float]:
+    if not all(math.isfinite(one) for one in log_probs):
+        raise ServerError(f"answered a log-prob that is {NOT_FINITE}")
+    return [float(one) for one in log_probs]

@@ -15,41 +15,26 @@ from itertools import accumulate, groupby
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.distributed import TIMEOUT, Ranks
 from dash_trl.sampling.backlog import Job
 from dash_trl.sampling.health import State
-from dash_trl.sampling.pool import API_KEY, Batch, PoolError, ServerPool
+from dash_trl.sampling.pool import API_KEY, Batch, ServerPool
 from dash_trl.sampling.server import Completion, VLLMServer
-from dash_trl.sampling.vllm_plugin import model_shape
-from dash_trl.sampling.weights import (
-    PERTURBATION,
-    FileWeights,
-    NCCLWeights,
-    Snapshot,
-    Weights,
-    check_probe,
-    model_log_probs,
-    probe_tokens,
-    scale_linear,
-)
+from dash_trl.sampling.weights import WEIGHT_DIR, FileWeights, NCCLWeights, WeightSync, check_servers
 
 logger = logging.getLogger(__name__)
 
 Seen = Callable[[int, int, list[list[int]]], None]  # called with (window, first row, token ids of some rows)
 
-WEIGHT_DIR = "_vllm_weights"  # in output_dir; push_to_hub leaves out what begins with an underscore
-
 
 class VLLMPool(VLLMGeneration):
     """TRL's sampler over several servers: what a `GRPOTrainer` calls `vllm_generation`.
 
-    Every rank has a pool of its own and sends its own prompts. Weights are gathered by all ranks and sent by the main
-    one; after each of both, the ranks agree on whether it worked before any other collective, so that a failure of one
-    is the same error on all.
+    Every rank has a pool of its own and sends its own prompts; weights are gathered by all ranks and sent by the main
+    one (`WeightSync`).
 
     Args:
         urls: of the servers. request_timeout, server_timeout: see `ServerPool`.
@@ -95,10 +80,8 @@ class VLLMPool(VLLMGeneration):
             request_timeout=self.request_timeout,
             ranks=self.ranks.count,
         )
-        self.pool.refit = self._refit
-        self._weights: Weights | None = None
-        self._proven = False  # that servers which say that they have the weights compute with them
-        self._snapshot: Snapshot | None = None
+        self.pool.refit = _waits_for_weights
+        self._sync: WeightSync | None = None
         self._steps = {0: 0}  # version of the weights, one for each time that they were sent → optimizer step
         self._window: int | None = None  # whose rows the next call of `generate` wants
         self._to_submit: dict[int, list[list[int]]] = {}  # window → prompts, once the weights have been sent
@@ -203,53 +186,20 @@ class VLLMPool(VLLMGeneration):
     # ------------------------------------------------------------------------------------------------- weights
 
     def sync_weights(self) -> None:
-        """Give all servers the model's weights, and see that they have them. The first time, prove that it can be seen.
-
-        Raises:
-            WeightMismatch: a server holds other weights than it was given, or computes with others.
-            PoolError: a server cannot be reached at the start of the run.
-        """
+        """Give all servers the model's weights; see `WeightSync.send`."""
         with self.timed("weights"):
-            self._sync_weights()
-
-    def _sync_weights(self) -> None:
-        if self._proven:
-            self._send_weights()
-            return
-        if self._weights is None:
-            dtype = self.ranks.agree(self._check_servers, main_only=True)
-            if self.weight_sync == "file":
-                self._weights = FileWeights(self.weight_dir, dtype)
-            else:
-                self._weights = NCCLWeights(
-                    self.pool.urls, self.group_port, self.accelerator.device, self.request_timeout, dtype
+            if self._sync is None:
+                dtype = self.ranks.agree(self._check_servers, main_only=True)
+                vocabulary = len(self.processing_class)
+                self._sync = WeightSync(
+                    self.pool, self.ranks, self._way(dtype), self.model, vocabulary, self._gather, self._plain_name
                 )
-        self.ranks.agree(self.pool.wait_until_ready)
-        ids = probe_tokens(min(self.model.config.get_text_config().vocab_size, len(self.processing_class)))
-        plain = model_log_probs(self.model, ids, 1.0)
-        perturbed = model_log_probs(self.model, ids, PERTURBATION)
-        for scale, expected in ((PERTURBATION, perturbed), (1.0, plain)):
-            errors = self._send_weights(scale)
-            if errors:
-                raise PoolError(self.pool.message(f"At the start {len(errors)} servers did not take the weights"))
-            self.ranks.agree(partial(self._check, ids, expected, plain), main_only=True)
-        self._proven = True
+            self._sync.send()
 
     def _check_servers(self) -> torch.dtype:
         """Whether they can be this trainer's; returns the dtype of their weights."""
+        dtype = check_servers(self.pool, self.model.config, self.model.name_or_path)
         reports = self.pool.ask_all(lambda server: server.weight_report())
-        own = model_shape(self.model.config.get_text_config())
-        for url, report in reports.items():
-            if report.shape != own:
-                raise ValueError(
-                    f"{url} serves another model than the trainer's: {report.shape} is not {own}. Start the servers "
-                    "with the model that is trained."
-                )
-        dtypes = {url: report.dtype for url, report in reports.items()}
-        if len(set(dtypes.values())) > 1:
-            raise ValueError(
-                f"The servers run in different dtypes ({dtypes}), as different policies: start them alike."
-            )
         if any(report.checksum is None for report in reports.values()):
             logger.warning(
                 "The servers' weights are quantised or copied between workers, so that no checksum can be compared "
@@ -265,7 +215,7 @@ class VLLMPool(VLLMGeneration):
             )
         if self.weight_sync == "nccl":
             self._check_nccl(configs)
-        return getattr(torch, next(iter(dtypes.values())))
+        return dtype
 
     def _check_nccl(self, configs: dict[str, Any]) -> None:
         device = self.accelerator.device
@@ -281,50 +231,24 @@ class VLLMPool(VLLMGeneration):
                 "vllm_weight_sync='file', or servers without a key."
             )
 
-    def _send_weights(self, scale: float = 1.0) -> dict[str, str]:
-        """Gather on all ranks, send from the main process, and tell all ranks which servers have them.
+    def _way(self, dtype: torch.dtype) -> FileWeights | NCCLWeights:
+        if self.weight_sync == "file":
+            return FileWeights(self.weight_dir, dtype)
+        return NCCLWeights(self.pool.urls, self.group_port, self.accelerator.device, self.request_timeout, dtype)
 
-        Returns:
-            url → error of those that have not.
-        """
-        version = self.pool.fleet.version + 1
-        self._steps[version] = self.step()
-        weights = self._weights
-        assert weights is not None
-        parameters = scale_linear(self.model, self._iter_named_params(), scale, self._plain_name)
-        errors: dict[str, str | None] = {}
-        waiting: list[str] = []
-
-        def send() -> Any:
-            try:
-                if self.accelerator.is_main_process:
-                    return weights.send(parameters, version, partial(self.pool.on_each, urls=waiting))
-            finally:  # gathering is a collective: every rank takes part to the end, whatever fails on the way
-                for _ in parameters:
-                    pass
-
-        try:
-            waiting = self.ranks.agree(lambda: self.pool.new_version(version))
-            self._snapshot, errors = self.ranks.agree(send, from_main=True)
-        finally:
-            missing = "the main process takes it for dead, or failed"
-            self.pool.weights_sent(version, {url: errors.get(url, missing) for url in waiting})
-        return {url: error for url, error in errors.items() if error is not None}
+    def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All parameters, merged and whole, for the next version."""
+        self._steps[self.pool.fleet.version + 1] = self.step()
+        return self._iter_named_params()
 
     def _plain_name(self, name: str) -> str:
         """The name of a parameter for a server, as TRL makes it of the name in a wrapped model."""
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
         return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default.", "_fsdp_wrapped_module."])
 
-    def _check(self, ids: list[int], expected: Tensor, plain: Tensor) -> None:
-        served = self.pool.ask_all(lambda server: server.log_probs(ids))
-        assert self._weights is not None
-        check_probe(expected, plain, served, self._weights.dtype)
 
-    async def _refit(self, server: VLLMServer) -> int | None:
-        if self._weights is None or self._snapshot is None:
-            return None
-        return await self._weights.refit(server, self._snapshot)
+async def _waits_for_weights(server: VLLMServer) -> None:
+    """Before the first sync. No trial: a run that was killed may have left the server paused."""
 
 
 def _with_rows(seen: Callable[[int, list[list[int]]], None], jobs: list[Job]) -> Callable[[int, Any], None]:

@@ -17,8 +17,6 @@ def check_urls(urls: str | Sequence[str]) -> list[str]:
         urls: a list, or a string with one or, between commas or spaces, several, as YAML and shells make of them.
     """
     listed = [urls] if isinstance(urls, str) else urls
-    if not isinstance(listed, Sequence) or not all(isinstance(url, str) for url in listed):
-        raise ValueError(f"vllm_server_urls={urls!r} are no addresses: give a list, e.g. ['http://127.0.0.1:8000'].")
     cleaned = [url.rstrip("/") for text in listed for url in text.replace(",", " ").split()]
     if not cleaned:
         raise ValueError("vllm_server_urls is empty: name at least one server, e.g. http://127.0.0.1:8000.")

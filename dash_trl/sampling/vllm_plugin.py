@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dash_trl.sampling.weights import tensor_checksum
+from dash_trl.sampling.checksum import tensor_checksum
 
 WORKER_EXTENSION = f"{__name__}.WeightReport"
 

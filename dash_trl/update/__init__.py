@@ -13,27 +13,27 @@ if TYPE_CHECKING:
         weighted_rewards,
     )
     from dash_trl.update.arguments import check_tensor
-    from dash_trl.update.filtering import Filtered, filter_rows, loss_scale
-    from dash_trl.update.importance_sampling import importance_sampling_ratio
+    from dash_trl.update.filtering import Filtered, filter_rows
     from dash_trl.update.isolation import computing_dtype, evaluating, isolation_flaw
     from dash_trl.update.losses import (
         OFF_POLICY_LOSSES,
+        ScaledCoefficient,
         behaviour_log_probs,
+        importance_sampling_ratio,
+        loss_scale,
+        regularizer_weight,
         trl_settings,
         unknown_log_probs,
     )
     from dash_trl.update.packing import MicroBatch, fitted_bins, plan_segment
     from dash_trl.update.padding_free import (
+        ModelPasses,
         PackedLayout,
-        enable_padding_free,
         packed_log_probs,
         packing_flaw,
         plain_causal_attention,
-        real_rows_only,
         to_device,
     )
-    from dash_trl.update.passes import ModelPasses
-    from dash_trl.update.regularizers import ScaledCoefficient, regularizer_weight
     from dash_trl.update.schedule import Pass, Schedule, Segment
     from dash_trl.update.skipped_steps import SkippedSteps
     from dash_trl.update.zero3 import forget_plain_passes

@@ -51,35 +51,21 @@ def group_advantages(
     Returns:
         [N] float32 on the CPU, same order.
     Raises:
-        ValueError: for a tensor of another rank or length, rows that do not split into whole groups, or an unknown
-            option.
+        ValueError: for a tensor of another rank or length, or rows that do not split into whole groups.
     """
-    _check_groups(rewards, weights, group_size)
     rewards, weights = rewards.cpu().double(), weights.cpu().double()  # MPS has no float64
-    unscored = rewards.isnan().all(dim=1)
-    grouped = rewards.view(-1, group_size, rewards.shape[1])  # [M, G, F]
-    if multi_objective_aggregation == "sum_then_normalize":
-        total = weighted_rewards(rewards, weights).view(-1, group_size, 1)
-        centred = _centred(total, scale=(grouped * weights).abs().nansum(dim=2, keepdim=True)).flatten()
-        if scale_rewards == "group":
-            centred = centred / (_std(total, dim=1) + STD_FLOOR).expand_as(total).flatten()
-        elif scale_rewards == "batch":
-            centred = centred / (_std(total.flatten(), dim=0) + STD_FLOOR)
-        elif scale_rewards != "none":
-            raise ValueError(f"scale_rewards={scale_rewards!r} is unknown: use 'group', 'batch' or 'none'.")
-        advantages = centred
-    elif multi_objective_aggregation == "normalize_then_sum":
+    total, advantages = _in_groups(rewards, weights, group_size)
+    if multi_objective_aggregation == "normalize_then_sum":
+        grouped = rewards.view(-1, group_size, rewards.shape[1])  # [M, G, F]
         normalised = _centred(grouped, scale=grouped.abs()) / (_std(grouped, dim=1) + STD_FLOOR)
-        total = (normalised * weights).nansum(dim=2).flatten()
-        total[unscored] = torch.nan
+        total = (normalised * weights).nansum(dim=2).masked_fill(total.squeeze(2).isnan(), torch.nan).flatten()
         # The mean over all rows is 0 by construction; subtracting its rounding would give a constant group a signal.
         advantages = total / (_std(total, dim=0) + STD_FLOOR)
-    else:
-        raise ValueError(
-            f"multi_objective_aggregation={multi_objective_aggregation!r} is unknown: use 'sum_then_normalize' or "
-            "'normalize_then_sum'."
-        )
-    return advantages.nan_to_num(nan=0.0).float()
+    elif scale_rewards == "group":
+        advantages = advantages / (_std(total, dim=1) + STD_FLOOR)
+    elif scale_rewards == "batch":
+        advantages = advantages / (_std(total.flatten(), dim=0) + STD_FLOOR)
+    return advantages.flatten().nan_to_num(nan=0.0).float()
 
 
 # --------------------------------------------------------------------------------------------- estimators by name
@@ -92,8 +78,8 @@ def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
 
     The baseline does not depend on row i: the gradient is unbiased. Deviation: no KL in the reward.
     """
-    count = _count(rewards, dim=1)
-    return _or_zero(_from_mean(rewards) * count / (count - 1))
+    count = (~rewards.isnan()).sum(dim=1, keepdim=True)
+    return (_from_mean(rewards) * count / (count - 1)).nan_to_num(nan=0.0)
 
 
 def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
@@ -104,7 +90,7 @@ def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
     centred = _from_mean(rewards)
     weights = lengths * ~rewards.isnan()
     baseline = (weights * centred).nansum(dim=1, keepdim=True) / weights.sum(dim=1, keepdim=True)
-    return _or_zero(centred - baseline)
+    return (centred - baseline).nan_to_num(nan=0.0)
 
 
 def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
@@ -116,7 +102,7 @@ def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
     best = rewards.nan_to_num(nan=-torch.inf).topk(2, dim=1)
     gap = best.values[:, :1] - best.values[:, 1:]
     advantages = torch.zeros_like(rewards).scatter(1, best.indices[:, :1], gap)
-    return _or_zero(advantages / (_std(rewards, dim=1) + STD_FLOOR))
+    return (advantages / (_std(rewards, dim=1) + STD_FLOOR)).nan_to_num(nan=0.0)
 
 
 def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
@@ -125,7 +111,7 @@ def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
     It knows no groups: a group whose rewards are equal has a signal. Deviation: verl weighs rows by their tokens.
     """
     rows = rewards.view(1, -1)
-    return _or_zero(_from_mean(rows) / (_std(rows, dim=1) + STD_FLOOR)).view_as(rewards)
+    return (_from_mean(rows) / (_std(rows, dim=1) + STD_FLOOR)).nan_to_num(nan=0.0).view_as(rewards)
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
@@ -135,7 +121,7 @@ def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
     their tokens. Then the mean of c is not 0, and is subtracted: groups whose rewards are equal get a signal.
     """
     centred = _from_mean(rewards)
-    return _or_zero(centred / (_std(centred.view(1, -1), dim=1) + STD_FLOOR))
+    return (centred / (_std(centred.view(1, -1), dim=1) + STD_FLOOR)).nan_to_num(nan=0.0)
 
 
 OUTCOME_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -159,14 +145,11 @@ def outcome_advantages(
     Raises:
         ValueError: for a tensor of another rank or length, or rows that do not split into whole groups.
     """
-    _check_groups(rewards, weights, group_size)
-    if lengths is not None:
-        check_tensor("lengths", lengths, N=len(rewards))
     rewards, weights = rewards.cpu().double(), weights.cpu().double()  # MPS has no float64
+    total, centred = _in_groups(rewards, weights, group_size)
     lengths = torch.ones(len(rewards)) if lengths is None else lengths.cpu()
-    total = weighted_rewards(rewards, weights).view(-1, group_size, 1)
-    parts = (rewards * weights).abs().nansum(dim=1).view_as(total)
-    exact = total.nanmean(dim=1, keepdim=True) + _centred(total, scale=parts)
+    check_tensor("lengths", lengths, N=len(rewards))
+    exact = total.nanmean(dim=1, keepdim=True) + centred
     return OUTCOME_ESTIMATORS[estimator](exact.squeeze(2), lengths.double().view(-1, group_size)).flatten().float()
 
 
@@ -194,53 +177,38 @@ def checked_advantages(advantages: Tensor, rewards: Tensor, culprit: str) -> Ten
     Raises:
         ValueError: no float tensor [N], or not finite for a scored row, which would make every parameter NaN.
     """
-    reason = None
-    if not isinstance(advantages, Tensor):
-        reason = f"it returned {type(advantages).__name__}, not a tensor"
-    elif advantages.shape != rewards.shape[:1]:
-        reason = f"it returned the shape {tuple(advantages.shape)} for {len(rewards)} rows: one advantage per row"
-    elif not advantages.is_floating_point():
-        reason = f"it returned {advantages.dtype}; advantages are floats"
-    else:
-        unscored = rewards.isnan().all(dim=1)
-        advantages = advantages.detach().float().masked_fill(unscored.to(advantages.device), 0.0)
-        bad = (~advantages.isfinite()).nonzero().flatten().tolist()
-        if not bad:
-            return advantages
-        reason = (
-            f"it returned {advantages[bad[0]].item()} for row {bad[0]}, whose rewards are {rewards[bad[0]].tolist()} "
-            f"({len(bad)} such rows). Is 0 divided by the spread of a constant group? Add a small number to it"
-        )
-    raise ValueError(f"{culprit} gave advantages that cannot be used: {reason}.")
-
-
-def _check_groups(rewards: Tensor, weights: Tensor, group_size: int) -> None:
-    check_tensor("rewards", rewards, N=None, F=None)
-    check_tensor("weights", weights, F=rewards.shape[1])
-    if group_size < 1 or rewards.shape[0] % group_size:
+    check_tensor(f"What {culprit} returned", advantages, "floats", N=len(rewards))
+    unscored = rewards.isnan().all(dim=1).to(advantages.device)
+    advantages = advantages.detach().float().masked_fill(unscored, 0.0)
+    bad = (~advantages.isfinite()).nonzero().flatten().tolist()
+    if bad:
         raise ValueError(
-            f"{rewards.shape[0]} rewards do not split into groups of {group_size}: was a completion dropped before "
-            "its group was complete?"
+            f"{culprit} returned {advantages[bad[0]].item()} for row {bad[0]}, whose rewards are "
+            f"{rewards[bad[0]].tolist()} ({len(bad)} such rows). Is 0 divided by the spread of a constant group? Add a "
+            "small number to it."
         )
+    return advantages
+
+
+def _in_groups(rewards: Tensor, weights: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """[M, G, 1] each: the weighted rewards, and the same minus the mean of their group."""
+    total = weighted_rewards(rewards, weights)
+    if group_size < 1 or len(total) % group_size:
+        raise ValueError(
+            f"{len(total)} rewards do not split into groups of {group_size}: was a completion dropped before its group "
+            "was complete?"
+        )
+    total = total.view(-1, group_size, 1)
+    return total, _centred(total, scale=(rewards * weights).abs().nansum(dim=1).view_as(total))
 
 
 def _from_mean(rewards: Tensor) -> Tensor:
     """[M, G] minus the row's mean, NaN-aware; exactly 0 where all are equal."""
-    return _centred(rewards.unsqueeze(2), scale=rewards.abs().unsqueeze(2)).squeeze(2)
-
-
-def _count(values: Tensor, *, dim: int) -> Tensor:
-    """How many along `dim` (kept) are not NaN."""
-    return (~values.isnan()).sum(dim=dim, keepdim=True)
-
-
-def _or_zero(advantages: Tensor) -> Tensor:
-    """0 where NaN: unscored rows, and those without another one to compare with."""
-    return advantages.masked_fill(advantages.isnan(), 0.0)
+    return _centred(rewards, scale=rewards.abs())
 
 
 def _centred(values: Tensor, *, scale: Tensor) -> Tensor:
-    """[M, G, K] minus the group mean, NaN-aware; exactly 0 where a group's spread is rounding (relative to `scale`)."""
+    """[M, G] or [M, G, K] minus the group mean, NaN-aware; exactly 0 if the group's spread is rounding of `scale`."""
     high = values.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
     low = values.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
     constant = high - low <= ROUNDING * scale.nan_to_num(nan=0.0).amax(dim=1, keepdim=True)
@@ -249,6 +217,6 @@ def _centred(values: Tensor, *, scale: Tensor) -> Tensor:
 
 def _std(values: Tensor, *, dim: int) -> Tensor:
     """Unbiased standard deviation along `dim` (kept), ignoring NaN; NaN where fewer than two values are left."""
-    count = _count(values, dim=dim)
+    count = (~values.isnan()).sum(dim=dim, keepdim=True)
     squares = (values - values.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
     return torch.where(count > 1, squares / (count - 1).clamp(min=1), torch.nan).sqrt()

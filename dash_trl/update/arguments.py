@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_KINDS = {"floats": lambda dtype: dtype.is_floating_point, "bools": lambda dtype: dtype == torch.bool}
-_KINDS["integers"] = lambda dtype: not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+_KINDS = {
+    "floats": lambda dtype: dtype.is_floating_point,
+    "bools": lambda dtype: dtype == torch.bool,
+    "integers": lambda dtype: not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool),
+}
 
 
 def check_tensor(name: str, value: Any, kind: str | None = None, **sizes: int | None) -> None:

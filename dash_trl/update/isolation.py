@@ -33,32 +33,26 @@ SAME = 1e-6  # nats; equal shapes round alike
 ROUNDING = {torch.float32: 0.01, torch.float16: 0.03, torch.bfloat16: 0.15}
 
 
-def isolation_flaw(
-    packed: LogProbs, alone: LogProbs, *, vocabulary: int, dtype: torch.dtype, training: LogProbs | None = None
-) -> str | None:
+def isolation_flaw(packed: LogProbs, alone: LogProbs, *, vocabulary: int, dtype: torch.dtype) -> str | None:
     """What is wrong with packed passes, in words; None = nothing.
 
     Args:
         packed: all samples in one row. An exception is a flaw, too: a `forward` may not take what packing needs.
         alone: each sample in a row of its own.
-        training: as `packed`, in the mode in which the model trains, and with the same random numbers each time;
-            `None`: that is no other.
         vocabulary: token ids lie below it.
         dtype: in which the model computes.
     """
     samples = [_tokens(length, start, vocabulary) for start, length in enumerate(SAMPLE_TOKENS)]
-    functions = [packed] if training is None else [packed, training]
     expected = alone(samples)
     try:
-        found = [function(samples) for function in functions]
-        leaks = [_leak(function, samples, one[1], vocabulary) for function, one in zip(functions, found, strict=True)]
+        found = packed(samples)
+        leak, noise = _leak(packed, samples, found[1], vocabulary)
     except Exception as error:  # whatever a model's code may raise
         said = (str(error).splitlines() or [""])[0].rstrip(".")
         return f"a packed pass raises {type(error).__name__}: {said}"
-    for leak, noise in leaks:
-        if not leak <= max(SAME, NOISE * noise):  # NaN, too
-            return f"other tokens in one sample move the log-probs of the next by {leak:.2g}"
-    shift = max(_distance(one, other) for one, other in zip(found[0], expected, strict=True))
+    if not leak <= max(SAME, NOISE * noise):  # NaN, too
+        return f"other tokens in one sample move the log-probs of the next by {leak:.2g}"
+    shift = max(_distance(one, other) for one, other in zip(found, expected, strict=True))
     spread = torch.cat([one.float() for one in expected]).std().item()
     if not shift <= ROUNDING.get(dtype, max(ROUNDING.values())) * spread:
         return f"the log-probs of a sample differ by {shift:.2g} from those that it has alone"
@@ -96,7 +90,7 @@ def evaluating(model: nn.Module, *, checkpointing: bool = False) -> Iterator[Non
     """The model without dropout; each module gets its own mode back.
 
     Args:
-        checkpointing: what is checkpointed in training is so here: it may hand other arguments to its layers then.
+        checkpointing: modules that are checkpointed in training still are: they may hand on other arguments then.
     """
     training = {module: module.training for module in model.modules()}
     model.eval()

@@ -12,10 +12,9 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from torch import Tensor
-
-from dash_trl.update.arguments import check_tensor
 
 
 @dataclass(frozen=True)
@@ -61,34 +60,18 @@ def plan_segment(
         padding_free: rows are laid end to end instead of padded to the longest.
     Returns:
         S lists of micro-batches, in the order in which they run; rows are indices into M.
-    Raises:
-        ValueError: for lengths of another rank, size or dtype, and for no micro-step or budget.
     """
-    check_tensor("lengths", lengths, "integers", R=None, M=None, columns=None)
-    if lengths.shape[2] < 2:
-        raise ValueError(
-            f"lengths has the shape {list(lengths.shape)}. Pass [R, M, ≥ 2]: prompt and completion tokens."
-        )
-    for name, number in (("micro_steps", micro_steps), ("max_rows", max_rows), ("max_tokens", max_tokens)):
-        if number is not None and number < 1:
-            raise ValueError(f"{name}={number} leaves no room for a row. Use a number >= 1.")
     # Column by column: a list per row would set Python's garbage collector going, which takes longer than the plan.
     packed = [
         _pack(prompts, completions, max_rows=max_rows, max_tokens=max_tokens, padding_free=padding_free)
         for prompts, completions in zip(lengths[..., 0].tolist(), lengths[..., 1].tolist(), strict=True)
     ]
-    count = max(len(bins) for bins in packed)
-    if count == 0 and last_must_run:
-        count = 1
+    count = max(int(last_must_run), *map(len, packed))
     # Dummies first: the last pass of a rank that has any row is a real one.
     aligned = [[()] * (count - len(bins)) + [tuple(rows) for rows in bins] for bins in packed]
-    micro_batches = [MicroBatch(rows) for rows in zip(*aligned, strict=True)]
-    steps: list[list[MicroBatch]] = []
-    for step in range(micro_steps):  # the last micro-steps get ⌈count / S⌉, the first ⌊count / S⌋
-        here = (count + step) // micro_steps
-        steps.append(micro_batches[:here])
-        micro_batches = micro_batches[here:]
-    return steps
+    micro_batches = map(MicroBatch, zip(*aligned, strict=True))
+    # The last micro-steps get ⌈count / S⌉, the first ⌊count / S⌋.
+    return [list(islice(micro_batches, (count + step) // micro_steps)) for step in range(micro_steps)]
 
 
 def _pack(
@@ -98,13 +81,9 @@ def _pack(
     if not padding_free:
         return _sorted_bins(rows, prompts, completions, max_rows=max_rows, max_tokens=max_tokens)
     tokens = {row: prompts[row] + completions[row] for row in rows}
-    rows.sort(key=tokens.__getitem__, reverse=True)  # once for both; rows of one length stay in their order
     if max_tokens is None:
         return balanced_bins(rows, tokens, count=-(-len(rows) // max_rows), max_rows=max_rows)
-    fitted = fitted_bins(rows, tokens, max_tokens)
-    balanced = balanced_bins(rows, tokens, count=len(fitted), max_rows=len(rows))
-    fits = all(sum(tokens[row] for row in bin_) <= max_tokens or len(bin_) == 1 for bin_ in balanced)
-    return balanced if fits else fitted
+    return fitted_bins(rows, tokens, max_tokens)
 
 
 def balanced_bins(rows: Sequence[int], tokens: dict[int, int], *, count: int, max_rows: int) -> list[list[int]]:

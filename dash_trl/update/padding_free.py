@@ -9,7 +9,9 @@ Letters: B rows, P prompt tokens, T completion tokens, L tokens of the packed ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -20,7 +22,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from dash_trl.rollout import Survivors
 from dash_trl.update.isolation import computing_dtype, evaluating, isolation_flaw
+
+logger = logging.getLogger(__name__)
 
 
 def segment_attention(
@@ -117,17 +122,16 @@ class PackedLayout:
             lengths=tuple(length for length in mask.sum(dim=1).tolist() if length),
         )
 
-    def to(self, device: torch.device) -> PackedLayout:
-        """The same on `device`, without waiting for it."""
-        tensors = {name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return PackedLayout(**tensors, lengths=self.lengths)
 
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy from the CPU; to a GPU by page-locked memory, so that the copy runs while the GPU computes."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+def to_device(value: Any, device: torch.device) -> Any:
+    """Copy a tensor or a layout from the CPU; to a GPU by page-locked memory, so that the GPU computes meanwhile."""
+    if isinstance(value, PackedLayout):
+        return PackedLayout(**{name: to_device(part, device) for name, part in vars(value).items()})
+    if not isinstance(value, Tensor):
+        return value
+    if device.type == "cuda" and value.device.type == "cpu":
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
 
 
 def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict[str, Any]:
@@ -156,16 +160,6 @@ def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict
     return inputs
 
 
-def unpack(values: Tensor, layout: PackedLayout, rows: int, logits_to_keep: int) -> Tensor:
-    """Per-token values of a packed row → [B, T], 0 elsewhere.
-
-    `values` is [1, L − 1]: position i belongs to packed token i + 1, as the fused LM head returns it. The result stays
-    connected to the model even if no value is wanted, so that a dummy micro-batch has a gradient of zeros.
-    """
-    target = values.new_zeros(rows * logits_to_keep)
-    return target.index_copy(0, layout.targets, values[0][layout.sources]).view(rows, logits_to_keep)
-
-
 def packed_log_probs(
     model: Any,
     input_ids: Tensor,
@@ -184,14 +178,20 @@ def packed_log_probs(
     text model.
     """
     if layout is None:
-        layout = PackedLayout.of(attention_mask.cpu(), logits_to_keep).to(input_ids.device)
+        layout = to_device(PackedLayout.of(attention_mask.cpu(), logits_to_keep), input_ids.device)
     inputs = pack_inputs(input_ids, layout, flash=flash)
     if compute_aux_loss:
         inputs["output_router_logits"] = True
     outputs = model(**inputs, fused_lm_head=True)
 
     def unpacked(values: Tensor) -> Tensor:
-        return unpack(values, layout, len(input_ids), logits_to_keep)
+        """[1, L − 1] → [B, T], 0 elsewhere: position i belongs to packed token i + 1, as the fused LM head returns it.
+
+        Connected to the model even if no value is wanted, so that a dummy micro-batch has a gradient of zeros.
+        """
+        target = values.new_zeros(len(input_ids) * logits_to_keep)
+        target = target.index_copy(0, layout.targets, values[0][layout.sources])
+        return target.view(len(input_ids), logits_to_keep)
 
     return unpacked(outputs.log_probs), unpacked(outputs.entropy) if compute_entropy else None, outputs.aux_loss
 
@@ -213,42 +213,85 @@ def packing_flaw(packed: Any, padded: Any, model: Any, *, vocabulary: int, devic
         values = function(ids.to(device), mask.to(device), kept)[0]
         return [row[: len(sample) - prompt] for row, sample in zip(values, samples, strict=True)]
 
-    def training(samples: Sequence[Sequence[int]]) -> list[Tensor]:
-        with evaluating(model, checkpointing=True), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(0)  # for what has dropout in a checkpointed module itself
-            return log_probs(packed, samples)
-
-    checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), evaluating(model, checkpointing=True):
         return isolation_flaw(
             partial(log_probs, packed),
             partial(log_probs, padded),
-            training=training if checkpointed else None,
             vocabulary=vocabulary,
             dtype=computing_dtype(model),
         )
 
 
-def real_rows_only(
-    log_probs: Callable[..., tuple[Tensor | None, ...]],
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    logits_to_keep: int,
-    *,
-    real: int | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor | None, ...]:
-    """For models that need padding: TRL's `log_probs` on the rows that have a token; 0 for the masked dummy rows.
+class ModelPasses:
+    """Makes the inputs of passes, and runs them in TRL's method for log-probs.
 
-    `real` rows have one, and come first; `None`: counted here.
+    Args:
+        models: transformers models, the policy first, without wrappers and adapters.
+        virtual_tokens: prompt tuning puts some before each prompt. Padding lies between them and the prompt, so that
+            its width is part of the input.
+        continuous_batching: samples with paged variants of the attention that a model came with.
+    Attributes:
+        padded_because: why passes are padded; `None`: they are padding-free.
     """
-    if real is None:
-        real = int(attention_mask.bool().any(dim=1).sum())
-    *per_token, aux_loss = log_probs(model, input_ids[:real], attention_mask[:real], logits_to_keep, **kwargs)
-    dummies = len(input_ids) - real
-    logps, entropies = (
-        None if values is None else torch.cat([values, values.new_zeros(dummies, values.shape[1])])
-        for values in per_token
-    )
-    return logps, entropies, aux_loss
+
+    def __init__(self, models: Sequence[Any], *, virtual_tokens: bool, continuous_batching: bool):
+        self.padded_because: str | None = None
+        if continuous_batching:
+            self.padded_because = "continuous batching brings its own attention"
+        elif virtual_tokens:
+            self.padded_because = "every sample has virtual tokens before it"
+        else:
+            self.padded_because = next(filter(None, map(enable_padding_free, models)), None)
+        self.flash = "flash" in (models[0].config.get_text_config()._attn_implementation or "")
+        self._name = type(models[0]).__name__
+        self._trim_prompts = not virtual_tokens
+        self._layout: PackedLayout | None = None  # of the pass that is running; `None`: found from its mask
+
+    @property
+    def padding_free(self) -> bool:
+        return self.padded_because is None
+
+    def say(self) -> None:
+        """Warn if passes are padded."""
+        if not self.padding_free:
+            logger.warning(
+                f"{self._name}: model passes are padded, not padding-free, because {self.padded_because}. The update "
+                "is the same; it takes longer."
+            )
+
+    def inputs(self, survivors: Survivors, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Any]:
+        """The inputs of a pass over `rows`, and its `layout`, on the CPU; arguments as in `Survivors.micro_batch`."""
+        inputs = survivors.micro_batch(rows, size=size, pad_token_id=pad_token_id, trim_prompts=self._trim_prompts)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        return {**inputs, "layout": PackedLayout.of(mask, inputs["completion_mask"].shape[1])}
+
+    @contextmanager
+    def laid_out(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """Within it, `log_probs` knows the layout of `inputs`, of which TRL hands on the masks only."""
+        self._layout = inputs["layout"]
+        try:
+            yield
+        finally:
+            self._layout = None
+
+    def log_probs(
+        self,
+        padded: Callable[..., Any],
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        **kwargs: Any,
+    ) -> tuple[Tensor | None, ...]:
+        """By one pass on real rows and tokens only; arguments and results of TRL's method, which is `padded`."""
+        batch = input_ids, attention_mask, logits_to_keep
+        if self.padding_free:
+            return packed_log_probs(model, *batch, flash=self.flash, layout=self._layout, **kwargs)
+        layout = self._layout or PackedLayout.of(attention_mask.cpu(), logits_to_keep)
+        real = len(layout.lengths)  # the rows behind them are masked dummies
+        *per_token, aux_loss = padded(model, input_ids[:real], attention_mask[:real], logits_to_keep, **kwargs)
+        logps, entropies = (
+            None if values is None else torch.cat([values, values.new_zeros(len(input_ids) - real, values.shape[1])])
+            for values in per_token
+        )
+        return logps, entropies, aux_loss

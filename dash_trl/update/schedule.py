@@ -24,7 +24,8 @@ from dash_trl.update.packing import MicroBatch
 class Segment:
     """The counts that a pass needs for its share of the loss; rows and tokens are those of all ranks.
 
-    `passes` counts micro-steps × ranks; `all_*` includes dropped rows, `kept_*` does not; tokens are loss tokens.
+    `passes` counts micro-steps × ranks; `all_*` includes dropped rows, `kept_*` does not; tokens are loss tokens. If
+    the segment comes in parts, `kept_*` are those of a part: those of the segment are not known before its last part.
     """
 
     micro_steps: int
@@ -125,7 +126,12 @@ class Schedule:
         """
         planned: list[MicroBatch] = []
         if step not in self._planned:
-            planned = self._plan(step, lengths, num_items_in_batch)
+            steps = range(step, self.share(step).stop)
+            offset = step % self.steps_per_generation * self.rows_per_step
+            own = lengths[:, offset : offset + len(steps) * self.rows_per_step]
+            plan = self._plan(step, own, num_items_in_batch, micro_steps=len(steps), offset=offset)
+            self._planned.update(zip(steps, plan, strict=True))
+            planned = [one.micro_batch for passes in plan for one in passes]
         return self._planned[step], planned
 
     def has_whole_share(self, step: int) -> bool:
@@ -148,49 +154,41 @@ class Schedule:
     ) -> tuple[list[Pass], list[MicroBatch]]:
         """As `passes`, for a part of an optimizer step's share of a window, all in the share's last micro-step.
 
-        What is kept of the share is not known before its last part: `Segment.kept_*` are 0.
-
         Args:
             lengths: [R, M, 3] of the part. last: no other part of the share follows.
         """
-        (micro_batches,) = self.pack(lengths, 1, last and self.ran_model and self.is_last(step))
-        ranks, steps = lengths.shape[0], len(self.share(step))
-        segment = Segment(
-            micro_steps=steps,
-            passes=steps * ranks,
-            all_rows=ranks * steps * self.rows_per_step,
-            all_tokens=num_items_in_batch * steps / self.steps_per_generation,
-            kept_rows=0,
-            kept_tokens=0,
-        )
-        if last:
-            self.segments.append(segment)
-        self.ran_model |= bool(micro_batches)
-        return _passes(micro_batches, segment, lengths), micro_batches
+        (passes,) = self._plan(step, lengths, num_items_in_batch, micro_steps=1, last=last)
+        return passes, [one.micro_batch for one in passes]
 
-    def _plan(self, step: int, lengths: Tensor, num_items_in_batch: float) -> list[MicroBatch]:
-        """Plan from `step` to the end of the optimizer step, or of this use of the window, whichever comes first."""
-        in_window = step % self.steps_per_generation
-        stop = min(step - in_window + self.steps_per_generation, self.optimizer_step.stop)
-        steps, offset = stop - step, in_window * self.rows_per_step
-        lengths = lengths[:, offset : offset + steps * self.rows_per_step]
-        plan = self.pack(lengths, steps, self.ran_model and stop == self.optimizer_step.stop)
+    def _plan(
+        self,
+        step: int,
+        lengths: Tensor,
+        num_items_in_batch: float,
+        *,
+        micro_steps: int,
+        last: bool = True,
+        offset: int = 0,
+    ) -> list[list[Pass]]:
+        """The passes of each of `micro_steps` micro-steps, over rows of the share that lie `offset` rows further on."""
+        share, ranks = self.share(step), len(lengths)
         segment = Segment(
-            micro_steps=steps,
-            passes=steps * lengths.shape[0],
-            all_rows=lengths.shape[0] * lengths.shape[1],
-            all_tokens=num_items_in_batch * steps / self.steps_per_generation,
+            micro_steps=len(share),
+            passes=len(share) * ranks,
+            all_rows=len(share) * ranks * self.rows_per_step,
+            all_tokens=num_items_in_batch * len(share) / self.steps_per_generation,
             kept_rows=int((lengths[..., 1] > 0).sum()),
             kept_tokens=int(lengths[..., 2].sum()),
         )
-        for here, micro_batches in zip(range(step, stop), plan, strict=True):
-            self._planned[here] = _passes(micro_batches, segment, lengths, offset)
-        self.segments.append(segment)
+        ends_step = last and share.stop == self.optimizer_step.stop
+        plan = self.pack(lengths, micro_steps, ends_step and self.ran_model)
+        if last:
+            self.segments.append(segment)
         self.ran_model |= any(plan)
-        return [one.micro_batch for here in range(step, stop) for one in self._planned[here]]
+        return [_passes(micro_batches, segment, lengths, offset) for micro_batches in plan]
 
 
-def _passes(micro_batches: list[MicroBatch], segment: Segment, lengths: Tensor, offset: int = 0) -> list[Pass]:
+def _passes(micro_batches: list[MicroBatch], segment: Segment, lengths: Tensor, offset: int) -> list[Pass]:
     """Passes over rows that are counted from `offset` rows earlier than `lengths`, [R, M, 3], does."""
     table = lengths[..., 2].tolist()
     return [

@@ -14,7 +14,6 @@ import functools
 import itertools
 import logging
 import math
-import os
 import pickle
 import selectors
 import socket
@@ -22,12 +21,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
 from dash_trl.workers.calls import Call
-from dash_trl.workers.processes import BEGUN, FUNCTIONS_KEPT, MEMORY, WorkerProcess, prepare_nothing
-from dash_trl.workers.wire import Outcome, arguments_of, failure, finish, pack
+from dash_trl.workers.processes import BEGUN, FUNCTIONS_KEPT, WorkerProcess, prepare_nothing
+from dash_trl.workers.wire import Outcome, dump, failure, finish, pack
 
 logger = logging.getLogger(__name__)
 
@@ -45,84 +45,125 @@ class WorkerDied(RuntimeError):
 
 
 class Packed:
-    """A function as bytes; `number` names it to workers that have it, `seconds` is what a call of it takes lately."""
+    """A function as bytes; `number` names it to workers that have it, `seconds` is what a call of it takes lately.
+
+    Attributes:
+        reference: Ray's, to the bytes.
+    """
 
     _numbers = itertools.count()
 
     def __init__(self, data: bytes, seconds: float = SECONDS_AHEAD):
         self.data, self.number, self.seconds = data, next(self._numbers), seconds
+        self.reference: Any = None
 
     def took(self, outcome: Outcome) -> None:
         self.seconds += NEWEST * (outcome[-1] - self.seconds)
 
 
-class PackedFunctions:
-    """Packs a function once, unless many others came since; `seconds` is what is thought of one that is new."""
+class Row:
+    """A call on its way to another process and back; `losses`: workers that ended before it had begun."""
 
-    def __init__(self, seconds: float = SECONDS_AHEAD):
-        self._seconds = seconds
-        self._recent = functools.lru_cache(FUNCTIONS_KEPT)(self._pack)
+    def __init__(self, call: Call, function: Packed):
+        self.call, self.function, self.losses = call, function, 0
 
-    def _pack(self, function: Callable[..., Any]) -> Packed:
-        return Packed(pack(function), self._seconds)
-
-    def __call__(self, function: Callable[..., Any]) -> Packed:
-        """Raises ValueError: if it cannot be sent to another process."""
+    def arguments(self) -> bytes:
+        """Raises ValueError: if they cannot be sent."""
         try:
-            hash(function)
-        except TypeError:
+            return dump(dict(self.call.arguments))
+        except Exception as error:
+            text = f"its arguments cannot be sent to another process: {type(error).__name__}: {error}"
+            raise ValueError(text) from error
+
+    def finish(self, outcome: Outcome) -> None:
+        """Whatever comes of it, where other rows wait."""
+        try:
+            finish(self.call, outcome)
+        except Exception:
+            logger.exception("What was to be done after a call has failed.")
+
+
+def next_rows(waiting: deque[Row], room: int, seconds: float) -> tuple[list[Row], list[bytes]]:
+    """The first rows that wait, and their arguments; of one function and timeout.
+
+    Args:
+        room: so many at most. seconds: as many as take so long.
+    """
+    rows: list[Row] = []
+    arguments: list[bytes] = []
+    while waiting and len(rows) < room and seconds > 0:
+        row = waiting[0]
+        like = not rows or row.function is rows[0].function and row.call.timeout == rows[0].call.timeout
+        if not like or rows and row.losses:  # one that was lost goes alone: it may be what ended its worker
+            break
+        waiting.popleft()
+        if row.call.cancelled:
+            continue
+        try:
+            arguments.append(row.arguments())
+        except ValueError as error:
+            row.finish(failure(error))
+            continue
+        rows.append(row)
+        seconds = 0.0 if row.losses else seconds - row.function.seconds
+    return rows, arguments
+
+
+class RemoteCalls:
+    """A `Backend` by a service, which starts as it is needed. Functions and arguments are sent as `wire` says.
+
+    Args:
+        start: starts what brings rows to other processes, by `submit` (False if it has ended) until `close`.
+        seconds: what is thought of a new function's calls.
+    """
+
+    def __init__(self, start: Callable[[], Any], seconds: float = SECONDS_AHEAD):
+        self._start = start
+        self._lock = threading.Lock()
+        self._service: Any = None
+
+        def packed(function: Callable[..., Any]) -> Packed:
+            return Packed(pack(function), seconds)
+
+        self._pack, self._packed_lately = packed, functools.lru_cache(FUNCTIONS_KEPT)(packed)
+
+    def submit(self, calls: Sequence[Call]) -> None:
+        """Raises ValueError: if a function cannot be sent to another process."""
+        rows = [Row(call, self._packed(call.function)) for call in calls]
+        with self._lock:
+            if self._service is None or not self._service.submit(rows):
+                self._service = self._start()
+                self._service.submit(rows)
+
+    def close(self) -> None:
+        """Ends what it has started; calls that are out end with `WorkerDied`. A later call starts it again."""
+        with self._lock:
+            service, self._service = self._service, None
+        if service is not None:
+            service.close()
+
+    def _packed(self, function: Callable[..., Any]) -> Packed:
+        try:
+            return self._packed_lately(function)
+        except TypeError:  # it has no hash
             return self._pack(function)
-        return self._recent(function)
 
 
-class Row(Protocol):
-    """A call on its way through a pool."""
-
-    function: Packed
-    timeout: float
-
-    @property
-    def cancelled(self) -> bool: ...
-
-    def arguments(self) -> bytes: ...
-
-    def finish(self, outcome: Outcome) -> None: ...
-
-
-class ProcessCalls:
-    """A `Backend` of `count` worker processes. They start as they are needed, and end at `close` or at exit.
-
-    A worker has `MEMORY` of address space. Functions and arguments are sent as `dash_trl.workers.wire` says.
+class ProcessCalls(RemoteCalls):
+    """A `Backend` of `count` worker processes, each with `MEMORY` of address space. They end at `close` or at exit.
 
     Args:
         prepare: runs in each worker first, to pay for imports; importable.
     """
 
     def __init__(self, count: int, *, prepare: Callable[[], object] = prepare_nothing):
-        if count < 1:
-            raise ValueError(f"{count} worker processes can call nothing: give at least 1.")
-        self.count, self._prepare = count, prepare
-        self._lock = threading.Lock()
-        self._pool: Pool | None = None
+        super().__init__(functools.partial(Pool, count, prepare))
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._packed = PackedFunctions()
 
     def submit(self, calls: Sequence[Call], *, user: object = None) -> None:
-        """Raises ValueError: if a function cannot be sent to another process."""
-        rows = [SentCall(call, self._packed(call.function)) for call in calls]
-        with self._lock:
-            if user is not None:
-                self._users.add(user)
-            if self._pool is None or not self._pool.submit(rows):
-                self._pool = Pool(self.count, self._prepare)
-                self._pool.submit(rows)
-
-    def close(self) -> None:
-        """Ends the processes; calls that are out end with `WorkerDied`. A later call starts them again."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
+        if user is not None:
+            self._users.add(user)
+        super().submit(calls)
 
     def leave(self, user: object) -> None:
         """`close`, when the last user leaves."""
@@ -139,52 +180,6 @@ def shared_workers(count: int, prepare: Callable[[], object]) -> ProcessCalls:
     return _shared.setdefault((count, prepare), ProcessCalls(count, prepare=prepare))
 
 
-def call_all(
-    submit: Callable[[Sequence[Call]], None],
-    function: Callable[..., Any],
-    arguments: Sequence[Mapping[str, Any]],
-    *,
-    timeout: float,
-) -> list[Call]:
-    """Calls of one function, side by side; waits until all of them are done. An interrupt cancels them."""
-    done = threading.Semaphore(0)
-    calls = [Call(function, one, timeout=timeout, done=lambda _: done.release()) for one in arguments]
-    try:
-        submit(calls)
-        for _ in calls:
-            done.acquire()
-    except BaseException:
-        for call in calls:
-            call.cancelled = True
-        raise
-    return calls
-
-
-class SentCall:
-    """A `Row` that is a `Call` of this process."""
-
-    def __init__(self, call: Call, function: Packed):
-        self.call, self.function, self.timeout = call, function, call.timeout
-
-    @property
-    def cancelled(self) -> bool:
-        return self.call.cancelled
-
-    def arguments(self) -> bytes:
-        return arguments_of(self.call)
-
-    def finish(self, outcome: Outcome) -> None:
-        finish(self.call, outcome)
-
-
-def finish_row(row: Row, outcome: Outcome) -> None:
-    """Whatever comes of it, where other rows wait."""
-    try:
-        row.finish(outcome)
-    except Exception:
-        logger.exception("What was to be done after a call has failed.")
-
-
 class _Worker:
     """A worker process and what it has been given."""
 
@@ -199,7 +194,7 @@ class _Worker:
     def expect(self, now: float) -> None:
         """What it is at has begun now."""
         if self.begun:
-            self.deadline = now + self.rows[0].timeout
+            self.deadline = now + self.rows[0].call.timeout
         else:
             self.deadline = now + START_SECONDS if self.rows else math.inf
 
@@ -220,10 +215,9 @@ class Pool:
         self._workers: list[_Worker] = []
         self._failed_starts = 0
         self._why = ""  # the last of them failed
-        self._losses: weakref.WeakKeyDictionary[Row, int] = weakref.WeakKeyDictionary()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="dash_trl worker processes")
         self._thread.start()
-        _pools.add(self)
+        atexit.register(self.close)
 
     def submit(self, rows: Sequence[Row]) -> bool:
         """False if it is closed, or of a process that this one was forked from."""
@@ -240,12 +234,11 @@ class Pool:
         self._wake()
         if self._thread is not threading.current_thread():
             self._thread.join()
+        atexit.unregister(self.close)
 
     def _wake(self) -> None:
-        try:
+        with suppress(OSError):  # it has enough to wake up by, or it has ended
             self._mouth.send(b"\0")
-        except OSError:  # it has enough to wake up by, or it has ended
-            pass
 
     # ------------------------------------------------------------------------------------------ on the thread
 
@@ -280,13 +273,9 @@ class Pool:
                     self._failed_starts = 0
                     error = WorkerDied(f"worker processes do not start: {self._why}")
                     for _ in range(len(self._waiting)):
-                        finish_row(self._waiting.popleft(), failure(error))
+                        self._waiting.popleft().finish(failure(error))
                 return
-            try:
-                worker = _Worker(self._prepare)
-            except OSError as error:  # no memory, or no process more
-                self._failed_starts, self._why = self._failed_starts + 1, str(error)
-                continue
+            worker = _Worker(self._prepare)
             self._workers.append(worker)
             self._selector.register(worker.process.socket, selectors.EVENT_READ, worker)
             free += 1
@@ -296,31 +285,21 @@ class Pool:
             return
         room = min(ROWS_AHEAD - len(worker.rows), math.ceil(len(self._waiting) / (2 * self._count)))
         seconds = SECONDS_AHEAD - sum(row.function.seconds for row in worker.rows)
-        batch = []
-        while self._waiting and room > 0 and seconds > 0:
-            row = self._waiting.popleft()
-            if row.cancelled:
-                continue
-            try:
-                arguments = row.arguments()
-            except Exception as error:
-                finish_row(row, failure(error))
-                continue
-            batch.append((row.function.number, row.function.data, arguments))
-            worker.rows.append(row)
-            room, seconds = room - 1, seconds - row.function.seconds
-        if batch:
-            worker.batches.append(len(batch))
-            if len(worker.rows) == len(batch):
+        rows, arguments = next_rows(self._waiting, room, seconds)
+        if rows:
+            worker.rows += rows
+            worker.batches.append(len(rows))
+            if len(worker.rows) == len(rows):
                 worker.expect(time.monotonic())
-            self._reach(worker, functools.partial(worker.process.send, batch))
+            function = rows[0].function
+            self._reach(worker, functools.partial(worker.process.send, function.number, function.data, arguments))
 
     def _reach(self, worker: _Worker, send: Callable[[], None]) -> None:
         try:
             send()
         except OSError:
             return  # it is dead, which its socket tells when it has been read to the end
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.process.wants_to_send else 0)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.process.outgoing else 0)
         self._selector.modify(worker.process.socket, events, worker)
 
     def _hear(self, worker: _Worker) -> None:
@@ -329,8 +308,6 @@ class Pool:
             for frame in worker.process.receive():
                 if not worker.ready:
                     worker.ready, self._failed_starts = True, 0
-                    if not pickle.loads(frame):
-                        _say_unlimited()
                 elif frame == BEGUN:
                     worker.begun = worker.batches.popleft()
                 else:
@@ -338,7 +315,7 @@ class Pool:
                     row = worker.rows.popleft()
                     worker.begun -= 1
                     row.function.took(outcome)
-                    finish_row(row, outcome)
+                    row.finish(outcome)
                 worker.expect(now)
         except Exception:  # its end; or what it says is not what a worker says
             self._lose(worker, overdue=False)
@@ -361,15 +338,15 @@ class Pool:
             self._why = f"not ready after {START_SECONDS:g} s" if overdue else end
         elif worker.begun:
             row = worker.rows.popleft()
-            error = TimeoutError(f"took more than {row.timeout:g} s") if overdue else WorkerDied(end)
-            finish_row(row, failure(error))
+            error = TimeoutError(f"took more than {row.call.timeout:g} s") if overdue else WorkerDied(end)
+            row.finish(failure(error))
         elif worker.rows:  # while it loaded a function, unless it was ended from outside
             row = worker.rows[0]
-            self._losses[row] = self._losses.get(row, 0) + 1
-            if self._losses[row] >= STARTS:
+            row.losses += 1
+            if row.losses >= STARTS:
                 worker.rows.popleft()
                 loading = f"while it loaded a function ({START_SECONDS:g} s at most)"
-                finish_row(row, failure(WorkerDied(f"{end} {loading}")))
+                row.finish(failure(WorkerDied(f"{end} {loading}")))
         self._waiting.extendleft(reversed(worker.rows))
 
     def _end(self) -> None:
@@ -385,31 +362,5 @@ class Pool:
         self._ear.close()
         self._mouth.close()
         for row in rows:
-            if not row.cancelled:
-                finish_row(row, failure(WorkerDied("the worker processes were ended")))
-
-
-_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
-
-
-@atexit.register  # before multiprocessing's own handler, which would wait for the processes
-def _end_all() -> None:
-    for pool in list(_pools):
-        pool.close()
-
-
-def _forget() -> None:
-    """A forked child owns neither the processes nor the pools' threads: it starts its own."""
-    _shared.clear()
-    _pools.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
-@functools.cache  # once, for all pools
-def _say_unlimited() -> None:
-    logger.warning(
-        f"This system sets no limit to the memory of a worker process ({MEMORY >> 30} GiB elsewhere): a row that needs "
-        "more may slow down or end the whole run before its timeout."
-    )
+            if not row.call.cancelled:
+                row.finish(failure(WorkerDied("the worker processes were ended")))

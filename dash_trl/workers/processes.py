@@ -1,34 +1,33 @@
 """Worker processes for what may hang, crash or take too much memory.
 
-    start_worker(prepare) ──► a process that prepares itself, then makes the calls that come over its socket
-                                └─ killed by whoever started it, with it, above MEMORY
+    WorkerProcess(prepare) ──► a process that prepares itself, then makes the calls that come over its socket
+                                 └─ killed by whoever started it, with it, above MEMORY
 
 What goes over the socket is in frames of bytes, see `to_frame`:
 
-    ──► calls: [(number of a function, the function where it is new, arguments), ...]
-    ◄── ready: whether its memory is limited; once, when it has prepared itself
-    ◄── begun: b"", when it has read such calls and loaded their functions; then an `Outcome` for each, in order
+    ──► calls: (number of a function, the function where it is new, the arguments of each call)
+    ◄── ready: b"", once, when it has prepared itself
+    ◄── begun: b"", when it has read such calls and loaded their function; then an `Outcome` for each, in order
 """
 
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import traceback
-import types
 from collections.abc import Callable, Iterator
-from multiprocessing import context, popen_spawn_posix, spawn
-from multiprocessing.connection import wait
+from contextlib import suppress
 from typing import Any
 
-from dash_trl.workers.wire import loads, outcome_of
+from dash_trl.workers.wire import outcome_of
 
 MEMORY = 4 << 30  # bytes of address space of a worker: 10^{10^{10}} must not take the trainer's before its timeout
 DEFAULT_MAX_WORKERS = 8  # per process; more do not pay for a batch of a few hundred rows
@@ -38,6 +37,8 @@ KILLED_SECONDS = 5.0  # to wait for the end of a process after SIGKILL: one in a
 BEGUN = b""
 _LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+# What a new Python runs: not the main script, which would start training once more, but it finds the same modules.
+_START = "import sys; sys.path[:] = {path!r}; from dash_trl.workers.processes import work; work({fd}, {prepare!r})"
 
 
 def default_workers() -> int:
@@ -56,49 +57,40 @@ class WorkerProcess:
     Args:
         prepare: runs in it first; importable. Its time is no call's.
     Attributes:
-        known: numbers of the functions that it has.
+        known: numbers of the functions that it has. outgoing: what waits to be sent.
     """
 
     def __init__(self, prepare: Callable[[], object]):
         self.socket, theirs = socket.socketpair()
-        try:
-            self.process = _LightProcess(target=_work, args=(theirs, prepare), name="dash_trl worker")
-            self.process.start()
-        except BaseException:
-            self.socket.close()
-            raise
-        finally:
-            theirs.close()
-        assert self.process.pid is not None
-        self._pid = self.process.pid
+        with theirs:
+            start = _START.format(path=sys.path, fd=theirs.fileno(), prepare=pickle.dumps(prepare))
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", start],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # for `kill`; and the parent decides on Ctrl-C
+            )
         self.socket.setblocking(False)
         self.known: list[int] = []
-        self._incoming, self._outgoing = bytearray(), bytearray()
+        self._incoming, self.outgoing = bytearray(), bytearray()
 
-    @property
-    def wants_to_send(self) -> bool:
-        return bool(self._outgoing)
-
-    def send(self, calls: list[tuple[int, bytes, bytes]]) -> None:
-        """Calls as (number of its function, the function, its arguments), as far as the socket takes them now.
+    def send(self, number: int, function: bytes, arguments: list[bytes]) -> None:
+        """Calls of a function, as far as the socket takes them now; the function itself where it is new.
 
         Raises:
             OSError: it is dead.
         """
-        batch: list[tuple[int, bytes | None, bytes]] = []
-        for number, function, arguments in calls:
-            batch.append((number, None if number in self.known else function, arguments))
-            if number not in self.known:
-                self.known = [*self.known, number][-FUNCTIONS_KEPT:]
-        self._outgoing += to_frame(pickle.dumps(batch, pickle.HIGHEST_PROTOCOL))
+        new = number not in self.known
+        if new:
+            self.known = [*self.known, number][-FUNCTIONS_KEPT:]
+        batch = number, function if new else None, arguments
+        self.outgoing += to_frame(pickle.dumps(batch, pickle.HIGHEST_PROTOCOL))
         self.send_more()
 
     def send_more(self) -> None:
         """Raises OSError: it is dead."""
-        try:
-            del self._outgoing[: self.socket.send(self._outgoing)]
-        except BlockingIOError:
-            pass
+        with suppress(BlockingIOError):
+            del self.outgoing[: self.socket.send(self.outgoing)]
 
     def receive(self) -> Iterator[bytes]:
         """The frames that are there now.
@@ -123,26 +115,18 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Ends it, whatever it does, with what it has started; one that has already ended keeps its exit code."""
-        self.process.kill()
-        try:
-            os.killpg(self._pid, signal.SIGKILL)  # not the group that it is in: at first that is ours
-        except ProcessLookupError:  # it has not come so far as to have a group
-            pass
+        with suppress(ProcessLookupError, PermissionError):  # a dead one, on some systems
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def bury(self) -> str:
         """After `kill`: waits for its end, so that nothing of it is left; says how it ended."""
         self.socket.close()
-        self.process.join(KILLED_SECONDS)
-        code = self.process.exitcode
-        if code is None:
-            return "does not end"
-        self.process.close()
-        if code >= 0:
-            return f"exit code {code}"
         try:
-            return f"killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"killed by signal {-code}"
+            code = self._process.wait(KILLED_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "does not end"
+        names = {-one: one.name for one in signal.Signals}
+        return f"exit code {code}" if code >= 0 else f"killed by {names.get(code, f'signal {-code}')}"
 
 
 def prepare_nothing() -> None:
@@ -156,10 +140,16 @@ def to_frame(data: bytes) -> bytes:
 # ------------------------------------------------------------------------------------------------ inside a worker
 
 
-def _work(parent: socket.socket, prepare: Callable[[], object]) -> None:
+def work(fd: int, prepare: bytes) -> None:
+    """Never returns.
+
+    Args:
+        fd: of the socket to whoever started it.
+        prepare: pickled, see `WorkerProcess`.
+    """
     code = 1
     try:
-        _serve(parent, prepare)
+        _serve(socket.socket(fileno=fd), prepare)
         sys.stdout.flush()
         code = 0
     except BaseException:
@@ -167,29 +157,24 @@ def _work(parent: socket.socket, prepare: Callable[[], object]) -> None:
     os._exit(code)  # at once: that the socket closes tells the parent, who kills what still ends
 
 
-def _serve(parent: socket.socket, prepare: Callable[[], object]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
-    os.setpgid(0, 0)  # for `WorkerProcess.kill`
+def _serve(parent: socket.socket, prepare: bytes) -> None:
     parent.set_inheritable(False)
-    limited = _limit_memory()
-    _die_with_parent()
-    prepare()
+    _limit_memory()
+    _die_with_parent(parent)
+    pickle.loads(prepare)()
     pid = os.getpid()
     frames = parent.makefile("rb")
-    parent.sendall(to_frame(pickle.dumps(limited)))
+    parent.sendall(to_frame(BEGUN))  # it is ready
     functions: dict[int, Callable[..., Any]] = {}
     while header := frames.read(_LENGTH.size):
-        batch = pickle.loads(frames.read(_LENGTH.unpack(header)[0]))
-        calls = []
-        for number, function, arguments in batch:
-            if function is not None:
-                functions[number] = _load(function)
-                while len(functions) > FUNCTIONS_KEPT:  # the oldest, as in `WorkerProcess.known`
-                    del functions[next(iter(functions))]
-            calls.append((functions[number], arguments))
+        number, function, calls = pickle.loads(frames.read(_LENGTH.unpack(header)[0]))
+        if function is not None:
+            functions[number] = _load(function)
+            if len(functions) > FUNCTIONS_KEPT:  # the oldest goes, as in `WorkerProcess.known`
+                del functions[next(iter(functions))]
         parent.sendall(to_frame(BEGUN))
-        for function, arguments in calls:
-            outcome = outcome_of(function, arguments)
+        for arguments in calls:
+            outcome = outcome_of(functions[number], arguments)
             if os.getpid() != pid:  # it forked, and its child came back: the outcome is its parent's to send
                 os._exit(1)
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it left behind would strike another call
@@ -199,7 +184,7 @@ def _serve(parent: socket.socket, prepare: Callable[[], object]) -> None:
 def _load(function: bytes) -> Callable[..., Any]:
     """The function; one that cannot be loaded becomes one that says so."""
     try:
-        return loads(function)
+        return pickle.loads(function)
     except BaseException as error:
         reason = f"the function cannot be loaded in a worker process: {type(error).__name__}: {error}"
 
@@ -209,7 +194,7 @@ def _load(function: bytes) -> Callable[..., Any]:
     return fail
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: socket.socket) -> None:
     """A trainer killed with SIGKILL runs no exit handler, and its workers would go on forever.
 
     Linux's kernel sees to it, also where C code holds the interpreter; it would be late for a parent that is dead by
@@ -217,27 +202,24 @@ def _die_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_wait_for_parent, daemon=True).start()
+    threading.Thread(target=_wait_for_end, args=(parent,), daemon=True).start()
 
 
-def _wait_for_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+def _wait_for_end(parent: socket.socket) -> None:
+    poll = select.poll()
+    poll.register(parent, 0)  # no event but that it hangs up
+    poll.poll()
+    os._exit(1)
 
 
-def _limit_memory() -> bool:
-    """Whether it could be done: macOS refuses every limit that would matter, and other systems lack the constant."""
+def _limit_memory() -> None:
     import resource  # POSIX only
 
-    try:
+    # macOS refuses every limit that would matter, and other systems lack the constant.
+    with suppress(AttributeError, ValueError, OSError):
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    except (AttributeError, ValueError, OSError):
-        return False
-    return True
 
 
 class OutOfWork(BaseException):
@@ -263,34 +245,3 @@ def run_within(cpu_seconds: float, function: Callable[..., Any], *args: Any) -> 
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     finally:  # once more: the signal may come between the call's end and the line above
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-
-
-# ------------------------------------------------------------------------------------------------------- spawning
-
-
-def _launch_without_main() -> Callable[..., None]:
-    """`Popen._launch` whose children do not import the parent's `__main__`.
-
-    multiprocessing's spawn runs the main script once more in every child, for functions that were defined there. A
-    training script would import torch and trl in every worker (5 s), or, without `if __name__ == "__main__"`, start
-    training again. loky's "loky_init_main" is the same remedy. The method is rebound to a namespace of its own, since a
-    patch of `multiprocessing.spawn` would hit other threads (a DataLoader's workers).
-    """
-    light_spawn = types.SimpleNamespace(**vars(spawn))
-    light_spawn.get_preparation_data = lambda name: {
-        key: value for key, value in spawn.get_preparation_data(name).items() if not key.startswith("init_main_from")
-    }
-    launch = popen_spawn_posix.Popen._launch  # type: ignore[attr-defined]
-    return types.FunctionType(launch.__code__, {**launch.__globals__, "spawn": light_spawn}, launch.__name__)
-
-
-class _LightPopen(popen_spawn_posix.Popen):
-    _launch = _launch_without_main()
-
-
-class _LightProcess(context.SpawnProcess):
-    """Spawned, since forking a parent with torch's threads can deadlock the child."""
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> _LightPopen:
-        return _LightPopen(process_obj)

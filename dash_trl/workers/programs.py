@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 STOP_SECONDS = 15.0  # from a polite signal to SIGKILL
@@ -48,10 +49,8 @@ class Command:
         """SIGTERM, and SIGKILL to what is left of the group after `STOP_SECONDS`; `at_once`: SIGKILL now."""
         if not at_once:
             self.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                pass
         self._signal(signal.SIGKILL)
         self.process.wait()
 
@@ -60,7 +59,5 @@ class Command:
         self._signal(signal.SIGTERM)
 
     def _signal(self, number: int) -> None:
-        try:
+        with suppress(ProcessLookupError):  # all of the group have gone
             os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            pass  # all of the group have gone

@@ -10,31 +10,29 @@ What a call does, it does to a worker process that the Ray worker has started, a
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.util
 import itertools
 import os
 import queue
 import socket
 import sys
 import threading
-import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
-from dash_trl.workers.calls import Call
+from dash_trl.workers.calls import Call, call_all
 from dash_trl.workers.process_calls import (
     ROWS_AHEAD,
     START_SECONDS,
     Packed,
-    PackedFunctions,
     Pool,
-    SentCall,
+    RemoteCalls,
+    Row,
     WorkerDied,
-    finish_row,
+    next_rows,
 )
 from dash_trl.workers.processes import FUNCTIONS_KEPT, default_workers, prepare_nothing
 from dash_trl.workers.wire import Outcome, failure
@@ -50,7 +48,7 @@ LOCAL_RAY = {
 QUIET_SECONDS = 900.0  # without an outcome of any task, beyond what they may take: the cluster has no CPU for us
 
 
-class RayCalls:
+class RayCalls(RemoteCalls):
     """A `Backend` on the Ray that this process is connected to, else on that of the environment's `RAY_ADDRESS`.
 
     Where there is neither, it starts one of this process's share of the CPUs, which ends with the process. The nodes of
@@ -59,35 +57,12 @@ class RayCalls:
     Args:
         in_flight: rows that are with Ray at a time.
     Raises:
-        ImportError: Ray is not installed.
         ConnectionError: there is no cluster at `RAY_ADDRESS`.
     """
 
     def __init__(self, in_flight: int = 256):
-        if in_flight < 1:
-            raise ValueError(f"{in_flight} rows in flight call nothing: give at least 1.")
-        if importlib.util.find_spec("ray") is None:
-            raise ImportError("Calls on a Ray cluster need Ray: pip install 'dash_trl[ray]'")
-        self._in_flight = in_flight
-        self._lock = threading.Lock()
-        self._tasks: _Tasks | None = None
-        self._packed = PackedFunctions(seconds=SECONDS_PER_TASK)
         _connect()
-
-    def submit(self, calls: Sequence[Call]) -> None:
-        """Raises ValueError: if a function cannot be sent to another process."""
-        rows = [SentCall(call, self._packed(call.function)) for call in calls]
-        with self._lock:
-            if self._tasks is None:
-                self._tasks = _Tasks(self._in_flight)
-            self._tasks.submit(rows)
-
-    def close(self) -> None:
-        """Cancels what is out; these calls end with `WorkerDied`. The connection to Ray stays, until Python ends."""
-        with self._lock:
-            tasks, self._tasks = self._tasks, None
-        if tasks is not None:
-            tasks.close()
+        super().__init__(functools.partial(_Tasks, in_flight), seconds=SECONDS_PER_TASK)
 
 
 def _connect() -> None:
@@ -133,17 +108,15 @@ class _Tasks:
         self._ray = ray
         self._task = ray.remote(max_retries=0)(_run_rows)
         self._room = in_flight
-        self._name = uuid.uuid4().hex  # of this driver, for its functions
-        self._sent: dict[int, Any] = {}  # a function's number → Ray's reference to its bytes
-        self._waiting: deque[SentCall] = deque()
-        self._out: dict[Any, list[SentCall]] = {}
-        self._losses: dict[SentCall, int] = {}
+        self._waiting: deque[Row] = deque()
+        self._out: dict[Any, list[Row]] = {}
         self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()  # rows, the references of tasks that ended, None: end
         self._thread = threading.Thread(target=self._serve, daemon=True, name="dash_trl tasks of Ray")
         self._thread.start()
 
-    def submit(self, rows: Sequence[SentCall]) -> None:
+    def submit(self, rows: Sequence[Row]) -> bool:
         self._news.put(rows)
+        return True
 
     def close(self) -> None:
         self._news.put(None)
@@ -173,46 +146,22 @@ class _Tasks:
     def _patience(self) -> float | None:
         if not self._out:
             return None
-        return QUIET_SECONDS + START_SECONDS + max(sum(row.timeout for row in rows) for rows in self._out.values())
+        longest = max(sum(row.call.timeout for row in rows) for rows in self._out.values())
+        return QUIET_SECONDS + START_SECONDS + longest
 
     def _send(self) -> None:
         while self._waiting and self._room > 0:
-            rows = self._next_rows()
+            rows, arguments = next_rows(self._waiting, min(self._room, ROWS_AHEAD), SECONDS_PER_TASK)
             if not rows:
                 continue
-            function = rows[0][0].function
-            if function.number not in self._sent:
-                self._sent[function.number] = self._ray.put(function.data)
-                while len(self._sent) > FUNCTIONS_KEPT:
-                    del self._sent[next(iter(self._sent))]
-            task = self._task.remote(
-                f"{self._name} {function.number}",
-                [self._sent[function.number]],  # in a list: Ray does not bring it to nodes that have the function
-                [(arguments, row.timeout) for row, arguments in rows],
-            )
+            function = rows[0].function
+            if function.reference is None:
+                function.reference = self._ray.put(function.data)
+            # The reference in a list: Ray does not bring the function to nodes that have it.
+            task = self._task.remote([function.reference], arguments, rows[0].call.timeout)
             self._room -= len(rows)
-            self._out[task] = [row for row, _ in rows]
+            self._out[task] = rows
             task.future().add_done_callback(self._news.put)
-
-    def _next_rows(self) -> list[tuple[SentCall, bytes]]:
-        """Of one function, with their arguments; so many as are worth a task."""
-        rows: list[tuple[SentCall, bytes]] = []
-        seconds = SECONDS_PER_TASK
-        while self._waiting and len(rows) < min(self._room, ROWS_AHEAD) and seconds > 0:
-            row = self._waiting[0]
-            alone = row in self._losses  # it may be what ended its task
-            if rows and (alone or row.function is not rows[0][0].function):
-                break
-            self._waiting.popleft()
-            if row.cancelled:
-                continue
-            try:
-                rows.append((row, row.arguments()))
-            except Exception as error:
-                finish_row(row, failure(error))
-                continue
-            seconds = 0.0 if alone else seconds - row.function.seconds
-        return rows
 
     def _take(self, ended: Future[list[Outcome]]) -> None:
         rows = self._out.pop(ended.object_ref, [])  # type: ignore[attr-defined]  # []: it was given up
@@ -220,32 +169,27 @@ class _Tasks:
         error = ended.exception()
         if error is None:
             for row, outcome in zip(rows, ended.result(), strict=True):
-                self._losses.pop(row, None)
                 row.function.took(outcome)
-                finish_row(row, outcome)
+                row.finish(outcome)
             return
-        reason = (
-            f"{type(error).__name__}: {getattr(error, 'cause', error)}"  # the cause: of what our own code raised there
-        )
         for row in reversed(rows):
-            self._losses[row] = self._losses.get(row, 0) + 1
-            if self._losses[row] < LOSSES:
+            row.losses += 1
+            if row.losses < LOSSES:
                 self._waiting.appendleft(row)
             else:
-                del self._losses[row]
-                finish_row(row, failure(WorkerDied(f"Ray lost its task: {reason}")))
+                cause = getattr(error, "cause", error)  # of what our own code raised there
+                row.finish(failure(WorkerDied(f"Ray lost its task: {type(error).__name__}: {cause}")))
 
     def _give_up(self, why: str) -> None:
         out, self._out = self._out, {}
         rows = [*itertools.chain(*out.values()), *self._waiting]
         self._room += sum(map(len, out.values()))
         self._waiting.clear()
-        self._losses.clear()
-        with contextlib.suppress(Exception):  # where the connection is lost
+        with suppress(Exception):  # where the connection is lost
             self._cancel(list(out))
         for row in rows:
-            if not row.cancelled:
-                finish_row(row, failure(WorkerDied(why)))
+            if not row.call.cancelled:
+                row.finish(failure(WorkerDied(why)))
 
     def _cancel(self, tasks: list[Any]) -> None:
         """Again where one goes on: Ray loses the cancellation of a task that is on its way to its worker just then."""
@@ -259,24 +203,14 @@ class _Tasks:
 # ------------------------------------------------------------------------------------------------- in a Ray worker
 
 
-class _ReceivedRow:
-    """A `Row` of another process."""
-
-    cancelled = False
-
-    def __init__(self, function: Packed, arguments: bytes, timeout: float, done: Callable[[], object]):
-        self.function, self.timeout, self._arguments, self._done = function, timeout, arguments, done
-        self.outcome: Any = None
+class _ReceivedRow(Row):
+    """Of another process: its arguments come, and its outcome goes back, as bytes."""
 
     def arguments(self) -> bytes:
-        return self._arguments
+        return self.call.arguments  # type: ignore[return-value]
 
     def finish(self, outcome: Outcome) -> None:
-        self.outcome = outcome
-        self._done()
-
-
-_functions: dict[str, Packed] = {}
+        self.call.finish(outcome)
 
 
 @functools.cache
@@ -285,23 +219,23 @@ def _pool() -> Pool:
     return Pool(1, prepare_nothing)
 
 
-def _run_rows(name: str, function: list[Any], rows: list[tuple[bytes, float]]) -> list[Outcome]:
-    """What a Ray task does: their outcomes, in order.
+@functools.lru_cache(FUNCTIONS_KEPT)
+def _packed(reference: Any) -> Packed:
+    import ray
+
+    return Packed(ray.get(reference))
+
+
+def _run_rows(function: list[Any], arguments: list[bytes], timeout: float) -> list[Outcome]:
+    """What a Ray task does: the outcomes of calls, in order.
 
     Args:
-        name: of the function, unique in the cluster.
         function: Ray's reference to it, as `pack` made it.
-        rows: arguments, as `dump` made them, and seconds.
+        arguments: of each call, as `dump` made them.
     """
-    if name not in _functions:
-        import ray
+    packed = _packed(function[0])
 
-        _functions[name] = Packed(ray.get(function[0]))
-        while len(_functions) > FUNCTIONS_KEPT:
-            del _functions[next(iter(_functions))]
-    done = threading.Semaphore(0)
-    received = [_ReceivedRow(_functions[name], arguments, timeout, done.release) for arguments, timeout in rows]
-    _pool().submit(received)
-    for _ in received:
-        done.acquire()
-    return [row.outcome for row in received]
+    def submit(calls: Sequence[Call]) -> None:
+        _pool().submit([_ReceivedRow(call, packed) for call in calls])
+
+    return [call.value for call in call_all(submit, len, arguments, timeout=timeout)]

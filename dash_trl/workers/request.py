@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from dash_trl.workers.calls import Call
 
 
 class Request:
@@ -17,12 +15,12 @@ class Request:
         functions: F. rows: N. group_size: G adjacent rows are a group; the last one may be smaller.
     Attributes:
         outcomes: [F][N]; None = has not come.
-        calls: that were made for it.
+        stop: of its calls; set, once nobody waits for it.
     """
 
     def __init__(self, functions: int, rows: int, group_size: int):
         self.outcomes: list[list[Any]] = [[None] * rows for _ in range(functions)]
-        self.calls: list[Call] = []
+        self.stop = threading.Event()
         self.group_size = group_size
         groups = range(0, rows, group_size)
         self._rows_left = [[min(group_size, rows - start) for start in groups] for _ in range(functions)]
@@ -58,13 +56,8 @@ class Request:
         if last:
             self._complete.put(group)
 
-    def groups(self) -> Iterator[int]:
-        """Numbers of groups, each once, as soon as all functions have said what they say of it; waits for the next."""
-        while self._handed_out < len(self._functions_left):
-            yield from self.next_groups()
-
     def next_groups(self, *, wait: bool = True) -> list[int]:
-        """Those that are complete and were not handed out before.
+        """Numbers of the groups that are complete and were not handed out before.
 
         Args:
             wait: for one, where there is none yet. There has to be one left.
@@ -78,12 +71,11 @@ class Request:
     def wait(self) -> None:
         """Until all groups are complete; where that is interrupted, nothing more is started."""
         try:
-            for _ in self.groups():
-                pass
+            while self._handed_out < len(self._functions_left):
+                self.next_groups()
         except BaseException:
             self.cancel()
             raise
 
     def cancel(self) -> None:
-        for call in self.calls:
-            call.cancelled = True
+        self.stop.set()

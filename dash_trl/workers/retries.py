@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
@@ -41,48 +40,19 @@ class RetriedCalls:
         self._backend.close()
 
     async def _finish(self, call: Call) -> None:
-        error: BaseException = GivenUp("the agent was closed")
-        value = None
         try:
-            async for attempt in self._retrying.copy():
-                with attempt:
-                    if call.cancelled:
-                        return
-                    value = await self._attempt(call)
-            call.finish(value)
-        except BaseException as raised:  # SystemExit would end the loop, and with it all other calls
-            error = raised
-        finally:
-            call.finish(error=error)  # counts where there is no value
+            call.finish(await self._retrying.copy()(self._attempt, call))
+        except asyncio.CancelledError:
+            call.finish(error=GivenUp("the agent was closed"))
+        except BaseException as error:  # SystemExit would end the loop, and with it all other calls
+            call.finish(error=error)
 
     async def _attempt(self, call: Call) -> Any:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Call] = loop.create_future()
-
-        def done(one: Call) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(partial(future.set_result, one))
-
-        self._backend.submit([_Attempt(call, done)])
-        outcome = await future
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.value
-
-
-class _Attempt(Call):
-    """One of the calls that are made for a call; cancelled with it."""
-
-    __slots__ = ("_of",)
-
-    def __init__(self, of: Call, done: Callable[[Call], None]):
-        self._of = of
-        super().__init__(of.function, of.arguments, timeout=of.timeout, done=done)
-
-    @property
-    def cancelled(self) -> bool:  # type: ignore[override]
-        return self._of.cancelled
-
-    @cancelled.setter
-    def cancelled(self, value: bool) -> None:
-        pass  # of itself it never is
+        ended: Future[Call] = Future()
+        ended.set_running_or_notify_cancel()  # where this task is cancelled, the backend still sets a result
+        one = Call(call.function, call.arguments, timeout=call.timeout, done=ended.set_result, stop=call.stop)
+        self._backend.submit([one])
+        await asyncio.wrap_future(ended)
+        if one.error is not None:
+            raise one.error
+        return one.value

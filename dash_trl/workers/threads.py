@@ -1,4 +1,4 @@
-"""`ThreadCalls`: calls that wait for something, on daemon threads.
+"""`ThreadCalls`: calls that wait for something, on daemon threads. `Feeder`: a thread that consumes what it is given.
 
     submit ──► waiting calls ──► a thread ──► Call.finish
                                    └─ over its time: given up, and replaced by another thread
@@ -11,20 +11,20 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
 
-from dash_trl.workers.calls import Call, GivenUp
-from dash_trl.workers.pace import Pace
+from dash_trl.workers.calls import Call, GivenUp, Pace
 
-LONGEST_SLEEP = 3600.0  # seconds, of the watch: no clock of the system can wait for ever
 MOST_ABANDONED = 64  # threads that hang at the same time: beyond, a function is broken, and memory runs out
 
 
 class _Thread:
     """What the watch sees of a thread: the call that it is in, and until when it may be."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, calls: queue.SimpleQueue[Call | None]):
+        self.calls = calls
         self.call: Call | None = None
         self.deadline = 0.0
         self.given_up = False
@@ -41,109 +41,142 @@ class ThreadCalls:
 
     def __init__(self, count: int, *, pace: Pace | None = None):
         self._count, self._pace = count, pace
-        self._waiting: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._waiting: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._threads: set[_Thread] = set()
         self._unfinished = 0  # calls that wait or run on a thread that is not given up
         self._shortest = float("inf")  # timeout of any call
         self._running = threading.Event()  # since the watch last looked
-        self._watched = False
-        self._ending = threading.Event()
+        self._ending: threading.Event | None = None  # of the watch
         self.abandoned = 0
 
     def submit(self, calls: Sequence[Call]) -> None:
-        if not calls:
-            return
         with self._lock:
             self._unfinished += len(calls)
-            self._shortest = min(self._shortest, *(call.timeout for call in calls))
-            if not self._watched:
-                self._watched = True
+            self._shortest = min([self._shortest, *(call.timeout for call in calls)])
+            if self._ending is None:
                 self._ending = threading.Event()
-                threading.Thread(
-                    target=self._watch, args=(self._ending,), daemon=True, name="dash_trl watch over calls"
-                ).start()
-            missing = min(self._count, self._unfinished) - len(self._threads)
-            new = [_Thread() for _ in range(missing)]
-            self._threads.update(new)
-        for call in calls:
-            self._waiting.put(call)
-        for one in new:
-            self._start(one)
+                _start(self._watch, self._ending)
+            self._start_threads()
+            waiting = self._waiting
+        for call in calls:  # without the lock, which each call's end needs
+            waiting.put(call)
 
     def close(self) -> None:
         """Ends the threads that wait; those in a call end after it."""
         with self._lock:
-            ending, self._threads, self._watched = len(self._threads), set(), False
-            self._ending.set()
+            for _ in self._threads:
+                self._waiting.put(None)
+            if self._ending is not None:
+                self._ending.set()
+            self._threads, self._waiting, self._ending = set(), queue.SimpleQueue(), None
         self._running.set()
-        for _ in range(ending):
-            self._waiting.put(None)
 
-    def _start(self, one: _Thread) -> None:
-        threading.Thread(target=self._work, args=(one,), daemon=True, name="dash_trl call").start()
+    def _start_threads(self) -> None:
+        """One for each call that finds none free; the lock is held."""
+        for _ in range(min(self._count, self._unfinished) - len(self._threads)):
+            one = _Thread(self._waiting)
+            self._threads.add(one)
+            _start(self._work, one)
 
     def _work(self, me: _Thread) -> None:
-        while (call := self._waiting.get()) is not None:
-            if call.cancelled:
-                self._ended()
-                continue
-            if self.abandoned >= MOST_ABANDONED:
-                self._ended()
-                call.finish(error=GivenUp(f"{self.abandoned} calls hang, so that no more are made"))
-                continue
-            if self._pace is not None:
-                time.sleep(self._pace.wait_seconds())
-            with me.lock:
-                me.call, me.deadline = call, time.monotonic() + call.timeout
-            self._running.set()
+        while (call := me.calls.get()) is not None:
             value = error = None
-            try:
-                value = call.function(**call.arguments)
-            except BaseException as raised:  # of a user's function: SystemExit, too
-                error = raised
-            with me.lock:
+            if call.cancelled:
+                error = GivenUp("nobody waits for it")
+            elif self.abandoned >= MOST_ABANDONED:
+                error = GivenUp(f"{self.abandoned} calls hang, so that no more are made")
+            else:
+                value, error = self._make(call, me)
+            with self._lock:
                 me.call = None
                 if me.given_up:  # it did come back, but late
-                    break
-            self._ended()
+                    self.abandoned -= 1
+                    return
+                self._unfinished -= 1
             call.finish(value, error)
-        if me.given_up:
-            with self._lock:
-                self.abandoned -= 1
 
-    def _ended(self) -> None:
-        with self._lock:
-            self._unfinished -= 1
+    def _make(self, call: Call, me: _Thread) -> tuple[Any, Any]:
+        """(value, error)"""
+        if self._pace is not None:
+            time.sleep(self._pace.wait_seconds())
+        me.deadline = time.monotonic() + call.timeout
+        me.call = call  # last: the watch looks at a thread's deadline when it has a call
+        self._running.set()
+        try:
+            return call.function(**call.arguments), None
+        except BaseException as error:  # of a user's function: SystemExit, too
+            return None, error
 
     def _watch(self, ending: threading.Event) -> None:
         """Sleeps until the first deadline, at most for the shortest timeout: what starts meanwhile has longer."""
         while not ending.is_set():
             self._running.wait()
             self._running.clear()
-            until = time.monotonic() + self._shortest
+            now = time.monotonic()
+            late: list[Call] = []
             with self._lock:
-                threads = list(self._threads)
-            for one in threads:
-                with one.lock:
-                    call, late = one.call, one.deadline <= time.monotonic()
-                    if call is not None and late:
-                        one.given_up = True
-                    elif call is not None:
-                        until = min(until, one.deadline)
+                pause = self._shortest
+                for one in list(self._threads):
+                    if one.call is None:
+                        continue
+                    if one.deadline > now:
+                        pause = min(pause, one.deadline - now)
                         self._running.set()
-                if call is not None and late:
-                    self._replace(one)
-                    call.finish(error=TimeoutError(f"took more than {call.timeout:g} s"))
-            ending.wait(max(0.0, min(until - time.monotonic(), LONGEST_SLEEP)))
+                        continue
+                    late.append(one.call)
+                    one.given_up = True
+                    self._threads.remove(one)
+                    self.abandoned += 1
+                    self._unfinished -= 1
+                if late:
+                    self._start_threads()
+            for call in late:
+                call.finish(error=TimeoutError(f"took more than {call.timeout:g} s"))
+            ending.wait(min(pause, threading.TIMEOUT_MAX))
 
-    def _replace(self, one: _Thread) -> None:
-        with self._lock:
-            self.abandoned += 1
-            self._unfinished -= 1
-            if one not in self._threads:  # closed
-                return
-            self._threads.remove(one)
-            another = _Thread()
-            self._threads.add(another)
-        self._start(another)
+
+def _start(function: Callable[[Any], None], argument: Any) -> None:
+    threading.Thread(target=function, args=(argument,), daemon=True, name="dash_trl call").start()
+
+
+class Feeder:
+    """A daemon thread that consumes what the main thread puts, at most `ahead` items behind it.
+
+        put(item) ──► consume(items), on the thread; its failure is raised by the next put or by finish
+
+    Args:
+        consume: gets an iterator over the items; runs on the thread.
+        timeout: seconds for which a put waits for room and `finish` for the end.
+    """
+
+    _END = object()
+
+    def __init__(self, consume: Callable[[Iterator[Any]], Any], *, ahead: int, timeout: float):
+        self._items: queue.Queue[Any] = queue.Queue(ahead)
+        self._timeout = timeout
+        self._done: Future[Any] = Future()
+        _start(self._work, consume)
+
+    def _work(self, consume: Callable[[Iterator[Any]], Any]) -> None:
+        try:
+            self._done.set_result(consume(iter(self._items.get, self._END)))
+        except BaseException as error:  # relayed to the main thread
+            self._done.set_exception(error)
+            while not self._items.empty():  # a put that waits for room goes on, and finds the error
+                self._items.get_nowait()
+
+    def put(self, item: Any) -> None:
+        """Raises what the thread raised, or TimeoutError."""
+        try:
+            if not self._done.done():
+                self._items.put(item, timeout=self._timeout)
+        except queue.Full:
+            raise TimeoutError(f"nothing was consumed for {self._timeout:g} s") from None
+        if self._done.done():
+            self._done.result()
+
+    def finish(self) -> Any:
+        """The value of `consume`; raises as `put`."""
+        self.put(self._END)
+        return self._done.result(self._timeout)

@@ -1,6 +1,6 @@
 """What crosses between processes, as bytes: functions, arguments, outcomes.
 
-    pack(function) ──► bytes ──► loads ──┐
+    pack(function) ──► bytes ──► pickle.loads ──┐
     dump(arguments) ─► bytes ──► outcome_of(function, arguments) ──► Outcome ──► finish(call, Outcome)
 
 A function that the other process can import goes by its name; one of the main script, a notebook, or a file that was
@@ -14,7 +14,7 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from dash_trl.workers.calls import Call
@@ -24,7 +24,6 @@ TRACEBACK_CHARS = 8_000
 
 # What became of a call: the pickled value or error, the error's text ("" for a value), its traceback, and its seconds.
 Outcome = tuple[bytes, str, str, float]
-loads = pickle.loads
 
 
 def pack(function: Callable[..., Any]) -> bytes:
@@ -63,11 +62,8 @@ def _file_of(name: str) -> str | None:
     """The file that `import name` would run in a new process. (`importlib.util.find_spec` asks this one's modules.)"""
     parent, _, _ = name.rpartition(".")
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
-    for finder in sys.meta_path:
-        spec = finder.find_spec(name, path)
-        if spec is not None:
-            return spec.origin
-    return None
+    found = (finder.find_spec(name, path) for finder in sys.meta_path)
+    return next((spec.origin for spec in found if spec is not None), None)
 
 
 def dump(value: Any) -> bytes:
@@ -85,7 +81,7 @@ def outcome_of(function: Callable[..., Any], arguments: bytes) -> Outcome:
     """Calls it, in a worker. Raises nothing, whatever the function raises or returns."""
     started = time.perf_counter()
     try:
-        value = function(**loads(arguments))
+        value = function(**pickle.loads(arguments))
         try:
             return dump(value), "", "", time.perf_counter() - started
         except Exception as error:
@@ -111,23 +107,15 @@ def failure(error: BaseException, seconds: float = 0.0) -> Outcome:
 def finish(call: Call, outcome: Outcome) -> None:
     """A call's outcome, back in its own process. An error that cannot be read here is told by a RuntimeError."""
     payload, text, trace, _ = outcome
-    value, error = None, None
     try:
-        value = loads(payload)
+        value = pickle.loads(payload)
     except Exception as unreadable:
-        error = RuntimeError(text or f"its value cannot be read: {type(unreadable).__name__}: {unreadable}")
+        text = text or f"its value cannot be read: {type(unreadable).__name__}: {unreadable}"
+        value = None
+    if text:
+        error = value if isinstance(value, Exception) else RuntimeError(text)
+        if trace:
+            error.add_note(f"In its worker:\n{trace}")
+        call.finish(error=error)
     else:
-        if text:
-            value, error = None, value if isinstance(value, Exception) else RuntimeError(text)
-    if error is not None and trace:
-        error.add_note(f"In its worker:\n{trace}")
-    call.finish(value, error)
-
-
-def arguments_of(call: Call) -> bytes:
-    """Raises ValueError: if they cannot be sent."""
-    arguments: Mapping[str, Any] = call.arguments
-    try:
-        return dump(dict(arguments))
-    except Exception as error:
-        raise ValueError(f"its arguments cannot be sent to another process: {type(error).__name__}: {error}") from error
+        call.finish(value)

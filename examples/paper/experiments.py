@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-PARAMETERS = {"0.5": 0.494e9, "1.5": 1.544e9, "3.0": 3.086e9}  # of Qwen2.5
+EMBEDDED_REWARDS = Path(__file__).parents[2] / "dash_trl" / "embedded" / "problems.py"
 TEACHER = "Qwen/Qwen2.5-7B-Instruct"
 TEMPERATURE = 0.9  # of sampling in training; the paper does not say at which it evaluates
 
@@ -56,7 +56,6 @@ ON_CODE = {"max_steps": CODE_STEPS}
 TRACES = "traces"  # of the teacher, for all that learn from them
 PAPER_TRACES = {
     "dataset_name": "nlile/hendrycks-MATH-benchmark",
-    "dataset_train_split": "train",
     "temperature": 0.7,
     "use_vllm": True,
 }
@@ -87,13 +86,20 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Flags of `python -m dash_trl.evaluation`; `seconds` of one embedded model."""
+    """Flags of `python -m dash_trl.evaluation`; `seconds` of one embedded model.
+
+    Attributes:
+        problems: the file of `problems.py` that the embedded scale has in place of a data set's name.
+    """
 
     paper: dict[str, Any]
     embedded: dict[str, Any]
     seconds: float
+    problems: str | None = None
 
 
+# The reward of the embedded problems, and the length of their answers.
+ARITHMETIC = {"reward_path": EMBEDDED_REWARDS, "reward_name": "arithmetic_reward", "max_completion_length": 64}
 MATH = {"num_samples": 4, "k": 1, "temperature": TEMPERATURE}
 CODE = {"num_samples": 8, "k": (1, 8)}
 EVALUATIONS = {
@@ -104,13 +110,15 @@ EVALUATIONS = {
     ),
     "out": Evaluation(
         {"dataset_name": "openai/gsm8k", "dataset_config": "main", **MATH},
-        {"dataset_name": "embedded_shifted", **MATH, "temperature": 1.0},
+        {**MATH, "temperature": 1.0, "dataset_test_split": "train", **ARITHMETIC},
         seconds=5,
+        problems="embedded_shifted.jsonl",
     ),
     "code": Evaluation(
         {"dataset_name": "evalplus/mbppplus", **CODE, "temperature": TEMPERATURE},
-        {"dataset_name": "embedded_code", **CODE, "temperature": 1.0, "dataset_test_split": "test[:114]"},
+        {**CODE, "temperature": 1.0, "dataset_test_split": "train[:114]", "max_completion_length": 24},
         seconds=12,
+        problems="embedded_code.jsonl",
     ),
 }
 

@@ -35,7 +35,6 @@ from experiments import (
     FIGURES,
     METHODS,
     PAPER_TRACES,
-    PARAMETERS,
     STEPS,
     TABLES,
     TEACHER,
@@ -62,7 +61,6 @@ TAIL_LINES = 25  # of the log of a program that failed
 START_SECONDS = 12.0  # until a program begins to work
 DONE_ALREADY = 1.0  # seconds: what took less was there
 SERVER_SECONDS = 900.0  # until the servers say that they are ready
-BYTES_SAVED, BYTES_CHECKPOINT = 4, 16  # per parameter: float32 weights; with AdamW's two moments and the weights again
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,7 @@ class Scale:
     def __init__(self, name: str, folder: Path, seeds: Sequence[int], quick: bool):
         self.embedded = name == "embedded"
         self.folder, self.seeds, self.quick = folder, seeds, quick
+        self.problems = folder / "problems"
 
     def name(self, run: Run) -> str:
         if run.method == TRACES:
@@ -105,9 +104,11 @@ class Scale:
 
     def models(self, method: str, size: str) -> list[str]:
         """What is evaluated of a row."""
-        if METHODS[method].script is None:
-            return ["embedded" if self.embedded else model_of(size)]
-        return [str(self.home(run)) for run in self.runs(method, size)]
+        if METHODS[method].script is not None:
+            return [str(self.home(run)) for run in self.runs(method, size)]
+        if not self.embedded:
+            return [model_of(size)]
+        return [str(self.problems / "base_code") if METHODS[method].code else "embedded"]
 
     # ------------------------------------------------------------------------------------------------- commands
 
@@ -119,7 +120,7 @@ class Scale:
         """
         spec = run.spec
         if run.method == TRACES:
-            part = {"dataset_train_split": "train[:64]"} if self.quick else {}
+            part = {"dataset_test_split": "train[:64]"} if self.quick else {}
             return {**(spec.flags if self.embedded else PAPER_TRACES), **part}
         flags: dict[str, Any] = {"seed": run.seed}
         if self.embedded:
@@ -159,10 +160,16 @@ class Scale:
     def evaluation(self, kind: str, models: Sequence[str]) -> list[str]:
         spec = EVALUATIONS[kind]
         flags = dict(spec.embedded if self.embedded else {**spec.paper, "use_vllm": True})
+        if self.embedded and spec.problems is not None:
+            flags["dataset_name"] = self.problems / spec.problems
         if self.quick:
-            flags["dataset_test_split"] = "test[:8]"
+            flags["dataset_test_split"] = "train[:8]" if spec.problems else "test[:8]"
         output = ["--output_dir", str(self.folder / "evaluation" / kind)]
         return [sys.executable, "-m", "dash_trl.evaluation", *models, *as_flags(flags), *output]
+
+    def parts(self, models: Sequence[str]) -> list[list[str]]:
+        """The models of each process: at the paper's scale one, which its GPU holds."""
+        return [list(models)] if self.embedded else [[one] for one in models]
 
     def figures(self, kind: str, model: str) -> Path:
         """Of an evaluation, which names its files after the last part of the model's name."""
@@ -184,18 +191,11 @@ def is_done(home: Path) -> bool:
     return (home / "run.json").is_file()
 
 
-def finish(home: Path, command: Sequence[str], seconds: float) -> None:
-    """The last file of a run: with it, the run is done."""
-    partial = home / ".run.json.partial"
-    partial.write_text(json.dumps({"command": list(command), "seconds": round(seconds, 1)}, indent=2) + "\n")
-    os.replace(partial, home / "run.json")
-
-
 def check_same(file: Path, command: Sequence[str]) -> None:
     """Refuse a run that was made, or begun, by another command, which the file names; if there is one."""
     if not file.is_file():
         return
-    found = json.loads(file.read_text())["command"]
+    found = json.loads(file.read_text())
     if found[1:] != list(command)[1:]:  # another Python is no other run
         was, now = [one for one in found if one not in command], [one for one in command if one not in found]
         raise ValueError(
@@ -214,8 +214,7 @@ def checkpoint_of(home: Path) -> Path | None:
 def locked(folder: Path) -> Iterator[int]:
     """The folder for this process and the programs that it starts, which keep the lock should it be killed."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
-    try:
+    with (folder / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -223,9 +222,7 @@ def locked(folder: Path) -> Iterator[int]:
                 f"Another run.py, or a program that a killed one started, is at work in {folder}: wait for it, end it, "
                 "or choose another --output_dir."
             ) from error
-        yield lock
-    finally:
-        os.close(lock)
+        yield lock.fileno()
 
 
 # ------------------------------------------------------------------------------------------------------ the work
@@ -236,7 +233,6 @@ class Work:
 
     def __init__(self, scale: Scale):
         self.scale = scale
-        self._estimated = self._spent = 0.0  # seconds of what was done here, for the estimate of what is left
 
     def begin(self, lock: int, gpus: Sequence[str]) -> None:
         """
@@ -260,10 +256,9 @@ class Work:
         else:
             self._clear(run)
         home.mkdir(parents=True, exist_ok=True)
-        (home / "begun.json").write_text(json.dumps({"command": command}))
+        (home / "begun.json").write_text(json.dumps(command))
         resumed = [] if checkpoint is None else ["--resume_from_checkpoint", str(checkpoint)]
         with ExitStack() as stack:
-            started = time.monotonic()
             training, sampling = (0, 0) if self.scale.embedded else self.scale.gpus(run)
             environment = {} if self.scale.embedded else self._on(self._gpus[: training or sampling])
             urls = []
@@ -271,9 +266,13 @@ class Work:
                 gpus = self._gpus[training : training + sampling]
                 urls = stack.enter_context(self._servers(model_of(run.size), gpus, self.scale.name(run)))
             self._call(self.scale.name(run), [*command, *resumed, *urls], environment)
-            finish(home, command, time.monotonic() - started)
+        os.replace(home / "begun.json", home / "run.json")  # with this file, the run is done
 
     def evaluate(self, kind: str, models: Sequence[str]) -> None:
+        if self.scale.embedded and EVALUATIONS[kind].problems is not None:
+            from problems import write_problems  # here: it imports torch
+
+            write_problems(self.scale.problems)
         environment = {} if self.scale.embedded else self._on(self._gpus[:1])
         self._call(f"evaluation_{kind}", self.scale.evaluation(kind, models), environment)
 
@@ -342,11 +341,10 @@ class Work:
         return runs, {kind: list(found) for kind, found in models.items() if found}
 
     def seconds_left(self, tables: Sequence[str]) -> float:
-        """By the list of runs, and by how much longer than there it took so far. Embedded."""
+        """By the list of runs. Embedded."""
         runs, models = self.left(tables)
         evaluations = sum(START_SECONDS + EVALUATIONS[kind].seconds * len(found) for kind, found in models.items())
-        pace = self._spent / self._estimated if self._estimated else 1.0
-        return pace * (sum(run.spec.seconds for run in runs) + evaluations)
+        return sum(run.spec.seconds for run in runs) + evaluations
 
     def make(self, table: str, later: Sequence[str]) -> list[Path]:
         """Train and evaluate what a table lacks, and write it and its figures.
@@ -355,26 +353,22 @@ class Work:
             later: the tables that follow, for the time that is left.
         """
         for run in self.scale.runs_of([table]):
-            with self._timed(self.scale.name(run), run.spec.seconds, [table, *later]):
+            with self._timed(self.scale.name(run), [table, *later]):
                 self.train(run)
         for kind, models in self.left([table])[1].items():
-            # At the paper's scale one by one: a process holds one model on its GPU.
-            for part in [models] if self.scale.embedded else [[one] for one in models]:
-                estimate = START_SECONDS + EVALUATIONS[kind].seconds * len(part)
-                with self._timed(f"evaluation of {len(part)} models, {kind}", estimate, [table, *later]):
+            for part in self.scale.parts(models):
+                with self._timed(f"evaluation of {len(part)} models, {kind}", [table, *later]):
                     self.evaluate(kind, part)
         return write(self.scale, table)
 
     @contextmanager
-    def _timed(self, name: str, estimate: float, tables: Sequence[str]) -> Iterator[None]:
+    def _timed(self, name: str, tables: Sequence[str]) -> Iterator[None]:
         started = time.monotonic()
         yield
         spent = time.monotonic() - started
-        if spent < DONE_ALREADY:
-            return
-        self._spent, self._estimated = self._spent + spent, self._estimated + estimate
-        left = f"; {minutes(self.seconds_left(tables))} left" if self.scale.embedded else ""
-        print(f"{name}: {spent:.0f} s{left}", flush=True)
+        if spent >= DONE_ALREADY:
+            left = f"; {minutes(self.seconds_left(tables))} left" if self.scale.embedded else ""
+            print(f"{name}: {spent:.0f} s{left}", flush=True)
 
 
 def kinds_of(table: str) -> list[str]:
@@ -423,20 +417,17 @@ def notes(scale: Scale) -> list[str]:
 
 
 def needs(scale: Scale, work: Work, tables: Sequence[str]) -> str:
-    """The time that the embedded scale takes; the GPUs, hours and disk of the paper's."""
+    """The time that the embedded scale takes; the GPUs and hours of the paper's."""
     runs, models = work.left(tables)
     count = f"{len(runs)} trainings and {sum(map(len, models.values()))} evaluations of a model are missing"
     if scale.embedded:
         return f"{count}: {minutes(work.seconds_left(tables))} on 2 idle CPU cores."
     hours = [None if run.method == TRACES else paper_hours(run.method, run.size) for run in runs]
     known = [one for one in hours if one is not None]
-    largest = max((PARAMETERS[run.size] for run in runs if run.size), default=0.0)
-    saved = sum(PARAMETERS[run.size] for run in runs if run.size)
-    gigabytes = (BYTES_SAVED * saved + 2 * BYTES_CHECKPOINT * largest) / 1e9  # a new checkpoint beside the last one
     return (
-        f"{count}. They take {gpus_needed(scale, runs)} GPUs, and {gigabytes:.0f} GB of disk beside the models of the "
-        f"hub. The paper trained {len(known)} of them in {sum(known):.1f} h, on A6000 GPUs of 48 GB (programs: on L4 "
-        f"and L40S); of the other {len(hours) - len(known)} it gives no time, nor of evaluations."
+        f"{count}. They take {gpus_needed(scale, runs)} GPUs. The paper trained {len(known)} of them in "
+        f"{sum(known):.1f} h, on A6000 GPUs of 48 GB (programs: on L4 and L40S); of the other "
+        f"{len(hours) - len(known)} it gives no time, nor of evaluations."
     )
 
 
@@ -462,10 +453,7 @@ def commands(scale: Scale, work: Work, tables: Sequence[str]) -> Iterator[str]:
         yield place + shlex.join(command)
     for kind, found in models.items():
         yield f"# evaluation: {kind}"
-        yield from (
-            shlex.join(scale.evaluation(kind, part))
-            for part in ([found] if scale.embedded else [[one] for one in found])
-        )
+        yield from (shlex.join(scale.evaluation(kind, part)) for part in scale.parts(found))
 
 
 def minutes(seconds: float) -> str:

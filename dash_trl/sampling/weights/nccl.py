@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dash_trl.sampling.checksum import MODULUS, tensor_checksum
 from dash_trl.sampling.server import VLLMServer
-from dash_trl.sampling.weights.checksum import MODULUS, tensor_checksum
-from dash_trl.sampling.weights.snapshot import NamedTensors, OnEach, Snapshot, _errors, _holds
+from dash_trl.sampling.weights.snapshot import NamedTensors, OnEach, Snapshot, errors_of, holds
 from dash_trl.workers import Feeder
 
 BUCKET_BYTES = 1 << 30  # of a broadcast: a bucket is being filled, one waits, and one is on its way
@@ -38,7 +38,8 @@ class NCCLWeights:
         self._clients: dict[str, Any] = {}
 
     def send(self, parameters: NamedTensors, version: int, on_each: OnEach) -> tuple[Snapshot, dict[str, str | None]]:
-        failed: dict[str, Any] = {}
+        """Send to the servers behind `on_each`. Returns what was sent, and per server an error or None."""
+        failed: dict[str, Any] = {}  # server → its first error
         urls = list(self._on_each(on_each, lambda server: server.pause(), failed))
         try:
             checksum = self._broadcast_all(parameters, [url for url in urls if url not in failed], failed)
@@ -46,31 +47,27 @@ class NCCLWeights:
             self._on_each(on_each, lambda server: self._verify(server, snapshot, failed), failed)
         finally:
             self._on_each(on_each, lambda server: server.resume(), failed)
-        for url in failed:  # its group cannot be used again: the next version is sent over a new one
-            client = self._clients.pop(url, None)
-            if client is not None:
-                client.close_communicator()
-        return snapshot, _errors(dict.fromkeys(urls) | failed)
+        for url in failed.keys() & self._clients.keys():
+            self._clients.pop(url).close_communicator()  # it cannot be used again: the next version takes a new one
+        return snapshot, errors_of(dict.fromkeys(urls) | failed)
 
     def _on_each(self, on_each: OnEach, ask: Callable[[VLLMServer], Awaitable[Any]], failed: dict[str, Any]) -> Any:
-        """Notes in `failed` the first error of each server."""
         outcome = on_each(ask)
-        for url, result in outcome.items():
-            if isinstance(result, BaseException):
-                failed.setdefault(url, result)
+        failures = {url: result for url, result in outcome.items() if isinstance(result, BaseException)}
+        failed.update(failures | failed)
         return outcome
 
     def _broadcast_all(self, parameters: NamedTensors, urls: list[str], failed: dict[str, Any]) -> int:
-        """Returns the checksum of what was sent; what went wrong with a server is noted in `failed`."""
+        """Returns the checksum of what was sent."""
         feeders = {url: Feeder(partial(self._broadcast, url), ahead=1, timeout=self.timeout) for url in urls}
         checksum = 0
         for bucket in self._buckets(parameters):
-            checksum = (checksum + sum(tensor_checksum(tensor) for _, tensor in bucket)) % MODULUS
+            checksum += sum(tensor_checksum(tensor) for _, tensor in bucket)
             for url, feeder in feeders.items():
-                self._try(url, partial(feeder.put, bucket), failed)
+                _try(url, partial(feeder.put, bucket), failed)
         for url, feeder in feeders.items():
-            self._try(url, feeder.finish, failed)
-        return checksum
+            _try(url, feeder.finish, failed)
+        return checksum % MODULUS
 
     def _buckets(self, parameters: NamedTensors) -> Iterator[list[tuple[str, Tensor]]]:
         bucket: list[tuple[str, Tensor]] = []
@@ -99,17 +96,19 @@ class NCCLWeights:
         client.init_communicator(device=self.device)
         return client
 
-    def _try(self, url: str, work: Callable[[], Any], failed: dict[str, Any]) -> None:
-        if url not in failed:
-            try:
-                work()
-            except Exception as error:
-                failed[url] = error
-
     async def _verify(self, server: VLLMServer, snapshot: Snapshot, failed: dict[str, Any]) -> None:
         if server.url not in failed:
             await server.end_weight_update(snapshot.tag)
             snapshot.verify(await server.weight_report(), server.url)
 
     async def refit(self, server: VLLMServer, snapshot: Snapshot) -> int | None:
-        return snapshot.version if await _holds(server, snapshot) else None  # a broadcast takes all ranks
+        """The version, if a server has `snapshot`. None: it waits for the next `send`, which takes all ranks."""
+        return snapshot.version if await holds(server, snapshot) else None
+
+
+def _try(url: str, work: Callable[[], Any], failed: dict[str, Any]) -> None:
+    if url not in failed:
+        try:
+            work()
+        except Exception as error:
+            failed[url] = error

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from dash_trl.sampling.server import VLLMServer, WeightReport
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+OnEach = Callable[[Callable[[VLLMServer], Awaitable[Any]]], dict[str, Any]]  # `ServerPool.on_each`, of some servers
 
 
 class WeightMismatch(RuntimeError):
@@ -41,7 +41,7 @@ class Snapshot:
 
     def verify(self, report: WeightReport, url: str) -> None:
         """Raises `WeightMismatch` if a server reports other weights."""
-        if report.checksum is not None and report.checksum != self.checksum:
+        if report.checksum not in (None, self.checksum):
             raise WeightMismatch(
                 f"{url} was given the weights of version {self.version} (checksum {self.checksum:x}) but holds others "
                 f"({report.checksum:x}). Does a second run use it? On a CPU build of vLLM, is dash_trl with "
@@ -49,23 +49,7 @@ class Snapshot:
             )
 
 
-class Weights(Protocol):
-    """A way from the trainer to the servers."""
-
-    dtype: torch.dtype
-    """Of the servers; weights are converted before they are sent."""
-
-    def send(self, parameters: NamedTensors, version: int, on_each: OnEach) -> tuple[Snapshot, dict[str, str | None]]:
-        """Send to the servers behind `on_each`. Returns what was sent, and per server an error or None."""
-
-    async def refit(self, server: VLLMServer, snapshot: Snapshot) -> int | None:
-        """See that a server has `snapshot`, or give it. Returns the version; None if it waits for the next `send`."""
-
-
-OnEach = Callable[[Callable[[VLLMServer], Awaitable[Any]]], dict[str, Any]]
-
-
-async def _holds(server: VLLMServer, snapshot: Snapshot) -> bool:
+async def holds(server: VLLMServer, snapshot: Snapshot) -> bool:
     """Whether it was given these weights: a tag is told after they are loaded, and a restarted server has another."""
     if await server.weight_tag() != snapshot.tag:
         return False
@@ -73,7 +57,7 @@ async def _holds(server: VLLMServer, snapshot: Snapshot) -> bool:
     return True
 
 
-def _errors(outcome: dict[str, Any]) -> dict[str, str | None]:
+def errors_of(outcome: dict[str, Any]) -> dict[str, str | None]:
     """Per server its error or None; a mismatch is not an error of a server but of the run."""
     for result in outcome.values():
         if isinstance(result, WeightMismatch | ValueError):

@@ -1,15 +1,45 @@
-"""`TimeLimitCallback`: how long a run has trained, and its end after so many seconds."""
+"""Callbacks: the progress bar, the file of metrics, and the time that a run may take."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
+
+
+class RewardProgressCallback(ProgressCallback):
+    """The progress bar with reward and kept share beside it, or else the loss, instead of a printed dict per log."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        names = {"reward": "reward", "kept": "filter/kept_rows"} if "reward" in logs else {"loss": "loss"}
+        shown = {key: f"{logs[name]:.2f}" for key, name in names.items() if logs.get(name) is not None}
+        if shown and self.training_bar is not None:
+            self.training_bar.set_postfix(shown)
+
+
+class MetricsFileCallback(TrainerCallback):
+    """Appends every log to a JSON-lines file, one object per log, with its `step`."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def on_train_begin(self, args, state: TrainerState, control, **kwargs) -> None:
+        if state.is_world_process_zero:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if state.global_step == 0:  # a resumed run continues the file
+                self.path.write_text("")
+
+    def on_log(self, args, state: TrainerState, control, logs: dict[str, Any] | None = None, **kwargs) -> None:
+        if state.is_world_process_zero:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
 
 
 class TimeLimitCallback(TrainerCallback, ExportableState):
@@ -53,18 +83,10 @@ class TimeLimitCallback(TrainerCallback, ExportableState):
             control.should_training_stop = True
             control.should_save |= args.save_strategy == SaveStrategy.STEPS
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         """Adds to the log; callbacks that come later, such as `MetricsFileCallback`, see it."""
-        if logs is not None:
-            self._count()
-            logs["time/elapsed"] = self.seconds
+        self._count()
+        logs["time/elapsed"] = self.seconds
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

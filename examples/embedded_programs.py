@@ -13,9 +13,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from dash_trl.embedded.problems import TEST_PROBLEMS, TRAIN_PROBLEMS, _split_of
-from dash_trl.embedded.tokenizer import arithmetic_tokenizer
-from dash_trl.embedded.warm_up import Lessons, WarmUp
+from dash_trl.embedded import Lessons, WarmUp, arithmetic_tokenizer
+from dash_trl.embedded.problems import TEST_PROBLEMS, TRAIN_PROBLEMS, split_of
 
 OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 CONSTANTS = range(2, 100)
@@ -37,7 +36,7 @@ FUNCTIONS = {_problem(operator, constant): (operator, constant) for operator in 
 
 def _functions(split: str, generator: random.Random) -> Iterator[str]:
     """Endless problems of this split."""
-    problems = [problem for problem in FUNCTIONS if _split_of(problem) == split]
+    problems = [problem for problem in FUNCTIONS if split_of(problem) == split]
     while True:
         yield generator.choice(problems)
 

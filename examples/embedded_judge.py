@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from dash_trl.embedded.problems import _ANSWER
+from dash_trl.embedded.problems import ANSWER
 from dash_trl.workers import EventLoop
 
 JUDGE_NAME = "arithmetic-judge"
@@ -40,7 +40,7 @@ def mark(problem: str, solution: str) -> tuple[float, str]:
             )
         total = result
     share = 1 - len(mistakes) / len(operations)
-    ends_right = _ANSWER.findall(solution)[-1:] == [total]
+    ends_right = ANSWER.findall(solution)[-1:] == [total]
     if not ends_right:
         mistakes.append(f"The answer is {total}.")
     return (share + ends_right) / 2, mistakes[0] if mistakes else "Every step is right."

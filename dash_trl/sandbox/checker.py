@@ -75,12 +75,12 @@ def _exactly(source: socket.socket, count: int) -> bytes | None:
 
 # ------------------------------------------------------------------------------------------------------------- values
 
-SEQUENCES: dict[str, type] = {
-    one.__name__: one for one in (list, tuple, set, frozenset, collections.deque, bytearray, bytes)
-}
+SEQUENCES: dict[str, type] = {one.__name__: one for one in (list, tuple, set, frozenset, collections.deque)}
 MAPPINGS: dict[str, type] = {one.__name__: one for one in (dict, collections.OrderedDict, collections.Counter)}
-BASES = (*SEQUENCES.values(), *MAPPINGS.values(), int, float, complex, str)
+BASES = (*SEQUENCES.values(), bytearray, bytes, *MAPPINGS.values(), int, float, complex, str)
 WRITTEN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
     "int": (int, hex, lambda text: int(text, 16)),
     "complex": (complex, lambda one: [one.real, one.imag], lambda parts: complex(*parts)),
     "range": (range, lambda one: [hex(n) for n in (one.start, one.stop, one.step)], lambda n: range(*_integers(n))),
@@ -134,8 +134,6 @@ class Codec:
         kind = type(value)
         if value is None or kind in (bool, str, float) or kind is int and abs(value) <= LARGEST_JSON_INT:
             return value
-        if kind in (bytes, bytearray):
-            return [kind.__name__, value.hex()]
         if SEQUENCES.get(kind.__name__) is kind:
             return [kind.__name__, [self.encode(one) for one in value]]
         if kind is collections.defaultdict:
@@ -172,8 +170,6 @@ class Codec:
         if not isinstance(data, list):
             return data
         tag, content = data
-        if tag in ("bytes", "bytearray"):
-            return SEQUENCES[tag](bytes.fromhex(content))
         if tag in SEQUENCES:
             return SEQUENCES[tag]([self.decode(one) for one in content])
         if tag in MAPPINGS:
@@ -211,19 +207,14 @@ def update(old: Any, new: Any) -> None:
     """Makes a container what it has become on the other side, with the objects that it held where they still fit."""
     if type(old) is not type(new):
         return
-    if isinstance(old, (list, collections.deque)):
+    if isinstance(old, (list, collections.deque, bytearray)):
         merged = [_merged(a, b) for a, b in zip(old, new, strict=False)] + list(new)[len(old) :]
         old.clear()
         old.extend(merged)
-    elif isinstance(old, dict):
-        merged_items = {key: _merged(old.get(key), one) for key, one in new.items()}
+    elif isinstance(old, (dict, set)):
+        content = {key: _merged(old.get(key), one) for key, one in new.items()} if isinstance(old, dict) else new
         old.clear()
-        old.update(merged_items)
-    elif isinstance(old, set):
-        old.clear()
-        old.update(new)
-    elif isinstance(old, bytearray):
-        old[:] = new
+        old.update(content)
     elif isinstance(old, tuple):
         for a, b in zip(old, new, strict=False):
             update(a, b)
@@ -408,10 +399,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "truth": bool,
     "text": str,
     "spelling": repr,
-    "names": lambda one, names: {name: one[name] for name in names if name in one},
+    "names": lambda one, wanted: one(wanted),
 }
 HARMLESS = ("call", "iterate", "next", "length", "item", "truth", "text", "spelling")
-PROGRAM = 0  # the number of the program's names
+PROGRAM = 0  # the number of what gives the program's names
 
 
 # ---------------------------------------------------------------------------------------------------------- solution
@@ -424,34 +415,24 @@ def run_solution(control: socket.socket, link: socket.socket) -> None:
     if text is None:
         return
     program = json.loads(text)["program"]
-    # A set's order and a program's choices are the same in each run (see also PYTHONHASHSEED in sandbox.py).
+    # A set's order and a program's choices are the same in each run (see also PYTHONHASHSEED in box.py).
     random.seed(0)
     module = types.ModuleType("solution")  # dataclasses and pickle look for the module of a class
     sys.modules["solution"] = module
     peer = Peer(link, trusted=False)
-    names = _Names(module.__dict__)
+    error: BaseException | None = None
     try:
         exec(compile(program, "solution.py", "exec", dont_inherit=True), module.__dict__)
-    except BaseException as error:
-        names.error = error
+    except BaseException as raised:
+        error = raised
+
+    def names(wanted: list[str]) -> dict[str, Any]:
+        if error is not None:
+            raise error
+        return {name: module.__dict__[name] for name in wanted if name in module.__dict__}
+
     peer.codec.keep(names)
     peer.answer_all()
-
-
-class _Names:
-    """The program's names; its own error for whoever asks for them, if it raised one."""
-
-    def __init__(self, names: dict[str, Any]):
-        self.names = names
-        self.error: BaseException | None = None
-
-    def __contains__(self, name: str) -> bool:
-        if self.error is not None:
-            raise self.error
-        return name in self.names
-
-    def __getitem__(self, name: str) -> Any:
-        return self.names[name]
 
 
 # ----------------------------------------------------------------------------------------------------------- checker

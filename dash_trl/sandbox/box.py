@@ -17,12 +17,13 @@ import sysconfig
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dash_trl.workers.processes import default_workers
-from dash_trl.workers.unit_tests import receive, send
+from dash_trl.sandbox.checker import receive, send
+from dash_trl.workers import default_workers
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +98,16 @@ class Sandbox:
         count: int | None = None,
         isolation: str | None = None,
     ):
-        limits = {"cpu_seconds": cpu_seconds, "memory": memory, "disk": disk, "count": 1 if count is None else count}
-        for name, value in limits.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
-        if not isinstance(processes, int) or processes < 0:
-            raise ValueError(f"processes={processes!r} must be a whole number of at least 0.")
+        self.settings: dict[str, Any] = {
+            "cpu_seconds": cpu_seconds,
+            "memory": memory,
+            "processes": processes,
+            "disk": disk,
+        }
+        for name, value in {**self.settings, "count": 1 if count is None else count}.items():
+            least = 0 if name == "processes" else 1
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
         if not (math.isfinite(wall_seconds) and wall_seconds > cpu_seconds):
             raise ValueError(
                 f"wall_seconds={wall_seconds!r} must be more than cpu_seconds={cpu_seconds}, many times it on a busy "
@@ -110,8 +115,7 @@ class Sandbox:
             )
         if isolation is not None and isolation not in PROTECTS:
             raise ValueError(f"isolation={isolation!r} is none of {list(PROTECTS)}.")
-        self.settings = {"cpu_seconds": cpu_seconds, "memory": memory, "processes": processes, "disk": disk}
-        self.others = {"wall_seconds": wall_seconds, "count": count, "isolation": isolation}
+        self.others: dict[str, Any] = {"wall_seconds": wall_seconds, "count": count, "isolation": isolation}
         self.wall_seconds = float(wall_seconds)
         self._kinds = list(PROTECTS) if isolation is None else [isolation]
         self.count = count or default_workers()
@@ -157,10 +161,8 @@ class Sandbox:
         try:
             for one, message in ((solution, program), (checker, job)):
                 one.settimeout(max(0.0, end - time.monotonic()))
-                try:
+                with suppress(BrokenPipeError, ConnectionResetError):  # it says below why it is gone
                     send(one, json.dumps(message).encode())
-                except (BrokenPipeError, ConnectionResetError):
-                    pass  # it says below why it is gone
             verdict = _read(checker, end)
             asked = verdict is not None and "asked" in verdict
             if asked:
@@ -234,12 +236,9 @@ class Sandbox:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Its settings, for a process that then starts a sandbox of its own."""
-        return {"settings": self.settings, "others": self.others}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state["settings"], **state["others"])  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process starts a sandbox of its own."""
+        return functools.partial(Sandbox, **self.settings, **self.others), ()
 
 
 class _Starter:
@@ -288,10 +287,10 @@ class _Starter:
         if self.owner != os.getpid():
             self.channel.close()
             return  # a forked child's copy: the process is its parent's
-        try:
-            self.channel.shutdown(socket.SHUT_RDWR)  # close alone does not end it where a forked child has a copy
-        except OSError:
-            pass  # the starter has gone
+        with suppress(
+            OSError
+        ):  # the starter may have gone; close alone does not end it where a forked child has a copy
+            self.channel.shutdown(socket.SHUT_RDWR)
         self.channel.close()
         try:
             self.process.wait(END_SECONDS)
@@ -324,20 +323,16 @@ def _read(source: socket.socket, end: float) -> dict[str, Any] | None:
 
 def _end(control: socket.socket) -> None:
     """Asks a supervisor to end its side."""
-    try:
+    with suppress(OSError):  # it has gone
         control.shutdown(socket.SHUT_WR)
-    except OSError:
-        pass  # it has gone
 
 
 def _wait(control: socket.socket) -> None:
     """Until the supervisor has gone, and all of its namespace with it: no more run at once than there are slots."""
     end = time.monotonic() + END_SECONDS
-    try:
+    with suppress(OSError, ValueError):
         while _read(control, end) is not None:
             pass
-    except (OSError, ValueError):
-        pass
 
 
 @functools.cache  # once per cause

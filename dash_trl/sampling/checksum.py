@@ -2,7 +2,8 @@
 
 vLLM fuses tensors (q, k, v into one), splits them over its workers and pads vocabularies with zeros. The checksum is
 therefore a sum over elements of a hash of each element's bits: concatenating, splitting and padding leave it unchanged,
-one flipped bit does not. What it cannot see is the same values at other places; the log-prob probe can (`proof.py`).
+one flipped bit does not. What it cannot see is the same values at other places; the log-prob probe can
+(`weights/proof.py`).
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
 """Is a value of prefixes worth anything for a model? Its rank correlation with how often they end well.
 
-    python -m dash_trl.value_quality embedded                                   # the tiny model of `make demo`, offline
+    python examples/value_quality embedded                                   # the tiny model of `make demo`, offline
 
-    python -m dash_trl.value_quality Qwen/Qwen2.5-0.5B-Instruct \\
+    python examples/value_quality Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name openai/gsm8k --dataset_config main --use_vllm --fit_rollouts 128 512 2048
 
 Samples responses, cuts them at episode boundaries, and completes every prefix K times: the mean reward is the truth.
 What it will cost is said first. Writes OUTPUT_DIR/value_quality.json and .png, and all samples: the same command goes
 on where an interrupted one was, and with other values it samples nothing that is there. docs/process_rewards.md has
 the rest.
+
+    problems ──► responses ──► boundaries ──► K completions of each, rewarded ──► truth ──────┐
+                     └──► log-probs, entropies ──► estimators, fitted to other problems ──► V ┴──► figures, plot
 """
 
-from __future__ import annotations
-
+import argparse
 import json
 import logging
 import os
@@ -21,26 +23,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dash_trl.evaluation import Checkpoint, TaskArguments, check_shapes, command_parser, model_of, prompt_ids
-from dash_trl.monitoring import plot_value_quality
-from dash_trl.process_rewards import (
-    EPISODE_MARKERS,
-    FINAL_ANSWER,
-    AnswerLogProbValue,
-    OutcomeValue,
-    Segmenter,
-    line_starts,
-)
-from dash_trl.value_quality.candidates import Candidate, imported, saved
-from dash_trl.value_quality.figures import table
-from dash_trl.value_quality.results import Results, measure
-from dash_trl.value_quality.study import ANSWER, FIT_SAMPLES, Plan, check_files, choose, collect
+from transformers import HfArgumentParser
 
-logger = logging.getLogger(__name__)
+from dash_trl.evaluation import Checkpoint, Draw, TaskArguments, check_shapes, model_of, prompt_ids
+from dash_trl.process_rewards import EPISODE_MARKERS, AnswerLogProbValue, OutcomeValue, Segmenter, line_starts
+from examples.value_quality.candidates import Candidate, imported, measure, saved
+from examples.value_quality.figures import plot, table
+from examples.value_quality.study import ANSWER, FIT_SAMPLES, Plan, check_files, choose, collect
+
+logger = logging.getLogger("dash_trl.value_quality")  # below dash_trl's, whose log the command shows
 
 VALUES = ("answer", "outcome")
 LINES = "lines"
-FIGURES, PICTURE = "value_quality.json", "value_quality.png"
 # How the models of `dash_trl.embedded` write: a step per line, and this before the answer and behind it.
 EMBEDDED_ANSWER = ("The answer is ", "<|im_end|>")
 
@@ -63,14 +57,13 @@ class ValueQualityArguments(TaskArguments):
     values: list[str] | None = field(
         default=None,
         metadata={
-            "help": "answer (AnswerLogProbValue), outcome (OutcomeValue). Default: both, or what the data allows."
+            "choices": list(VALUES),
+            "help": "answer (AnswerLogProbValue), outcome (OutcomeValue). Default: both, or what the data allows.",
         },
     )
     force_prompt: list[str] | None = field(
         default=None, metadata={"help": "Texts before the answer, each an answer value. Default: AnswerLogProbValue's."}
     )
-    closing: str | None = field(default=None, metadata={"help": "Text after the answer that is scored, too."})
-    value_space: str = field(default="log", metadata={"choices": ["log", "probability"], "help": "Of answer values."})
     checkpoint: str | None = field(
         default=None, metadata={"help": "Also the OutcomeValue of this checkpoint, as training had fitted it."}
     )
@@ -80,36 +73,14 @@ class ValueQualityArguments(TaskArguments):
     markers: list[str] | None = field(
         default=None, metadata={"help": f"Texts that begin an episode, or {LINES!r}. Default: EPISODE_MARKERS."}
     )
-    max_episode_tokens: int = field(default=256, metadata={"help": "See Segmenter; so the next two."})
+    max_episode_tokens: int = field(default=256, metadata={"help": "See Segmenter; so the next one."})
     min_episode_tokens: int | None = field(default=None, metadata={"help": "Default: 16, or 1 for embedded."})
-    final_answer: str = field(default=FINAL_ANSWER, metadata={"help": "A regular expression."})
     output_dir: str = field(default="outputs/value_quality", metadata={"help": "Where samples and results go."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if wrong := [name for name in self.values or () if name not in VALUES]:
-            raise ValueError(
-                f"values={wrong} are unknown: use {' and '.join(VALUES)}; one of your own is named by --value_path."
-            )
-        self.plan(length=1, shortest=1)  # what is wrong with it shows now
-        given = self.force_prompt is not None or self.closing is not None or self.value_space != "log"
-        if given and self.values is not None and "answer" not in self.values:
-            raise ValueError(
-                f"force_prompt, closing and value_space are of answer values, but values={self.values}: add 'answer', "
-                "or leave them out."
-            )
-
-    def plan(self, *, length: int, shortest: int) -> Plan:
-        return Plan(
-            num_problems=self.num_problems,
-            num_samples=self.num_samples,
-            num_rollouts=self.num_rollouts,
-            fit_rollouts=tuple(sorted(set(self.fit_rollouts))),
-            temperature=self.temperature,
-            max_completion_length=length,
-            shortest=shortest,
-            seed=self.seed,
-        )
+        for count in (self.num_samples, self.num_rollouts):
+            Draw(count, self.temperature, 1, self.seed)
 
     def segmentation(self, embedded: bool) -> dict[str, Any]:
         """Settings of `Segmenter`, as JSON."""
@@ -117,7 +88,6 @@ class ValueQualityArguments(TaskArguments):
             "markers": self.markers or ([LINES] if embedded else list(EPISODE_MARKERS)),
             "max_episode_tokens": self.max_episode_tokens,
             "min_episode_tokens": self.min_episode_tokens or (1 if embedded else 16),
-            "final_answer": self.final_answer,
         }
 
     def candidates(self, columns: Sequence[str], embedded: bool) -> list[Candidate]:
@@ -129,24 +99,23 @@ class ValueQualityArguments(TaskArguments):
         """
         names = self.values or [name for name in VALUES if name != "answer" or ANSWER in columns or self.force_prompt]
         entropies = self.backend == "transformers"  # as in training, where vLLM reports log-probs alone
+        sizes = sorted(set(self.fit_rollouts))
         found = []
         if "answer" in names:
             prompt, closing = EMBEDDED_ANSWER if embedded else (None, "")
             texts: Sequence[str | None] = self.force_prompt or [prompt]
             for text in texts:
-                value = AnswerLogProbValue(
-                    text, closing=closing if self.closing is None else self.closing, space=self.value_space
-                )
+                value = AnswerLogProbValue(text, closing=closing)
                 found.append(Candidate("answer" if text is None else f"answer, {text + value.closing!r}", value))
         if "outcome" in names:
-            found.append(Candidate("outcome", OutcomeValue(num_windows=1), taught=True, entropies=entropies))
+            found.append(Candidate("outcome", OutcomeValue(num_windows=1), sizes, entropies))
         if self.checkpoint is not None:
             found.append(saved(self.checkpoint))
         for path in self.value_path or ():
             value = imported(path)
-            found.append(Candidate(path, value, taught=hasattr(value, "learn"), entropies=entropies))
+            found.append(Candidate(path, value, sizes if hasattr(value, "learn") else (), entropies))
         for one in found:
-            if one.needs_answers and ANSWER not in columns:
+            if getattr(one.value, "needs_answers", True) and ANSWER not in columns:
                 raise ValueError(
                     f"{one.name} needs a problem's answer, but the columns are {list(columns)}: leave it out (--values "
                     "outcome), or say that it needs none by an attribute, needs_answers = False."
@@ -155,7 +124,15 @@ class ValueQualityArguments(TaskArguments):
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = command_parser(ValueQualityArguments, "dash_trl.value_quality", __doc__)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("dash_trl").setLevel(logging.INFO)
+    parser = HfArgumentParser(
+        ValueQualityArguments,
+        prog="python examples/value_quality",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "model", metavar="MODEL", help="a directory (of a LoRA adapter, too), a hub name, or 'embedded'"
     )
@@ -163,8 +140,8 @@ def main(argv: Sequence[str]) -> None:
     value_quality(rest.model, arguments)
 
 
-def value_quality(model: str, arguments: ValueQualityArguments) -> Results:
-    """The figures of all estimators, which are also printed, written and drawn.
+def value_quality(model: str, arguments: ValueQualityArguments) -> None:
+    """Prints, writes and draws the figures of all estimators.
 
     What can be wrong with model, problems, reward, estimators and files is said before any weight is loaded.
     """
@@ -182,10 +159,18 @@ def value_quality(model: str, arguments: ValueQualityArguments) -> Results:
             reward.check_columns(rows.column_names)
         candidates = arguments.candidates(problems.column_names, task.is_embedded)
         segmentation = arguments.segmentation(task.is_embedded)
-        segmenter = segmenter_of(tokenizer, segmentation)
-        plan = arguments.plan(length=arguments.length(task), shortest=segmentation["min_episode_tokens"])
-        if not any(one.taught for one in candidates):
-            plan = replace(plan, fit_rollouts=())
+        markers = line_starts if segmentation["markers"] == [LINES] else segmentation["markers"]
+        segmenter = Segmenter(tokenizer, **{**segmentation, "markers": markers})
+        plan = Plan(
+            num_problems=arguments.num_problems,
+            num_samples=arguments.num_samples,
+            num_rollouts=arguments.num_rollouts,
+            fit_rollouts=tuple(sorted({size for one in candidates for size in one.sizes})),
+            temperature=arguments.temperature,
+            max_completion_length=arguments.length(task),
+            shortest=segmentation["min_episode_tokens"],
+            seed=arguments.seed,
+        )
         measured, to_fit = choose(_unseen(problems, candidates, tokenizer), others, plan)
         if arguments.vllm_server_urls:
             check_shapes([checkpoint], arguments.vllm_server_urls)
@@ -200,24 +185,16 @@ def value_quality(model: str, arguments: ValueQualityArguments) -> Results:
         with arguments.open_sampler(checkpoint, folder) as sampler:
             study = collect(sampler, reward, measured, to_fit, plan, segmenter, folder, settings)
             loaded = getattr(sampler, "model", None)
-    results = measure(candidates, study, plan, checkpoint.load_here() if loaded is None else loaded, tokenizer)
-    found = {**results.as_json(study), "settings": {**settings, **vars(plan)}}
-    partial = folder / f".{FIGURES}.partial"
-    partial.write_text(json.dumps(found, indent=2) + "\n")
-    os.replace(partial, folder / FIGURES)
-    print(f"\n{table(results.figures)}\n\nfigures: {folder / FIGURES}")
-    print(f"plot:    {plot_value_quality(found, folder / PICTURE, title=Path(model).name)}")
-    return results
-
-
-def segmenter_of(tokenizer: Any, segmentation: dict[str, Any]) -> Segmenter:
-    markers = line_starts if segmentation["markers"] == [LINES] else segmentation["markers"]
-    return Segmenter(tokenizer, **{**segmentation, "markers": markers})
+    found = measure(candidates, study, plan, checkpoint.load_here() if loaded is None else loaded, tokenizer)
+    figures, picture = folder / "value_quality.json", folder / "value_quality.png"
+    figures.write_text(json.dumps({**found, "settings": {**settings, **vars(plan)}}, indent=2) + "\n")
+    plot(found, picture, title=Path(model).name)
+    print(f"\n{table(found['estimators'])}\n\nfigures: {figures}\nplot:    {picture}")
 
 
 def _unseen(problems: Any, candidates: Sequence[Candidate], tokenizer: Any) -> list[Any]:
     """Without those whose outcomes a value of a checkpoint has seen."""
-    values = [one.value for one in candidates if isinstance(one.value, OutcomeValue) and not one.taught]
+    values = [one.value for one in candidates if isinstance(one.value, OutcomeValue) and not one.sizes]
     rows = list(problems)
     left = [
         row for row in rows if not any(value.learned_from(prompt_ids(row["prompt"], tokenizer)) for value in values)

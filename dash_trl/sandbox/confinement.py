@@ -5,7 +5,7 @@
                                 ├──► supervisor ──► solution: pid 1 of its own namespaces     ◄─┐ calls and values
                                 └──► supervisor ──► checker:  pid 1 of its own namespaces     ◄─┘ as text
 
-`sandbox.py` starts it as `python -P -s -S confinement.py SETTINGS` with an environment of its own, its socket as
+`box.py` starts it as `python -P -s -S confinement.py SETTINGS` with an environment of its own, its socket as
 standard input. (Not `-I`, which ignores PYTHONHASHSEED: the order of a set of strings would differ from run to run.)
 A fork of a Python that is up costs a few milliseconds, a new Python some 30. The starter reads neither programs nor
 tests, so that what one job knew cannot be found in the memory of the next.
@@ -14,7 +14,8 @@ How a process is confined, best first:
 
 - "namespaces" (Linux 5.12): of its own for users, processes, files, network, IPC and the host name; as nobody, without
   capabilities. Its root is read-only and holds Python, its packages and the system's libraries; /tmp is the only folder
-  to write to, in memory, of limited size. RLIMIT_NPROC holds, since it counts per user namespace.
+  to write to, in memory, of limited size; the program starts in an empty folder there. RLIMIT_NPROC holds, since it
+  counts per user namespace.
 - "landlock" (Linux 5.13): the same files by Landlock; a temporary folder; seccomp refuses new processes, sockets, and
   signals to others.
 - "rlimits": seccomp's part alone; the user's files are not protected.
@@ -42,14 +43,15 @@ from collections.abc import Callable
 from typing import Any
 
 NOBODY = 65534
-TASK_TMP = "/tmp"
+TMP = "/tmp"
+TASK_FOLDER = "/tmp/dash_trl_task"  # empty, while /tmp may also hold an environment of the user's
 OPEN_FILES = 64
 INODES = 4096  # of the temporary folder
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
 
 libc = ctypes.CDLL(None, use_errno=True)
-SETTINGS: dict[str, Any] = {}  # `sandbox.py`'s: isolation, limits, packages, preload
+SETTINGS: dict[str, Any] = {}  # `box.py`'s: isolation, limits, packages, preload
 
 
 def call(function: str, *arguments: Any) -> int:
@@ -320,6 +322,7 @@ class Place:
     def __init__(self, kind: str):
         self.alone = kind == "namespaces"
         self.landlock = kind == "landlock"
+        self.in_tmp = [path for path in readable_paths() if path.startswith(f"{TMP}/")]
         self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         if self.alone:
             if os.geteuid() == 0:
@@ -336,8 +339,15 @@ class Place:
             return tempfile.mkdtemp(prefix="dash_trl_sandbox_")
         become_nobody()
         enter_user_namespace(NEW_NAMESPACES, self.proc)
-        mount("tmpfs", TASK_TMP, "tmpfs", MS_NOSUID | MS_NODEV, f"size={SETTINGS['disk']},nr_inodes={INODES},mode=700")
-        return TASK_TMP
+        covered = [(path, os.open(path, os.O_PATH)) for path in self.in_tmp]
+        mount("tmpfs", TMP, "tmpfs", MS_NOSUID | MS_NODEV, f"size={SETTINGS['disk']},nr_inodes={INODES},mode=700")
+        for path, file in covered:  # of an environment in /tmp: bound once more, still read-only
+            os.makedirs(path)
+            os.fchdir(file)
+            mount(".", path, flags=MS_BIND | MS_REC)
+            os.close(file)
+        os.mkdir(TASK_FOLDER)
+        return TASK_FOLDER
 
     def confine(self, folder: str) -> None:
         """In the process itself, at last: then it has nothing but the folder."""
@@ -503,7 +513,7 @@ def main() -> None:
 if __name__ == "__main__":
     SETTINGS.update(json.loads(sys.argv[1]))
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    from unit_tests import receive, run_checker, run_solution, send
+    from checker import receive, run_checker, run_solution, send
 
     del sys.path[0]
     main()

@@ -1,0 +1,85 @@
+"""One reward function that says what is correct, called for the samples of one problem after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from dash_trl.evaluation.sampler import SampledCompletion, Sampler
+from dash_trl.rewards import RewardAgent, raise_mistakes
+
+PATIENCE = 120.0  # seconds for a completion; the sandbox ends a program in one minute
+BROKEN_AFTER = 10  # problems in a row on which a reward function raised for every sample
+
+
+class Reward(AbstractContextManager["Reward"]):
+    """One reward function of any form, as training calls it; a context manager that ends its workers.
+
+    Args:
+        function: of any form (`dash_trl.rewards.forms`), or a `RewardAgent` of one.
+    Raises:
+        ValueError: for several functions, or a reward model.
+    """
+
+    def __init__(self, function: Any):
+        self.agent = function if isinstance(function, RewardAgent) else RewardAgent(function, timeout=PATIENCE)
+        if len(self.agent.rewards) != 1 or len(self.agent.own) != 1:
+            raise ValueError(
+                f"An evaluation needs one reward function, which says what is correct, but there are "
+                f"{len(self.agent.rewards)}, or it is a reward model. Name one with --reward_name."
+            )
+        (self._function,) = self.agent.own
+        self._raised = 0  # problems in a row
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Raises a ValueError if the function asks for a column that there is not."""
+        if not self._function.form.batch:
+            self._function.form.check_columns(columns)
+
+    def scores(self, row: Mapping[str, Any], samples: Sequence[SampledCompletion]) -> list[float | None]:
+        """Of the samples of one problem; None where it failed (an exception, None, NaN, ±inf).
+
+        Raises:
+            ValueError: it returned no list of numbers.
+            RuntimeError: it raised on every sample of `BROKEN_AFTER` problems in a row; the cause is the last error.
+        """
+        chat = not isinstance(row["prompt"], str)
+        self._function.group_size = lambda: len(samples)
+        rewards = self._function(
+            prompts=[row["prompt"]] * len(samples),
+            completions=[[{"role": "assistant", "content": one.text}] if chat else one.text for one in samples],
+            completion_ids=[one.token_ids for one in samples],
+            **{name: [value] * len(samples) for name, value in row.items() if name != "prompt"},
+        )
+        raise_mistakes([self._function])
+        self._raised = self._raised + 1 if all(self._function.raised) else 0
+        if self._raised == BROKEN_AFTER:
+            raise RuntimeError(
+                f"The reward function '{self._function.name}' raised on every sample of {BROKEN_AFTER} problems in a "
+                f"row; at last it {self._function.failure}. Correct it."
+            ) from self._function.error
+        return rewards
+
+    def __exit__(self, *exception: object) -> None:
+        self.agent.close()
+
+
+def scored_samples(
+    sampler: Sampler, problems: Any, reward: Reward, **sampling: Any
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(index of a problem, its `prompt`, `answer`, if it has one, and `samples`), in the order in which they are done.
+
+    Args:
+        problems: rows with a `prompt` and the columns that the reward reads.
+        sampling: arguments of `Sampler.sample`.
+    """
+    for index, samples in sampler.sample([row["prompt"] for row in problems], **sampling):
+        problem: Mapping[str, Any] = problems[index]
+        scores = reward.scores(problem, samples)
+        row = {name: problem[name] for name in ("prompt", "answer") if name in problem}
+        row["samples"] = [
+            {"text": one.text, "tokens": len(one.token_ids), "truncated": one.truncated, "reward": score}
+            for one, score in zip(samples, scores, strict=True)
+        ]
+        yield index, row

@@ -1,0 +1,240 @@
+"""The samplers: transformers' `generate`, vLLM in this process, vLLM servers; `open_sampler` makes one by its name."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dash_trl.embedded import embedded_model
+from dash_trl.evaluation.checkpoint import EMBEDDED, Checkpoint
+from dash_trl.evaluation.sampler import Draw, Drawn, Sampler, end_tokens
+from dash_trl.sampling import ServerPool, check_servers, load_checkpoint, takes_seeds
+from dash_trl.serve import CPU_CACHE_GIB, CPU_SEQUENCES, visible_gpus
+from dash_trl.update import evaluating
+
+BATCH_SIZE = 64
+BACKENDS = ("transformers", "vllm")
+# Neutral values of what a server would take from the model's generation_config.
+OWN_DISTRIBUTION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+class LocalSampler(Sampler):
+    """Samples in batches of fixed composition: the S rows of every prompt, in order, cut into `batch_size`.
+
+    A batch draws all its rows from one stream of random numbers, its own. So a resumed run draws the batches whole that
+    hold a prompt which is left, and no other, and gets the same rows. The model's mode and the global random state are
+    between two batches what they were before.
+
+    Args:
+        model: a causal language model on any device; unwrapped (`trainer.accelerator.unwrap_model`).
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, batch_size: int = BATCH_SIZE):
+        super().__init__(tokenizer, end_tokens(model.generation_config, tokenizer))
+        self.model = model
+        self.batch_size = batch_size
+
+    def _draw(self, prompts: list[list[int]], draw: Draw, left: set[int]) -> Iterator[Drawn]:
+        rows = [index for index in range(len(prompts)) for _ in range(draw.num_samples)]
+        drawn: dict[int, list[list[int]]] = {index: [] for index in left}
+        for number, start in enumerate(range(0, len(rows), self.batch_size)):
+            batch = rows[start : start + self.batch_size]
+            if left.isdisjoint(batch):
+                continue
+            longest = replace(draw, max_new_tokens=max(map(draw.room, batch)))
+            for index, ids in zip(batch, self._generate([prompts[i] for i in batch], longest, number), strict=True):
+                if index in left:
+                    drawn[index].append(ids[: draw.room(index)])
+                    if len(drawn[index]) == draw.num_samples:
+                        yield index, drawn.pop(index)
+
+    def _generate(self, batch: list[list[int]], draw: Draw, number: int) -> list[list[int]]:
+        tokenizer, ends = self.tokenizer, self.end_tokens
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
+        # Neutral values, not absent ones: generate() fills absent ones from the model's generation_config.
+        sampling = {"do_sample": True, "temperature": draw.temperature, "top_k": 0, "top_p": 1.0, "min_p": None}
+        if draw.temperature == 0:
+            sampling = {"do_sample": False}
+        width = max(map(len, batch))
+        device = self.model.device
+        with _inference(self.model, draw.stream(number)):
+            generated = self.model.generate(
+                input_ids=torch.tensor([[pad] * (width - len(ids)) + ids for ids in batch], device=device),
+                attention_mask=torch.tensor(
+                    [[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], device=device
+                ),
+                max_new_tokens=draw.max_new_tokens,
+                repetition_penalty=1.0,
+                pad_token_id=pad,
+                eos_token_id=ends,
+                **sampling,
+            )
+        rows = generated[:, width:].tolist()
+        lengths = [next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids)) for ids in rows]
+        return [ids[:length] for ids, length in zip(rows, lengths, strict=True)]
+
+
+@contextmanager
+def _inference(model: Any, seed: int) -> Iterator[None]:
+    """Evaluation mode, no gradients and a seeded RNG inside; all of it as before outside."""
+    # All devices, since manual_seed reaches all of them.
+    with evaluating(model), torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.no_grad():
+        torch.manual_seed(seed)
+        yield
+
+
+class VLLMSampler(Sampler):
+    """All prompts at once in vLLM's engine, each with a seed of its own."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        super().__init__(checkpoint.tokenizer, end_tokens(checkpoint.generation_config, checkpoint.tokenizer))
+        from vllm import LLM
+
+        gpus = visible_gpus()
+        options: dict[str, Any] = {}
+        if gpus:
+            config = checkpoint.config.get_text_config()
+            heads = config.num_attention_heads
+            key_heads = getattr(config, "num_key_value_heads", None) or heads
+            options["tensor_parallel_size"] = math.gcd(len(gpus), heads, key_heads)
+        else:  # as `dash_trl.serve` starts a server
+            options |= {"dtype": "float32", "enforce_eager": True, "max_num_seqs": CPU_SEQUENCES}
+            options["enable_chunked_prefill"] = False  # with it and seeds the engine dies (`sampling.takes_seeds`)
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)  # read by the engine's process
+        with tempfile.TemporaryDirectory(prefix="dash_trl_merged_") as merged:
+            path = checkpoint.base
+            if checkpoint.is_adapter:
+                checkpoint.load("auto").save_pretrained(merged)
+                checkpoint.tokenizer.save_pretrained(merged)
+                path = merged
+            self._llm: Any = LLM(path, disable_log_stats=True, **options)
+
+    def _draw(self, prompts: list[list[int]], draw: Draw, left: set[int]) -> Iterator[Drawn]:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._llm.llm_engine
+        waiting = {str(index) for index in left}
+        for index in sorted(left):
+            parameters = SamplingParams(
+                n=draw.num_samples,
+                temperature=draw.temperature,
+                max_tokens=draw.room(index),
+                seed=draw.stream(index),
+                stop_token_ids=self.end_tokens,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                detokenize=False,
+            )
+            engine.add_request(str(index), TokensPrompt(prompt_token_ids=prompts[index]), parameters)
+        try:
+            while waiting:
+                for output in engine.step():
+                    if output.finished:
+                        waiting.discard(output.request_id)
+                        yield int(output.request_id), [list(one.token_ids) for one in output.outputs]
+        finally:
+            if waiting:
+                engine.abort_request(list(waiting))
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+class ServerSampler(Sampler):
+    """A request per prompt, with a seed of its own; a failed one is made again on another server.
+
+    Not repeatable in spite of the seeds: which requests share a batch depends on timing, and so do the last bits of
+    the logits. Servers on a CPU get none (`takes_seeds`).
+
+    Args:
+        urls: servers of models of the checkpoint's shape. They keep its weights.
+        weight_dir: see `open_sampler`.
+    Raises:
+        ValueError, PoolError, WeightMismatch: see `check_servers` and `load_checkpoint`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, urls: Sequence[str], *, weight_dir: str | Path | None = None):
+        super().__init__(checkpoint.tokenizer, end_tokens(checkpoint.generation_config, checkpoint.tokenizer))
+        self.pool = ServerPool(urls)
+        dtype = check_servers(self.pool, checkpoint.config, checkpoint.name)
+        self._takes_seeds = takes_seeds(self.pool)
+        self._temporary = tempfile.TemporaryDirectory(prefix="dash_trl_weights_") if weight_dir is None else None
+        folder = self._temporary.name if self._temporary is not None else str(weight_dir)
+        try:
+            load_checkpoint(self.pool, checkpoint.load(dtype), len(self.tokenizer), folder)
+        except BaseException:
+            self.close()
+            raise
+
+    def _draw(self, prompts: list[list[int]], draw: Draw, left: set[int]) -> Iterator[Drawn]:
+        indices = sorted(left)
+        jobs = []
+        for index in indices:
+            sampling = {
+                **OWN_DISTRIBUTION,
+                "temperature": draw.temperature,
+                "max_tokens": draw.room(index),
+                "stop_token_ids": self.end_tokens,
+                **({"seed": draw.stream(index)} if self._takes_seeds else {}),
+            }
+            jobs += self.pool.completions([(prompts[index], draw.num_samples)], sampling)
+        for number, job in enumerate(jobs):
+            job.number = number
+        for number, completions in self.pool.as_completed(jobs):
+            yield indices[number], [completion.token_ids for completion in completions]
+
+    def close(self) -> None:
+        self.pool.cancel()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def check_shapes(checkpoints: Sequence[Checkpoint], urls: Sequence[str]) -> None:
+    """Whether the servers can hold each of these models; raises as `check_servers`, before weights are loaded."""
+    pool = ServerPool(urls)
+    for checkpoint in checkpoints:
+        check_servers(pool, checkpoint.config, checkpoint.name)
+
+
+def open_sampler(
+    model: str | Path | Checkpoint,
+    *,
+    backend: str = "transformers",
+    server_urls: Sequence[str] = (),
+    batch_size: int = BATCH_SIZE,
+    weight_dir: str | Path | None = None,
+) -> Sampler:
+    """A sampler of a model, as a context manager.
+
+        with open_sampler("Qwen/Qwen2.5-0.5B-Instruct", server_urls=["http://127.0.0.1:8000"]) as sampler:
+            for index, samples in sampler.sample(prompts, num_samples=16, max_new_tokens=1024):
+                ...
+
+    Args:
+        model: a directory or hub name; the directory of a LoRA adapter; or "embedded".
+        backend: "transformers", or "vllm" within this process.
+        server_urls: vLLM servers (`python -m dash_trl.serve`) to sample from, in place of either. They get the model's
+            weights if they hold others of the same shape, and keep them.
+        batch_size: rows that transformers samples side by side; on the others it has no effect.
+        weight_dir: where the weights for servers are written, seen by them under the same path. None: a temporary
+            directory of this machine.
+    Raises:
+        ValueError: no such model or backend; servers of a model of another shape.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} does not exist: choose one of {BACKENDS}, or give server_urls.")
+    if not isinstance(model, Checkpoint):
+        model = Checkpoint(embedded_model() if model == EMBEDDED else str(model))
+    if server_urls:
+        return ServerSampler(model, server_urls, weight_dir=weight_dir)
+    if backend == "vllm":
+        return VLLMSampler(model)
+    return LocalSampler(model.load_here(), model.tokenizer, batch_size)

@@ -1,0 +1,10 @@
+"""Programs that nobody trusts, scored by tests: the box, its confinement, and the checker of the tests."""
+
+from typing import TYPE_CHECKING
+
+from dash_trl._lazy import lazy
+
+if TYPE_CHECKING:
+    from dash_trl.sandbox.box import Sandbox, SandboxError, UnfitTests
+
+__getattr__, __dir__, __all__ = lazy(__name__)

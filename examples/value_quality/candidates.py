@@ -1,0 +1,179 @@
+"""What is measured: value estimators by name, by import path and from a checkpoint, and what they are handed.
+
+An estimator is called as in training, `(requests, trainer)`; for the trainer there is a `Stage`, which has the model
+and what the estimators of `dash_trl` use of a trainer.
+"""
+
+import copy
+import math
+import pkgutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+from dash_trl.distributed import Ranks
+from dash_trl.process_rewards import FEATURES, MonteCarloValue, OutcomeValue, ServerValue, ValueRequest, checked_values
+from dash_trl.rollout import STATES, load_states
+from dash_trl.update import evaluating
+from examples.value_quality.figures import figures_of
+from examples.value_quality.study import Plan, Study
+
+
+class Position:
+    """The rival of every value: a boundary's number in its response."""
+
+    space = "position"
+    needs_answers = False
+
+    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
+        return [[float(number) for number in range(len(request.boundaries))] for request in requests]
+
+
+class Stage:
+    """In place of a trainer: `model`, `processing_class`, `accelerator`, `ranks` (one), a `recorder` that drops all."""
+
+    def __init__(self, model: Any, tokenizer: Any):
+        self.model, self.processing_class, self._tokenizer = model, tokenizer, tokenizer
+        self.accelerator = Accelerator()
+        self.ranks = Ranks(self.accelerator)
+        self.recorder = SimpleNamespace(log=lambda figures: None)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """
+    Args:
+        name: in the table. value: see `ValueEstimator`.
+        sizes: a value with `learn` is measured after each of these numbers of rollouts. Empty: it is measured as it is.
+        entropies: whether it gets them, if it `needs_log_probs`.
+    """
+
+    name: str
+    value: Any
+    sizes: Sequence[int] = ()
+    entropies: bool = True
+
+    def fitted(self, study: Study, lessons: Sequence[ValueRequest], stage: Stage) -> Iterator[tuple[str, Any]]:
+        """(name, estimator) after the first so many lessons, for each size."""
+        if not self.sizes:
+            yield self.name, self.value
+        for size in self.sizes:
+            value = copy.deepcopy(self.value)
+            if type(value) is OutcomeValue and not study.probabilities:
+                value = OutcomeValue(space="reward")
+            known = [row for row in range(size) if study.lesson_outcomes[row] is not None]
+            value.learn([lessons[row] for row in known], [study.lesson_outcomes[row] for row in known], stage)
+            yield f"{self.name}, {size:,} rollouts", value
+
+
+def imported(path: str) -> Any:
+    """The estimator of an import path, `module.name`, looked for in the working directory, too; a class is called.
+
+    Raises:
+        ValueError: there is none, or its module fails.
+    """
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        value = pkgutil.resolve_name(path)
+        value = value() if isinstance(value, type) else value
+    except Exception as error:
+        raise ValueError(
+            f"value_path={path!r} gives no estimator ({type(error).__name__}: {error}). It is module.name, imported "
+            f"from {Path.cwd()} or what is installed; a class is called without arguments."
+        ) from error
+    if not callable(value):
+        raise ValueError(
+            f"value_path={path!r} is {value!r}, which cannot estimate V(prefix): name an instance or a function that "
+            "takes (requests, trainer), or a class of them, as module.name."
+        )
+    if isinstance(value, MonteCarloValue | ServerValue):
+        raise ValueError(
+            f"value_path={path!r} is a {type(value).__name__}, which samples or scores as its trainer does: here is "
+            "none. Completions of prefixes are the truth that all others are measured by; ServerValue's values are "
+            "those of --values answer."
+        )
+    return value
+
+
+def saved(checkpoint: str) -> Candidate:
+    """The `OutcomeValue` that a checkpoint's `ProcessRewardCallback` had.
+
+    Raises:
+        ValueError: there is none, or it has learned nothing.
+    """
+    name = OutcomeValue.__name__
+    state = next((state[name] for state in load_states(checkpoint).values() if name in state), None)
+    if state is None or not state["windows"]:
+        raise ValueError(
+            f"checkpoint={checkpoint!r} has no OutcomeValue that learned anything: {STATES} was looked for in it, of a "
+            "run with ProcessRewardCallback(OutcomeValue())."
+        )
+    value = OutcomeValue(**state["settings"])
+    value.load_state_dict(state)
+    rollouts = sum(len(window["outcome"]) for window in state["windows"])
+    entropies = state["windows"][0]["features"].shape[1] == len(FEATURES)
+    return Candidate(f"outcome, {rollouts:,} rollouts of {Path(checkpoint).name}", value, entropies=entropies)
+
+
+@torch.no_grad()
+def with_log_probs(requests: Sequence[ValueRequest], model: Any, temperature: float) -> list[ValueRequest]:
+    """The requests with log-probs and entropies of their tokens, at the temperature of sampling, by a pass for each."""
+    found = []
+    with evaluating(model):
+        for one in requests:
+            ids = torch.tensor([[*one.prompt_ids, *one.completion_ids]], device=model.device)
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(one.prompt_ids) - 1 : -1].float() / temperature
+            log_probs = selective_log_softmax(logits, ids[0, len(one.prompt_ids) :]).tolist()
+            entropies = entropy_from_logits(logits).tolist()
+            found.append(replace(one, log_probs=tuple(log_probs), entropies=tuple(entropies)))
+    return found
+
+
+def measure(candidates: Sequence[Candidate], study: Study, plan: Plan, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """The figures of position and the candidates, and their values beside the truth, as JSON; what is missing is None.
+
+    Args:
+        model: a transformers model, of the weights that the study was sampled with.
+    """
+    requests, lessons, stage = study.requests, study.lessons, Stage(model, tokenizer)
+    if any(getattr(one.value, "needs_log_probs", False) for one in candidates):
+        requests = with_log_probs(requests, model, plan.temperature)
+        lessons = with_log_probs(lessons, model, plan.temperature)
+    estimators = {}
+    rows = [
+        {"problem": problem, "prompt": one.example["prompt"], "boundaries": list(one.boundaries), "truth": _json(truth)}
+        for problem, one, truth in zip(study.problems, study.requests, study.truth, strict=True)
+    ]
+    for one in [Candidate("position", Position()), *candidates]:
+        own, taught = requests, lessons
+        if not one.entropies:
+            own, taught = ([replace(request, entropies=None) for request in of] for of in (requests, lessons))
+        for name, value in one.fitted(study, taught, stage):
+            values = checked_values(value(own, stage), own, value)
+            probabilities = study.probabilities and getattr(value, "space", None) == "probability"
+            estimators[name] = figures_of(
+                values, study.truth, study.problems, probabilities=probabilities, seed=plan.seed
+            )
+            for row, of_row in zip(rows, values, strict=True):
+                row[name] = _json(of_row)
+    truth = [one for row in study.truth for one in row]
+    known = [one for one in truth if not math.isnan(one)]
+    return {
+        "responses": len(study.requests),
+        "boundaries": len(truth),
+        "without_truth": len(truth) - len(known),
+        "mean_truth": math.fsum(known) / len(known) if known else None,
+        "estimators": estimators,
+        "values": rows,
+    }
+
+
+def _json(values: Sequence[float]) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values]

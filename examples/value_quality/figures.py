@@ -1,0 +1,206 @@
+"""How well V(prefix) agrees with the truth: figures of an estimator, their table and their picture.
+
+values V_rk, truths y_rk of response r, boundary k ──► Spearman's ρ, AUC, Brier score, … over all and within problems
+
+Letters: R responses.
+"""
+
+import math
+import statistics
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from dash_trl.evaluation import CORRECT_ABOVE, bootstrap_interval
+
+BINS = 10  # of a reliability diagram
+RESPONSES_DRAWN = 4  # those whose truth moves most, of different problems
+
+# Title in the table → figure. "within": the mean over the problems in which it is defined.
+COLUMNS = {
+    "Spearman": "spearman",
+    "within problems": "spearman_within",
+    "AUC": "auc",
+    "within": "auc_within",
+    "Spearman of U": "u_spearman",
+    "U within": "u_spearman_within",
+    "Brier": "brier",
+    "calibration error": "calibration_error",
+    "missing": "missing",
+}
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """0 … n − 1 by size; equal values share the mean of their ranks."""
+    ordered = sorted(values)
+    return [(bisect_left(ordered, value) + bisect_right(ordered, value) - 1) / 2 for value in values]
+
+
+def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Spearman's ρ, the correlation of the ranks; None for fewer than three pairs or a constant side."""
+    if len(x) < 3 or len(set(x)) == 1 or len(set(y)) == 1:
+        return None
+    return statistics.correlation(ranks(x), ranks(y))
+
+
+def auc(values: Sequence[float], labels: Sequence[bool]) -> float | None:
+    """P(a positive has a higher value than a negative), ties half; None without both."""
+    positives, negatives = sum(labels), len(labels) - sum(labels)
+    if not positives or not negatives:
+        return None
+    total = sum(rank for rank, label in zip(ranks(values), labels, strict=True) if label)
+    return (total - positives * (positives - 1) / 2) / (positives * negatives)
+
+
+def by_group(
+    measure: Callable[[list[Any], list[Any]], float | None], groups: Sequence[Hashable], x: Sequence, y: Sequence
+) -> list[float]:
+    """A measure of each group in which it is defined, in the order of their first members."""
+    members: dict[Hashable, list[int]] = {}
+    for i, group in enumerate(groups):
+        members.setdefault(group, []).append(i)
+    found = [measure([x[i] for i in rows], [y[i] for i in rows]) for rows in members.values()]
+    return [value for value in found if value is not None]
+
+
+def brier(values: Sequence[float], truth: Sequence[float]) -> float | None:
+    """mean (v − y)² (Brier 1950); None without a pair."""
+    return _mean([(v - y) ** 2 for v, y in zip(values, truth, strict=True)])
+
+
+def reliability(values: Sequence[float], truth: Sequence[float]) -> list[tuple[float, float, int]]:
+    """(mean value, mean truth, pairs) of each of `BINS` equal bins of 0 … 1 that has any, in their order."""
+    bins: dict[int, list[tuple[float, float]]] = {}
+    for v, y in zip(values, truth, strict=True):
+        bins.setdefault(min(BINS - 1, max(0, int(v * BINS))), []).append((v, y))
+    return [(*map(statistics.fmean, zip(*bins[number], strict=True)), len(bins[number])) for number in sorted(bins)]
+
+
+def calibration_error(values: Sequence[float], truth: Sequence[float]) -> float | None:
+    """Σ_bins n_b/n·|mean value − mean truth| (Guo et al. 2017, arXiv 1706.04599, eq. 3); None without a pair."""
+    if not values:
+        return None
+    return sum(count * abs(v - y) for v, y, count in reliability(values, truth)) / len(values)
+
+
+def figures_of(
+    values: Sequence[Sequence[float]],
+    truth: Sequence[Sequence[float]],
+    problems: Sequence[int],
+    *,
+    probabilities: bool,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The figures, as JSON; None where there is nothing to measure.
+
+    Args:
+        values, truth: R lists, one number per boundary; NaN is missing. A boundary without a truth is left out.
+        problems: [R], of each response.
+        probabilities: whether both are, so that they can be compared as numbers.
+        seed: of the interval.
+    Returns:
+        spearman, auc, u_spearman: over all boundaries; …_within: the mean over the problems in which it is defined,
+            spearman_within_interval: its 95 % bootstrap interval over them. AUC is of the truths above ½; U of the
+            differences from one boundary to the next.
+        brier, calibration_error, reliability (mean V, mean truth, number in each of ten bins): of probabilities.
+        missing: boundaries without a value. boundaries: all with a truth.
+    """
+    points, moves = [], []  # (problem, V, y) of each boundary, (problem, ΔV, Δy) from each to the next
+    for problem, row, true in zip(problems, values, truth, strict=True):
+        points += [(problem, v, y) for v, y in zip(row, true, strict=True)]
+        for (v, y), (next_v, next_y) in pairwise(zip(row, true, strict=True)):
+            moves.append((problem, next_v - v, next_y - y))
+    group, v, y = _known(points)
+    u_group, u, du = _known(moves)
+    likely = [one > CORRECT_ABOVE for one in y]
+    of_problems = by_group(spearman, group, v, y)
+    boundaries = sum(not math.isnan(true) for _, _, true in points)
+    return {
+        "spearman": spearman(v, y),
+        "spearman_within": _mean(of_problems),
+        "spearman_within_interval": list(bootstrap_interval(of_problems, seed=seed)) if of_problems else None,
+        "auc": auc(v, likely),
+        "auc_within": _mean(by_group(auc, group, v, likely)),
+        "u_spearman": spearman(u, du),
+        "u_spearman_within": _mean(by_group(spearman, u_group, u, du)),
+        "brier": brier(v, y) if probabilities else None,
+        "calibration_error": calibration_error(v, y) if probabilities else None,
+        "reliability": [list(one) for one in reliability(v, y)] if probabilities else None,
+        "missing": boundaries - len(v),
+        "boundaries": boundaries,
+    }
+
+
+def _known(rows: Iterable[tuple[int, float, float]]) -> list[list[Any]]:
+    """The three columns of the rows in which nothing is missing."""
+    known = [row for row in rows if not math.isnan(row[1] + row[2])]
+    return [[row[column] for row in known] for column in range(3)]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line per estimator; the 95 % interval in brackets."""
+    rows = [["V", *COLUMNS]]
+    for name, figures in results.items():
+        cells = [_cell(figures[key]) for key in COLUMNS.values()]
+        if (interval := figures["spearman_within_interval"]) is not None:
+            cells[1] += f" [{interval[0]:.2f}, {interval[1]:.2f}]"
+        rows.append([name, *cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cell(value: float | None) -> str:
+    return "–" if value is None else str(value) if isinstance(value, int) else f"{value:.2f}"
+
+
+def plot(found: Mapping[str, Any], picture: Path, *, title: str) -> None:
+    """Draws the reliability of values that are probabilities, and the best of them beside the truth of a few responses.
+
+    Args:
+        found: what `measure` returns: `estimators`, name → figures; `values`, per response its boundaries, truth and
+            values by name.
+        picture: the file to write.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    reliable, along = figure.subplots(1, 2)
+    probabilities = {name: one for name, one in found["estimators"].items() if one["reliability"]}
+    reliable.plot([0, 1], [0, 1], color="lightgray", lw=1)
+    for name, figures in probabilities.items():
+        value, truth, _ = zip(*figures["reliability"], strict=True)
+        reliable.plot(value, truth, marker="o", markersize=3, label=name)
+    reliable.set(title="reliability", xlabel="V", ylabel="truth", xlim=(0, 1), ylim=(0, 1))
+    best = max(probabilities, key=lambda name: probabilities[name]["spearman_within"] or -1.0, default=None)
+    moved: dict[int, Mapping[str, Any]] = {}
+    for one in sorted(found["values"], key=_range_of_truth, reverse=True):
+        moved.setdefault(one["problem"], one)
+    for number, one in enumerate(list(moved.values())[:RESPONSES_DRAWN]):
+        along.plot(one["boundaries"], _numbers(one["truth"]), color=f"C{number}", marker="o", markersize=3)
+        if best is not None:
+            along.plot(one["boundaries"], _numbers(one[best]), color=f"C{number}", ls="--")
+    along.set(title="truth (line) and V (dashed)" if best else "truth", xlabel=f"token; V: {best}" if best else "token")
+    for axis in (reliable, along):
+        axis.spines[["top", "right"]].set_visible(False)
+    if probabilities:
+        figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
+    figure.suptitle(title)
+    figure.savefig(picture, dpi=120)
+
+
+def _range_of_truth(response: Mapping[str, Any]) -> float:
+    known = [one for one in response["truth"] if one is not None]
+    return max(known) - min(known) if known else 0.0
+
+
+def _numbers(values: Sequence[float | None]) -> list[float]:
+    return [math.nan if value is None else value for value in values]
