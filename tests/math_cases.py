@@ -239,6 +239,7 @@ WRONG = {
         (r"\boxed{1}, " * 2 + "".join(rf"\boxed{{{i}}}, " for i in range(REPEATED)), "1"),
         (r"\boxed{5" + "+0" * REPEATED + "}", "5"),
         (r"\boxed{" + "(" * 60 + "5" + ")" * 60 + "}", "5"),
+        (r"\boxed{" + "-" * 900 + "5}", "6"),
     ],
 }
 

@@ -15,10 +15,8 @@ from dash_trl.rewards.spelling import (
     to_latex,
 )
 
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
+READ = {
+    last_boxed: [
         (r"\boxed{72}", "72"),
         (r"first \boxed{1}, then $\boxed{\frac{1}{\sqrt{2}}}$.", r"\frac{1}{\sqrt{2}}"),
         (r"\boxed{\left\{ 1, 2 \right\}}", r"\left\{ 1, 2 \right\}"),
@@ -34,14 +32,7 @@ from dash_trl.rewards.spelling import (
         (r"cut off: \boxed{4 + \boxed{3}", "3"),
         ("no box", None),
     ],
-)
-def test_last_box(text, answer):
-    assert last_boxed(text) == answer
-
-
-@pytest.mark.parametrize(
-    ("completion", "text"),
-    [
+    final_text: [
         ("no tags", "no tags"),
         ("<think>a</think>b", "b"),
         ("a</think>b", "b"),
@@ -50,9 +41,91 @@ def test_last_box(text, answer):
         ("<think>a", ""),
         ("a</think>", ""),
     ],
+    gold_text: [
+        ("72", "72"),
+        ("so\n#### 1,200", "1,200"),
+        (r"$\frac{1}{2}$", r"\frac{1}{2}"),
+        (r"\$36", r"\$36"),
+        (r"x \boxed{5}.", "5"),
+        (r"so $\boxed{1}$ and $\boxed{2}$", "1, 2"),
+        ("$5$ or $7$", "5 or 7"),
+    ],
+    is_text_answer: [
+        (r"\text{Evelyn}", True),
+        (r"\text{(C)}", True),
+        (r"$\text{no}$", True),
+        (r"\text{ii}, \text{iv}", True),
+        ("No solution", True),
+        ("east", True),
+        ("A", False),
+        ("xy", False),
+        ("abcd2", False),
+        (r"5.4 \text{ cents}", False),
+        (r"\cot x", False),
+        ("", False),
+    ],
+    to_latex: [
+        ("x² + y₁₂⁻³", "x^{2} + y_{12}^{-3}"),
+        ("¾ 3½", r"\frac{3}{4} 3\frac{1}{2}"),
+        ("√2 ∛10 √(x) √π", r"\sqrt{2} \sqrt[3]{10} \sqrt(x) \sqrt{\pi} "),
+        ("α Λ ω", r"\alpha  \Lambda  \omega "),
+        ("５ ٥ 𝟓 （％", "5 5 5 (%"),
+        ("90° ≤ ℝ", r"90^\circ  \le  \mathbb{R} "),
+        ("José, 北京, €5", "José, 北京, €5"),
+    ],
+    normalize_answer: [
+        ("5. ", "5"),
+        (r"5\,", r"5\,"),
+        (r"\$5 and $x$", r"\$5 and x"),
+        ("1e3 2.5E-4 x1e3", r"1 \times 10^{3} 2.5 \times 10^{-4} x1e3"),
+        (r"\text{5 or 7} \text{Tom and Ann}", r"5 or 7  \text{Tom and Ann}"),
+        ("2pi theta spin", r"2\pi  \theta  spin"),
+        (r"5 percent, 5\text{ percent}", r"5 \%, 5\%"),
+    ],
+    split_units: [
+        ("5 km", ("5", {"km"})),
+        (r"5\text{ kilometers}", ("5", {"km"})),
+        (r"25 \text{ cm}^2", ("25", {"cm^2"})),
+        ("25 sq cm", ("25", {"cm^2"})),
+        (r"\$5", ("5", {"dollar"})),
+        ("-€5", ("-5", {"euro"})),
+        (r"\frac{270}7\text{ degrees}", (r"\frac{270}7", {"degree"})),
+        (r"90^{\circ}", ("90", {"degree"})),
+        ("3 feet, 2 m", ("3, 2", {"ft", "m"})),
+        ("72 apples each", ("72", set())),
+        (r"5\text{ m/s}", ("5", set())),
+        ("5 million", ("5 million", set())),
+        ("3x + 2h", ("3x + 2h", set())),
+        ("8abc", ("8abc", set())),
+        (r"50\%", (r"50\%", set())),
+        ("1, 2", ("1, 2", set())),
+    ],
+    split_list: [
+        ("1, 2 or 3; 4", ["1", "2", "3", "4"]),
+        (r"1 \text{ and } 2", ["1", "2"]),
+        ("(1,2), [3,4)", ["(1,2)", "[3,4)"]),
+        (r"\{1,2\}", [r"\{1,2\}"]),
+        (r"1,200, 10,\!080", ["1,200", r"10,\!080"]),
+        ("for land", ["for land"]),
+    ],
+    split_chain: [
+        (r"x = 2 + 3 = 5 \approx 5.0", ["x", "2 + 3", "5", "5.0"]),
+        (r"\sum_{k=1}^{3} k = 6", [r"\sum_{k=1}^{3} k", "6"]),
+        (r"x \le 5 \neq 6 <= 7", [r"x \le 5 \neq 6 <= 7"]),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "text", "expected"),
+    [
+        pytest.param(function, *row, id=f"{function.__name__}: {row[0]}")
+        for function, rows in READ.items()
+        for row in rows
+    ],
 )
-def test_what_stands_outside_thoughts(completion, text):
-    assert final_text(completion) == text
+def test_what_is_read_in_a_text(function, text, expected):
+    assert function(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -108,127 +181,6 @@ def test_an_answer_beyond_the_limits_is_none():
             f"the answer is ${answer}$",
         ):
             assert find_answer(completion) == Answer()
-
-
-@pytest.mark.parametrize(
-    ("gold", "bare"),
-    [
-        ("72", "72"),
-        ("so\n#### 1,200", "1,200"),
-        (r"$\frac{1}{2}$", r"\frac{1}{2}"),
-        (r"\$36", r"\$36"),
-        (r"x \boxed{5}.", "5"),
-        (r"so $\boxed{1}$ and $\boxed{2}$", "1, 2"),
-        ("$5$ or $7$", "5 or 7"),
-    ],
-)
-def test_gold_text(gold, bare):
-    assert gold_text(gold) == bare
-
-
-@pytest.mark.parametrize(
-    ("gold", "is_text"),
-    [
-        (r"\text{Evelyn}", True),
-        (r"\text{(C)}", True),
-        (r"$\text{no}$", True),
-        (r"\text{ii}, \text{iv}", True),
-        ("No solution", True),
-        ("east", True),
-        ("A", False),
-        ("xy", False),
-        ("abcd2", False),
-        (r"5.4 \text{ cents}", False),
-        (r"\cot x", False),
-        ("", False),
-    ],
-)
-def test_is_text_answer(gold, is_text):
-    assert is_text_answer(gold) is is_text
-
-
-@pytest.mark.parametrize(
-    ("text", "latex"),
-    [
-        ("x² + y₁₂⁻³", "x^{2} + y_{12}^{-3}"),
-        ("¾ 3½", r"\frac{3}{4} 3\frac{1}{2}"),
-        ("√2 ∛10 √(x) √π", r"\sqrt{2} \sqrt[3]{10} \sqrt(x) \sqrt{\pi} "),
-        ("α Λ ω", r"\alpha  \Lambda  \omega "),
-        ("５ ٥ 𝟓 （％", "5 5 5 (%"),
-        ("90° ≤ ℝ", r"90^\circ  \le  \mathbb{R} "),
-        ("José, 北京, €5", "José, 北京, €5"),
-    ],
-)
-def test_unicode_as_latex(text, latex):
-    assert to_latex(text) == latex
-
-
-@pytest.mark.parametrize(
-    ("answer", "spelling"),
-    [
-        ("5. ", "5"),
-        (r"5\,", r"5\,"),
-        (r"\$5 and $x$", r"\$5 and x"),
-        ("1e3 2.5E-4 x1e3", r"1 \times 10^{3} 2.5 \times 10^{-4} x1e3"),
-        (r"\text{5 or 7} \text{Tom and Ann}", r"5 or 7  \text{Tom and Ann}"),
-        ("2pi theta spin", r"2\pi  \theta  spin"),
-        (r"5 percent, 5\text{ percent}", r"5 \%, 5\%"),
-    ],
-)
-def test_one_spelling(answer, spelling):
-    assert normalize_answer(answer) == spelling.strip()
-
-
-@pytest.mark.parametrize(
-    ("answer", "value", "units"),
-    [
-        ("5 km", "5", {"km"}),
-        (r"5\text{ kilometers}", "5", {"km"}),
-        (r"25 \text{ cm}^2", "25", {"cm^2"}),
-        ("25 sq cm", "25", {"cm^2"}),
-        (r"\$5", "5", {"dollar"}),
-        ("-€5", "-5", {"euro"}),
-        (r"\frac{270}7\text{ degrees}", r"\frac{270}7", {"degree"}),
-        (r"90^{\circ}", "90", {"degree"}),
-        ("3 feet, 2 m", "3, 2", {"ft", "m"}),
-        ("72 apples each", "72", set()),
-        (r"5\text{ m/s}", "5", set()),
-        ("5 million", "5 million", set()),
-        ("3x + 2h", "3x + 2h", set()),
-        ("8abc", "8abc", set()),
-        (r"50\%", r"50\%", set()),
-        ("1, 2", "1, 2", set()),
-    ],
-)
-def test_units(answer, value, units):
-    assert split_units(answer) == (value, units)
-
-
-@pytest.mark.parametrize(
-    ("answer", "members"),
-    [
-        ("1, 2 or 3; 4", ["1", "2", "3", "4"]),
-        (r"1 \text{ and } 2", ["1", "2"]),
-        ("(1,2), [3,4)", ["(1,2)", "[3,4)"]),
-        (r"\{1,2\}", [r"\{1,2\}"]),
-        (r"1,200, 10,\!080", ["1,200", r"10,\!080"]),
-        ("for land", ["for land"]),
-    ],
-)
-def test_lists(answer, members):
-    assert split_list(answer) == members
-
-
-@pytest.mark.parametrize(
-    ("answer", "members"),
-    [
-        (r"x = 2 + 3 = 5 \approx 5.0", ["x", "2 + 3", "5", "5.0"]),
-        (r"\sum_{k=1}^{3} k = 6", [r"\sum_{k=1}^{3} k", "6"]),
-        (r"x \le 5 \neq 6 <= 7", [r"x \le 5 \neq 6 <= 7"]),
-    ],
-)
-def test_chains(answer, members):
-    assert split_chain(answer) == members
 
 
 def test_text_without_letters_and_digits_is_the_same_as_nothing():
