@@ -76,10 +76,13 @@ def _connect() -> None:
     os.environ.update(added)  # before Ray is imported
     try:
         import ray
+        from ray._private import ray_constants
 
         if named:
             ray.init()
         else:
+            # Read once more: TRL imports vLLM where it is installed, and with it Ray, before the variable is there.
+            ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, False)
             ray.init(address="local", num_cpus=default_workers(), include_dashboard=False)
     finally:
         for name in added:  # nothing for other programs that this one starts
