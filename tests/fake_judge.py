@@ -44,8 +44,7 @@ class FakeJudge:
         app.router.add_post("/v1/chat/completions", self._serve)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         return self._runner.addresses[0][1]
 
     async def _serve(self, request: web.Request) -> web.Response:

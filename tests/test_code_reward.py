@@ -35,10 +35,6 @@ def fenced(program: str, language: str = "python") -> str:
 # ---------------------------------------------------------------------------------------------- which program is run
 
 
-def exhaustive(*values):
-    return [pytest.param(one, marks=pytest.mark.exhaustive) for one in values]
-
-
 F, G, USE = "def f(x):\n    return x", "def g(x):\n    return 0", "print(f(1))"
 STARTER = 'from math import pi\n\ndef f(x):\n    """Doc."""\n'
 
@@ -119,7 +115,9 @@ def test_a_body_continues_its_starter_code(completion):
     assert names["f"](2) == pytest.approx(6.2831853)
 
 
-@pytest.mark.parametrize("start", ["", *exhaustive("```python\n", "a")])
+@pytest.mark.parametrize(
+    "start", ["", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("```python\n", "a"))]
+)
 @pytest.mark.parametrize("run", ["`", "~", " ", "\t", "\n", "~~~\n", "```\n", "```python\n", "~ ", "a = \n", "<think>"])
 def test_a_program_is_found_in_linear_time(start, run):
     """In quadratic time this would take minutes."""
@@ -140,23 +138,18 @@ def test_scores(reward):
     assert reward("I do not know.", TESTS) == (0.0, {"passed": 0.0, "explanation": "no program"})
 
 
-@pytest.mark.parametrize("tests", [None, [], "", [" "], [""]])
-def test_no_tests_are_an_error(reward, tests):
-    with pytest.raises(ValueError, match="this row has no tests"):
-        reward(fenced(RIGHT), tests)
-
-
 @pytest.mark.parametrize(
-    ("tests", "reason"),
+    ("tests", "error", "reason"),
     [
-        ("assert f(1) ==", "SyntaxError"),
-        ("assert 1 == 1", "never call anything of the program"),
-        ("def check(candidate):\n    assert candidate(1) == 2", "never call anything of the program"),
-        ("class Node: pass\nassert f(Node()) == 1", "an argument of type 'Node'"),
+        *[(empty, ValueError, "this row has no tests") for empty in (None, [], "", [" "], [""])],
+        ("assert f(1) ==", UnfitTests, "SyntaxError"),
+        ("assert 1 == 1", UnfitTests, "never call anything of the program"),
+        ("def check(candidate):\n    assert candidate(1) == 2", UnfitTests, "never call anything of the program"),
+        ("class Node: pass\nassert f(Node()) == 1", UnfitTests, "an argument of type 'Node'"),
     ],
 )
-def test_tests_that_score_no_program_are_an_error(reward, tests, reason):
-    with pytest.raises(UnfitTests, match=reason):
+def test_tests_that_score_no_program_are_an_error(reward, tests, error, reason):
+    with pytest.raises(error, match=reason):
         reward(fenced(RIGHT), tests)
 
 
@@ -451,17 +444,13 @@ with CodeReward() as reward:
 """
 
 
-def test_another_process_gets_a_sandbox_of_its_own():
-    one = CodeReward(Sandbox(cpu_seconds=3, count=1))
+def test_it_may_be_copied_closed_and_called_again_and_from_many_threads():
+    """A copy, as in another process, has a sandbox of its own."""
+    before = threading.active_count()
+    one = CodeReward(Sandbox(cpu_seconds=3, count=2))
     assert one(fenced(RIGHT), TESTS)[0] == 1.0
     with pickle.loads(pickle.dumps(one)) as other:
         assert other.sandbox.settings == one.sandbox.settings and other(fenced(RIGHT), TESTS)[0] == 1.0
-    one.close()
-
-
-def test_it_may_be_closed_and_called_again_and_from_many_threads():
-    one, before = CodeReward(), threading.active_count()
-    assert one(fenced(RIGHT), TESTS)[0] == 1.0
     one.close()
     with ThreadPoolExecutor(6) as pool:
         scores = pool.map(lambda i: one(fenced(f"def f(x): return x + {i % 2}"), TESTS)[0], range(24))
@@ -489,7 +478,7 @@ def test_an_evaluation_counts_an_unscored_program_as_neither_right_nor_wrong():
 def test_mbpp_plus_solutions_pass_their_tests_and_fail_the_next_ones(reward):
     """Of a sample; all 378 by benchmarks/code_reward.py."""
     problems = list(load_code_dataset(MBPPPLUS, split="all", completion=True))
-    chosen = {i for i, one in enumerate(problems) if one["entry_point"] in ("sum", "freq_count")} | {*range(0, 378, 16)}
+    chosen = {i for i, one in enumerate(problems) if one["entry_point"] in ("sum", "freq_count")} | {*range(0, 378, 24)}
     with ThreadPoolExecutor(4) as pool:
 
         def score(code: int, problem: int) -> float:

@@ -32,10 +32,7 @@ class Verl:
 
 class NeedsAnArgument:
     def __init__(self, url):
-        self.url = url
-
-    def compute_score(self, completion):
-        return 1.0
+        pass
 
 
 class NoMethod:
@@ -102,14 +99,14 @@ def test_columns_of_verl_win_over_what_stands_for_them():
     assert (arguments["data_source"], arguments["ground_truth"]) == ("gsm8k", "4")
 
 
-@pytest.mark.parametrize(("function", "name"), [(Judge, "Judge"), (Named(), "unit_tests"), (coroutine, "coroutine")])
-def test_names(function, name):
-    assert form_of(function).name == name
-
-
-@pytest.mark.parametrize("function", [coroutine, Named(), functools.partial(coroutine)])
-def test_coroutine_functions_are_known(function):
-    assert form_of(function).asynchronous
+@pytest.mark.parametrize(
+    ("function", "name", "asynchronous"),
+    [(Judge, "Judge", False), (Named(), "unit_tests", True), (coroutine, "coroutine", True)],
+)
+def test_names_and_coroutine_functions(function, name, asynchronous):
+    form = form_of(function)
+    assert (form.name, form.asynchronous) == (name, asynchronous)
+    assert form_of(functools.partial(coroutine)).asynchronous
 
 
 @pytest.mark.parametrize(
@@ -181,35 +178,25 @@ def test_trl_gets_a_flat_list():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("functions", "settings", "message"),
     [
-        ({"backend": "threads"}, r"backend='threads' does not exist: choose one of \(None, 'thread', 'asyncio'"),
-        ({"on_error": "ignore"}, "on_error='ignore' does not exist"),
-        ({"timeout": 0}, "timeout=0 lets no call come to its end"),
-        ({"timeout": math.nan}, "timeout=nan lets no call"),
-        ({"max_concurrency": 0}, "max_concurrency=0 lets no call"),
-        ({"rate_limit": -1}, "rate_limit=-1 lets no call"),
-        ({"backend": "process", "rate_limit": 5}, "rate_limit=5 is not kept by backend='process'"),
-        ({"backend": "asyncio"}, "'Judge' is no coroutine function, as needed for backend='asyncio'"),
+        (Judge, {"backend": "threads"}, r"backend='threads' does not exist: choose one of \(None, 'thread', 'asyncio'"),
+        (Judge, {"on_error": "ignore"}, "on_error='ignore' does not exist"),
+        (Judge, {"timeout": 0}, "timeout=0 lets no call come to its end"),
+        (Judge, {"timeout": math.nan}, "timeout=nan lets no call"),
+        (Judge, {"max_concurrency": 0}, "max_concurrency=0 lets no call"),
+        (Judge, {"rate_limit": -1}, "rate_limit=-1 lets no call"),
+        (Judge, {"backend": "process", "rate_limit": 5}, "rate_limit=5 is not kept by backend='process'"),
+        (Judge, {"backend": "asyncio"}, "'Judge' is no coroutine function, as needed for backend='asyncio'"),
+        ([], {}, "has no reward function"),
+        (coroutine, {"backend": "thread"}, "'coroutine' is a coroutine function: it needs backend='asyncio'"),
+        (BATCH[0], {"backend": "process"}, "has TRL's form and gets the whole batch. Write it per sample"),
+        (lambda text: 0, {}, "none of the forms"),
     ],
 )
-def test_settings_that_cannot_be(settings, message):
+def test_agents_that_cannot_be(functions, settings, message):
     with pytest.raises(ValueError, match=message):
-        RewardAgent([Judge], **settings)
-
-
-@pytest.mark.parametrize(
-    ("functions", "backend", "message"),
-    [
-        ([], None, "has no reward function"),
-        ([coroutine], "thread", "'coroutine' is a coroutine function: it needs backend='asyncio'"),
-        ([BATCH[0]], "process", "has TRL's form and gets the whole batch. Write it per sample"),
-        ([lambda text: 0], None, "none of the forms"),
-    ],
-)
-def test_functions_that_cannot_be(functions, backend, message):
-    with pytest.raises(ValueError, match=message):
-        RewardAgent(functions, backend=backend)
+        RewardAgent(functions, **settings)
 
 
 def test_ray_that_is_missing(monkeypatch):

@@ -73,15 +73,11 @@ class Qwen2WithOldCheckpointing(Qwen2ForCausalLM):
         first.forward = old_style
 
 
-def doge(scale: float) -> torch.nn.Module:
-    """Its mask depends on the values of the keys; A is 0 at first, so that no log-prob shows it yet."""
-    return DogeForCausalLM(DogeConfig(**SIZES, initializer_range=scale))
-
-
 SIGHTED = {
     "nemotron": lambda scale: NemotronForCausalLM(NemotronConfig(**SIZES, initializer_range=scale)),
     "a user's subclass": lambda scale: DeafQwen2(Qwen2Config(**SIZES, initializer_range=scale)),
-    "doge": doge,
+    # Its mask depends on the values of the keys; A is 0 at first, so that no log-prob shows it yet.
+    "doge": lambda scale: DogeForCausalLM(DogeConfig(**SIZES, initializer_range=scale)),
     "roberta": lambda scale: RobertaForCausalLM(RobertaConfig(**SIZES, is_decoder=True, initializer_range=scale)),
 }
 CHECKPOINTED = Qwen2Config(**SIZES, initializer_range=0.02, attention_dropout=0.1)
