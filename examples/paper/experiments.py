@@ -8,7 +8,6 @@ they share runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -304,24 +303,20 @@ def _short(size: str) -> str:
     return size.removesuffix(".0")
 
 
+def rows_of(table: str, *, embedded: bool) -> list[Row]:
+    """Of a table; the embedded scale has one size, "0.5"."""
+    return [row for row in TABLES[table].rows if not embedded or row.size == "0.5"]
+
+
+# What the paper says that a run took, by (method, size).
+PAPER_HOURS = {
+    (row.method, row.size): row.paper[0] * table.columns[0].unit / 3600
+    for table in TABLES.values()
+    for row in table.rows
+    if table.columns[0].source[0] == "time" and row.paper[0] is not None
+}
+
+
 def paper_hours(method: str, size: str) -> float | None:
-    """What the paper says that a run took; one that is stopped takes as long as what stops it."""
-    method = METHODS[method].stopped_by or method
-    for table in TABLES.values():
-        for row in table.rows:
-            if (row.method, row.size) == (method, size) and table.columns[0].source[0] == "time":
-                value = row.paper[0]
-                return None if value is None else value * table.columns[0].unit / 3600
-    return None
-
-
-def settings_of(tables: Sequence[str], *, embedded: bool) -> list[tuple[str, str]]:
-    """(method, size) of the tables, what others depend on first; the embedded scale has one size, "0.5"."""
-    found: dict[tuple[str, str], None] = {}
-    for name in tables:
-        for row in TABLES[name].rows:
-            if not embedded or row.size == "0.5":
-                if stopped_by := METHODS[row.method].stopped_by:
-                    found[stopped_by, row.size] = None
-                found[row.method, row.size] = None
-    return list(found)
+    """One that is stopped takes as long as what stops it."""
+    return PAPER_HOURS.get((METHODS[method].stopped_by or method, size))

@@ -7,14 +7,14 @@ logs of the seeds ──► curves
 from __future__ import annotations
 
 import csv
-import io
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments import Column, Figure, Row, Table
+from experiments import TABLES, Column, Figure, Row, rows_of
 
 from dash_trl.monitoring import read_metrics, smooth
 
@@ -47,11 +47,10 @@ class Cell:
 
 def over_seeds(values: Sequence[float]) -> Cell:
     """The mean of runs with different seeds: x̄ ± t s / √n, with n − 1 degrees of freedom; none for one run."""
-    mean, n = sum(values) / len(values), len(values)
+    mean, n = statistics.fmean(values), len(values)
     if n == 1:
         return Cell(mean)
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1))
-    half = T_QUANTILES[n - 2] * deviation / math.sqrt(n)
+    half = T_QUANTILES[n - 2] * statistics.stdev(values) / math.sqrt(n)
     return Cell(mean, mean - half, mean + half, n)
 
 
@@ -65,12 +64,9 @@ def measured(figures: Sequence[Mapping[str, Any]], what: str) -> Cell:
     found = [
         [one["accuracy"], *one["accuracy_interval"]] if what == "accuracy" else one["pass_at"][what] for one in figures
     ]
-    marked = any(one["marked"] for one in figures)
     percent = [[100 * value for value in one] for one in found]
-    if len(percent) == 1:
-        return Cell(*percent[0], marked=marked)
-    cell = over_seeds([value for value, _, _ in percent])
-    return Cell(cell.value, cell.low, cell.high, cell.runs, marked)
+    cell = Cell(*percent[0]) if len(percent) == 1 else over_seeds([value for value, _, _ in percent])
+    return replace(cell, marked=any(one["marked"] for one in figures))
 
 
 def seconds_of(metrics: Path) -> float:
@@ -84,48 +80,42 @@ def seconds_of(metrics: Path) -> float:
 Find = Callable[[Row, Column], Cell | None]
 
 
-def markdown(name: str, table: Table, find: Find, *, embedded: bool, notes: Sequence[str] = ()) -> str:
-    """The table with the paper's figures beside.
+def markdown(name: str, find: Find, *, embedded: bool, notes: Sequence[str] = ()) -> str:
+    """A table with the paper's figures beside.
 
     Args:
         find: the figure of a cell; None: there is none.
         embedded: the rows of the smallest size only, since there is one model.
     """
+    table, marked = TABLES[name], False
     head = ["Method", *([] if embedded else ["Size (B)"])]
     for column in table.columns:
         head += [column.embedded if embedded else column.title, f"paper: {column.title}"]
-    lines, marked = [head, ["---"] * len(head)], False
-    for row in rows_of(table, embedded=embedded):
+    lines = [head, ["---"] * len(head)]
+    for row in rows_of(name, embedded=embedded):
         line = [row.label, *([] if embedded else [row.size])]
         for column, paper in zip(table.columns, row.paper, strict=True):
             cell = find(row, column)
             marked |= cell is not None and cell.marked
             line += ["–" if cell is None else str(cell), "–" if paper is None else f"{paper:g}"]
         lines.append(line)
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    of = "the embedded model; the paper's figures are of Qwen2.5-0.5B" if embedded else "Qwen2.5"
     said = [*notes, *([f"{MARK} More than 1 % of the rewards failed, and count neither way."] if marked else [])]
-    return f"### {name.replace('table', 'Table ')}. {table.title} ({of})\n\n{text}\n" + "".join(
-        f"\n{note}\n" for note in said
-    )
+    of = "the embedded model; the paper's figures are of Qwen2.5-0.5B" if embedded else "Qwen2.5"
+    title = f"### {name.replace('table', 'Table ')}. {table.title} ({of})\n"
+    return "\n".join([title, *(f"| {' | '.join(line)} |" for line in lines), *(f"\n{note}" for note in said), ""])
 
 
-def comma_separated(table: Table, find: Find, *, embedded: bool) -> str:
+def write_csv(name: str, find: Find, file: Path, *, embedded: bool) -> None:
     """A line per figure; the paper's in its unit, ours in the same, or in seconds at the embedded scale."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["method", "size", "figure", "value", "low", "high", "runs", "paper"])
-    for row in rows_of(table, embedded=embedded):
-        for column, paper in zip(table.columns, row.paper, strict=True):
-            cell = find(row, column)
-            own = ["", "", "", ""] if cell is None else [cell.value, cell.low, cell.high, cell.runs]
-            size = "embedded" if embedded else row.size
-            writer.writerow([row.label, size, column.embedded if embedded else column.title, *own, paper])
-    return file.getvalue()
-
-
-def rows_of(table: Table, *, embedded: bool) -> list[Row]:
-    return [row for row in table.rows if not embedded or row.size == "0.5"]
+    with file.open("w", newline="") as lines:
+        writer = csv.writer(lines, lineterminator="\n")
+        writer.writerow(["method", "size", "figure", "value", "low", "high", "runs", "paper"])
+        for row in rows_of(name, embedded=embedded):
+            for column, paper in zip(TABLES[name].columns, row.paper, strict=True):
+                cell = find(row, column)
+                own = [""] * 4 if cell is None else [cell.value, cell.low, cell.high, cell.runs]
+                size, title = ("embedded", column.embedded) if embedded else (row.size, column.title)
+                writer.writerow([row.label, size, title, *own, paper])
 
 
 # ---------------------------------------------------------------------------------------------------------- figures
@@ -137,13 +127,11 @@ def draw(figure: Figure, logs: Mapping[tuple[str, str], Sequence[Path]], picture
     Args:
         logs: (method, size) → metrics.jsonl of its seeds.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
     sizes = figure.sizes[:1] if embedded else figure.sizes
     panels = figure.panels or {"": ()}
     canvas = Canvas(figsize=(0.5 + 3.5 * len(panels), 0.5 + 2.8 * len(sizes)), layout="constrained")
-    FigureCanvasAgg(canvas)
     axes = canvas.subplots(len(sizes), len(panels), squeeze=False)
     for size, line in zip(sizes, axes, strict=True):
         of = {label: [by_step(path) for path in logs[method, size]] for label, method in figure.methods.items()}
@@ -175,9 +163,8 @@ def curves(axis: Any, of: Mapping[str, Sequence[list[dict[str, Any]]]], names: S
                 [log[over] for log in logs], one, color=color, alpha=0.4 if several else 0.9, lw=0.8, label=label_once
             )
         if several:
-            length = min(map(len, values))
-            mean = [sum(one[step] for one in values) / len(values) for step in range(length)]
-            axis.plot([log[over] for log in seeds[0]][:length], mean, color=color, label=label)
+            mean = [sum(step) / len(step) for step in zip(*values, strict=False)]  # of the steps that all have
+            axis.plot([log[over] for log in seeds[0]][: len(mean)], mean, color=color, label=label)
     axis.set_xlabel("step" if over == "step" else "seconds of training")
 
 

@@ -24,7 +24,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,11 @@ from experiments import (
     TEACHER,
     TRACES,
     Column,
-    Method,
     Row,
     config_of,
     model_of,
     paper_hours,
-    settings_of,
+    rows_of,
 )
 
 from dash_trl.workers import Command
@@ -54,6 +53,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SEEDS = {"embedded": (0, 1, 2), "paper": (42,)}  # 42 is Transformers' default, the one that the authors had
 QUICK_STEPS = 2
+METRICS = "metrics.jsonl"  # of a training
 # As `make demo` has it, and offline.
 EMBEDDED_ENVIRONMENT = {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000", "HF_HUB_OFFLINE": "1"}
 SAVED_EVERY = 0.1  # of a run of the paper: what is lost at most when it is interrupted
@@ -61,6 +61,7 @@ TAIL_LINES = 25  # of the log of a program that failed
 START_SECONDS = 12.0  # until a program begins to work
 DONE_ALREADY = 1.0  # seconds: what took less was there
 SERVER_SECONDS = 900.0  # until the servers say that they are ready
+SIGNALS = {signal.SIGINT: "Interrupted", signal.SIGTERM: "Stopped", signal.SIGHUP: "Stopped"}
 
 
 @dataclass(frozen=True)
@@ -69,93 +70,80 @@ class Run:
 
     method: str
     size: str = ""
-    seed: int = 0
-
-    @property
-    def spec(self) -> Method:
-        return METHODS[self.method]
+    seed: int | None = None
 
 
 class Scale:
-    """How runs, models and commands are called at a scale."""
+    """How runs, models and commands are called at a scale, and which are missing."""
 
     def __init__(self, name: str, folder: Path, seeds: Sequence[int], quick: bool):
         self.embedded = name == "embedded"
         self.folder, self.seeds, self.quick = folder, seeds, quick
         self.problems = folder / "problems"
 
-    def name(self, run: Run) -> str:
-        if run.method == TRACES:
-            return TRACES
-        stem = run.method if self.embedded else config_of(run.method, run.size).stem
-        return f"{stem}_seed{run.seed}"
-
     def home(self, run: Run) -> Path:
-        return self.folder / "runs" / self.name(run)
+        """Its folder, by whose name it is called."""
+        stem = run.method if self.embedded or run.method == TRACES else config_of(run.method, run.size).stem
+        return self.folder / "runs" / (stem if run.seed is None else f"{stem}_seed{run.seed}")
 
     def runs(self, method: str, size: str) -> list[Run]:
         """Its seeds; none of a base model."""
         return [] if METHODS[method].script is None else [Run(method, size, seed) for seed in self.seeds]
 
     def runs_of(self, tables: Sequence[str]) -> list[Run]:
-        """The trainings behind tables, in an order in which they can be made."""
-        runs = [run for setting in settings_of(tables, embedded=self.embedded) for run in self.runs(*setting)]
-        return [Run(TRACES), *runs] if any(run.spec.traces for run in runs) else runs
+        """The trainings behind tables, in an order in which they can be made: what others depend on first."""
+        rows = [row for table in tables for row in rows_of(table, embedded=self.embedded)]
+        methods = [(METHODS[row.method].stopped_by, row.method, row.size) for row in rows]
+        settings = dict.fromkeys((one, size) for first, method, size in methods for one in (first, method) if one)
+        runs = [run for setting in settings for run in self.runs(*setting)]
+        return [Run(TRACES), *runs] if any(METHODS[run.method].traces for run in runs) else runs
 
     def models(self, method: str, size: str) -> list[str]:
         """What is evaluated of a row."""
-        if METHODS[method].script is not None:
-            return [str(self.home(run)) for run in self.runs(method, size)]
-        if not self.embedded:
-            return [model_of(size)]
-        return [str(self.problems / "base_code") if METHODS[method].code else "embedded"]
+        base = model_of(size)
+        if self.embedded:
+            base = str(self.problems / "base_code") if METHODS[method].code else "embedded"
+        return [str(self.home(run)) for run in self.runs(method, size)] or [base]
 
     # ------------------------------------------------------------------------------------------------- commands
 
-    def settings(self, run: Run, limit: float | None) -> dict[str, Any]:
-        """The flags of a training, but for where it writes and what it resumes.
-
-        Args:
-            limit: seconds of training of what it is stopped by.
-        """
-        spec = run.spec
-        if run.method == TRACES:
-            part = {"dataset_test_split": "train[:64]"} if self.quick else {}
-            return {**(spec.flags if self.embedded else PAPER_TRACES), **part}
+    def command(self, run: Run) -> list[str]:
+        """Of a training that begins anew."""
+        method, home = METHODS[run.method], self.home(run)
         flags: dict[str, Any] = {"seed": run.seed}
+        command = [sys.executable, str(EXAMPLES / f"{method.script}.py")]
+        if run.method == TRACES:
+            command += ["embedded" if self.embedded else TEACHER, "--output", str(home / "traces.jsonl")]
+            part = {"dataset_test_split": "train[:64]"} if self.quick else {}
+            return [*command, *as_flags(method.flags if self.embedded else PAPER_TRACES), *as_flags(part)]
         if self.embedded:
-            flags |= {"disable_tqdm": True, **spec.flags}
+            flags |= {"disable_tqdm": True, **method.flags}
             if self.quick:
                 flags["max_steps"] = QUICK_STEPS * max(1, flags.get("max_steps", 0) // STEPS)
         else:
+            config = str(ROOT / "accelerate_configs" / "zero3_offload.yaml")
+            launch = ["-m", "accelerate.commands.launch", "--config_file", config]
+            command[1:1] = [*launch, "--num_processes", str(self.gpus(run)[0])]
             flags = {"config": config_of(run.method, run.size), **flags}
             flags |= {"save_strategy": "steps", "save_steps": SAVED_EVERY, "save_total_limit": 1}
-        if spec.traces:
+        if method.traces:
             flags["completions"] = self.home(Run(TRACES)) / "traces.jsonl"
-        if spec.stopped_by:
-            flags["time_limit"] = "SECONDS_OF_DASH" if limit is None else round(limit, 1)
-        return flags
-
-    def command(self, run: Run, limit: float | None) -> list[str]:
-        """Of a training that begins anew."""
-        flags = self.settings(run, limit)
-        if run.method == TRACES:
-            target = ["embedded" if self.embedded else TEACHER, "--output", str(self.home(run) / "traces.jsonl")]
-            return [sys.executable, str(EXAMPLES / "traces.py"), *target, *as_flags(flags)]
-        launch = [sys.executable]
-        if not self.embedded:
-            config = str(ROOT / "accelerate_configs" / "zero3_offload.yaml")
-            launch += ["-m", "accelerate.commands.launch", "--config_file", config]
-            launch += ["--num_processes", str(self.gpus(run)[0])]
-        script = str(EXAMPLES / f"{run.spec.script}.py")
-        return [*launch, script, *as_flags(flags), "--output_dir", str(self.home(run))]
+        if method.stopped_by:
+            first = self.home(Run(method.stopped_by, run.size, run.seed))
+            known = is_done(first)
+            flags["time_limit"] = round(report.seconds_of(first / METRICS), 1) if known else "SECONDS_OF_DASH"
+        return [*command, *as_flags(flags), "--output_dir", str(home)]
 
     def gpus(self, run: Run) -> tuple[int, int]:
-        """(train, sample) of the paper's run: Appendix A."""
-        if run.method == TRACES:
-            return 0, 1
-        training = 2 if run.spec.code else 4
-        return training, 0 if run.spec.script == "sft" else 2
+        """(of its program, of its servers), as of the paper's run: Appendix A."""
+        if self.embedded or run.method == TRACES:
+            return 0 if self.embedded else 1, 0
+        method = METHODS[run.method]
+        return 2 if method.code else 4, 0 if method.script == "sft" else 2
+
+    def servers(self, run: Run) -> list[str]:
+        """The command of the vLLM servers that a training samples from, one per GPU."""
+        return [sys.executable, "-m", "dash_trl.serve", model_of(run.size), "--servers", str(self.gpus(run)[1])]
 
     def evaluation(self, kind: str, models: Sequence[str]) -> list[str]:
         spec = EVALUATIONS[kind]
@@ -175,13 +163,34 @@ class Scale:
         """Of an evaluation, which names its files after the last part of the model's name."""
         return self.folder / "evaluation" / kind / f"{Path(model).name}.json"
 
+    # ------------------------------------------------------------------------------------------ what is missing
+
+    def left(self, tables: Sequence[str]) -> tuple[list[Run], dict[str, list[str]]]:
+        """(trainings, problems → models) that are missing."""
+        models = {kind: self._unmeasured(kind, tables) for kind in EVALUATIONS}
+        runs = [run for run in self.runs_of(tables) if not is_done(self.home(run))]
+        return runs, {kind: found for kind, found in models.items() if found}
+
+    def _unmeasured(self, kind: str, tables: Sequence[str]) -> list[str]:
+        asked = [table for table in tables if kind in [column.source[0] for column in TABLES[table].columns]]
+        rows = [row for table in asked for row in rows_of(table, embedded=self.embedded)]
+        models = dict.fromkeys(one for row in rows for one in self.models(row.method, row.size))
+        return [one for one in models if not self.figures(kind, one).is_file()]
+
+    def seconds_left(self, tables: Sequence[str]) -> float:
+        """By the list of runs. Embedded."""
+        runs, models = self.left(tables)
+        evaluations = sum(START_SECONDS + EVALUATIONS[kind].seconds * len(found) for kind, found in models.items())
+        return sum(METHODS[run.method].seconds for run in runs) + evaluations
+
+    def gpus_needed(self, tables: Sequence[str]) -> int:
+        return max([sum(self.gpus(run)) for run in self.left(tables)[0]], default=1)
+
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
     """Lists as several words, others as one."""
-    words = []
-    for name, value in settings.items():
-        words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-    return words
+    values = {name: value if isinstance(value, tuple) else (value,) for name, value in settings.items()}
+    return [word for name, several in values.items() for word in (f"--{name}", *map(str, several))]
 
 
 # ------------------------------------------------------------------------------------------------- what is done
@@ -229,43 +238,48 @@ def locked(folder: Path) -> Iterator[int]:
 
 
 class Work:
-    """Trains, evaluates, writes."""
+    """Trains, evaluates, writes; what it has started ends with it.
 
-    def __init__(self, scale: Scale):
-        self.scale = scale
+    Args:
+        lock: an open file that the programs inherit. gpus: as CUDA_VISIBLE_DEVICES names them; the paper's scale.
+    """
 
-    def begin(self, lock: int, gpus: Sequence[str]) -> None:
-        """
-        Args:
-            lock: an open file that the programs inherit. gpus: as CUDA_VISIBLE_DEVICES names them; the paper's scale.
-        """
-        self._lock, self._gpus = lock, gpus
-        (self.scale.folder / "logs").mkdir(parents=True, exist_ok=True)
+    def __init__(self, scale: Scale, lock: int, gpus: Sequence[str] = ()):
+        self.scale, self._lock, self._gpus = scale, lock, gpus
+        self._logs = scale.folder / "logs"
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._programs: list[Command] = []
+        self._starting, self._signal = False, 0
+
+    def end(self, number: int, frame: Any = None) -> None:
+        """The handler of signals. One that comes while a program starts waits until that can be stopped, too."""
+        self._signal = number
+        if not self._starting:
+            sys.exit(f"{SIGNALS[number]}. The same command goes on.")
+
+    def stop(self) -> None:
+        """End what was started, with its children."""
+        while self._programs:
+            self._programs[-1].stop(at_once=not self._programs[-1].running)
+            self._programs.pop()
 
     def train(self, run: Run) -> None:
-        home, limit = self.scale.home(run), None
-        if run.spec.stopped_by:
-            limit = report.seconds_of(self.scale.home(Run(run.spec.stopped_by, run.size, run.seed)) / "metrics.jsonl")
-        command = self.scale.command(run, limit)
+        home, command = self.scale.home(run), self.scale.command(run)
         check_same(home / "run.json", command)
         if is_done(home):
             return
-        checkpoint = checkpoint_of(home)
+        checkpoint, more = checkpoint_of(home), []
         if checkpoint is not None:
             check_same(home / "begun.json", command)
-        else:
-            self._clear(run)
+            more = ["--resume_from_checkpoint", str(checkpoint)]
+        elif run.method != TRACES:  # they go on by themselves
+            self._clear(home)
         home.mkdir(parents=True, exist_ok=True)
         (home / "begun.json").write_text(json.dumps(command))
-        resumed = [] if checkpoint is None else ["--resume_from_checkpoint", str(checkpoint)]
-        with ExitStack() as stack:
-            training, sampling = (0, 0) if self.scale.embedded else self.scale.gpus(run)
-            environment = {} if self.scale.embedded else self._on(self._gpus[: training or sampling])
-            urls = []
-            if training and sampling:
-                gpus = self._gpus[training : training + sampling]
-                urls = stack.enter_context(self._servers(model_of(run.size), gpus, self.scale.name(run)))
-            self._call(self.scale.name(run), [*command, *resumed, *urls], environment)
+        training, sampling = self.scale.gpus(run)
+        if sampling:
+            more += self._serve(run, self._gpus[training : training + sampling])
+        self._call(self.scale.home(run).name, [*command, *more], self._gpus[:training])
         os.replace(home / "begun.json", home / "run.json")  # with this file, the run is done
 
     def evaluate(self, kind: str, models: Sequence[str]) -> None:
@@ -273,78 +287,50 @@ class Work:
             from problems import write_problems  # here: it imports torch
 
             write_problems(self.scale.problems)
-        environment = {} if self.scale.embedded else self._on(self._gpus[:1])
-        self._call(f"evaluation_{kind}", self.scale.evaluation(kind, models), environment)
+        self._call(f"evaluation_{kind}", self.scale.evaluation(kind, models), self._gpus[:1])
 
-    def _clear(self, run: Run) -> None:
+    def _clear(self, home: Path) -> None:
         """Remove what is half done, and the evaluations of a model that was there before."""
-        if run.method == TRACES:
-            return  # they go on by themselves
-        shutil.rmtree(self.scale.home(run), ignore_errors=True)
-        for kind in EVALUATIONS:
-            figures = self.scale.figures(kind, str(self.scale.home(run)))
-            for file in (figures, figures.with_suffix(".jsonl")):
-                file.unlink(missing_ok=True)
+        shutil.rmtree(home, ignore_errors=True)
+        for file in self.scale.folder.glob(f"evaluation/*/{home.name}.json*"):
+            file.unlink()
 
-    @staticmethod
-    def _on(gpus: Sequence[str]) -> dict[str, str]:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-
-    def _call(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Run a program to its end; one that fails is an error with the end of its log."""
-        program = self._start(name, command, environment)
-        try:
-            code = program.process.wait()
-        finally:
-            program.stop(at_once=not program.running)
+    def _call(self, name: str, command: Sequence[str], gpus: Sequence[str]) -> None:
+        """Run a program to its end, and that of its servers; one that fails is an error with the end of its log."""
+        program = self._start(name, command, gpus)
+        code = program.process.wait()
+        self.stop()
         if code != 0:
             raise RuntimeError(
                 f"{shlex.join(command)} ended with {code}. The end of {program.log}:\n{tail(program.log)}"
             )
 
-    def _start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Command:
-        own = {name: os.environ.get(name, value) for name, value in EMBEDDED_ENVIRONMENT.items()}
-        own = own if self.scale.embedded else {}
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        log = self.scale.folder / "logs" / f"{name}.log"
-        return Command(command, environment={**own, "PYTHONPATH": path, **environment}, log=log, pass_fds=(self._lock,))
+    def _start(self, name: str, command: Sequence[str], gpus: Sequence[str]) -> Command:
+        environment = {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            **on(gpus),
+        }
+        if self.scale.embedded:
+            environment |= {key: os.environ.get(key, value) for key, value in EMBEDDED_ENVIRONMENT.items()}
+        log = self._logs / f"{name}.log"
+        self._starting = True
+        self._programs.append(Command(command, environment=environment, log=log, pass_fds=(self._lock,)))
+        self._starting = False
+        if self._signal:
+            self.end(self._signal)
+        return self._programs[-1]
 
-    @contextmanager
-    def _servers(self, model: str, gpus: Sequence[str], name: str) -> Iterator[list[str]]:
-        """The flag with the URLs of vLLM servers, one per GPU, which are stopped at the end."""
-        log = self.scale.folder / "logs" / f"{name}_servers.log"
+    def _serve(self, run: Run, gpus: Sequence[str]) -> list[str]:
+        """The flag with the URLs of vLLM servers, which run until `stop`."""
+        name, command = f"{self.scale.home(run).name}_servers", self.scale.servers(run)
+        log = self._logs / f"{name}.log"
         log.unlink(missing_ok=True)  # of an earlier try, whose URLs it has
-        command = [sys.executable, "-m", "dash_trl.serve", model, "--servers", str(len(gpus))]
-        servers = self._start(log.stem, command, self._on(gpus))
-        try:
-            started = time.monotonic()
-            while not (urls := urls_in(log.read_text(errors="replace"))):
-                if not servers.running or time.monotonic() - started > SERVER_SECONDS:
-                    raise RuntimeError(f"{shlex.join(command)} gave no servers. The end of {log}:\n{tail(log)}")
-                time.sleep(1.0)
-            yield ["--vllm_server_urls", *urls]
-        finally:
-            servers.stop()
-
-    # --------------------------------------------------------------------------------------------- a table
-
-    def left(self, tables: Sequence[str]) -> tuple[list[Run], dict[str, list[str]]]:
-        """(trainings, problems → models) that are missing."""
-        runs = [run for run in self.scale.runs_of(tables) if not is_done(self.scale.home(run))]
-        models: dict[str, dict[str, None]] = {}
-        for table in tables:
-            for row in report.rows_of(TABLES[table], embedded=self.scale.embedded):
-                wanted = self.scale.models(row.method, row.size)
-                for kind in kinds_of(table):
-                    missing = [one for one in wanted if not self.scale.figures(kind, one).is_file()]
-                    models.setdefault(kind, {}).update(dict.fromkeys(missing))
-        return runs, {kind: list(found) for kind, found in models.items() if found}
-
-    def seconds_left(self, tables: Sequence[str]) -> float:
-        """By the list of runs. Embedded."""
-        runs, models = self.left(tables)
-        evaluations = sum(START_SECONDS + EVALUATIONS[kind].seconds * len(found) for kind, found in models.items())
-        return sum(run.spec.seconds for run in runs) + evaluations
+        servers, started = self._start(name, command, gpus), time.monotonic()
+        while not (urls := urls_in(log.read_text(errors="replace"))):
+            if not servers.running or time.monotonic() - started > SERVER_SECONDS:
+                raise RuntimeError(f"{shlex.join(command)} gave no servers. The end of {log}:\n{tail(log)}")
+            time.sleep(1.0)
+        return ["--vllm_server_urls", *urls]
 
     def make(self, table: str, later: Sequence[str]) -> list[Path]:
         """Train and evaluate what a table lacks, and write it and its figures.
@@ -353,9 +339,9 @@ class Work:
             later: the tables that follow, for the time that is left.
         """
         for run in self.scale.runs_of([table]):
-            with self._timed(self.scale.name(run), [table, *later]):
+            with self._timed(self.scale.home(run).name, [table, *later]):
                 self.train(run)
-        for kind, models in self.left([table])[1].items():
+        for kind, models in self.scale.left([table])[1].items():
             for part in self.scale.parts(models):
                 with self._timed(f"evaluation of {len(part)} models, {kind}", [table, *later]):
                     self.evaluate(kind, part)
@@ -367,38 +353,36 @@ class Work:
         yield
         spent = time.monotonic() - started
         if spent >= DONE_ALREADY:
-            left = f"; {minutes(self.seconds_left(tables))} left" if self.scale.embedded else ""
+            left = f"; {minutes(self.scale.seconds_left(tables))} left" if self.scale.embedded else ""
             print(f"{name}: {spent:.0f} s{left}", flush=True)
 
 
-def kinds_of(table: str) -> list[str]:
-    """The evaluations that a table has columns of."""
-    return list(dict.fromkeys(column.source[0] for column in TABLES[table].columns if column.source[0] != "time"))
+def on(gpus: Sequence[str]) -> dict[str, str]:
+    """The environment of a program on these GPUs; none of its own at the embedded scale."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
 def write(scale: Scale, table: str) -> list[Path]:
     """A table as Markdown and CSV, and its figures, from what was trained and evaluated."""
-    spec = TABLES[table]
 
     def find(row: Row, column: Column) -> report.Cell | None:
         kind, what = column.source
         if kind != "time":
             models = scale.models(row.method, row.size)
             return report.measured([json.loads(scale.figures(kind, one).read_text()) for one in models], what)
-        metrics = [scale.home(run) / "metrics.jsonl" for run in scale.runs(row.method, row.size)]
-        unit = 1.0 if scale.embedded else column.unit
-        return report.over_seeds([report.seconds_of(one) / unit for one in metrics]) if metrics else None
+        seconds = [report.seconds_of(scale.home(run) / METRICS) for run in scale.runs(row.method, row.size)]
+        return report.over_seeds([one / (1 if scale.embedded else column.unit) for one in seconds]) if seconds else None
 
-    text = report.markdown(table, spec, find, embedded=scale.embedded, notes=notes(scale))
+    text = report.markdown(table, find, embedded=scale.embedded, notes=notes(scale))
     files = [scale.folder / f"{table}.md", scale.folder / f"{table}.csv"]
     files[0].write_text(text)
-    files[1].write_text(report.comma_separated(spec, find, embedded=scale.embedded))
+    report.write_csv(table, find, files[1], embedded=scale.embedded)
     for name, figure in FIGURES.items():
         if figure.table == table and (not scale.embedded or "0.5" in figure.sizes):
             logs = {
-                (method, size): [scale.home(run) / "metrics.jsonl" for run in scale.runs(method, size)]
+                (method, size): [scale.home(run) / METRICS for run in scale.runs(method, size)]
                 for method in figure.methods.values()
-                for size in (figure.sizes[:1] if scale.embedded else figure.sizes)
+                for size in figure.sizes
             }
             files.append(report.draw(figure, logs, scale.folder / f"{name}.png", embedded=scale.embedded))
     print(f"\n{text}\n{', '.join(map(str, files))}\n", flush=True)
@@ -416,44 +400,40 @@ def notes(scale: Scale) -> list[str]:
 # ----------------------------------------------------------------------------------------- what is said beforehand
 
 
-def needs(scale: Scale, work: Work, tables: Sequence[str]) -> str:
+def needs(scale: Scale, tables: Sequence[str]) -> str:
     """The time that the embedded scale takes; the GPUs and hours of the paper's."""
-    runs, models = work.left(tables)
+    runs, models = scale.left(tables)
     count = f"{len(runs)} trainings and {sum(map(len, models.values()))} evaluations of a model are missing"
     if scale.embedded:
-        return f"{count}: {minutes(work.seconds_left(tables))} on 2 idle CPU cores."
-    hours = [None if run.method == TRACES else paper_hours(run.method, run.size) for run in runs]
+        return f"{count}: {minutes(scale.seconds_left(tables))} on 2 idle CPU cores."
+    hours = [paper_hours(run.method, run.size) for run in runs]
     known = [one for one in hours if one is not None]
     return (
-        f"{count}. They take {gpus_needed(scale, runs)} GPUs. The paper trained {len(known)} of them in "
+        f"{count}. They take {scale.gpus_needed(tables)} GPUs. The paper trained {len(known)} of them in "
         f"{sum(known):.1f} h, on A6000 GPUs of 48 GB (programs: on L4 and L40S); of the other "
         f"{len(hours) - len(known)} it gives no time, nor of evaluations."
     )
 
 
-def gpus_needed(scale: Scale, runs: Sequence[Run]) -> int:
-    return max([sum(scale.gpus(run)) for run in runs], default=1)
-
-
-def commands(scale: Scale, work: Work, tables: Sequence[str]) -> Iterator[str]:
+def commands(scale: Scale, tables: Sequence[str]) -> Iterator[str]:
     """What would be run, as for a shell."""
-    runs, models = work.left(tables)
+    runs, models = scale.left(tables)
     for run in runs:
-        home, limit = scale.home(run), None
-        command, place = scale.command(run, limit), ""
-        yield f"# {scale.name(run)}" + ("" if checkpoint_of(home) is None else f", from {checkpoint_of(home)}")
-        if not scale.embedded:
-            training, sampling = scale.gpus(run)
-            gpus = [str(number) for number in range(training + sampling)]
-            if training and sampling:
-                serve = [sys.executable, "-m", "dash_trl.serve", model_of(run.size), "--servers", str(sampling)]
-                yield f"CUDA_VISIBLE_DEVICES={','.join(gpus[training:])} {shlex.join(serve)}"
-                command = [*command, "--vllm_server_urls", "THEIR_URLS"]
-            place = f"CUDA_VISIBLE_DEVICES={','.join(gpus[: training or sampling])} "
-        yield place + shlex.join(command)
+        checkpoint, command = checkpoint_of(scale.home(run)), scale.command(run)
+        yield f"# {scale.home(run).name}" + ("" if checkpoint is None else f", from {checkpoint}")
+        training, sampling = scale.gpus(run)
+        gpus = [str(number) for number in range(training + sampling)]
+        if sampling:
+            yield for_a_shell(scale.servers(run), gpus[training:])
+            command += ["--vllm_server_urls", "THEIR_URLS"]
+        yield for_a_shell(command, gpus[:training])
     for kind, found in models.items():
         yield f"# evaluation: {kind}"
         yield from (shlex.join(scale.evaluation(kind, part)) for part in scale.parts(found))
+
+
+def for_a_shell(command: Sequence[str], gpus: Sequence[str]) -> str:
+    return " ".join([*(f"{name}={value}" for name, value in on(gpus).items()), shlex.join(command)])
 
 
 def minutes(seconds: float) -> str:
@@ -491,24 +471,21 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError("--quick is for --scale embedded: at the paper's scale it would still need the GPUs.")
     default = Path("outputs", "paper", arguments.scale + ("_quick" if arguments.quick else ""))
     scale = Scale(arguments.scale, Path(arguments.output_dir or default).resolve(), seeds, arguments.quick)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does
-            signal.signal(
-                number, lambda *_: sys.exit("Stopped. The same command goes on.")
-            )  # so that what was started is stopped, too
-    work = Work(scale)
-    print(needs(scale, work, tables), flush=True)
+    print(needs(scale, tables), flush=True)
     if arguments.dry_run:
-        print("\n".join(commands(scale, work, tables)))
+        print("\n".join(commands(scale, tables)))
         return
-    gpus = [] if scale.embedded else check_gpus(gpus_needed(scale, work.left(tables)[0]))
+    gpus = [] if scale.embedded else check_gpus(scale.gpus_needed(tables))
     with locked(scale.folder) as lock:
-        work.begin(lock, gpus)
+        work = Work(scale, lock, gpus)
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does
+                signal.signal(number, work.end)
         try:
             for number, table in enumerate(tables):
                 work.make(table, tables[number + 1 :])
-        except KeyboardInterrupt:
-            sys.exit("Interrupted. The same command goes on.")
+        finally:
+            work.stop()
 
 
 def check_gpus(needed: int) -> list[str]:
