@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
+import sys
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no look-ups, no telemetry
 # As in the Makefile, for the processes that tests start; before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path += [str(EXAMPLES), str(EXAMPLES / "paper")]
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
@@ -42,6 +47,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.tiny import save_tiny_model
 
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a folder with the embedded model and a file of problems."""
+    from dash_trl.embedded import embedded_model
+
+    rows = [json.dumps({"prompt": f"{i}+2=", "answer": str(i + 2)}) + "\n" for i in range(16)]
+    (tmp_path / "own.jsonl").write_text("".join(rows))
+    (tmp_path / "model").symlink_to(embedded_model())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+import train_math
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from trl import ModelConfig, TrlParser
+
+from dash_trl import DASHConfig
 
 ROOT = Path(__file__).parent.parent
 ACCELERATE = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -55,39 +60,24 @@ def name(path: Path) -> str:
     return path.stem
 
 
-def method_and_size(path: Path) -> tuple[str, str]:
-    method, size = path.stem.split("_qwen2.5-")
-    return method, size
-
-
 def read(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text())
 
 
 @pytest.mark.parametrize("path", ACCELERATE, ids=name)
 def test_accelerate_takes_the_file_and_its_comment_launches_it(path):
-    from accelerate.commands.config.config_args import load_config_from_file
-
     config = load_config_from_file(str(path))
-
     kind = {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "zero3_offload": "DEEPSPEED", "fsdp2": "FSDP"}
     expected = kind.get(path.stem, "NO" if path.stem == "single_process" else "MULTI_GPU")
     assert config.distributed_type.value == expected
     assert config.num_processes == {"single_process": 1, "cpu": 2}.get(path.stem, TRAINING_GPUS)
     assert config.use_cpu == (path.stem == "cpu")
+    plugin = {**read(path).get("deepspeed_config", {}), **read(path).get("fsdp_config", {})}
+    assert bool(plugin) == (path.stem in kind)
+    assert not set(plugin) - {action.dest for action in launch_command_parser()._actions}
     comment = path.read_text().splitlines()[:2]
     assert all(line.startswith("#") for line in comment)
     assert f"accelerate launch --config_file accelerate_configs/{path.name} examples/train_math.py" in comment[1]
-
-
-@pytest.mark.parametrize("path", [p for p in ACCELERATE if "zero" in p.stem or "fsdp" in p.stem], ids=name)
-def test_accelerate_knows_every_plugin_key(path):
-    from accelerate.commands.launch import launch_command_parser
-
-    options = {action.dest for action in launch_command_parser()._actions}
-    config = read(path)
-    plugin = {**config.get("deepspeed_config", {}), **config.get("fsdp_config", {})}
-    assert plugin and not set(plugin) - options
 
 
 def test_zero3_offload_is_figure_7():
@@ -95,66 +85,53 @@ def test_zero3_offload_is_figure_7():
 
 
 def test_one_file_per_run_of_the_paper():
-    assert {method_and_size(path) for path in RUNS} == PAPER
+    assert {tuple(path.stem.split("_qwen2.5-")) for path in RUNS} == PAPER
 
 
 @pytest.mark.parametrize("path", RUNS, ids=name)
-def test_every_key_is_an_option_of_the_training_script(path):
-    from trl import ModelConfig, ScriptArguments
-
-    from dash_trl import DASHConfig
-
-    options = {field.name for cls in (DASHConfig, ModelConfig, ScriptArguments) for field in dataclasses.fields(cls)}
-    assert not set(read(path)) - options
-
-
-@pytest.mark.parametrize("path", RUNS, ids=name)
-def test_the_parser_turns_the_file_into_a_config(path):
-    """What TrlParser makes of each value: a number written so that YAML reads a string would stay one."""
-    from trl import ModelConfig, ScriptArguments, TrlParser
-
-    from dash_trl import DASHConfig
-
-    parser = TrlParser((ScriptArguments, DASHConfig, ModelConfig))
+def test_the_training_script_takes_every_value(path):
+    """What TrlParser makes of each: a number written so that YAML reads a string would stay one."""
+    types = (train_math.MathArguments, DASHConfig, ModelConfig)
+    parser = TrlParser(types)
     parser.set_defaults_with_config(**read(path))
     values = vars(parser.parse_args([]))
     assert {key: values[key] for key in read(path)} == read(path)
+    one_process = ["--use_cpu", "--bf16=False", "--per_device_train_batch_size=8"]  # where the paper has four
+    script, args, model = train_math.parse(["--config", str(path), *one_process], types, {})
+    train_math.check_effects(script, args, model)
+    assert (model.model_name_or_path, args.logging_steps) == (read(path)["model_name_or_path"], 1)
 
 
 @pytest.mark.parametrize("path", RUNS, ids=name)
 def test_table_7(path):
-    method, size = method_and_size(path)
-    run = read(path)
+    method, size = path.stem.split("_qwen2.5-")
     gpus = 2 if method.endswith("_code") else TRAINING_GPUS  # with the same keys, so that half as many rows make a step
-    assert run["per_device_train_batch_size"] == (4 if method.endswith("_rows4") else 2)
+    rows = 4 if method.endswith("_rows4") else 2
     method = method.removesuffix("_rows4").removesuffix("_code")
     large = method in ("multi", "mini") and size == "1.5b"
-
-    assert run["model_name_or_path"].lower() == f"qwen/qwen2.5-{size}"
-    assert run["learning_rate"] == (3e-6 if large else 1e-6)
-    assert run["num_train_epochs"] == 3
-    assert run["num_generations"] == 4
-    assert run["max_completion_length"] == 2048
-    assert run["temperature"] == 0.9
-    assert run["beta"] == (0.0 if method == "no_kl" else 0.04)
-    assert run["gradient_filter_threshold"] == (None if method in ("grpo", "no_gf") else 0.1)
-    assert run["num_iterations"] == (3 if method == "multi" else 1)
-
-    micro_step = gpus * run["per_device_train_batch_size"]
-    share = gpus / TRAINING_GPUS
-    assert (
-        micro_step * run["gradient_accumulation_steps"] == (8 if method == "mini" else 1024 if large else 256) * share
-    )
-    assert micro_step * run["steps_per_generation"] == (8 if method == "grpo" else 1024 if large else 256) * share
-    assert micro_step * run["steps_per_generation"] % run["num_generations"] == 0
-
-
-@pytest.mark.parametrize("path", RUNS, ids=name)
-def test_loss_scaling_and_denominator_are_named(path):
-    run = read(path)
-    assert (run["loss_type"], run["scale_rewards"]) == ("dr_grpo", "group")
-    assert run["filter_denominator"] == ("all" if run["gradient_filter_threshold"] is None else "kept")
-    assert run["vllm_importance_sampling_correction"] is False
+    sampled = (1024 if large else 256) // TRAINING_GPUS // rows  # micro-steps
+    unfiltered = method in ("grpo", "no_gf")
+    expected = {
+        "model_name_or_path": f"Qwen/Qwen2.5-{size.upper()}",
+        "per_device_train_batch_size": rows,
+        "learning_rate": 3e-6 if large else 1e-6,
+        "num_train_epochs": 3,
+        "num_generations": 4,
+        "max_completion_length": 2048,
+        "temperature": 0.9,
+        "beta": 0.0 if method == "no_kl" else 0.04,
+        "gradient_filter_threshold": None if unfiltered else 0.1,
+        "num_iterations": 3 if method == "multi" else 1,
+        "gradient_accumulation_steps": 1 if method == "mini" else sampled,
+        "steps_per_generation": 1 if method == "grpo" else sampled,
+        # What the table does not say.
+        "loss_type": "dr_grpo",
+        "scale_rewards": "group",
+        "filter_denominator": "all" if unfiltered else "kept",
+        "vllm_importance_sampling_correction": False,
+    }
+    assert {key: read(path)[key] for key in expected} == expected
+    assert gpus * rows * expected["steps_per_generation"] % expected["num_generations"] == 0
 
 
 def test_the_runs_differ_in_nothing_else():
@@ -165,7 +142,7 @@ def test_the_runs_differ_in_nothing_else():
     assert all(run == shared[0] for run in shared)
     assert all(list(read(path)) == list(read(RUNS[0])) for path in RUNS)
     for path in RUNS:
-        program = method_and_size(path)[0].endswith("_code")
+        program = "_code_" in path.stem
         assert read(path)["dataset_name"] == ("evalplus/mbppplus" if program else "nlile/hendrycks-MATH-benchmark")
         assert ("train_code.py" in path.read_text()) == program
     assert all(read(path)["output_dir"].endswith(f"/{path.stem}") for path in RUNS)

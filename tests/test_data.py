@@ -63,22 +63,36 @@ def test_final_answer(value, marked, answer):
     assert final_answer(value, marked=marked) == answer
 
 
-def test_the_solution_helps_out_where_the_answer_is_empty():
-    columns = ["answer", "solution"]
-    assert find_answer({"answer": None, "solution": r"\boxed{3}"}, columns) == "3"
-    assert find_answer({"answer": "4", "solution": r"\boxed{3}"}, columns) == "4"
-    assert find_answer({"answer": " ", "solution": "prose"}, columns) is None
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"answer": None, "solution": r"\boxed{3}"}, "3"),  # the solution helps out where the answer is empty
+        ({"answer": "4", "solution": r"\boxed{3}"}, "4"),
+        ({"answer": " ", "solution": "prose"}, None),
+    ],
+)
+def test_the_answer_of_a_row(row, answer):
+    assert find_answer(row, ["answer", "solution"]) == answer
 
 
-def test_prompts():
-    problem = r"What is $\frac{1}{2}$? {0} {problem}"
-    template = "Q: {problem} Use \\boxed{}."
-    assert make_prompt(problem, template, chat=False) == rf"Q: {problem} Use \boxed{{}}."
-    assert make_prompt(problem, None, chat=False) == problem
-    assert make_prompt("a", template, chat=True) == [{"role": "user", "content": "Q: a Use \\boxed{}."}]
-    conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    assert make_prompt(conversation, template, chat=True) == conversation
-    assert [make_prompt(empty, template, chat=False) for empty in (None, " ", [])] == [None] * 3
+TEMPLATE = "Q: {problem} Use \\boxed{}."
+CONVERSATION = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+
+
+@pytest.mark.parametrize(
+    ("problem", "template", "chat", "prompt"),
+    [
+        (r"$\frac{1}{2}$? {0} {problem}", TEMPLATE, False, r"Q: $\frac{1}{2}$? {0} {problem} Use \boxed{}."),
+        (r"$\frac{1}{2}$? {0} {problem}", None, False, r"$\frac{1}{2}$? {0} {problem}"),
+        ("a", TEMPLATE, True, [{"role": "user", "content": "Q: a Use \\boxed{}."}]),
+        (CONVERSATION, TEMPLATE, True, CONVERSATION),
+        (None, TEMPLATE, False, None),
+        (" ", TEMPLATE, False, None),
+        ([], TEMPLATE, False, None),
+    ],
+)
+def test_prompts(problem, template, chat, prompt):
+    assert make_prompt(problem, template, chat=chat) == prompt
 
 
 def test_templates():
@@ -86,39 +100,44 @@ def test_templates():
     assert resolve_template("Solve {problem}") == "Solve {problem}"
     assert all("{problem}" in text for text in PROMPT_TEMPLATES.values())
     with pytest.raises(ValueError, match=r"prompt_template = 'bxoed' has no \{problem\}.*'boxed', 'code', 'plain'"):
-        resolve_template("bxoed")
+        load_math_dataset("/no/where", prompt_template="bxoed")  # it is found before anything is loaded
 
 
 # ----------------------------------------------------------------------------------------------------------- layouts
 
-
-def test_gsm8k_layout(tmp_path):
-    dataset = load_math_dataset(write(tmp_path / "a.jsonl", GSM8K), prompt_template="plain")
-    assert dataset.to_list() == [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "2?", "answer": "1200"}]
-
-
-def test_math_layout_with_the_default_template(tmp_path):
-    dataset = load_math_dataset(write(tmp_path / "a.jsonl", MATH), chat=True)
-    content = "Half?\n\nPlease reason step by step, and put your final answer within \\boxed{}."
-    assert dataset.to_list() == [{"prompt": [{"role": "user", "content": content}], "answer": r"\frac{1}{\sqrt{4}}"}]
+BOXED = "Half?\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+READY = {"prompt": "p", "answer": "1"}
+NAMED = {"Problem": "p", "Answer": 7, "other": "q", "gold": "8"}
+CHAT = {"prompt": [{"role": "user", "content": "p"}], "answer": "1"}
+WHOLE_CHAT = {**CHAT, "completion": [{"role": "assistant", "content": "c"}]}
 
 
-def test_a_ready_prompt_stays_as_it_is_unless_a_template_is_asked_for(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"prompt": "p", "answer": "1"}])
-    assert load_math_dataset(path)["prompt"][:] == ["p"]
-    assert load_math_dataset(path, prompt_template="Q {problem}")["prompt"][:] == ["Q p"]
-
-
-def test_conversational_prompts_pass_through(tmp_path):
-    rows = [{"prompt": [{"role": "user", "content": "p"}], "answer": "1"}]
-    assert load_math_dataset(write(tmp_path / "a.jsonl", rows), prompt_template="boxed").to_list() == rows
-
-
-def test_column_names_in_any_case_and_by_name(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"Problem": "p", "Answer": 7, "other": "q", "gold": "8"}])
-    assert load_math_dataset(path, prompt_template="plain").to_list() == [{"prompt": "p", "answer": "7"}]
-    named = load_math_dataset(path, prompt_template="plain", problem_column="other", answer_column="gold")
-    assert named.to_list() == [{"prompt": "q", "answer": "8"}]
+@pytest.mark.parametrize(
+    ("rows", "settings", "expected"),
+    [
+        (
+            GSM8K,
+            {"prompt_template": "plain"},
+            [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "2?", "answer": "1200"}],
+        ),
+        (MATH, {}, [{"prompt": BOXED, "answer": r"\frac{1}{\sqrt{4}}"}]),
+        (MATH, {"chat": True}, [{"prompt": [{"role": "user", "content": BOXED}], "answer": r"\frac{1}{\sqrt{4}}"}]),
+        # a ready prompt stays as it is unless a template is asked for, and a conversation always
+        ([READY], {}, [READY]),
+        ([READY], {"prompt_template": "Q {problem}"}, [{"prompt": "Q p", "answer": "1"}]),
+        ([CHAT], {"prompt_template": "boxed"}, [CHAT]),
+        ([WHOLE_CHAT], {"completion": True}, [WHOLE_CHAT]),
+        # names in any case, and by name
+        ([NAMED], {"prompt_template": "plain"}, [{"prompt": "p", "answer": "7"}]),
+        (
+            [NAMED],
+            {"prompt_template": "plain", "problem_column": "other", "answer_column": "gold"},
+            [{"prompt": "q", "answer": "8"}],
+        ),
+    ],
+)
+def test_layouts(tmp_path, rows, settings, expected):
+    assert load_math_dataset(write(tmp_path / "a.jsonl", rows), **settings).to_list() == expected
 
 
 # ----------------------------------------------------------------------------------------------------------- sources
@@ -132,19 +151,16 @@ def test_file_formats(tmp_path, suffix):
     assert load_math_dataset(str(path), split="train[1:]")["answer"][:] == ["1200"]
 
 
-def test_a_directory_of_split_files(tmp_path):
-    write(tmp_path / "d" / "train.jsonl", GSM8K)
-    write(tmp_path / "d" / "test.jsonl", GSM8K[1:])
-    assert load_math_dataset(tmp_path / "d")["answer"][:] == ["2", "1200"]
-    assert load_math_dataset(tmp_path / "d", split="test")["answer"][:] == ["1200"]
-
-
-def test_saved_to_disk(tmp_path):
+def test_folders_of_splits(tmp_path):
+    """Of a file each, and as datasets saves one split, or several."""
+    write(tmp_path / "files" / "train.jsonl", GSM8K)
+    write(tmp_path / "files" / "test.jsonl", GSM8K[1:])
     train = datasets.Dataset.from_list(GSM8K)
     train.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": train, "test": train.select([1])}).save_to_disk(str(tmp_path / "two"))
-    assert load_math_dataset(tmp_path / "one")["answer"][:] == ["2", "1200"]
-    assert load_math_dataset(tmp_path / "two", split="test")["answer"][:] == ["1200"]
+    for name in ("files", "one", "two"):
+        assert load_math_dataset(tmp_path / name)["answer"][:] == ["2", "1200"]
+        assert name == "one" or load_math_dataset(tmp_path / name, split="test")["answer"][:] == ["1200"]
     with pytest.raises(ValueError, match=r"no split 'dev' .*: choose one of \['train', 'test'\]"):
         load_math_dataset(tmp_path / "two", split="dev")
 
@@ -205,46 +221,25 @@ def test_the_real_files():
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/no/where", "nowhere.jsonl", "a/b/c", "no/where"])
-def test_a_name_that_is_nowhere(name):
-    with pytest.raises(ValueError, match=f"'{name}' is neither a path .* nor .*hub .*correct it, or the connection"):
+NOWHERE = "' is neither a path .* nor .*hub .*correct it, or the connection"
+UNREADABLE = "' is empty, or not a data file that can be read .*.parquet"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *((name, f"'{name}{NOWHERE}") for name in ("./nowhere", "/no/where", "nowhere.jsonl", "a/b/c", "no/where")),
+        *((name, f"{name}{UNREADABLE}") for name in ("./a.txt", "./a.jsonl")),
+        ("./d", "d' is neither a path with data files .*doesn't contain any data files"),
+    ],
+)
+def test_names_without_data(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("x")
+    Path("a.jsonl").write_text("")
+    Path("d").mkdir()
+    with pytest.raises(ValueError, match=message):
         load_math_dataset(name)
-
-
-def test_files_that_hold_no_data(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    (tmp_path / "a.jsonl").write_text("")
-    (tmp_path / "d").mkdir()
-    for name in ("a.txt", "a.jsonl"):
-        with pytest.raises(ValueError, match=f"{name}' is empty, or not a data file that can be read .*.parquet"):
-            load_math_dataset(tmp_path / name)
-    with pytest.raises(ValueError, match="d' is neither a path with data files .*doesn't contain any data files"):
-        load_math_dataset(tmp_path / "d")
-
-
-def test_columns_that_are_missing(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"text": "a", "answer": "1"}])
-    with pytest.raises(ValueError, match=r"no problem column: looked for .*'text', 'answer'\]. Rename the right one"):
-        load_math_dataset(path)
-    path = write(tmp_path / "b.jsonl", [{"problem": "a", "label": "1"}])
-    with pytest.raises(ValueError, match=r"no answer column: looked for .*'problem', 'label'\]"):
-        load_math_dataset(path)
-    with pytest.raises(ValueError, match=r"no answer column: looked for \['gold'\]"):
-        load_math_dataset(path, answer_column="gold")
-
-
-def test_rows_without_an_answer_or_a_problem(tmp_path):
-    rows = MATH + [{"problem": "Why?", "solution": "Because.", "level": 1}] * 2
-    with pytest.raises(ValueError, match=r"2 of 3 rows .* lack a gold answer .* row 1: .*Because.*Remove these rows"):
-        load_math_dataset(write(tmp_path / "a.jsonl", rows))
-    rows = [{"problem": "p", "answer": "1"}, {"problem": " ", "answer": "2"}]
-    with pytest.raises(ValueError, match=r"1 of 2 rows .* lack a problem .* row 1"):
-        load_math_dataset(write(tmp_path / "b.jsonl", rows))
-
-
-def test_a_bad_template_is_found_before_anything_is_loaded():
-    with pytest.raises(ValueError, match="prompt_template"):
-        load_math_dataset("/no/where", prompt_template="boxes")
 
 
 # ------------------------------------------------------------------------------------------------------------ programs
@@ -272,22 +267,49 @@ HUMANEVAL = {
 }
 SHOWN = "Write a function to add.\n\nYour program should pass this test, and others like it:\n\n"
 SHOWN += "assert sum([add(1, 2)]) == 3"
+CODE_PROMPT = PROMPT_TEMPLATES["code"].format(problem=SHOWN)
 
 
-def test_mbpp_layout(tmp_path):
-    """The prompt shows the first test, which names the function; all are scored, and other columns are left."""
-    (row,) = load_code_dataset(write(tmp_path / "a.jsonl", [MBPP]), prompt_template="plain").to_list()
-    assert row["prompt"] == SHOWN and row["entry_point"] == "add" and row.keys() == {"prompt", "tests", "entry_point"}
-    assert row["tests"] == [f"import math\n{test}" for test in MBPP["test_list"]]
+MBPP_TESTS = [f"import math\n{test}" for test in MBPP["test_list"]]
+PLUS_TESTS = [f"import math\nimport cmath\n{test}" for test in MBPP["test_list"]]
 
 
-def test_mbpp_plus_layout(tmp_path):
-    path = write(tmp_path / "a.jsonl", [PLUS, {**PLUS, "test": ""}])
-    first, second = load_code_dataset(path, chat=True).to_list()
-    assert first["prompt"] == [{"role": "user", "content": PROMPT_TEMPLATES["code"].format(problem=SHOWN)}]
-    assert first["tests"] == [f"import math\nimport cmath\n{PLUS['test']}"]
-    assert len(second["tests"]) == 2  # its asserts, where there is no script
-    assert all(test.startswith("import math\nimport cmath\nassert") for test in second["tests"])
+@pytest.mark.parametrize(
+    ("rows", "settings", "expected"),
+    [
+        # the prompt shows the first test, which names the function; all are scored, and other columns are left
+        (
+            [MBPP],
+            {"prompt_template": "plain"},
+            [{"prompt": SHOWN, "tests": MBPP_TESTS, "entry_point": "add"}],
+        ),
+        # MBPP+ has a script of tests; its asserts, where there is none
+        (
+            [PLUS, {**PLUS, "test": ""}],
+            {},
+            [
+                {"prompt": CODE_PROMPT, "tests": [f"import math\nimport cmath\n{PLUS['test']}"], "entry_point": "add"},
+                {"prompt": CODE_PROMPT, "tests": PLUS_TESTS, "entry_point": "add"},
+            ],
+        ),
+        (
+            [MBPP],
+            {"chat": True},
+            [{"prompt": [{"role": "user", "content": CODE_PROMPT}], "tests": MBPP_TESTS, "entry_point": "add"}],
+        ),
+        # ready-made
+        (
+            [{"prompt": "p", "tests": ["assert f(1)"], "entry_point": "f"}, {"prompt": "q", "tests": ["assert g(1)"]}],
+            {},
+            [
+                {"prompt": "p", "tests": ["assert f(1)"], "entry_point": "f"},
+                {"prompt": "q", "tests": ["assert g(1)"], "entry_point": None},
+            ],
+        ),
+    ],
+)
+def test_layouts_of_programs(tmp_path, rows, settings, expected):
+    assert load_code_dataset(write(tmp_path / "a.jsonl", rows), **settings).to_list() == expected
 
 
 def test_human_eval_layout(tmp_path):
@@ -301,31 +323,6 @@ def test_human_eval_layout(tmp_path):
         assert [reward(text, *(row[name] for name in names))[0] for text in (right, own_helper)] == [1.0, 0.0]
     (row,) = load_code_dataset(path, chat=True).to_list()
     assert row["prompt"][0]["content"].startswith(HUMANEVAL["prompt"]) and "```python" in row["prompt"][0]["content"]
-
-
-def test_ready_made_programming_problems(tmp_path):
-    rows = [{"prompt": "p", "tests": ["assert f(1)"], "entry_point": "f"}, {"prompt": "q", "tests": ["assert g(1)"]}]
-    loaded = load_code_dataset(write(tmp_path / "a.jsonl", rows)).to_list()
-    assert loaded == [rows[0], {**rows[1], "entry_point": None}]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"test_list": []}, "1 of 2 rows of .* lack tests in 'test_list'; the first is row 1"),
-        ({"test_list": ["assert add(1"]}, "Row 1 of .* has a test in 'test_list' that is no Python .*'import math"),
-        ({"text": " "}, "1 of 2 rows of .* lack a problem in 'text'; the first is row 1"),
-    ],
-)
-def test_programming_problems_that_lack_something(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        load_code_dataset(write(tmp_path / "a.jsonl", [MBPP, {**MBPP, **changes}]))
-
-
-def test_a_dataset_without_tests(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"prompt": "p", "answer": "1"}])
-    with pytest.raises(ValueError, match="has no tests column: looked for .*'test_list'"):
-        load_code_dataset(path)
 
 
 # ----------------------------------------------------------------------------------------------------- MBPP+ in two
@@ -407,14 +404,6 @@ def test_completions_of_math(tmp_path, row, template, completion, chat):
     assert loaded["completion"] == expected
 
 
-def test_a_ready_made_conversation_stays_one(tmp_path):
-    prompt, completion = ([{"role": role, "content": "c"}] for role in ("user", "assistant"))
-    path = write(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": completion, "answer": "1"}])
-    assert load_math_dataset(path, completion=True).to_list() == [
-        {"prompt": prompt, "answer": "1", "completion": completion}
-    ]
-
-
 def fenced(program: str) -> str:
     return f"```python\n{program}\n```"
 
@@ -439,31 +428,90 @@ def test_completions_of_code(tmp_path, row, template, chat, completion):
         assert reward(*(loaded.get(name) for name in ("completion", "tests", "entry_point", "starter_code")))[0] == 1.0
 
 
+# --------------------------------------------------------------------------------------------- rows that lack something
+
+UNSOLVED = {"problem": "Why?", "solution": "Because.", "level": 1}
+SOLVED = {"problem": "p", "answer": r"Add. \boxed{1}"}
+EXPLAINED = {"problem": "p", "answer": "1", "solution": "Add."}
+
+
 @pytest.mark.parametrize(
-    ("load", "row", "message"),
+    ("load", "rows", "settings", "message"),
     [
-        (load_math_dataset, {"problem": "p", "answer": "1"}, r"lack a solution in 'answer' \(an answer alone is none"),
-        (load_math_dataset, {"problem": "p", "answer": "#### 1"}, "lack a solution in 'answer'"),
-        (load_math_dataset, {"problem": "p", "answer": r"\boxed{1}"}, "lack a solution in 'answer'"),
+        # columns
         (
             load_math_dataset,
-            {"problem": "p", "answer": "1", "solution": " "},
-            "1 of 2 rows .* lack a solution in 'solution'; the first is row 1",
+            [{"text": "a", "answer": "1"}],
+            {},
+            r"no problem column: looked for .*'text', 'answer'\]. Rename the right one",
         ),
-        (load_math_dataset, {"problem": "p", "answer": "1", "solution": None}, "1 of 2 rows .* lack a solution"),
-        (load_code_dataset, {**MBPP, "code": ""}, "1 of 2 rows .* lack a solution in 'code'; the first is row 1"),
-        (load_code_dataset, {**MBPP, "code": None}, "lack a solution in 'code'"),
+        (
+            load_math_dataset,
+            [{"problem": "a", "label": "1"}],
+            {},
+            r"no answer column: looked for .*'problem', 'label'\]",
+        ),
+        (load_math_dataset, [READY], {"answer_column": "gold"}, r"no answer column: looked for \['gold'\]"),
+        (load_code_dataset, [READY], {}, "has no tests column: looked for .*'test_list'"),
+        (
+            load_code_dataset,
+            [{"text": "p", "test_list": ["assert f(1)"], "program": "f = bool"}],
+            {"completion": True},
+            r"no solution column: .*'completion', 'code'.*'program'\]",
+        ),
+        # answers, problems, tests
+        (
+            load_math_dataset,
+            [*MATH, UNSOLVED, UNSOLVED],
+            {},
+            r"2 of 3 rows .* lack a gold answer .* row 1: .*Because.*Remove these rows",
+        ),
+        (load_math_dataset, [READY, {**READY, "prompt": " "}], {}, "1 of 2 rows .* lack a problem .* row 1"),
+        (
+            load_code_dataset,
+            [MBPP, {**MBPP, "test_list": []}],
+            {},
+            "1 of 2 rows of .* lack tests in 'test_list'; the first is row 1",
+        ),
+        (
+            load_code_dataset,
+            [MBPP, {**MBPP, "test_list": ["assert add(1"]}],
+            {},
+            "Row 1 of .* has a test in 'test_list' that is no Python .*'import math",
+        ),
+        (
+            load_code_dataset,
+            [MBPP, {**MBPP, "text": " "}],
+            {},
+            "1 of 2 rows of .* lack a problem in 'text'; the first is row 1",
+        ),
+        # solutions
+        (
+            load_math_dataset,
+            [SOLVED, {"problem": "p", "answer": "1"}],
+            {"completion": True},
+            r"lack a solution in 'answer' \(an answer alone is none",
+        ),
+        (
+            load_math_dataset,
+            [SOLVED, {"problem": "p", "answer": "#### 1"}, {"problem": "p", "answer": r"\boxed{1}"}],
+            {"completion": True},
+            "2 of 3 rows .* lack a solution in 'answer'",
+        ),
+        (
+            load_math_dataset,
+            [EXPLAINED, {**EXPLAINED, "solution": " "}, {**EXPLAINED, "solution": None}],
+            {"completion": True},
+            "2 of 3 rows .* lack a solution in 'solution'; the first is row 1",
+        ),
+        (
+            load_code_dataset,
+            [MBPP, {**MBPP, "code": ""}, {**MBPP, "code": None}],
+            {"completion": True},
+            "2 of 3 rows .* lack a solution in 'code'; the first is row 1",
+        ),
     ],
 )
-def test_rows_without_a_solution(tmp_path, load, row, message):
-    good = {**row, **({"code": "x = 1"} if "code" in row else {})}
-    if "code" not in row:
-        good["solution" if "solution" in row else "answer"] = r"Add. \boxed{1}"
+def test_what_is_missing_is_named(tmp_path, load, rows, settings, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        load(write(tmp_path / "a.jsonl", [good, row]), completion=True)
-
-
-def test_a_dataset_without_solutions_says_what_is_there(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"text": "p", "test_list": ["assert f(1)"], "program": "f = bool"}])
-    with pytest.raises(ValueError, match=r"no solution column: .*'completion', 'code'.*'program'\]"):
-        load_code_dataset(path, completion=True)
+        load(write(tmp_path / "a.jsonl", rows), **settings)

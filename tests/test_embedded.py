@@ -6,20 +6,16 @@ import dataclasses
 import fcntl
 import random
 import re
-import sys
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from embedded_programs import PROGRAM_LESSONS, program_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-from embedded_programs import PROGRAM_LESSONS, program_dataset  # noqa: E402
 
 from dash_trl._cache import cache_folder
 from dash_trl.embedded import warm_up
@@ -35,30 +31,41 @@ def small_model(tmp_path_factory) -> str:
     return embedded_model(tmp_path_factory.mktemp("cache"), settings=SMALL, progress=False)
 
 
-def problems(split: str, **arguments) -> list[str]:
-    return [row["prompt"][0]["content"] for row in arithmetic_dataset(split, **arguments)]
+def problems(split: str, make=arithmetic_dataset, **arguments) -> list[str]:
+    return [row["prompt"][0]["content"] for row in make(split, **arguments)]
 
 
 # ------------------------------------------------------------------------------------------------------- the problems
 
 
-def test_training_and_test_problems_are_distinct_and_disjoint():
-    train = [problem for seed in range(3) for problem in problems("train", size=2000, seed=seed)]
-    test = [problem for seed in range(3) for problem in problems("test", size=1000, seed=seed)]
-    assert not set(train) & set(test)
-    assert problems("train") == problems("train") != problems("train", seed=1)
-    assert len(problems("test")) == len(set(problems("test"))) == 256
+@pytest.mark.parametrize("make", [arithmetic_dataset, program_dataset])
+def test_training_and_test_problems_are_disjoint(make):
+    train = {problem for seed in range(3) for problem in problems("train", make, size=2000, seed=seed)}
+    test = {problem for seed in range(3) for problem in problems("test", make, seed=seed)}
+    assert train and test and not train & test
+    assert problems("train", make) == problems("train", make) != problems("train", make, seed=1)
+    assert len(problems("test", make)) == 256 and len(problems("train", make)) == 4096
 
 
-def test_impossible_datasets_are_refused():
-    with pytest.raises(ValueError, match=r"size=500: there are only \d\d distinct problems of \(2,\) numbers"):
-        arithmetic_dataset("test", size=500, operands=(2,))
-    for make in (arithmetic_dataset, program_dataset):
-        with pytest.raises(ValueError, match="split='dev' does not exist"):
-            make("dev")
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (
+            arithmetic_dataset,
+            {"size": 500, "operands": (2,)},
+            r"size=500: there are only \d\d distinct problems of \(2,\)",
+        ),
+        (arithmetic_dataset, {"split": "dev"}, "split='dev' does not exist"),
+        (program_dataset, {"split": "dev"}, "split='dev' does not exist"),
+    ],
+)
+def test_impossible_datasets_are_refused(make, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make(**{"split": "test", **arguments})
 
 
 def test_the_answers_are_python_s_and_totals_stay_in_the_range_that_the_model_has_words_for():
+    assert len(set(problems("test"))) == 256
     for row in arithmetic_dataset("train", size=1000):
         problem = row["prompt"][0]["content"]
         assert re.fullmatch(r"\d([+-]\d){2,4}", problem)
@@ -229,12 +236,14 @@ def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path):
         embedded_model(tmp_path / "file" / "cache", settings=SMALL, progress=False)
 
 
-def test_the_user_s_cache_folder(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache_folder() == Path("/somewhere/dash_trl")
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/invalid")
+@pytest.mark.parametrize(
+    ("set_to", "folder"),
+    [("/somewhere", "/somewhere/dash_trl"), ("relative/is/invalid", "/home/somebody/.cache/dash_trl")],
+)
+def test_the_user_s_cache_folder(monkeypatch, set_to, folder):
+    monkeypatch.setenv("XDG_CACHE_HOME", set_to)
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert cache_folder() == Path("/home/somebody/.cache/dash_trl")
+    assert cache_folder() == Path(folder)
 
 
 def test_the_default_model_is_tiny():
@@ -245,25 +254,24 @@ def test_the_default_model_is_tiny():
 # -------------------------------------------------------------------------------------------------------- the programs
 
 
+def passes(row: dict, program: str) -> bool:
+    """Programs are what `exec` says they are."""
+    names: dict = {}
+    exec(program, names)
+    return all(eval(test.removeprefix("assert "), names) for test in row["tests"])
+
+
 def test_programs_pass_the_tests_of_their_problem_and_slip_at_the_given_rate():
-    """The values that a problem shows are its first tests; programs are what `exec` says they are."""
+    """The values that a problem shows are its first tests."""
     generator, right = random.Random(0), 0
-    rows = list(program_dataset("train", size=1000))
+    rows = list(program_dataset("train", size=1000, completion=True))
     for row in rows:
         problem = row["prompt"][0]["content"]
         shown = [f"assert {line}" for line in problem.splitlines()]
         assert row["tests"][:2] == shown and len(row["tests"]) == 5 and row["entry_point"] == "f"
-        names: dict = {}
-        exec(PROGRAM_LESSONS.solution(problem, generator, 0.2, 0.0), names)
-        right += all(eval(test.removeprefix("assert "), names) for test in row["tests"])
+        assert passes(row, row["completion"][0]["content"])
+        right += passes(row, PROGRAM_LESSONS.solution(problem, generator, 0.2, 0.0))
     assert right / len(rows) == pytest.approx(0.8, abs=0.04)
-
-
-def test_programming_problems_are_disjoint_over_the_splits():
-    train, test = ({row["prompt"][0]["content"] for row in program_dataset(split)} for split in ("train", "test"))
-    assert train and test and not train & test
-    assert program_dataset("test", size=9).to_list() == program_dataset("test", size=9).to_list()
-    assert program_dataset("test", size=9).to_list() != program_dataset("test", size=9, seed=1).to_list()
 
 
 def test_other_lessons_are_cached_under_another_name(tmp_path, small_model):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import datasets
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl import MathAccuracyReward
+from dash_trl import MathAccuracyReward, load_math_dataset
 from dash_trl.evaluation import LocalSampler, open_sampler
 from dash_trl.evaluation.command import labels, main
 from tests.tiny import save_tiny_model
@@ -22,24 +23,30 @@ from tests.tiny import save_tiny_model
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.exists(), reason=f"MATH-500 and MBPP+ are not in {SHARED}")
 PROBLEMS = [{"problem": f"{i} + {i}", "answer": str(2 * i)} for i in range(7)]
-FAST = ("--max_completion_length", 6)
+FAST = ("--dataset_test_split", "train", "--max_completion_length", 6, "--output_dir", "out")
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture
-def problems(tmp_path) -> Path:
-    return write(tmp_path / "problems.jsonl", PROBLEMS)
+def problems() -> Path:
+    return write(Path("problems.jsonl"), PROBLEMS)
 
 
 @pytest.fixture
-def reward(tmp_path) -> Path:
+def reward() -> Path:
     """Correct is what has an even number of characters; such that half of an untrained model's texts are."""
-    path = tmp_path / "reward.py"
-    path.write_text("def compute_score(completion, answer):\n    return float(len(completion) % 2 == 0)\n")
+    return rewards("return float(len(completion) % 2 == 0)")
+
+
+def rewards(body: str) -> Path:
+    """A file with a reward function of one's own."""
+    path = Path("reward.py")
+    path.write_text(f"def compute_score(completion, answer):\n    {body}\n")
     return path
 
 
@@ -54,6 +61,11 @@ def evaluate(*arguments: object) -> None:
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def figures_in(folder: str = "out") -> dict:
+    (file,) = Path(folder).glob("*.json")
+    return json.loads(file.read_text())
 
 
 # ------------------------------------------------------------------------------------------------------ samples
@@ -101,19 +113,15 @@ def test_truncated_is_what_did_not_end(model, tiny_model, pads):
     ]
 
 
-def test_a_lora_adapter_is_merged(tiny_model, tmp_path):
-    import torch
-    from peft import LoraConfig, get_peft_model
-
+def test_a_lora_adapter_is_merged(tiny_model):
     torch.manual_seed(0)
     adapted = get_peft_model(
         AutoModelForCausalLM.from_pretrained(tiny_model),
         LoraConfig(target_modules="all-linear", init_lora_weights=False),
     )
-    adapted.save_pretrained(tmp_path / "lora")
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    ids = torch.tensor([tokenizer("1 + 2")["input_ids"]])
-    with open_sampler(tmp_path / "lora") as sampler:
+    adapted.save_pretrained("lora")
+    ids = torch.tensor([AutoTokenizer.from_pretrained(tiny_model)("1 + 2")["input_ids"]])
+    with open_sampler(Path("lora").resolve()) as sampler:
         assert not any("lora" in name for name, _ in sampler.model.named_parameters())
         assert torch.allclose(sampler.model(ids).logits, adapted(ids).logits, atol=1e-4)
 
@@ -121,19 +129,13 @@ def test_a_lora_adapter_is_merged(tiny_model, tmp_path):
 # ------------------------------------------------------------------------------------------------------ the command
 
 
-def test_embedded_as_a_command(tmp_path):
-    command = [sys.executable, "-m", "dash_trl.evaluation", "embedded", "--dataset_test_split", "test[:16]"]
-    done = subprocess.run(
-        [*command, "--num_samples", "4", "--output_dir", "out"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    figures = json.loads((tmp_path / "out" / "embedded.json").read_text())
+def test_embedded_as_a_command(monkeypatch, capsys):
+    arguments = ["embedded", "--dataset_test_split", "test[:16]", "--num_samples", "4", "--output_dir", "out"]
+    monkeypatch.setattr(sys, "argv", ["evaluation", *arguments])
+    runpy.run_module("dash_trl.evaluation", run_name="__main__")
+    figures = figures_in()
     assert 0.2 < figures["accuracy"] < 0.7 and figures["failed"] == 0
-    settings, *rows = lines(tmp_path / "out" / "embedded.jsonl")
+    settings, *rows = lines(Path("out/embedded.jsonl"))
     assert settings["settings"]["dataset_name"] == "embedded" and len(rows) == 16
     rewards = [sample["reward"] for row in rows for sample in row["samples"]]
     assert figures["accuracy"] == sum(rewards) / 64 and figures["pass_at"]["1"][0] == pytest.approx(sum(rewards) / 64)
@@ -141,38 +143,33 @@ def test_embedded_as_a_command(tmp_path):
         f"The answer is {row['answer']}" == sample["text"].split("\n")[-1] for row in rows for sample in row["samples"]
     ]
     assert rewards == list(map(float, right))
-    shown = re.search(r"^embedded +(\S+) ", done.stdout, re.M)[1]
+    shown = re.search(r"^embedded +(\S+) ", capsys.readouterr().out, re.M)[1]
     assert shown == f"{100 * figures['accuracy']:.1f}"
-    assert (tmp_path / "out" / "pass_at_k.png").read_bytes().startswith(b"\x89PNG")
+    assert Path("out/pass_at_k.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_several_models_and_a_reward_of_ones_own(tiny_model, problems, reward, tmp_path, capsys):
     other = save_tiny_model(tmp_path / "other", num_hidden_layers=1)
-    evaluate(
-        *(tiny_model, other, "--dataset_name", problems, "--dataset_test_split", "train", "--num_samples", 4, *FAST),
-        *("--k", 4, 1, "--reward_path", reward, "--output_dir", tmp_path / "out"),
-    )
+    arguments = ("--dataset_name", problems, "--num_samples", 4, "--k", 4, 1, "--reward_path", reward)
+    evaluate(tiny_model, other, *arguments, *FAST)
     names = [Path(tiny_model).name, "other"]
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "[" in line] == names
     for name in names:
-        figures = json.loads((tmp_path / "out" / f"{name}.json").read_text())
+        figures = json.loads(Path("out", f"{name}.json").read_text())
         assert list(figures["pass_at"]) == ["1", "4"] and figures["samples"] == 28
-        for row in lines(tmp_path / "out" / f"{name}.jsonl")[1:]:
+        for row in lines(Path("out", f"{name}.jsonl"))[1:]:
             assert row["prompt"].startswith(PROBLEMS[row["index"]]["problem"])
             assert [one["reward"] for one in row["samples"]] == [float(len(s["text"]) % 2 == 0) for s in row["samples"]]
 
 
-def test_an_interrupted_run_goes_on_to_the_same_file(tiny_model, problems, reward, tmp_path, monkeypatch):
-    arguments = (
-        *(tiny_model, "--dataset_name", problems, "--dataset_test_split", "train", "--num_samples", 3, *FAST),
-        *("--per_device_eval_batch_size", 6, "--reward_path", reward, "--output_dir", tmp_path / "out"),
-    )  # two problems in a batch
+def test_an_interrupted_run_goes_on_to_the_same_file(tiny_model, problems, reward, monkeypatch):
+    arguments = (tiny_model, "--dataset_name", problems, "--num_samples", 3, "--reward_path", reward, *FAST)
+    arguments += ("--per_device_eval_batch_size", 6)  # two problems in a batch
     evaluate(*arguments)
-    (file,) = (tmp_path / "out").glob("*.jsonl")
+    (file,) = Path("out").glob("*.jsonl")
     whole = file.read_bytes()
     ends = [match.end() for match in re.finditer(b"\n", whole)]
-    batches = []
-    generate = LocalSampler._generate
+    batches, generate = [], LocalSampler._generate
     monkeypatch.setattr(
         LocalSampler,
         "_generate",
@@ -186,64 +183,46 @@ def test_an_interrupted_run_goes_on_to_the_same_file(tiny_model, problems, rewar
         assert file.read_bytes() == whole and batches == drawn
     monkeypatch.setattr("dash_trl.evaluation.tasks.open_sampler", None)
     evaluate(*arguments, "--k", 3)  # other k are new figures of the same samples
-    (figures,) = (tmp_path / "out").glob("*.json")
-    assert list(json.loads(figures.read_text())["pass_at"]) == ["3"]
+    assert list(figures_in()["pass_at"]) == ["3"]
 
 
 @needs_data
 @pytest.mark.parametrize(("source", "columns"), [("math500", {"answer"}), ("mbppplus", set())])
-def test_math_and_code_are_told_apart(tiny_model, tmp_path, source, columns):
-    (tmp_path / "part.jsonl").write_text("\n".join((SHARED / source / "test.jsonl").read_text().splitlines()[:2]))
-    evaluate(
-        *(tiny_model, "--dataset_name", tmp_path / "part.jsonl", "--dataset_test_split", "train", "--num_samples", 2),
-        *(*FAST, "--output_dir", tmp_path / "out"),
-    )
-    (file,) = (tmp_path / "out").glob("*.jsonl")
+def test_math_and_code_are_told_apart(tiny_model, source, columns):
+    Path("part.jsonl").write_text("\n".join((SHARED / source / "test.jsonl").read_text().splitlines()[:2]))
+    evaluate(tiny_model, "--dataset_name", "part.jsonl", "--num_samples", 2, *FAST)
+    (file,) = Path("out").glob("*.jsonl")
     rows = lines(file)[1:]
     assert len(rows) == 2 and all(one["reward"] == 0.0 for row in rows for one in row["samples"])
     assert all(row.keys() - {"index", "prompt", "samples"} == columns for row in rows)
 
 
-def test_olympiad_bench(tmp_path):
+def test_olympiad_bench():
     """Its columns, and its gold answers as the training reward reads them."""
-    from dash_trl import load_math_dataset
-
     rows = [
         {"question": "a", "solution": ["prose"], "final_answer": [r"$\frac{1}{2}$, $3$"]},
         {"question": "b", "solution": ["prose"], "final_answer": ["$(1,2)$", "$(3,4)$"]},
         {"question": "c", "solution": ["prose"], "final_answer": ["7"]},
     ]
-    loaded = load_math_dataset(write(tmp_path / "olympiad.jsonl", rows))
+    loaded = load_math_dataset(write(Path("olympiad.jsonl"), rows))
     answers = [r"\boxed{\frac12, 3}", r"\boxed{(1, 2), (3, 4)}", r"\boxed{8}"]
     assert MathAccuracyReward()(completions=answers, answer=loaded["answer"]) == [1.0, 1.0, 0.0]
 
 
-def test_failed_rewards_are_not_wrong_answers(tiny_model, problems, tmp_path, caplog):
-    path = tmp_path / "fails.py"
-    path.write_text(
-        "def compute_score(completion, answer):\n    return float(int(answer) > 4) if answer != '6' else 1 / 0\n"
-    )
-    evaluate(
-        *(tiny_model, "--dataset_name", problems, "--dataset_test_split", "train", "--num_samples", 2, *FAST),
-        *("--reward_path", path, "--output_dir", tmp_path / "out"),
-    )
-    (file,) = (tmp_path / "out").glob("*.json")
-    figures = json.loads(file.read_text())
+def test_failed_rewards_are_not_wrong_answers(tiny_model, problems, caplog):
+    path = rewards("return float(int(answer) > 4) if answer != '6' else 1 / 0")
+    evaluate(tiny_model, "--dataset_name", problems, "--num_samples", 2, "--reward_path", path, *FAST)
+    figures = figures_in()
     assert figures["accuracy"] == 0.5 and figures["failed"] == pytest.approx(1 / 7) and figures["marked"]
     assert figures["left_out"] == {"1": 1, "2": 1}
     assert "the reward failed on 14.3% of 14 samples" in caplog.text
     assert "pass@2 leaves out 1 of 7 problems" in caplog.text
 
 
-def test_a_reward_that_only_raises_ends_the_evaluation(tiny_model, tmp_path):
-    path = tmp_path / "raises.py"
-    path.write_text("def compute_score(completion, answer):\n    raise KeyError('judge')\n")
-    many = write(tmp_path / "many.jsonl", PROBLEMS * 2)
+def test_a_reward_that_only_raises_ends_the_evaluation(tiny_model):
+    many, path = write(Path("many.jsonl"), PROBLEMS * 2), rewards("raise KeyError('judge')")
     with pytest.raises(RuntimeError, match=r"every sample of 10 problems in a row; at last it .*KeyError: 'judge'"):
-        evaluate(
-            *(tiny_model, "--dataset_name", many, "--dataset_test_split", "train", "--num_samples", 1, *FAST),
-            *("--reward_path", path, "--output_dir", tmp_path / "out"),
-        )
+        evaluate(tiny_model, "--dataset_name", many, "--num_samples", 1, "--reward_path", path, *FAST)
 
 
 @pytest.mark.parametrize(
@@ -260,95 +239,65 @@ def test_labels_tell_models_apart(models, names):
 
 # ------------------------------------------------------------------------------------------------------ bad input
 
-WITHOUT_MODEL_LOADING = {
-    "k beyond the samples": (("--num_samples", 4, "--k", 1, 8), r"k=\[1, 8\] with num_samples=4.*--num_samples 8"),
-    "k of nothing": (("--k", 0), r"k=\[0\] with num_samples=16"),
-    "greedy samples": (("--temperature", 0), "greedy decoding"),
-    "a missing file": (("--dataset_name", "./none.jsonl"), "none.jsonl"),
-    "a missing split": (("--dataset_test_split", "test"), "has no split 'test'"),
-    "unknown columns": (("--dataset_name", "UNKNOWN"), r"neither gold answers .* nor unit tests .*\['text', 'label'\]"),
-    "a column that the reward wants": (("--reward_path", "JUDGE"), "rubric"),
-    "a missing reward": (("--reward_path", "./none.py"), "is no Python file"),
-    "a name without a file": (("--reward_name", "score"), "has no effect without --reward_path"),
-    "a split of embedded": (("--dataset_name", "embedded", "--dataset_test_split", "dev"), "'embedded' has no split"),
-    "no address": (("--vllm_server_urls", "localhost"), "is not the address of a server"),
-}
-
-
-@pytest.fixture
-def unloadable(monkeypatch) -> None:
-    """Loading weights fails the test: the mistake has to be found before."""
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("the model was loaded before the input was checked")
-
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
-
-
-@pytest.mark.parametrize("case", WITHOUT_MODEL_LOADING)
-def test_mistakes_are_found_before_weights_are_loaded(case, tiny_model, problems, tmp_path, unloadable, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "unknown.jsonl", [{"text": "a", "label": 1}])
-    (tmp_path / "judge.py").write_text("def compute_score(completion, rubric):\n    return 1.0\n")
-    files = {"UNKNOWN": "./unknown.jsonl", "JUDGE": "./judge.py"}
-    given, message = WITHOUT_MODEL_LOADING[case]
-    with pytest.raises(ValueError, match=message):
-        evaluate(
-            tiny_model, "--dataset_name", problems, "--dataset_test_split", "train", *(files.get(x, x) for x in given)
-        )
+OURS = ("TINY", "--dataset_name", "problems.jsonl", *FAST)
 
 
 @pytest.mark.parametrize(
-    ("models", "message"),
+    ("arguments", "message"),
     [
-        (["./no/such/model"], r"'./no/such/model' cannot be read.*config.json"),
-        (["TINY", "no-owner/no-such-model"], r"'no-owner/no-such-model' cannot be read"),
-        (["TINY", "TINY"], "name each once"),
-        (["LORA"], r"base model './gone' of the adapter '.*lora'"),
+        ((*OURS, "--num_samples", 4, "--k", 1, 8), r"k=\[1, 8\] with num_samples=4.*--num_samples 8"),
+        ((*OURS, "--k", 0), r"k=\[0\] with num_samples=16"),
+        ((*OURS, "--temperature", 0), "greedy decoding"),
+        ((*OURS, "--dataset_name", "./none.jsonl"), "none.jsonl"),
+        ((*OURS, "--dataset_test_split", "test"), "has no split 'test'"),
+        ((*OURS, "--dataset_name", "unknown.jsonl"), r"neither gold answers .* nor unit tests .*\['text', 'label'\]"),
+        ((*OURS, "--reward_path", "judge.py"), "rubric"),
+        ((*OURS, "--reward_path", "./none.py"), "is no Python file"),
+        ((*OURS, "--reward_name", "score"), "has no effect without --reward_path"),
+        ((*OURS, "--dataset_name", "embedded", "--dataset_test_split", "dev"), "'embedded' has no split"),
+        ((*OURS, "--vllm_server_urls", "localhost"), "is not the address of a server"),
+        # the models
+        (("TINY",), "add --dataset_name"),
+        (("./no/such/model", *OURS[1:]), r"'./no/such/model' cannot be read.*config.json"),
+        (("no-owner/no-such-model", *OURS), r"'no-owner/no-such-model' cannot be read"),
+        (("TINY", *OURS), "name each once"),
+        (("lora", *OURS[1:]), r"base model './gone' of the adapter '.*lora'"),
     ],
 )
-def test_models_that_are_not_there(models, message, tiny_model, problems, tmp_path, unloadable):
-    (tmp_path / "lora").mkdir()
-    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "./gone"}))
-    names = {"TINY": tiny_model, "LORA": tmp_path / "lora"}
+def test_mistakes_are_found_before_weights_are_loaded(arguments, message, tiny_model, problems, monkeypatch):
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    write(Path("unknown.jsonl"), [{"text": "a", "label": 1}])
+    Path("judge.py").write_text("def compute_score(completion, rubric):\n    return 1.0\n")
+    Path("lora").mkdir()
+    Path("lora/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "./gone"}))
     with pytest.raises(ValueError, match=message):
-        evaluate(
-            *(names.get(model, model) for model in models),
-            *("--dataset_name", problems, "--dataset_test_split", "train", "--output_dir", tmp_path / "out"),
-        )
+        evaluate(*(tiny_model if one == "TINY" else one for one in arguments))
 
 
-def test_a_model_without_a_dataset(tiny_model):
-    with pytest.raises(ValueError, match="add --dataset_name"):
-        evaluate(tiny_model)
-
-
-def test_results_of_other_settings_are_refused_by_name(tiny_model, problems, reward, tmp_path, request):
+def test_results_of_other_settings_are_refused_by_name(tiny_model, problems, reward, monkeypatch):
     """A setting, a changed problem, a changed reward, weights that were trained further: each by its name."""
-    model = shutil.copytree(tiny_model, tmp_path / "model")
-    arguments = (model, "--dataset_name", problems, "--dataset_test_split", "train", "--num_samples", 2, *FAST)
-    arguments += ("--reward_path", reward, "--output_dir", tmp_path / "out")
+    model = shutil.copytree(tiny_model, "model")
+    arguments = (model, "--dataset_name", problems, "--num_samples", 2, "--reward_path", reward, *FAST)
     evaluate(*arguments)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    request.getfixturevalue("unloadable")
+    before = {path.name: path.read_bytes() for path in Path("out").iterdir()}
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
 
     def refused(difference: str, *more: object) -> None:
         with pytest.raises(
             ValueError, match=f"model.jsonl is of other settings: {difference} is .* nothing is overwritten"
         ):
             evaluate(*arguments, *more)
-        assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+        assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before
+
+    def refused_with(difference: str, file: Path, content: bytes) -> None:
+        was = file.read_bytes()
+        file.write_bytes(content)
+        refused(difference)
+        file.write_bytes(was)
 
     refused("temperature", "--temperature", 0.5)
     refused("batch_size", "--per_device_eval_batch_size", 3)
-    reward.write_text(reward.read_text() + "\n")
-    refused("reward_file")
-    reward.write_text(reward.read_text()[:-1])
-    write(problems, [*PROBLEMS[:-1], {"problem": "6 + 6", "answer": "13"}])
-    refused("problems")
-    write(problems, PROBLEMS)
-    weights = model / "model.safetensors"
-    changed = bytearray(weights.read_bytes())
-    changed[-1] ^= 1
-    weights.write_bytes(changed)
-    refused("weights")
+    refused_with("reward_file", reward, reward.read_bytes() + b"\n")
+    refused_with("problems", problems, problems.read_bytes().replace(b'"12"', b'"13"'))
+    weights = Path(model, "model.safetensors")
+    refused_with("weights", weights, weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))

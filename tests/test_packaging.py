@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import stat
 import subprocess
 import sys
 import time
@@ -15,6 +14,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import dash_trl
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "trl", "transformers", "accelerate", "datasets", "vllm", "deepspeed", "matplotlib", "numpy")
@@ -40,8 +43,6 @@ def test_import_is_quick_and_loads_nothing_heavy():
 
 
 def test_every_public_name_exists():
-    import dash_trl
-
     assert all(getattr(dash_trl, name) is not None for name in dash_trl.__all__)
     assert set(dash_trl.__all__) <= set(dir(dash_trl))
     with pytest.raises(AttributeError, match="no attribute 'DASHTrainr'"):
@@ -56,34 +57,23 @@ def requirements() -> list[str]:
 
 
 def test_constraints_satisfy_the_requirements():
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    pins = {}
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            package, version = line.split("==")
-            pins[canonicalize_name(package)] = version
+    """And TRL is held to the minor version whose private methods we override."""
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pins = {canonicalize_name(package): version for package, version in (line.split("==") for line in lines)}
     assert pins["torch"] == "2.13.0"
     pinned = [one for one in map(Requirement, requirements()) if canonicalize_name(one.name) in pins]
     assert {"torch", "trl", "transformers", "accelerate", "math-verify"} <= {one.name for one in pinned}
     for requirement in pinned:
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
-
-
-def test_trl_is_held_to_the_minor_version_whose_private_methods_we_override():
-    from packaging.requirements import Requirement
-
-    (trl,) = [one.specifier for one in map(Requirement, requirements()) if one.name == "trl" and not one.extras]
+    (trl,) = [one.specifier for one in pinned if one.name == "trl" and not one.extras]
     assert [trl.contains(version) for version in ("1.15.0", "1.16.0", "1.16.3", "1.17.0")] == [False, True, True, False]
 
 
-def fake_python(directory: Path, name: str, version: str) -> Path:
+def fake_python(directory: Path, name: str, version: str) -> None:
+    """A program that says this."""
     directory.mkdir(exist_ok=True)
-    path = directory / name
-    path.write_text(f"#!/bin/sh\necho {version}\n")
-    path.chmod(path.stat().st_mode | stat.S_IEXEC)
-    return path
+    (directory / name).write_text(f"#!/bin/sh\necho {version}\n")
+    (directory / name).chmod(0o755)
 
 
 def make(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -101,22 +91,18 @@ def make(directory: Path, *arguments: str, **environment: str) -> subprocess.Com
 
 
 @needs_make
-@pytest.mark.parametrize("target", ["demo", "test"])
-def test_make_explains_an_old_python(tmp_path, target):
-    old = fake_python(tmp_path / "bin", "python", "3.9")
-    done = make(tmp_path, target, f"PYTHON={old}")
+@pytest.mark.parametrize(
+    ("target", "python", "reason"),
+    [("demo", "old", "old is 3.9"), ("test", "old", "3.9"), ("demo", "none", "is missing")],
+)
+def test_make_explains_that_there_is_no_python(tmp_path, target, python, reason):
+    fake_python(tmp_path / "bin", "old", "3.9")
+    done = make(tmp_path, target, f"PYTHON={tmp_path / 'bin' / python}")
     assert done.returncode != 0 and done.stdout == ""
     message, rest = done.stderr.split("\n", 1)
-    assert message.startswith("dash_trl needs Python 3.11 or newer") and f"{old} is 3.9" in message
-    assert re.fullmatch(r"make: \*\*\* \[.*\n", rest)  # make's own, and nothing besides
+    assert message.startswith("dash_trl needs Python 3.11 or newer") and f"/bin/{python} is " in message
+    assert reason in message and re.fullmatch(r"make: \*\*\* \[.*\n", rest)  # make's own, and nothing besides
     assert not (tmp_path / ".venv").exists()
-
-
-@needs_make
-def test_make_explains_a_missing_python(tmp_path):
-    done = make(tmp_path, "demo", "PYTHON=/no/such/python")
-    assert done.returncode != 0
-    assert "/no/such/python is missing" in done.stderr.splitlines()[0]
 
 
 @needs_make

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import experiments
+import problems
 import pytest
+import report
+import run as runner
+import sft
+import traces
+import train_math
 import yaml
+from transformers import HfArgumentParser
+from trl import ModelConfig
 
-ROOT = Path(__file__).parents[1]
-EXAMPLES = ROOT / "examples"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "paper")]
+from dash_trl import DASHConfig
+from dash_trl.evaluation import EvaluationArguments
+from dash_trl.evaluation.command import main as evaluate
+from dash_trl.workers import Command
 
-import experiments  # noqa: E402
-import report  # noqa: E402
-import run as runner  # noqa: E402
-
-from dash_trl.workers import Command  # noqa: E402
-
+EXAMPLES = Path(__file__).parents[1] / "examples"
 TABLES = list(experiments.TABLES)
-DASH_SECONDS = 20.0
+QUICK = ("table10", "--quick", "--seeds", "0", "--output_dir")
 
 
 def scale(name: str, folder: Path, seeds=(0,), quick: bool = False) -> runner.Scale:
@@ -68,27 +73,20 @@ def test_every_row_has_its_run_and_every_figure_runs_of_its_table():
 @pytest.mark.parametrize("method", [name for name, one in experiments.METHODS.items() if "train" in str(one.script)])
 def test_the_embedded_flags_are_those_of_the_paper_s_file(method):
     """Beside the lengths: how much is sampled at once is told in micro-steps of 8 rows, 16 in place of 32."""
-    flags = experiments.METHODS[method].flags
     config = yaml.safe_load(experiments.config_of(method, "0.5").read_text())
-    for name in ("beta", "loss_type", "filter_denominator"):
+    flags = {"gradient_filter_threshold": 0.1, "num_iterations": 1, "per_device_train_batch_size": 8}
+    flags |= {"gradient_accumulation_steps": 16, **experiments.METHODS[method].flags}
+    for name in ("beta", "loss_type", "filter_denominator", "gradient_filter_threshold", "num_iterations"):
         assert flags[name] == config[name]
-    assert flags.get("gradient_filter_threshold", 0.1) == config["gradient_filter_threshold"]
-    assert flags.get("num_iterations", 1) == config["num_iterations"]
-    rows = flags.get("per_device_train_batch_size", 8)
-    steps = flags.get("gradient_accumulation_steps", 16)
-    gpus = 4
-    assert rows == gpus * config["per_device_train_batch_size"]
-    assert steps == max(1, config["gradient_accumulation_steps"] // 2)
-    sampled = flags.get("steps_per_generation", steps)
+    assert flags["per_device_train_batch_size"] == 4 * config["per_device_train_batch_size"]  # of 4 GPUs
+    sampled = flags.get("steps_per_generation", flags["gradient_accumulation_steps"])
+    assert flags["gradient_accumulation_steps"] == max(1, config["gradient_accumulation_steps"] // 2)
     assert sampled == max(1, config["steps_per_generation"] // 2)
 
 
-def test_what_a_run_depends_on_comes_before_it(tmp_path):
+def test_what_a_run_depends_on_comes_before_it_and_its_hours(tmp_path):
     runs = [one.method for one in scale("embedded", tmp_path).runs_of(["table1", "table5"])]
     assert runs == ["traces", "sft_h", "sft_m", "dash", "multi", "mini"]  # DASH once, for both tables
-
-
-def test_the_hours_of_the_paper():
     assert experiments.paper_hours("grpo", "0.5") == 38.9
     assert experiments.paper_hours("grpo_code", "0.5") == pytest.approx(35.3 / 60)
     assert experiments.paper_hours("mini", "1.5") == experiments.paper_hours("dash", "1.5") == 12.8
@@ -98,48 +96,37 @@ def test_the_hours_of_the_paper():
 # ---------------------------------------------------------------------------------------------------- the commands
 
 
-def commands(name: str, folder: Path, quick: bool = False) -> list[list[str]]:
-    work = runner.Work(scale(name, folder, quick=quick))
-    lines = [line for line in runner.commands(work.scale, work, TABLES) if not line.startswith("#")]
-    return [[word for word in shlex.split(line) if not word.startswith("CUDA_VISIBLE_DEVICES=")] for line in lines]
+SAMPLERS = {"dash_trl.evaluation": (EvaluationArguments, "models"), "traces.py": (traces.TraceArguments, "teacher")}
+TRAINERS = {"sft.py": (sft.SupervisedArguments, sft.SupervisedConfig)}
+TRAINERS |= dict.fromkeys(("train_math.py", "train_code.py"), (train_math.MathArguments, DASHConfig))
+STAND_INS = {"SECONDS_OF_DASH": "9", "THEIR_URLS": "http://127.0.0.1:8000"}
 
 
 @pytest.mark.parametrize("name", ["embedded", "paper"])
 def test_every_command_parses(name, tmp_path):
     """By the parser of its script; files that are named exist."""
-    import sft
-    import traces
-    import train_math
-    from transformers import HfArgumentParser
-    from trl import ModelConfig
-
-    from dash_trl import DASHConfig
-    from dash_trl.evaluation import EvaluationArguments
-
-    samplers = {"dash_trl.evaluation": (EvaluationArguments, "models"), "traces.py": (traces.TraceArguments, "teacher")}
-    trainers = {"sft.py": (sft.SupervisedArguments, sft.SupervisedConfig)}
-    trainers |= dict.fromkeys(("train_math.py", "train_code.py"), (train_math.MathArguments, DASHConfig))
-    stand_ins = {"SECONDS_OF_DASH": "9", "THEIR_URLS": "http://127.0.0.1:8000"}
+    lines = [line for line in runner.commands(scale(name, tmp_path), TABLES) if not line.startswith("#")]
     seen = set()
-    for command in commands(name, tmp_path):
-        names = [Path(word).name for word in command]
-        script = next(one for one in (*samplers, *trainers, "dash_trl.serve") if one in names)
-        flags = [stand_ins.get(word, word) for word in command[names.index(script) + 1 :]]
+    for line in lines:
+        words = [STAND_INS.get(word, word) for word in shlex.split(line)]
+        names = [Path(word).name for word in words]
+        script = next(one for one in (*SAMPLERS, *TRAINERS, "dash_trl.serve") if one in names)
+        flags = words[names.index(script) + 1 :]
         seen.add(script)
-        if script in samplers:
-            kind, positional = samplers[script]
+        if script in SAMPLERS:
+            kind, positional = SAMPLERS[script]
             parser = HfArgumentParser(kind)
             parser.add_argument(positional, nargs="+")
             parser.parse_args_into_dataclasses(flags)
-        elif script in trainers:
-            one_process = ["--use_cpu", "--bf16=False"]  # where the paper has GPUs
+        elif script in TRAINERS:
+            flags += ["--use_cpu", "--bf16=False"]  # where the paper has GPUs
             if script != "sft.py" and name == "paper":
-                one_process += ["--per_device_train_batch_size=8"]
-            given, args, _ = train_math.parse([*flags, *one_process], (*trainers[script], ModelConfig), {})
+                flags += ["--per_device_train_batch_size=8"]
+            given, args, _ = train_math.parse(flags, (*TRAINERS[script], ModelConfig), {})
             assert args.seed == 0 and Path(args.output_dir).parent == tmp_path / "runs"
             assert (given.time_limit == 9) == any(method in args.output_dir for method in ("multi", "mini"))
             assert getattr(given, "completions", None) is None or "sft_m" in args.output_dir
-    assert seen == {*samplers, *trainers} | ({"dash_trl.serve"} if name == "paper" else set())
+    assert seen == {*SAMPLERS, *TRAINERS} | ({"dash_trl.serve"} if name == "paper" else set())
 
 
 def test_it_says_first_what_it_takes(tmp_path, capsys):
@@ -174,31 +161,20 @@ def test_mistakes(arguments, message, tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------------- the tables
 
 
-def pretend_run(one: runner.Scale, run: runner.Run, seconds: float) -> None:
-    """What a training leaves behind, by hand."""
-    home = one.home(run)
-    home.mkdir(parents=True, exist_ok=True)
-    logs = [{"step": step, "reward": 0.5, "time/elapsed": seconds * step / 2} for step in (1, 1, 2)]
-    (home / "metrics.jsonl").write_text("".join(json.dumps(log) + "\n" for log in logs))
-
-
-def pretend_figures(one: runner.Scale, method: str, accuracies, kind: str = "in") -> None:
-    for model, accuracy in zip(one.models(method, "0.5"), accuracies, strict=True):
-        file = one.figures(kind, model)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        interval = [accuracy - 0.05, accuracy + 0.05]
-        file.write_text(
-            json.dumps({"accuracy": accuracy, "accuracy_interval": interval, "pass_at": {}, "marked": accuracy == 0.25})
-        )
-
-
-def pretend(one: runner.Scale, method: str, accuracies, seconds=()) -> None:
-    """Runs that are done, and their evaluations."""
-    for kind in ("in", "out"):
-        pretend_figures(one, method, accuracies, kind)
-    for run, elapsed in zip(one.runs(method, "0.5"), seconds, strict=True):
-        pretend_run(one, run, elapsed)
-        (one.home(run) / "run.json").write_text(json.dumps(one.command(run, None)))
+def pretend(one: runner.Scale, method: str, accuracies=(), seconds=(), kinds=("in", "out")) -> None:
+    """Runs that are done, and their evaluations, by hand."""
+    for kind in kinds:
+        for model, accuracy in zip(one.models(method, "0.5"), accuracies, strict=False):
+            file = one.figures(kind, model)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            figures = {"accuracy": accuracy, "accuracy_interval": [accuracy - 0.05, accuracy + 0.05], "pass_at": {}}
+            file.write_text(json.dumps({**figures, "marked": accuracy == 0.25}))
+    for run, elapsed in zip(one.runs(method, "0.5"), seconds, strict=False):
+        one.home(run).mkdir(parents=True, exist_ok=True)
+        rewards = {0.1: 1, 0.2: 2, 0.4: 2}
+        logs = [{"step": step, "reward": one, "time/elapsed": elapsed * step / 2} for one, step in rewards.items()]
+        (one.home(run) / "metrics.jsonl").write_text("".join(json.dumps(log) + "\n" for log in logs))
+        (one.home(run) / "run.json").write_text(json.dumps(one.command(run)))
 
 
 # t = 4.303 with 2 degrees of freedom: 80, 82, 84 has s = 2, and 4.303 · 2 / √3 = 4.97; 10, 11, 12 half of it
@@ -220,11 +196,13 @@ problems.
 
 def test_a_table_by_hand(tmp_path):
     one = scale("embedded", tmp_path, (0, 1, 2))
-    pretend(one, "no_gf_rows4", (0.80, 0.82, 0.84), (10, 11, 12))
-    pretend(one, "dash_rows4", (0.25, 0.25, 0.25), (8, 8, 8))
-    pretend_figures(one, "no_gf_rows4", (0.05,) * 3, kind="out")
-    pretend_figures(one, "dash_rows4", (0.06,) * 3, kind="out")
+    pretend(one, "no_gf_rows4", (0.80, 0.82, 0.84), (10, 11, 12), kinds=["in"])
+    pretend(one, "dash_rows4", (0.25, 0.25, 0.25), (8, 8, 8), kinds=["in"])
+    pretend(one, "no_gf_rows4", (0.05,) * 3, kinds=["out"])
+    pretend(one, "dash_rows4", (0.06,) * 3, kinds=["out"])
     files = runner.write(one, "table10")
+    metrics = one.home(runner.Run("dash_rows4", "0.5", 2)) / "metrics.jsonl"
+    assert [log["reward"] for log in report.by_step(metrics)] == [0.1, 0.4]  # of a step that was taken again, the last
     assert (tmp_path / "table10.md").read_text() == EXPECTED
     first, *lines = (tmp_path / "table10.csv").read_text().splitlines()
     assert first == "method,size,figure,value,low,high,runs,paper" and len(lines) == 6
@@ -243,12 +221,6 @@ def test_one_run_has_the_interval_of_its_evaluation(tmp_path):
     assert [file.name for file in files] == ["table5.md", "table5.csv", "figure4.png"]  # figure 8: a size that is not
 
 
-def test_a_step_that_was_taken_again_counts_once(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": s, "reward": r}) + "\n" for s, r in ((1, 0.1), (2, 0.2), (2, 0.4))))
-    assert [log["reward"] for log in report.by_step(path)] == [0.1, 0.4]
-
-
 # ------------------------------------------------------------------------------------------------ interrupted runs
 
 
@@ -256,12 +228,13 @@ def test_other_settings_are_refused_and_what_is_made_again_is_evaluated_again(tm
     one = scale("embedded", tmp_path, quick=True)
     run = runner.Run("dash", "0.5", 0)
     for method in ("dash", "no_kl"):
-        pretend(one, method, [0.8], [DASH_SECONDS])
-    runner.Work(one).train(run)  # starts nothing, or would need a lock
+        pretend(one, method, [0.8], [20.0])
+    runner.Work(one, 0).train(run)  # starts nothing
     with pytest.raises(ValueError, match="holds a run of other settings: 2, where this one has 40"):
-        runner.Work(scale("embedded", tmp_path)).train(run)
+        runner.Work(scale("embedded", tmp_path), 0).train(run)
+    assert one.command(runner.Run("mini", "0.5", 0))[-4:-2] == ["--time_limit", "20.0"]
     (one.home(run) / "run.json").unlink()  # as an interrupt leaves it
-    runner.Work(one)._clear(run)
+    runner.Work(one, 0)._clear(one.home(run))
     assert not one.home(run).exists() and not one.figures("in", str(one.home(run))).exists()
     assert one.figures("in", one.models("no_kl", "0.5")[0]).exists()
 
@@ -291,87 +264,102 @@ def test_two_at_once_are_refused_and_a_program_that_outlives_run_py_keeps_the_fo
         pass
 
 
-def test_the_urls_of_servers():
-    said = "logs: /tmp/x\nReady. Train with:\n\n    --vllm_server_urls http://a:1 http://b:2\n\nCtrl+C stops"
-    assert runner.urls_in(said) == ["http://a:1", "http://b:2"] and runner.urls_in("Starting") == []
+@pytest.fixture
+def handlers():
+    """Those of this process, again."""
+    before = {number: signal.getsignal(number) for number in runner.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("moment", ["start", "wait"])
+def test_a_signal_stops_what_was_started(tmp_path, monkeypatch, handlers, moment):
+    """One that comes while a program is being started, too."""
+    started = []
+
+    def start(arguments, **settings):
+        kill = f"kill -TERM {os.getpid()}; " if moment == "wait" else ""
+        started.append(Command(["sh", "-c", f"{kill}exec sleep 60"], **settings))
+        if moment == "start":
+            signal.raise_signal(signal.SIGTERM)
+        return started[0]
+
+    monkeypatch.setattr(runner, "Command", start)
+    with pytest.raises(SystemExit, match="Stopped. The same command goes on."):
+        runner.main([*QUICK, str(tmp_path)])
+    first = tmp_path / "runs" / "no_gf_rows4_seed0"
+    assert not started[0].running and (first / "begun.json").is_file() and not runner.is_done(first)
+    with runner.locked(tmp_path):  # nothing is left that would hold it
+        pass
 
 
 def test_a_program_that_fails_is_an_error_with_the_end_of_its_log(tmp_path):
     with runner.locked(tmp_path) as lock:
-        work = runner.Work(scale("embedded", tmp_path))
-        work.begin(lock, [])
+        work = runner.Work(scale("embedded", tmp_path), lock)
         with pytest.raises(RuntimeError, match=r"(?s)ended with 1. The end of .*ZeroDivisionError"):
-            work._call("fails", [sys.executable, "-c", "1/0"], {})
+            work._call("fails", [sys.executable, "-c", "1/0"], [])
 
 
-def test_a_table_is_made_from_its_beginning_to_its_end(tmp_path, monkeypatch, capsys):
+def test_servers_are_stopped_after_the_training_that_they_serve(tmp_path, monkeypatch):
+    """The paper's scale, with other programs: the training gets their URLs."""
+    server, training = "echo --vllm_server_urls http://a:1; exec sleep 60", "echo $CUDA_VISIBLE_DEVICES $*"
+    monkeypatch.setattr(runner.Scale, "servers", lambda self, run: ["sh", "-c", server])
+    monkeypatch.setattr(runner.Scale, "command", lambda self, run: ["sh", "-c", training, "sh"])
+    one, run = scale("paper", tmp_path), runner.Run("dash", "0.5", 0)
+    with runner.locked(tmp_path) as lock:
+        runner.Work(one, lock, list("abcdef")).train(run)
+    said = (tmp_path / "logs" / f"{one.home(run).name}.log").read_text()
+    assert runner.is_done(one.home(run)) and said == "a,b,c,d --vllm_server_urls http://a:1\n"
+    with runner.locked(tmp_path):  # nothing is left that would hold it
+        pass
+
+
+def test_a_table_is_made_from_its_beginning_to_its_end(tmp_path, monkeypatch, handlers, capsys):
     """Whatever a program does is pretended; the second one is interrupted."""
     called = []
 
-    def call(work, name, command, environment):
+    def call(work, name, command, gpus):
         called.append(name)
         if called == ["no_gf_rows4_seed0", "dash_rows4_seed0"]:
-            (one.home(runner.Run("dash_rows4", "0.5")) / "half").touch()
-            raise KeyboardInterrupt
+            (half / "half").touch()
+            signal.raise_signal(signal.SIGINT)
         for method in ("no_gf_rows4", "dash_rows4"):
             if name == f"{method}_seed0":
-                pretend_run(one, runner.Run(method, "0.5"), 9.0)
+                pretend(one, method, seconds=[9.0])
             elif name.startswith("evaluation"):
-                pretend_figures(one, method, [0.8], kind=name.removeprefix("evaluation_"))
+                pretend(one, method, [0.8], kinds=[name.removeprefix("evaluation_")])
 
     one = scale("embedded", tmp_path, quick=True)
+    half = one.home(runner.Run("dash_rows4", "0.5", 0))
     monkeypatch.setattr(runner.Work, "_call", call)
-    monkeypatch.setattr("problems.write_problems", lambda folder: None)
-    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
-    arguments = ["table10", "--quick", "--seeds", "0", "--output_dir", str(tmp_path)]
+    monkeypatch.setattr(problems, "write_problems", lambda folder: None)
     with pytest.raises(SystemExit, match="Interrupted. The same command goes on."):
-        runner.main(arguments)
-    half = one.home(runner.Run("dash_rows4", "0.5"))
+        runner.main([*QUICK, str(tmp_path)])
     assert (half / "half").exists() and (half / "begun.json").exists() and not runner.is_done(half)
-    runner.main(arguments)
+    runner.main([*QUICK, str(tmp_path)])
     assert called[2:] == ["dash_rows4_seed0", "evaluation_in", "evaluation_out"] and not (half / "half").exists()
     assert "1 trainings and 4 evaluations" in capsys.readouterr().out
     table = (tmp_path / "table10.md").read_text()
     assert "--quick: these figures say nothing" in table and "–" not in table
-    runner.main(arguments)
+    runner.main([*QUICK, str(tmp_path)])
     assert len(called) == 5 and (tmp_path / "table10.md").read_text() == table
     assert "0 trainings and 0 evaluations" in capsys.readouterr().out
 
 
 def test_the_problems_that_the_package_has_not(tmp_path):
     """The base models are right on some of them, as docs/experiments.md says."""
-    import problems
-
-    from dash_trl.evaluation.command import main
-
     one = scale("embedded", tmp_path, quick=True)
     problems.write_problems(one.problems)
-    for kind, method in (("out", "base"), ("code", "base_code")):
+    for kind, method, count in (("out", "base", 24), ("code", "base_code", 6)):
         (model,) = one.models(method, "0.5")
         _, _, _, *arguments = one.evaluation(kind, [model])
-        main([*arguments, "--dataset_test_split", "train[:48]"])
+        evaluate([*arguments, "--dataset_test_split", f"train[:{count}]"])
         assert 0 < json.loads(one.figures(kind, model).read_text())["accuracy"] < 0.7
-
-
-def test_a_stopped_run_stops_what_it_started(tmp_path):
-    command = [sys.executable, str(EXAMPLES / "paper" / "run.py"), "table10", "--quick", "--seeds", "0"]
-    process = subprocess.Popen([*command, "--output_dir", str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    first = tmp_path / "runs" / "no_gf_rows4_seed0"
-    deadline = time.monotonic() + 300
-    log = tmp_path / "logs" / "no_gf_rows4_seed0.log"
-    while not (log.exists() and log.stat().st_size):  # the program has begun
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert (first / "begun.json").is_file() and not runner.is_done(first)
-    with runner.locked(tmp_path):  # nothing is left that would hold it
-        pass
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_real_runs_make_a_table(tmp_path):
-    command = [sys.executable, str(EXAMPLES / "paper" / "run.py"), "table10", "--quick", "--seeds", "0"]
-    subprocess.run([*command, "--output_dir", str(tmp_path)], check=True, timeout=900)
+    subprocess.run([sys.executable, str(EXAMPLES / "paper" / "run.py"), *QUICK, str(tmp_path)], check=True, timeout=900)
     assert "–" not in (tmp_path / "table10.md").read_text()

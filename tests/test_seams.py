@@ -6,7 +6,6 @@ import inspect
 
 import pytest
 import torch
-from datasets import Dataset
 from trl import GRPOTrainer
 
 from dash_trl.seams import Decoder, Instead, begin_anew, count_pass_time, relog_advantages, sample, sampled_by, seen_as
@@ -31,34 +30,29 @@ def test_a_method_sees_other_values_and_sets_its_own_on_the_object():
         _ = Instead(probe, beta=3.0).gamma
 
 
-@pytest.fixture
-def seen(monkeypatch):
-    """What a plain trainer's sampling method returned, and the passes of its model meanwhile, muted and not."""
-    found = {}
-    method = GRPOTrainer._generate_and_score_completions
+def test_sampling_is_trls_without_its_model_passes(tiny_model, tmp_path, monkeypatch):
+    """What a plain trainer's sampling method returns, and the passes of its model meanwhile, muted and not."""
+    seen, passes, method = {}, [], GRPOTrainer._generate_and_score_completions
 
     def compare(trainer, inputs):
-        passes = []
         hook = trainer.model.register_forward_hook(lambda *args: passes.append(1))
         state = torch.get_rng_state()
-        for name, call in (("muted", sample), ("plain", lambda trainer, inputs, method: method(trainer, inputs))):
-            passes.clear()
-            found[name] = call(trainer, inputs, method)
-            found[f"{name} passes"] = len(passes)
+        seen["muted"] = sample(trainer, inputs, method)
+        assert not passes
+        seen["plain"] = method(trainer, inputs)
+        assert passes and trainer.beta == 0.04
+        passes.clear()
         hook.remove()
         torch.set_rng_state(state)
-        assert trainer.beta == 0.04
-        return found["plain"]
+        return seen["plain"]
 
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", compare)
-    return found
-
-
-def test_sampling_is_trls_without_its_model_passes(tiny_model, tmp_path, seen):
     run(GRPOTrainer, tiny_model, tmp_path, beta=0.04, steps_per_generation=8, max_steps=2)
-    assert seen["plain passes"] > 0 and seen["muted passes"] == 0
-    assert seen["plain"].keys() - seen["muted"].keys() == {"old_per_token_logps", "ref_per_token_logps"}
-    assert seen["muted"].keys() >= {"prompt_ids", "completion_ids", "num_items_in_batch"}
+    known = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch"}
+    assert seen["muted"].keys() == known
+    assert seen["plain"].keys() - known == {"old_per_token_logps", "ref_per_token_logps"}
+    items = seen["muted"]["num_items_in_batch"]
+    assert items == seen["muted"]["completion_mask"].sum() and items.dim() == 0
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +78,52 @@ def test_the_settings_of_our_losses_are_trls(trainer, loss_type, detached):
     assert trainer.args.delta is None and trl_settings("dapo", delta=8.0, detached=detached) == {}
 
 
+TEMPLATE = {  # of a model that shows what it thinks; the prompt has opened that
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<says>",
+    "fields": {
+        "reasoning_content": {"open": "(", "close": ")", "content": "text"},
+        "content": {"close": "!", "content": "text"},
+    },
+}
+
+
+@pytest.mark.parametrize("style", ["text", "chat", "template"])
+def test_a_part_of_a_batch_is_decoded_as_trl_decodes_the_whole(style, trainer, monkeypatch):
+    """And each row once: parts of the batch first, then all of it."""
+    texts = [f"{thought}) it is {row}!" for row, thought in enumerate(["the sum", "no end", "(", ""] * 4)]
+    completion_ids = tiny_tokenizer()(text=texts)["input_ids"]
+    tokenizer, decoded = trainer._tokenizer, []
+    chat_template = "{% for one in messages %}{{ one['content'] }}{% endfor %}<says>("
+    monkeypatch.setattr(tokenizer, "chat_template", chat_template)
+    monkeypatch.setattr(tokenizer, "response_template", TEMPLATE if style == "template" else None, raising=False)
+    monkeypatch.setattr(trainer, "rollout_func", None)
+    monkeypatch.setattr(trainer, "_generate_single_turn", lambda *args: (completion_ids, None))
+    asked = prompts(16)["prompt"][:]
+    if style != "text":
+        asked = [[{"role": "user", "content": text}] for text in asked]
+    prompt_ids, _, _, expected, *_ = trainer._generate(asked)
+    before = repr(trainer._metrics), trainer.state.num_input_tokens_seen
+    for name in ("batch_decode", "parse_response"):
+        method = getattr(tokenizer, name)
+        counted = lambda *args, method=method, **kwargs: decoded.append(args) or method(*args, **kwargs)  # noqa: E731
+        monkeypatch.setattr(tokenizer, name, counted)
+    decoder, early = Decoder(trainer, GRPOTrainer._generate), [None] * 16
+    for first in (8, 0, 4, 12):
+        own = slice(first, first + 4)
+        early[own] = decoder.completions(asked[own], prompt_ids[own], completion_ids[own])
+    assert before == (repr(trainer._metrics), trainer.state.num_input_tokens_seen)
+    calls = len(decoded)
+    whole = decoder.generate(asked)[3]
+    assert len(decoded) == calls == (16 if style == "template" else 4)
+    assert early == whole == expected
+    if style != "text":  # a reward may write into its own
+        assert not {id(one) for (one,) in early} & {id(one) for (one,) in whole}
+    first = {"text": texts[0], "chat": [{"role": "assistant", "content": texts[0]}]}
+    parsed = [{"role": "assistant", "reasoning_content": "the sum", "content": "it is 0"}]
+    assert expected[0] == first.get(style, parsed)
+
+
 def test_counters_and_logs_of_a_run(trainer):
     """The last one that uses the trainer, which it changes."""
     assert trainer._step == 8 and sampled_by(trainer, 3).tolist() == [[2, 2]] * 3
@@ -102,60 +142,3 @@ def test_counters_and_logs_of_a_run(trainer):
     begin_anew(trainer)
     assert (trainer._step, trainer._current_train_step_time, trainer._last_loaded_step) == (0, 0.0, -1)
     assert not trainer._metrics["train"]
-
-
-TEMPLATE = {  # of a model that shows what it thinks; the prompt has opened that
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<says>",
-    "fields": {
-        "reasoning_content": {"open": "(", "close": ")", "content": "text"},
-        "content": {"close": "!", "content": "text"},
-    },
-}
-
-
-@pytest.mark.parametrize("style", ["text", "chat", "template"])
-def test_a_part_of_a_batch_is_decoded_as_trl_decodes_the_whole(style, tiny_model, tmp_path):
-    """And each row once: parts of the batch first, then all of it."""
-    texts = [f"{thought}) it is {row}!" for row, thought in enumerate(["the sum", "no end", "(", ""] * 4)]
-    completion_ids = tiny_tokenizer()(text=texts)["input_ids"]
-    found = {}
-
-    class Scripted(GRPOTrainer):
-        def _generate_single_turn(self, *args):
-            return completion_ids, None
-
-        def _generate(self, prompts):
-            expected = super()._generate(prompts)
-            before = repr(self._metrics), self.state.num_input_tokens_seen
-            decoded = []
-            for name in ("batch_decode", "parse_response"):
-                method = getattr(self._tokenizer, name)
-                counted = lambda *args, method=method, **kwargs: decoded.append(args) or method(*args, **kwargs)  # noqa: E731
-                setattr(self._tokenizer, name, counted)
-            decoder, early = Decoder(self, GRPOTrainer._generate), [None] * 16
-            for first in (8, 0, 4, 12):
-                own = slice(first, first + 4)
-                early[own] = decoder.completions(prompts[own], expected[0][own], completion_ids[own])
-            assert before == (repr(self._metrics), self.state.num_input_tokens_seen)
-            calls = len(decoded)
-            whole = decoder.generate(prompts)
-            assert len(decoded) == calls == (16 if style == "template" else 4)
-            found.update(early=early, whole=whole[3], expected=expected[3])
-            return whole
-
-    def prepare(trainer):
-        trainer.rollout_func = None
-        trainer._tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }}{% endfor %}<says>("
-        trainer._tokenizer.response_template = TEMPLATE if style == "template" else None
-
-    data = prompts(64)
-    if style != "text":
-        data = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in data["prompt"]]})
-    run(Scripted, tiny_model, tmp_path, dataset=data, prepare=prepare, reward=lambda completions, **kwargs: [1.0] * 16)
-    assert found["early"] == found["whole"] == found["expected"]
-    if style != "text":  # a reward may write into its own
-        assert not {id(one) for (one,) in found["early"]} & {id(one) for (one,) in found["whole"]}
-    first = {"text": texts[0], "chat": [{"role": "assistant", "content": texts[0]}]}
-    parsed = [{"role": "assistant", "reasoning_content": "the sum", "content": "it is 0"}]
-    assert found["expected"][0] == first.get(style, parsed)

@@ -8,9 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
+import sft
+import traces
+import train_math
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_model
 from tests.test_examples import flags, launch
@@ -19,28 +21,6 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("sft_*.yaml"))
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": "none"}
 SMALL = {**ON_CPU, "max_steps": 2, "per_device_train_batch_size": 4}
-PARTS = {"dataset_name": "embedded", "dataset_test_split": "train[:24]"}  # of the embedded problems, for traces.py
-
-
-@pytest.fixture
-def examples(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    (tmp_path / "model").symlink_to(embedded_model())
-
-
-@pytest.fixture
-def sft(examples):
-    import sft
-
-    return sft
-
-
-@pytest.fixture
-def traces(examples):
-    import traces
-
-    return traces
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -69,63 +49,36 @@ def test_humans_are_right_and_skip_steps():
     assert "completion" not in arithmetic_dataset("train", size=1).column_names
 
 
-def test_programs_by_humans_pass_the_tests(examples):
-    from embedded_programs import program_dataset
-
-    for row in program_dataset("test", size=50, completion=True):
-        names: dict = {}
-        exec(row["completion"][0]["content"], names)
-        assert all(eval(test.removeprefix("assert "), names) for test in row["tests"])
-
-
 # -------------------------------------------------------------------------------------------------------- sft.py
 
 
-def likelihood(model: str, row: dict) -> float:
-    """Mean log P of the tokens of a completion and its end."""
-    tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
-    start = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
-    ends = row["completion"][0]["content"] + "<|im_end|>"
-    prompt, completion = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (start, ends))
-    with torch.no_grad():
-        logits = network(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
-    return sum(logits[len(prompt) + i - 1, token].item() for i, token in enumerate(completion)) / len(completion)
-
-
-LEARNS = {**SMALL, "max_steps": 6, "per_device_train_batch_size": 32, "output_dir": "out"}
-
-
-def test_it_learns_what_humans_wrote(sft, tmp_path, capsys):
-    sft.main(flags(LEARNS))
+@pytest.mark.parametrize("task", ["embedded", "embedded_code"])
+def test_it_learns_what_humans_wrote(tmp_path, monkeypatch, capsys, task):
+    """The demo shows how a model is measured."""
+    monkeypatch.setattr(train_math, "accuracy", lambda *arguments, **sampling: 0.25)
+    learns = {**SMALL, "max_steps": 6, "per_device_train_batch_size": 32, "output_dir": tmp_path}
+    sft.main(flags(learns if task == "embedded" else {**learns, "dataset_name": task}))
+    losses = [row["loss"] for row in rows_of(tmp_path / "metrics.jsonl") if "loss" in row]
+    assert len(losses) == 6 and losses[-1] < losses[0] and (tmp_path / "model.safetensors").exists()
     said = capsys.readouterr().out
-    assert re.search(r"sampled accuracy on 256 .*: 0\.\d+ before, .* after\ngreedy accuracy", said)
-    assert "metrics: out/metrics.jsonl\nmodel:   out\n" in said
-    row = arithmetic_dataset("test", completion=True)[0]
-    assert likelihood("out", row) > likelihood("model", row)
-
-
-def test_it_learns_programs(sft, tmp_path, monkeypatch):
-    import train_math
-
-    monkeypatch.setattr(train_math, "measure", lambda *arguments: {})
-    sft.main(flags({**LEARNS, "dataset_name": "embedded_code"}))
-    losses = [row["loss"] for row in rows_of(tmp_path / "out" / "metrics.jsonl") if "loss" in row]
-    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert re.search(r"sampled accuracy on 256 .*: 0.250 before, 0.250 after\ngreedy accuracy", said)
+    assert f"metrics: {tmp_path}/metrics.jsonl\nmodel:   {tmp_path}\n" in said
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_the_loss_is_on_the_completion_alone(sft, tmp_path, monkeypatch, chat):
+def test_the_loss_is_on_the_completion_alone(own_folder, monkeypatch, chat):
     """What the trainer's own collator masks: of a conversation the prompt and the assistant's header, of a text it."""
-    trainers = []
-    monkeypatch.setattr(sft, "train_and_measure", lambda trainer, *rest, **more: trainers.append(trainer))
+    seen = []
+    monkeypatch.setattr(sft, "train_and_measure", lambda trainer, *rest, measured: seen.append((trainer, measured)))
     prompt, completion = "7+5", "7+5=12\nThe answer is 12"
     row = {"prompt": prompt, "completion": completion}
     if chat:
         roles = {"prompt": "user", "completion": "assistant"}
         row = {name: [{"role": roles[name], "content": text}] for name, text in row.items()}
-    write(tmp_path / "rows.jsonl", [row] * 4)
+    write(own_folder / "rows.jsonl", [row] * 4)
     sft.main(flags({**SMALL, "model_name_or_path": "model", "completions": "rows.jsonl", "output_dir": "out"}))
-    (trainer,) = trainers
+    ((trainer, measured),) = seen
+    assert not measured  # since the task is not known
     batch = next(iter(trainer.get_train_dataloader()))
     learned = [
         trainer.processing_class.decode(ids[labels != -100])
@@ -135,8 +88,10 @@ def test_the_loss_is_on_the_completion_alone(sft, tmp_path, monkeypatch, chat):
     assert all(prompt in trainer.processing_class.decode(ids) for ids in batch["input_ids"])
 
 
-def test_table_8(sft):
-    """Every file is a run without mistakes, and its values are the paper's."""
+def test_table_8():
+    """There is a file for every run of Tables 1 and 2, each is one without mistakes, and its values are the paper's."""
+    sizes = {"sft_h": ("0.5b", "1.5b", "3b"), "sft_m": ("0.5b", "1.5b", "3b"), "sft_h_code": ("0.5b", "1.5b")}
+    assert {path.stem for path in CONFIGS} == {f"{kind}_qwen2.5-{size}" for kind in sizes for size in sizes[kind]}
     types = (sft.SupervisedArguments, sft.SupervisedConfig, sft.ModelConfig)
     for path in CONFIGS:
         script, args, model = sft.parse(["--config", str(path), "--use_cpu", "--bf16=False"], types, {})
@@ -153,11 +108,6 @@ def test_table_8(sft):
             "sft_h_code": ("evalplus/mbppplus", None),
         }[kind]
         assert f"--config examples/configs/{path.name}" in path.read_text()
-
-
-def test_there_is_a_file_for_every_run_of_tables_1_and_2():
-    sizes = {"sft_h": ("0.5b", "1.5b", "3b"), "sft_m": ("0.5b", "1.5b", "3b"), "sft_h_code": ("0.5b", "1.5b")}
-    assert {path.stem for path in CONFIGS} == {f"{kind}_qwen2.5-{size}" for kind in sizes for size in sizes[kind]}
 
 
 GOOD = {"prompt": "1+1", "completion": "2"}
@@ -180,17 +130,16 @@ MODEL, DATA, FILE = ({"model_name_or_path": "model"}, {"dataset_name": "own.json
         ({**MODEL, "dataset_name": "code.jsonl"}, [], "1 of 1 rows of 'code.jsonl' lack a solution in 'code'"),
     ],
 )
-def test_mistakes(sft, tmp_path, monkeypatch, settings, rows, message):
+def test_mistakes(own_folder, monkeypatch, settings, rows, message):
     monkeypatch.setattr(sft, "SFTTrainer", None)
-    write(tmp_path / "rows.jsonl", rows)
-    write(tmp_path / "own.jsonl", [{"problem": "1+1", "answer": "2"}])
-    write(tmp_path / "code.jsonl", [{"text": "Add.", "code": "", "test_list": ["assert add(1, 1) == 2"]}])
+    write(own_folder / "rows.jsonl", rows)
+    write(own_folder / "code.jsonl", [{"text": "Add.", "code": "", "test_list": ["assert add(1, 1) == 2"]}])
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         sft.main(flags({**SMALL, **settings}))
 
 
-def test_a_chat_template_that_never_ends_is_refused(sft):
-    tokenizer = AutoTokenizer.from_pretrained("model")
+def test_a_chat_template_that_never_ends_is_refused():
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model())
     chat = [{"role": "user", "content": "1+1"}], [{"role": "assistant", "content": "2"}]
     rows = Dataset.from_list([dict(zip(("prompt", "completion"), chat, strict=True))])
     args = sft.SupervisedConfig("out", **ON_CPU)
@@ -207,40 +156,35 @@ def test_a_chat_template_that_never_ends_is_refused(sft):
 # ----------------------------------------------------------------------------------------------------- traces.py
 
 
-def test_correct_traces_are_kept_and_learned_from(traces, sft, tmp_path, capsys, monkeypatch):
-    import train_math
-
-    arguments = ["model", *flags({**PARTS, "num_samples": 2, "output": "t.jsonl", "temperature": 1.0})]
+def test_correct_traces_are_kept_and_learned_from(own_folder, capsys, monkeypatch):
+    settings = {"dataset_name": "embedded", "dataset_test_split": "train[:12]", "num_samples": 2, "temperature": 1.0}
+    arguments = ["model", *flags({**settings, "output": "t.jsonl"})]
     traces.main(arguments)
-    _, *rows = rows_of(tmp_path / "t" / "model.jsonl")
-    problems = arithmetic_dataset("train").select(range(24)).to_list()
+    _, *rows = rows_of(own_folder / "t" / "model.jsonl")
+    problems = arithmetic_dataset("train").select(range(12)).to_list()
     expected = [
         {"prompt": problem["prompt"], "completion": [{"role": "assistant", "content": one["text"]}]}
         for problem, row in zip(problems, rows, strict=True)
         for one in row["samples"]
         if arithmetic_reward([one["text"]], [problem["answer"]]) == [1.0]
     ]
-    kept = rows_of(tmp_path / "t.jsonl")
-    assert kept == expected and 0 < len(kept) < 48
-    wrong = 48 - len(kept)
-    assert f"48 traces of 24 problems: {len(kept)} kept, {wrong} wrong, 0 cut off, 0 failed" in capsys.readouterr().out
-    with monkeypatch.context() as patch:
-        patch.setattr("dash_trl.evaluation.tasks.open_sampler", None)
-        traces.main(arguments)  # all is there: nothing is sampled, nothing changes
-    assert rows_of(tmp_path / "t.jsonl") == kept
+    kept = rows_of(own_folder / "t.jsonl")
+    assert kept == expected and 0 < len(kept) < 24
+    wrong = 24 - len(kept)
+    assert f"24 traces of 12 problems: {len(kept)} kept, {wrong} wrong, 0 cut off, 0 failed" in capsys.readouterr().out
+    monkeypatch.setattr("dash_trl.evaluation.tasks.open_sampler", None)
+    traces.main(arguments)  # all is there: nothing is sampled, nothing changes
+    assert rows_of(own_folder / "t.jsonl") == kept
     measured = []
     monkeypatch.setattr(train_math, "measure", lambda *arguments: measured.append(None) or {})
-    run = {**SMALL, "completions": "t.jsonl", "output_dir": "out", "max_steps": 1}
-    sft.main(flags({**run, **MODEL}))
-    assert not measured
-    sft.main(flags(run))
+    sft.main(flags({**SMALL, "completions": "t.jsonl", "output_dir": "out", "max_steps": 1}))
     assert len(measured) == 2
 
 
-def test_programs_and_what_is_cut_off(traces, tmp_path):
+def test_programs_and_what_is_cut_off(own_folder):
     """Rows of MBPP's columns; the tests decide, in the sandbox, and what was cut off is not kept though it passes."""
     row = {"text": "f", "test_list": ["assert f(1) == 1"]}
-    write(tmp_path / "code.jsonl", [row] * 2)
+    write(own_folder / "code.jsonl", [row] * 2)
     with pytest.raises(ValueError, match="No trace is kept: of 2 there are 0 kept, 2 wrong, 0 cut off, 0 failed. Look"):
         traces.main(["model", *flags({"dataset_name": "code.jsonl", "max_completion_length": 4, "output": "t.jsonl"})])
     fates = {(1.0, False): "kept", (1.0, True): "cut off", (0.0, True): "wrong", (None, False): "failed"}
@@ -248,18 +192,13 @@ def test_programs_and_what_is_cut_off(traces, tmp_path):
         assert traces.fate({"reward": reward, "truncated": truncated}) == fate
 
 
-def test_the_embedded_teacher_is_the_model_after_rl_and_is_kept(traces, tmp_path, monkeypatch):
-    import train_math
-
+def test_the_embedded_teacher_is_the_model_after_rl_and_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     cache = tmp_path / "cache" / "dash_trl"
     shutil.copytree(Path(embedded_model()), cache / Path(embedded_model()).name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    short = {
-        **train_math.embedded_defaults(),
-        "max_steps": 1,
-        "gradient_accumulation_steps": 2,
-        "max_completion_length": 8,
-    }
+    short = {"max_steps": 1, "gradient_accumulation_steps": 2, "max_completion_length": 8}
+    short = {**train_math.embedded_defaults(), **short}
     for module in (train_math, traces):
         monkeypatch.setattr(module, "embedded_defaults", lambda: short)
     monkeypatch.setattr(train_math, "measure", lambda *arguments: {})
@@ -271,15 +210,11 @@ def test_the_embedded_teacher_is_the_model_after_rl_and_is_kept(traces, tmp_path
     traces.main(run)
 
 
-def test_a_teacher_without_problems_is_a_mistake(traces):
-    with pytest.raises(ValueError, match="There is no dataset for 'model': add --dataset_name"):
-        traces.main(["model"])
-
-
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_without_arguments_it_unlearns_what_humans_skip(tmp_path):
     """As in the paper; the teacher's traces do not."""
-    done = launch("--output_dir", tmp_path, script="sft")
+    done = launch(ROOT / "examples" / "sft.py", "--output_dir", tmp_path)
     accuracy = dict(re.findall(r"(sampled|greedy) accuracy on 256 .*: (.* before, .*) after", done.stdout))
     before, after = map(float, accuracy["greedy"].split(" before, "))
     assert before >= 0.9 and before - after >= 0.2, done.stdout
