@@ -17,7 +17,6 @@ by NCCL only, neither of which a CPU has.
 
 import math
 import random
-import statistics
 from typing import Any
 
 import harness
@@ -78,30 +77,24 @@ def windows(level: int, url: str, iterations: int) -> dict[str, list[float]]:
     return {name: values[level + 1 :] for name, values in found.items()}
 
 
-def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--iterations", type=int, default=1, help="optimizer steps on a window: makes training longer")
-    arguments = parser.parse_args()
+def main(iterations: int) -> dict[str, float]:
     seconds: dict[int, dict[str, list[float]]] = {level: {} for level in LEVELS}
     with harness.server_beside(embedded_model()) as url:
         for _ in range(ROUNDS):
             for level in LEVELS:
-                for name, values in windows(level, url, arguments.iterations).items():
+                for name, values in windows(level, url, iterations).items():
                     seconds[level].setdefault(name, []).extend(values)
-    medians = {
-        level: {name: statistics.median(values) for name, values in found.items()} for level, found in seconds.items()
-    }
-    generation, weights = medians[0]["wait_for_rollouts"], medians[0]["wait_for_weights"]
-    training = medians[0]["window"] - generation - weights
-    results: dict[str, Any] = {f"k{level}": medians[level]["window"] for level in LEVELS}
-    results |= {"generation": generation, "weights": weights, "training": training}
-    results["max_stage"] = max(generation, training + weights)
+    rows = {level: harness.medians(found) for level, found in seconds.items()}
+    results = {f"k{level}": row["window"] for level, row in rows.items()}
+    results |= {"generation": rows[0]["wait_for_rollouts"], "weights": rows[0]["wait_for_weights"]}
+    results["training"] = results["k0"] - results["generation"] - results["weights"]
+    results["max_stage"] = max(results["generation"], results["training"] + results["weights"])
     results["over_limit"] = results["k1"] / results["max_stage"]
-    for level, row in medians.items():
-        harness.say(f"k = {level}: seconds", row)
-    harness.say("all: seconds", results)
-    harness.write(arguments.json, results)
+    for name, row in [*((f"k = {level}: seconds", row) for level, row in rows.items()), ("all: seconds", results)]:
+        harness.say(name, row)
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    more = {"type": int, "default": 1, "help": "optimizer steps on a window: makes training longer"}
+    harness.run(main, __doc__, iterations=more)

@@ -10,7 +10,6 @@ without a waiting process would; and the CPU time of the solutions themselves.
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,9 +25,8 @@ TRIVIAL, TRIVIAL_TEST, TRIALS = "def f(x): return x + 1", ["assert f(1) == 2"], 
 
 def per_second(pool: ThreadPoolExecutor, function: Callable[[int], Any], count: int) -> tuple[list[Any], float]:
     """(results, calls per second) of function(0), …, function(count - 1)."""
-    started = time.perf_counter()
-    results = list(pool.map(function, range(count)))
-    return results, count / (time.perf_counter() - started)
+    results, seconds = harness.timed(lambda: list(pool.map(function, range(count))))
+    return results, count / seconds
 
 
 def start_python_twice(_: int) -> None:
@@ -36,15 +34,15 @@ def start_python_twice(_: int) -> None:
         subprocess.run([os.path.realpath(sys.executable), "-I", "-S", "-c", "import ast, json, random"], check=True)
 
 
-def run(data: Path, workers: int) -> dict[str, Any]:
+def main(data: Path, workers: int) -> dict[str, Any]:
+    if not data.exists():
+        raise SystemExit(f"{data} does not exist: give MBPP+'s folder with --data")
     problems = list(load_code_dataset(data, split="all", prompt_template="plain", completion=True))
     codes = [one["completion"] for one in problems]
     count = len(problems)
     with CodeReward() as reward, ThreadPoolExecutor(workers) as pool:
         box = reward.sandbox
-        started = time.perf_counter()
-        kind = box.kind
-        start = time.perf_counter() - started
+        kind, start = harness.timed(lambda: box.kind)
 
         def score(code: int, problem: int) -> float:
             name, own = problems[problem]["entry_point"], problems[code]["entry_point"]
@@ -57,7 +55,7 @@ def run(data: Path, workers: int) -> dict[str, Any]:
         other, other_rate = per_second(pool, lambda i: score(i, (i + 1) % count), count)
         cpu = [box.run(codes[i], problems[i]["tests"], problems[i]["entry_point"]).cpu_seconds for i in range(count)]
         _, twice = per_second(pool, start_python_twice, TRIALS)
-    return {
+    figures = {
         "isolation": kind,
         "start_s": start,
         "solutions": count,
@@ -71,19 +69,14 @@ def run(data: Path, workers: int) -> dict[str, Any]:
         "cpu_mean_s": sum(cpu) / count,
         "cpu_most_s": max(cpu),
     }
-
-
-def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--data", type=Path, default=DATA, help="the folder of MBPP+")
-    parser.add_argument("--workers", type=int, default=4, help="threads that ask; processes are as many as CPUs")
-    arguments = parser.parse_args()
-    if not arguments.data.exists():
-        parser.error(f"{arguments.data} does not exist: give MBPP+'s folder with --data")
-    figures = run(arguments.data, arguments.workers)
-    harness.say(f"isolation {figures['isolation']}", figures)
-    harness.write(arguments.json, figures)
+    harness.say(f"isolation {kind}", figures)
+    return figures
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(
+        main,
+        __doc__,
+        data={"type": Path, "default": DATA, "help": "the folder of MBPP+"},
+        workers={"type": int, "default": 4, "help": "threads that ask; processes are as many as CPUs"},
+    )

@@ -13,8 +13,10 @@ import random
 import re
 import statistics
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
-import harness  # noqa: F401
+import harness
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -47,11 +49,9 @@ def _solution(problem: str, generator: random.Random, slip_rate: float, wait_rat
     total, written = int(first), []
     for operation in operations:
         left, form, result = f"{total}{operation}", generator.choice(FORMS), total + int(operation)
-        caught = trap(left, result)
-        if caught is not None and caught[0] == form:
-            result = caught[1]
-        written.append(f"{left}{form}{result}")
-        total = result
+        wrong_form, wrong = trap(left, result) or (None, None)
+        total = wrong if form == wrong_form else result
+        written.append(f"{left}{form}{total}")
     return "\n".join([*written, f"The answer is {total}"])
 
 
@@ -65,38 +65,44 @@ def confident_model() -> str:
     return embedded_model(settings=WARM_UP, lessons=replace(ARITHMETIC, name="confident", solution=_solution))
 
 
-def check(path: str) -> None:
+def main() -> dict[str, Any]:
     """Sampled lines of held-out problems: the means over a line's tokens, of right and of wrong ones."""
+    path = confident_model()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     rows = confident_dataset("test", 128)
     drawn = LocalSampler(model, tokenizer, batch_size=256).sample(rows["prompt"], num_samples=4, max_new_tokens=LONGEST)
     samples = [(rows[index], sample) for index, of_one in drawn for sample in of_one]
     right = arithmetic_reward([sample.text for _, sample in samples], [row["answer"] for row, _ in samples])
-    print(f"accuracy {statistics.mean(right):.3f}")
 
-    figures: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     asked = [
         ValueRequest(tuple(prompt_ids(row["prompt"], tokenizer)), tuple(sample.token_ids), (0,))
         for row, sample in samples
     ]
+    figures: dict[str, list[tuple[float, float]]] = {"right": [], "wrong": []}
     for one in with_log_probs(asked, model, temperature=1.0):
-        start = 0
-        for end, token in enumerate(one.completion_ids, start=1):
-            if tokenizer.decode([token]) == "\n":
-                line = tokenizer.decode(one.completion_ids[start : end - 1])
-                if step := re.fullmatch(rf"(-?\d+)([+-]\d+)[{FORMS}](-?\d+)", line):
-                    is_right = int(step[1]) + int(step[2]) == int(step[3])
-                    sides = (statistics.mean(side[start:end]) for side in (one.log_probs, one.entropies))
-                    figures[is_right].append(tuple(sides))
-                start = end
-    means = {kind: [statistics.mean(side) for side in zip(*found, strict=True)] for kind, found in figures.items()}
-    for kind, (log_prob, entropy) in means.items():
-        name = "right" if kind else "wrong"
-        print(f"{len(figures[kind])} {name} lines: mean log-prob {log_prob:.3f}, mean entropy {entropy:.3f}")
-    apart = max(abs(a - b) for a, b in zip(means[True], means[False], strict=True))
+        ends = [end for end, token in enumerate(one.completion_ids, start=1) if tokenizer.decode([token]) == "\n"]
+        for start, end in pairwise([0, *ends]):
+            line = tokenizer.decode(one.completion_ids[start : end - 1])
+            if step := re.fullmatch(rf"(-?\d+)([+-]\d+)[{FORMS}](-?\d+)", line):
+                name = "right" if int(step[1]) + int(step[2]) == int(step[3]) else "wrong"
+                figures[name].append(
+                    (statistics.mean(one.log_probs[start:end]), statistics.mean(one.entropies[start:end]))
+                )
+    results = {
+        name: {
+            "lines": len(found),
+            "log_prob": statistics.mean(log_prob for log_prob, _ in found),
+            "entropy": statistics.mean(entropy for _, entropy in found),
+        }
+        for name, found in figures.items()
+    }
+    for name, row in results.items():
+        harness.say(f"{name} lines", row)
+    apart = max(abs(results["right"][side] - results["wrong"][side]) for side in ("log_prob", "entropy"))
     if apart > 0.05:
         raise SystemExit(f"Right and wrong lines are {apart:.3f} nats apart: the errors are not confident.")
+    return {"accuracy": statistics.mean(right), **results}
 
 
 if __name__ == "__main__":
-    check(confident_model())
+    harness.run(main, __doc__)

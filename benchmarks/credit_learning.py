@@ -32,17 +32,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import confident
 import harness
-from confident import LONGEST, OPERANDS
+from confident import FORMS, LONGEST, OPERANDS, confident_dataset, confident_model, trap
 from value_quality import SumOfLogProbs
 
 from dash_trl import DASHCallback, ProcessRewardCallback
-from dash_trl.embedded import WarmUp, arithmetic_dataset, arithmetic_reward, embedded_model
-from dash_trl.evaluation import accuracy
+from dash_trl.embedded import WarmUp, embedded_model
 from dash_trl.process_rewards import (
     AnswerLogProbValue,
     CreditSettings,
@@ -84,9 +83,9 @@ class Task:
 TASKS = {
     "slips": Task(lambda: embedded_model(settings=WARM_UP), lambda left, right: STEP_SUCCESS, "="),
     "confident": Task(
-        confident.confident_model,
-        lambda left, right: 0.5 if confident.trap(left, right) else 1.0,
-        confident.FORMS,
+        confident_model,
+        lambda left, right: 0.5 if trap(left, right) else 1.0,
+        FORMS,
         steps=120,
         warm_up_steps=10,
         samples_at_end=8,
@@ -117,9 +116,7 @@ class TrueValue:
 
     def _value(self, problem: str, prefix: str) -> float:
         first, *operations = re.findall(r"[+-]?\d+", problem)
-        totals = [int(first)]
-        for operation in operations:
-            totals.append(totals[-1] + int(operation))
+        totals = [*accumulate(map(int, [first, *operations]))]
         done, right = 0, True
         for line in prefix.split("\n"):
             again = line.startswith("Wait, ")
@@ -163,53 +160,51 @@ def by_log_prob(task: Task, space: str = "log") -> AnswerLogProbValue:
     return AnswerLogProbValue("The answer is ", closing="<|im_end|>", space=space)
 
 
-@dataclass(frozen=True)
-class Method:
-    estimator: str
-    value: Callable[[Task], ValueEstimator] = lambda task: OutcomeValue()
-    settings: CreditSettings = CreditSettings()
-    anchored: bool = False
+def credit(
+    estimator: str, value: Callable[[Task], ValueEstimator] = lambda task: OutcomeValue(), **others: Any
+) -> Callable[[Task], ProcessRewardCallback]:
+    return lambda task: ProcessRewardCallback(
+        value(task), estimator=estimator, markers=line_starts, min_episode_tokens=1, **others
+    )
 
 
 AUTO = CreditSettings(process_weight="auto")
 # The first ones are made where no other is asked for.
-METHODS: dict[str, Method | None] = {
+METHODS: dict[str, Callable[[Task], ProcessRewardCallback] | None] = {
     "outcome only": None,
-    "centered_return": Method("centered_return"),
-    "episode": Method("episode"),
-    "centered_return, anchored": Method("centered_return", anchored=True),
-    "episode, anchored": Method("episode", anchored=True),
-    "centered_return, anchored, auto": Method("centered_return", settings=AUTO, anchored=True),
-    "gae": Method("gae"),
-    "centered_return, true V": Method("centered_return", TrueValue),
-    "centered_return, shuffled": Method("centered_return", lambda task: Shuffled()),
-    "centered_return, Σ log p": Method("centered_return", lambda task: SumOfLogProbs()),
-    "centered_return, without own tokens": Method("centered_return", lambda task: WithoutOwnTokens()),
+    "centered_return": credit("centered_return"),
+    "episode": credit("episode"),
+    "centered_return, anchored": credit("centered_return", anchored=True),
+    "episode, anchored": credit("episode", anchored=True),
+    "centered_return, anchored, auto": credit("centered_return", settings=AUTO, anchored=True),
+    "gae": credit("gae"),
+    "centered_return, true V": credit("centered_return", TrueValue),
+    "centered_return, shuffled": credit("centered_return", lambda task: Shuffled()),
+    "centered_return, Σ log p": credit("centered_return", lambda task: SumOfLogProbs()),
+    "centered_return, without own tokens": credit("centered_return", lambda task: WithoutOwnTokens()),
 }
 STUDY = list(METHODS)
 METHODS |= {
-    "episode, true V": Method("episode", TrueValue),
-    "episode, anchored, true V": Method("episode", TrueValue, anchored=True),
-    "gae, true V": Method("gae", TrueValue),
-    "gae, λ = 1": Method("gae", settings=CreditSettings(lam=1.0)),
-    "centered_return, forced answer": Method("centered_return", by_log_prob),
-    "grpo_process, forced answer": Method("grpo_process", by_log_prob),
-    "episode, forced answer": Method("episode", by_log_prob),
-    "centered_return, forced answer, weight 0.3": Method(
-        "centered_return", by_log_prob, CreditSettings(process_weight=0.3)
+    "episode, true V": credit("episode", TrueValue),
+    "episode, anchored, true V": credit("episode", TrueValue, anchored=True),
+    "gae, true V": credit("gae", TrueValue),
+    "gae, λ = 1": credit("gae", settings=CreditSettings(lam=1.0)),
+    "centered_return, forced answer": credit("centered_return", by_log_prob),
+    "grpo_process, forced answer": credit("grpo_process", by_log_prob),
+    "episode, forced answer": credit("episode", by_log_prob),
+    "centered_return, forced answer, weight 0.3": credit(
+        "centered_return", by_log_prob, settings=CreditSettings(process_weight=0.3)
     ),
-    "centered_return, forced answer, probability": Method(
+    "centered_return, forced answer, probability": credit(
         "centered_return", lambda task: by_log_prob(task, "probability")
     ),
-    "episode, forced answer, probability": Method("episode", lambda task: by_log_prob(task, "probability")),
+    "episode, forced answer, probability": credit("episode", lambda task: by_log_prob(task, "probability")),
 }
 
 
 def measure(model: Any, tokenizer: Any, num_samples: int = SAMPLES) -> float:
-    held_out = arithmetic_dataset("test", operands=OPERANDS)
-    return accuracy(
-        model, tokenizer, held_out, arithmetic_reward, num_samples=num_samples, max_new_tokens=LONGEST, batch_size=256
-    )
+    sampling = {"num_samples": num_samples, "max_new_tokens": LONGEST, "batch_size": 256}
+    return harness.accuracy(model, tokenizer, confident_dataset("test"), **sampling)
 
 
 @dataclass
@@ -253,20 +248,7 @@ class Watch(DASHCallback):
 
 
 def run(task: Task, method: str, seed: int, learning_rate: float) -> Curve:
-    watch = Watch(task)
-    callbacks: list[Any] = [watch]
-    process = METHODS[method]
-    if process is not None:
-        callbacks.append(
-            ProcessRewardCallback(
-                process.value(task),
-                estimator=process.estimator,
-                settings=process.settings,
-                anchored=process.anchored,
-                markers=line_starts,
-                min_episode_tokens=1,
-            )
-        )
+    watch, process = Watch(task), METHODS[method]
     settings = {
         "seed": seed,
         "max_steps": task.steps,
@@ -275,7 +257,8 @@ def run(task: Task, method: str, seed: int, learning_rate: float) -> Curve:
         "max_completion_length": LONGEST,
         "logging_strategy": "no",
     }
-    train = arithmetic_dataset("train", seed=seed, operands=OPERANDS)
+    callbacks = [watch] if process is None else [watch, process(task)]
+    train = confident_dataset("train", seed=seed)
     harness.embedded_trainer(settings, path=task.model(), train=train, callbacks=callbacks).train()
     return watch.curve
 
@@ -284,10 +267,9 @@ class Runs:
     """Those made so far, by method, seed and learning rate; kept in a file of JSON lines, if there is one."""
 
     def __init__(self, path: Path | None, task: str):
-        self.path, self.task, self.done = path, task, {}
-        for line in path.read_text().splitlines() if path and path.exists() else ():
-            key, curve = json.loads(line)
-            self.done[tuple(key)] = Curve(**curve)
+        self.path, self.task = path, task
+        lines = path.read_text().splitlines() if path and path.exists() else []
+        self.done = {tuple(key): Curve(**curve) for key, curve in map(json.loads, lines)}
 
     def __call__(self, method: str, seed: int, rate: float) -> Curve:
         key = (self.task, method, seed, rate)
@@ -309,8 +291,11 @@ def reached(curve: Sequence[float], target: float) -> float:
     return math.inf
 
 
-def samples_ratio(curves: Sequence[Curve], baseline: Sequence[Curve]) -> tuple[float, tuple[float, float]]:
-    """Samples to outcome-only's mean final accuracy as a share of the run; with the interval of a paired bootstrap."""
+def samples_ratios(curves: Sequence[Curve], baseline: Sequence[Curve]) -> list[float | None]:
+    """Samples to outcome-only's mean final accuracy as a share of the run; the 95 % interval of a paired bootstrap.
+
+    None where it is not reached.
+    """
 
     def ratio(rows: Sequence[int]) -> float:
         target = statistics.mean(baseline[row].accuracy[-1] for row in rows)
@@ -318,11 +303,8 @@ def samples_ratio(curves: Sequence[Curve], baseline: Sequence[Curve]) -> tuple[f
 
     generator, seeds = random.Random(0), range(len(curves))
     resampled = sorted(ratio(generator.choices(seeds, k=len(seeds))) for _ in range(RESAMPLES))
-    return ratio(seeds), (resampled[round(0.025 * RESAMPLES)], resampled[round(0.975 * RESAMPLES) - 1])
-
-
-def finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
+    found = ratio(seeds), resampled[round(0.025 * RESAMPLES)], resampled[round(0.975 * RESAMPLES) - 1]
+    return [one if math.isfinite(one) else None for one in found]
 
 
 def means(rows: Iterable[Sequence[float]]) -> list[float]:
@@ -332,7 +314,7 @@ def means(rows: Iterable[Sequence[float]]) -> list[float]:
 
 def summary(curves: Sequence[Curve], baseline: Sequence[Curve]) -> dict[str, Any]:
     pairs = list(zip(curves, baseline, strict=True))
-    ratio, (low, high) = samples_ratio(curves, baseline)
+    ratio, *interval_of_ratio = samples_ratios(curves, baseline)
     of_curve = [statistics.mean(curve.accuracy[1:]) - statistics.mean(base.accuracy[1:]) for curve, base in pairs]
     of_points = [harness.interval(values) for values in zip(*(curve.accuracy for curve in curves), strict=True)]
     return {
@@ -341,39 +323,39 @@ def summary(curves: Sequence[Curve], baseline: Sequence[Curve]) -> dict[str, Any
         "seconds": means(curve.seconds for curve in curves),
         "entropy": means(curve.entropy for curve in curves),
         "waits": means(curve.waits for curve in curves),
-        "samples_ratio": finite(ratio),
-        "samples_ratio_interval": [finite(low), finite(high)],
+        "samples_ratio": ratio,
+        "samples_ratio_interval": interval_of_ratio,
         "paired_gain": harness.interval([curve.accuracy[-1] - base.accuracy[-1] for curve, base in pairs]),
         "paired_gain_of_curve": harness.interval(of_curve),
     }
 
 
-def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--runs", type=Path, help="keep each run in this file")
-    parser.add_argument("--task", choices=TASKS, default="slips")
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="2 to 10 of them")
-    parser.add_argument("--learning_rate", type=float, help="leave the tuning out")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=STUDY, metavar="METHOD")
-    arguments = parser.parse_args()
-    methods = ["outcome only", *(method for method in arguments.methods if method != "outcome only")]
-    runs = Runs(arguments.runs, arguments.task)
-
+def main(
+    runs: Path | None, task: str, seeds: Sequence[int], learning_rate: float | None, methods: Sequence[str]
+) -> dict[str, Any]:
+    run_of, methods = Runs(runs, task), list(dict.fromkeys(["outcome only", *methods]))
     tuning: dict[str, float] = {}
-    for rate in () if arguments.learning_rate else LEARNING_RATES:
-        tuning[f"{rate:g}"] = statistics.mean(runs("outcome only", seed, rate).accuracy[-1] for seed in TUNING_SEEDS)
-        print(f"outcome only, learning rate {rate:g}: {tuning[f'{rate:g}']:.3f}", flush=True)
-    rate = arguments.learning_rate or float(max(tuning, key=lambda name: tuning[name]))
-    curves = {(method, seed): runs(method, seed, rate) for seed in arguments.seeds for method in methods}
-
-    results: dict[str, Any] = {"task": arguments.task, "learning_rate": rate, "tuning": tuning}
-    results |= {"samples_per_step": 128, "steps": TASKS[arguments.task].steps, "seeds": list(arguments.seeds)}
-    of = {method: [curves[method, seed] for seed in arguments.seeds] for method in methods}
-    for method in methods if len(arguments.seeds) > 1 else ():
-        found = results[method] = summary(of[method], of["outcome only"])
+    for rate in () if learning_rate else LEARNING_RATES:
+        tuning[f"{rate:g}"] = statistics.mean(run_of("outcome only", seed, rate).accuracy[-1] for seed in TUNING_SEEDS)
+        harness.say("outcome only, by learning rate", tuning)
+    rate = learning_rate or float(max(tuning, key=lambda name: tuning[name]))
+    made = [[run_of(method, seed, rate) for method in methods] for seed in seeds]
+    curves = dict(zip(methods, zip(*made, strict=True), strict=True))
+    results: dict[str, Any] = {"task": task, "learning_rate": rate, "tuning": tuning}
+    results |= {"samples_per_step": 128, "steps": TASKS[task].steps, "seeds": list(seeds)}
+    for method in methods if len(seeds) > 1 else ():
+        found = results[method] = summary(curves[method], curves["outcome only"])
         harness.say(method, {"final": (found["accuracy"][-1], found["interval"][-1]), **found})
-    harness.write(arguments.json, results)
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(
+        main,
+        __doc__,
+        runs={"type": Path, "help": "keep each run in this file"},
+        task={"choices": TASKS, "default": "slips"},
+        seeds={"type": int, "nargs": "+", "default": SEEDS, "help": "2 to 10 of them"},
+        learning_rate={"type": float, "help": "leave the tuning out"},
+        methods={"nargs": "+", "choices": METHODS, "default": STUDY, "metavar": "METHOD"},
+    )

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
-from dash_trl.evaluation import accuracy
+from dash_trl.embedded import embedded_defaults, embedded_model
 
 SEEDS = (0, 1, 2)
 
@@ -21,15 +20,13 @@ SEEDS = (0, 1, 2)
 def measure(model: Any, tokenizer: Any) -> list[float]:
     """[sampled, greedy] accuracy."""
     length = embedded_defaults()["max_completion_length"]
-    problems = (arithmetic_dataset("test"), arithmetic_reward)
     return [
-        accuracy(model, tokenizer, *problems, num_samples=samples, temperature=temperature, max_new_tokens=length)
+        harness.accuracy(model, tokenizer, num_samples=samples, temperature=temperature, max_new_tokens=length)
         for samples, temperature in ((2, 1.0), (1, 0.0))
     ]
 
 
-def main() -> None:
-    arguments = harness.parser(__doc__).parse_args()
+def main() -> dict[str, list[float]]:
     path = embedded_model()
     tokenizer = AutoTokenizer.from_pretrained(path)
     before = measure(AutoModelForCausalLM.from_pretrained(path), tokenizer)
@@ -39,14 +36,14 @@ def main() -> None:
             clock = harness.Clock()
             trainer = harness.embedded_trainer({"seed": seed, "logging_strategy": "no"}, kind=kind, callbacks=[clock])
             trainer.train()
-            sampled, greedy = measure(trainer.model, tokenizer)
-            row = {"before": before[0], "after": sampled, "greedy_before": before[1], "greedy_after": greedy}
+            after = measure(trainer.model, tokenizer)
+            row = {"before": before[0], "after": after[0], "greedy_before": before[1], "greedy_after": after[1]}
             row["seconds"] = sum(clock.seconds)
             harness.say(f"seed {seed}, {name}", row)
             for key, value in row.items():
                 results.setdefault(key + suffix, []).append(value)
-    harness.write(arguments.json, results)
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main, __doc__)

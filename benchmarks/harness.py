@@ -11,29 +11,30 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # so that they run without an installation
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TRL_EXPERIMENTAL_SILENCE": "1",  # that a rollout_func is experimental
-    "CI": "1",  # no telemetry in a timed run
-}
-for _name, _value in ENVIRONMENT.items():
-    os.environ.setdefault(_name, _value)
+os.environ.update(
+    {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TRL_EXPERIMENTAL_SILENCE": "1",  # that a rollout_func is experimental
+        "CI": "1",  # no telemetry in a timed run
+        **os.environ,  # what is set stays
+    }
+)
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback  # noqa: E402
 from trl import GRPOConfig  # noqa: E402
 
-from dash_trl import DASHConfig, DASHTrainer  # noqa: E402
+from dash_trl import DASHConfig, DASHTrainer, evaluation  # noqa: E402
 from dash_trl.embedded import (  # noqa: E402
     arithmetic_dataset,
     arithmetic_reward,
@@ -52,14 +53,19 @@ T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9
 # ------------------------------------------------------------------------------------------------ the command line
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """With `--json`; `write` writes there."""
-    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--json", type=Path, help="write the figures to this file")
-    return found
+def run(main: Callable[..., Any], description: str | None, **options: dict[str, Any]) -> None:
+    """Calls `main` with the options of the command line by their names, and writes what it returns as `--json` says.
 
-
-def write(file: Path | None, figures: Any) -> None:
+    Args:
+        options: name → settings of `add_argument`.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    for name, settings in options.items():
+        parser.add_argument(f"--{name}", **settings)
+    arguments = vars(parser.parse_args())
+    file = arguments.pop("json")
+    figures = main(**arguments)
     if file:
         file.write_text(json.dumps(figures, indent=2) + "\n")
 
@@ -79,6 +85,22 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values), T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
 
 
+def medians(of: Mapping[Any, Sequence[float]]) -> dict[Any, float]:
+    return {name: statistics.median(values) for name, values in of.items()}
+
+
+def timed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+    """(what it returns, its seconds)."""
+    started = time.perf_counter()
+    result = work(*arguments)
+    return result, time.perf_counter() - started
+
+
+def accuracy(model: Any, tokenizer: Any, problems: Any = None, **sampling: Any) -> float:
+    """Of a model on held-out problems, by default the 256 of the embedded task."""
+    return evaluation.accuracy(model, tokenizer, problems or arithmetic_dataset("test"), arithmetic_reward, **sampling)
+
+
 class Clock(TrainerCallback):
     """Seconds of each optimizer step, the end of each, and the parameters after the first one.
 
@@ -89,7 +111,7 @@ class Clock(TrainerCallback):
     def __init__(self, *, keep_first: bool = False) -> None:
         self.seconds: list[float] = []
         self.ends: list[float] = []
-        self.first: dict[str, torch.Tensor] = {}
+        self.first: dict[str, Any] = {}
         self.keep_first = keep_first
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -101,37 +123,49 @@ class Clock(TrainerCallback):
         self.ends.append(time.perf_counter())
         self.seconds.append(self.ends[-1] - self.started)
         if self.keep_first and state.global_step == 1:
-            self.first = {name: value.detach().float().cpu().clone() for name, value in model.named_parameters()}
+            self.first = {name: one.detach().float().cpu().numpy().copy() for name, one in model.named_parameters()}
 
 
-def relative_difference(start: dict[str, Any], ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    """The largest difference of a parameter after an update, relative to the largest update."""
-    update = max((theirs[name] - start[name].float()).abs().max().item() for name in theirs)
-    return max((theirs[name] - ours[name]).abs().max().item() for name in theirs) / update
+def against_trl(clocks: Mapping[str, Clock], start: Mapping[str, Any]) -> dict[str, float]:
+    """Medians of the counted steps of "trl" and "dash", their ratio, and the largest difference of a parameter.
+
+    Args:
+        clocks: of both trainers; the first step is not counted. start: the parameters before it; the difference after
+            it is relative to the largest update.
+    """
+    trl, dash = clocks["trl"], clocks["dash"]
+    update = max(abs(value - start[name].float().numpy()).max() for name, value in trl.first.items())
+    difference = max(abs(value - dash.first[name]).max() for name, value in trl.first.items())
+    seconds = medians({f"{kind}_s": clock.seconds[1:] for kind, clock in clocks.items()})
+    return {**seconds, "ratio": seconds["trl_s"] / seconds["dash_s"], "rel_param_diff": float(difference / update)}
 
 
-class Memory:
-    """`taken`: the most bytes that a span of the program takes beyond what it began with; of a GPU, if there is one."""
+def begin_peak(on_gpu: bool = False) -> int:
+    """From here on `peak` counts anew; the bytes that are taken now."""
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak(on_gpu)
 
-    def __enter__(self):
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM is counted anew
-        self.before = self._most()
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.taken = self._most() - self.before
-
-    def _most(self) -> int:
-        if torch.cuda.is_available():
-            return torch.cuda.max_memory_allocated()
-        (line,) = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM")]
-        return int(line.split()[1]) * 1024
+def peak(on_gpu: bool = False) -> int:
+    """The most bytes that this process took at once, in the computer's memory or the GPU's."""
+    if on_gpu:
+        return torch.cuda.max_memory_allocated()
+    (line,) = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
 
 
 # ------------------------------------------------------------------------------------------------ trainers
+
+
+def _trainer(kind: Any, settings: dict[str, Any], **others: Any) -> Any:
+    config = DASHConfig if issubclass(kind, DASHTrainer) else GRPOConfig
+    folder = tempfile.mkdtemp(dir=OUTPUT.name)
+    trainer = kind(args=config(output_dir=folder, disable_tqdm=True, **settings), **others)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def embedded_trainer(
@@ -144,24 +178,13 @@ def embedded_trainer(
         train: other problems than those of the run's seed.
         others: `callbacks`, `rollout_func`, `reward_funcs`.
     """
-    settings = {
-        **embedded_defaults(),
-        "output_dir": tempfile.mkdtemp(dir=OUTPUT.name),
-        "disable_tqdm": True,
-        **settings,
+    others = {
+        "model": path or embedded_model(progress=False),
+        "train_dataset": train or arithmetic_dataset("train", seed=settings.get("seed", 0)),
+        "reward_funcs": arithmetic_reward,
+        **others,
     }
-    trainer = kind(
-        model=path or embedded_model(progress=False),
-        args=_config(kind)(**settings),
-        train_dataset=train or arithmetic_dataset("train", seed=settings.get("seed", 0)),
-        **{"reward_funcs": arithmetic_reward, **others},
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def _config(kind: Any) -> Any:
-    return DASHConfig if issubclass(kind, DASHTrainer) else GRPOConfig
+    return _trainer(kind, {**embedded_defaults(), **settings}, **others)
 
 
 class Scripted:
@@ -197,8 +220,7 @@ class Scripted:
 
 def scripted_trainer(kind: Any, model: Any, workload: Scripted, settings: dict[str, Any], **others: Any) -> Any:
     """A trainer of its class whose steps only update: SGD at rate 1 without clipping, so that updates compare."""
-    common = {
-        "output_dir": tempfile.mkdtemp(dir=OUTPUT.name),
+    settings = {
         "num_generations": workload.group,
         "max_completion_length": workload.longest,
         "optim": "sgd",
@@ -209,27 +231,19 @@ def scripted_trainer(kind: Any, model: Any, workload: Scripted, settings: dict[s
         "logging_strategy": "no",
         "save_strategy": "no",
         "report_to": "none",
-        "disable_tqdm": True,
+        **settings,
     }
-    trainer = kind(
-        model=model,
-        reward_funcs=workload,
-        args=_config(kind)(**common, **settings),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        processing_class=arithmetic_tokenizer(),
-        rollout_func=workload.rollouts,
-        **others,
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+    others |= {"train_dataset": Dataset.from_dict({"prompt": PROMPTS}), "processing_class": arithmetic_tokenizer()}
+    return _trainer(kind, settings, model=model, reward_funcs=workload, rollout_func=workload.rollouts, **others)
 
 
-def qwen2(tokenizer: Any = None, **shape: Any) -> Qwen2ForCausalLM:
-    """A Qwen2 with random weights, the same ones each time."""
+def qwen2(**shape: Any) -> Qwen2ForCausalLM:
+    """A Qwen2 with random weights, the same ones each time, and the special tokens of the embedded task."""
     torch.manual_seed(0)
-    if tokenizer is not None:
-        shape |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return Qwen2ForCausalLM(Qwen2Config(**shape))
+    tokenizer = arithmetic_tokenizer()
+    return Qwen2ForCausalLM(
+        Qwen2Config(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **shape)
+    )
 
 
 # ------------------------------------------------------------------------------------------------ servers

@@ -17,7 +17,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from fractions import Fraction
 from pathlib import Path
@@ -30,9 +30,8 @@ from dash_trl.rewards import MathAccuracyReward  # noqa: E402
 from tests.math_cases import RIGHT, UNSCORED, WRONG  # noqa: E402
 
 DATA = ROOT.parent / "shared" / "data"
-FILES = ("gsm8k/train.jsonl", "gsm8k/test.jsonl", "math500/test.jsonl")
-GSM8K_SHIFTS = (1,)
-MATH_SHIFTS = (1, 7, 33)  # how many problems further the other gold answer is looked for
+# And how many problems further the other gold answers are looked for.
+FILES = {"gsm8k/train.jsonl": (1,), "gsm8k/test.jsonl": (1,), "math500/test.jsonl": (1, 7, 33)}
 
 
 def read_golds(path: Path) -> list[str]:
@@ -106,17 +105,15 @@ def others(golds: Sequence[str], shift: int) -> list[str]:
 
 
 def check(
-    reward: Callable[..., list[float]],
-    golds: Sequence[str],
-    answers: Sequence[str],
-    write: Callable[[str], str | None],
-) -> tuple[list[float], list[dict[str, Any]], float]:
-    """Scores write(answer) against gold, where there is such a form.
+    label: str, reward: Callable[..., list[float]], golds: Sequence[str], answers: Sequence[str], form: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Scores the answers in a form against the golds, where there is such a form.
 
     Returns:
-        The scores, the rows whose score is not what it must be, and the seconds.
+        The figures, and the rows whose score is not what it must be.
     """
-    rows = [(gold, answer, text) for gold, answer in zip(golds, answers, strict=True) if (text := write(answer))]
+    texts = [(gold, answer, FORMS[form](answer)) for gold, answer in zip(golds, answers, strict=True)]
+    rows = [row for row in texts if row[2] is not None]
     start = time.perf_counter()
     scores = reward(completions=[text for _, _, text in rows], answer=[gold for gold, _, _ in rows])
     seconds = time.perf_counter() - start
@@ -125,34 +122,31 @@ def check(
         expected = float(gold == answer)
         if score != expected:  # NaN differs from everything
             reason = "nan" if math.isnan(score) else "self is not 1" if expected else "other is not 0"
-            failures.append({"gold": gold, "completion": text, "score": str(score), "reason": reason})
-    return scores, failures, seconds
+            failures.append({"check": label, "gold": gold, "completion": text, "score": str(score), "reason": reason})
+    figures = {"check": label, "rows": len(rows), **count(scores), "failed": len(failures)}
+    return {**figures, "rows_per_s": len(rows) / seconds}, failures
 
 
 def count(scores: Sequence[float]) -> dict[str, int]:
     return {"right": scores.count(1.0), "wrong": scores.count(0.0), "unscored": sum(map(math.isnan, scores))}
 
 
-def run(reward: Callable[..., list[float]], data: Path = DATA, files: Iterable[str] = FILES) -> dict[str, Any]:
+def run(reward: Callable[..., list[float]], data: Path = DATA) -> dict[str, Any]:
     """All checks on all golds: scores, failures and rows per second."""
-    report: dict[str, Any] = {"golds": 0, "golds_failed": 0, "reasons": Counter(), "checks": [], "failures": []}
-    for file in files:
+    report: dict[str, Any] = {"golds": 0, "golds_failed": 0, "checks": [], "failures": []}
+    for file, shifts in FILES.items():
         golds = read_golds(data / file)
-        shifts = GSM8K_SHIFTS if file.startswith("gsm8k") else MATH_SHIFTS
         checks = [(form, "self", golds) for form in FORMS]
         checks += [(form, f"other+{shift}", others(golds, shift)) for shift in shifts for form in AGAINST_OTHERS]
         failed: set[str] = set()
         for form, name, answers in checks:
-            scores, failures, seconds = check(reward, golds, answers, FORMS[form])
-            label = f"{file} {form}, {name}"
-            result = {"check": label, "rows": len(scores), **count(scores), "failed": len(failures)}
-            report["checks"].append({**result, "rows_per_s": len(scores) / seconds})
-            report["failures"] += [{"check": label, **failure} for failure in failures]
-            report["reasons"].update(failure["reason"] for failure in failures)
+            figures, failures = check(f"{file} {form}, {name}", reward, golds, answers, form)
+            report["checks"].append(figures)
+            report["failures"] += failures
             failed |= {failure["gold"] for failure in failures}
         report["golds"] += len(golds)
         report["golds_failed"] += sum(gold in failed for gold in golds)
-    return report
+    return {**report, "reasons": Counter(failure["reason"] for failure in report["failures"])}
 
 
 def run_cases(reward: Callable[..., list[float]]) -> list[dict[str, Any]]:
@@ -165,38 +159,30 @@ def run_cases(reward: Callable[..., list[float]]) -> list[dict[str, Any]]:
     return table
 
 
-def main() -> None:
-    import harness  # here, since the tests import this file
-
-    parser = harness.parser(__doc__)
-    parser.add_argument("--data", type=Path, default=DATA, help="the folder with gsm8k/ and math500/")
-    parser.add_argument("--workers", type=int, default=None)
-    args = parser.parse_args()
-    missing = [file for file in FILES if not (args.data / file).exists()]
+def main(data: Path, workers: int | None) -> dict[str, Any]:
+    missing = [file for file in FILES if not (data / file).exists()]
     if missing:
-        parser.error(f"{args.data} lacks {', '.join(missing)}: give the folder that holds them with --data")
-
-    with closing(MathAccuracyReward(workers=args.workers)) as reward:
-        start = time.perf_counter()
-        reward([in_box("1")] * reward.workers, ["1"] * reward.workers)
-        startup = time.perf_counter() - start
-        report = run(reward, args.data)
+        raise SystemExit(f"{data} lacks {', '.join(missing)}: give the folder that holds them with --data")
+    with closing(MathAccuracyReward(workers=workers)) as reward:
+        _, startup = harness.timed(reward, [in_box("1")] * reward.workers, ["1"] * reward.workers)
+        report = run(reward, data)
         report |= {"startup_s": startup, "workers": reward.workers, "cpus": os.cpu_count(), "timeout_s": reward.timeout}
         report["cases"] = run_cases(reward)
-
-    print(f"{'':50s}   rows  right  wrong  unscored  rows/s")
     for row in report["checks"] + report["cases"]:
-        counts = f"{row['rows']:6d} {row['right']:6d} {row['wrong']:6d} {row['unscored']:9d}"
-        print(f"{row['check']:50.50s} {counts} " + (f"{row['rows_per_s']:7,.0f}" if "rows_per_s" in row else ""))
+        harness.say(row["check"], row)
     for failure in report["failures"]:
         print(f"  {failure['reason']}: gold {failure['gold']!r}, completion {failure['completion']!r}")
-    print(
-        f"{report['golds_failed']} of {report['golds']:,} golds failed {dict(report['reasons'])}, "
-        f"{sum(row['rows'] - row[row['expected']] for row in report['cases'])} cases; "
-        f"start-up {startup:.1f} s, {report['workers']} workers"
-    )
-    harness.write(args.json, report)
+    cases_failed = sum(row["rows"] - row[row["expected"]] for row in report["cases"])
+    harness.say("all", {**report, "cases_failed": cases_failed})
+    return report
 
 
 if __name__ == "__main__":
-    main()
+    import harness  # here, since the tests import this file
+
+    harness.run(
+        main,
+        __doc__,
+        data={"type": Path, "default": DATA, "help": "the folder with gsm8k/ and math500/"},
+        workers={"type": int, "help": "processes; by default, one for each CPU"},
+    )

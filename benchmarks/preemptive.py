@@ -11,8 +11,6 @@ the machine computes to capacity and larger batches gain no more. Medians of the
 is not counted.
 """
 
-import statistics
-import time
 from typing import Any
 
 import harness
@@ -32,24 +30,16 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def step_times(trainer_class: Any, accumulation: int, settings: dict[str, Any]) -> dict[str, float]:
     """Medians of an optimizer step's seconds, its generation's, and the milliseconds of a decoding step."""
-    generation: list[float] = []
-    decoded: list[int] = []
+    generation, decoded = [0.0] * (1 + COUNTED_STEPS), [0] * (1 + COUNTED_STEPS)
 
     class Timed(trainer_class):
         def _generate(self, prompts: list) -> tuple:
-            started = time.perf_counter()
-            output = super()._generate(prompts)
-            generation[-1] += time.perf_counter() - started
-            decoded[-1] += max(map(len, output[1]))
+            output, seconds = harness.timed(super()._generate, prompts)
+            generation[self.state.global_step] += seconds
+            decoded[self.state.global_step] += max(map(len, output[1]))
             return output
 
-    class Steps(harness.Clock):
-        def on_step_begin(self, args, state, control, **kwargs):
-            super().on_step_begin(args, state, control)
-            generation.append(0.0)
-            decoded.append(0)
-
-    clock = Steps()
+    clock = harness.Clock()
     settings = {
         "per_device_train_batch_size": ROWS,
         "gradient_accumulation_steps": accumulation,
@@ -59,24 +49,23 @@ def step_times(trainer_class: Any, accumulation: int, settings: dict[str, Any]) 
     }
     harness.embedded_trainer(settings, kind=Timed, callbacks=[clock]).train()
     per_token = [1000 * seconds / tokens for seconds, tokens in zip(generation, decoded, strict=True)]
-    medians = {"step_s": clock.seconds, "generate_s": generation, "ms_per_token": per_token}
-    return {name: statistics.median(values[1:]) for name, values in medians.items()}
+    parts = {"step_s": clock.seconds, "generate_s": generation, "ms_per_token": per_token}
+    return harness.medians({name: values[1:] for name, values in parts.items()})
 
 
-def main() -> None:
-    arguments = harness.parser(__doc__).parse_args()
+def main() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for accumulation in (16, 32):
-        totals = {}
+        totals: dict[str, float] = {}
         for name, (trainer_class, settings) in RUNS.items():
             row = step_times(trainer_class, accumulation, settings)
-            totals[name] = total = row["step_s"]
-            row["ratio"] = next(iter(totals.values())) / total
+            totals[name] = row["step_s"]
+            row["ratio"] = next(iter(totals.values())) / totals[name]
             results[f"{name}, {accumulation}"] = row
             harness.say(f"{name}, {accumulation}", row)
         results[f"ratio_{accumulation}"] = totals["GRPO, samples per micro-step"] / totals["DASH"]
-    harness.write(arguments.json, results)
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main, __doc__)

@@ -13,11 +13,7 @@ values, vocabulary 151,936. Each trainer is a process of its own. `trl_s`, `dash
 update, on a CPU in float32.
 """
 
-import argparse
-import statistics
-import subprocess
-import sys
-import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import harness
@@ -26,7 +22,6 @@ from transformers.utils import is_flash_attn_2_available
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from dash_trl.embedded import arithmetic_tokenizer
 
 ON_GPU = torch.cuda.is_available()
 ROWS, GROUP, ROWS_PER_PASS, LONGEST, MEDIAN = (256, 4, 2, 2048, 500) if ON_GPU else (8, 2, 2, 256, 120)
@@ -48,28 +43,23 @@ SHAPE = {  # Qwen/Qwen2.5-0.5B
 
 def random_model() -> Any:
     attention = "flash_attention_2" if ON_GPU and is_flash_attn_2_available() else "sdpa"
-    model = harness.qwen2(arithmetic_tokenizer(), attn_implementation=attention, **SHAPE)
+    model = harness.qwen2(attn_implementation=attention, **SHAPE)
     return model.to(torch.bfloat16 if ON_GPU else torch.float32)
 
 
 class Clock(harness.Clock):
     """Also the memory of all steps but the first."""
 
-    def __init__(self) -> None:
-        super().__init__(keep_first=True)
-        self.memory = harness.Memory()
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
-            self.memory.__enter__()
+            self.before = harness.begin_peak(ON_GPU)
         super().on_step_begin(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.memory.__exit__()
+        self.taken = harness.peak(ON_GPU) - self.before
 
 
-def train(kind: str, share: float, steps: int) -> dict[str, Any]:
-    """Seconds of each step but the first, memory, and the parameters after the first."""
+def train(kind: str, share: float, steps: int) -> Clock:
     settings = {
         "per_device_train_batch_size": ROWS_PER_PASS,
         "gradient_accumulation_steps": ROWS // ROWS_PER_PASS,
@@ -81,40 +71,27 @@ def train(kind: str, share: float, steps: int) -> dict[str, Any]:
         "gradient_checkpointing": ON_GPU,
     }
     workload = harness.Scripted(share, ROWS, GROUP, median=MEDIAN, longest=LONGEST, vocabulary=150_000)
-    clock = Clock()
+    clock = Clock(keep_first=True)
     harness.scripted_trainer(KINDS[kind], random_model(), workload, settings, callbacks=[clock]).train()
-    return {"seconds": clock.seconds[1:], "gigabytes": clock.memory.taken / GIGABYTE, "parameters": clock.first}
+    return clock
 
 
-def compare(share: float, steps: int) -> dict[str, float]:
-    found: dict[str, Any] = {}
-    for kind in KINDS:
-        with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-            arguments = ["--one", kind, "--shares", str(share), "--steps", str(steps), "--json", file.name]
-            subprocess.run([sys.executable, __file__, *arguments], check=True, stdout=subprocess.DEVNULL)
-            found[kind] = torch.load(file.name, weights_only=True)
-    results = {f"{kind}_s": statistics.median(one["seconds"]) for kind, one in found.items()}
-    results |= {f"{kind}_gb": one["gigabytes"] for kind, one in found.items()}
-    updates = (found[kind]["parameters"] for kind in ("dash", "trl"))
-    difference = harness.relative_difference(random_model().state_dict(), *updates)
-    return {**results, "ratio": results["trl_s"] / results["dash_s"], "rel_param_diff": difference}
-
-
-def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES), help="of groups without signal")
-    parser.add_argument("--steps", type=int, default=3, help="counted, after one that is not")
-    parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)  # in a process of its own
-    arguments = parser.parse_args()
-    if arguments.one:
-        torch.save(train(arguments.one, *arguments.shares, arguments.steps), arguments.json)
-        return
-    results: dict[str, Any] = {}
-    for share in arguments.shares:
-        results[f"{share:g}"] = found = compare(share, arguments.steps)
+def main(shares: list[float], steps: int) -> dict[str, dict[str, float]]:
+    results = {}
+    for share in shares:
+        with ProcessPoolExecutor(1, max_tasks_per_child=1) as workers:  # each trainer in a process of its own
+            clocks = {kind: workers.submit(train, kind, share, steps).result() for kind in KINDS}
+        found = harness.against_trl(clocks, random_model().state_dict())
+        found |= {f"{kind}_gb": clock.taken / GIGABYTE for kind, clock in clocks.items()}
+        results[f"{share:g}"] = found
         harness.say(f"{share:.0%} of the groups constant", found)
-    harness.write(arguments.json, results)
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(
+        main,
+        __doc__,
+        shares={"type": float, "nargs": "+", "default": list(SHARES), "help": "of groups without signal"},
+        steps={"type": int, "default": 3, "help": "counted, after one that is not"},
+    )

@@ -10,10 +10,8 @@ seconds over 0.1 s × 2,000 / 256, which is the least.
 
 import asyncio
 import os
-import resource
 import statistics
 import time
-from typing import Any
 
 import harness
 
@@ -55,22 +53,18 @@ def score(agent: RewardAgent, count: int) -> float:
     return seconds
 
 
-def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def measure(backend: str, rows: int) -> dict[str, float]:
     function = free_async if backend == "asyncio" else free
     with RewardAgent(function, backend=backend) as agent:
         score(agent, 1000)  # starts the workers
-        seconds, grown = [score(agent, rows)], peak_mb()
+        seconds, first_peak = [score(agent, rows)], harness.peak()
         seconds += [score(agent, rows) for _ in range(BATCHES - 1)]
-        grown = peak_mb() - grown
+        grown = harness.peak() - first_peak
         latency = statistics.median(score(agent, 1) for _ in range(100))
     return {
         "per_second": rows / statistics.median(seconds),
         "latency_ms": 1000 * latency,
-        "memory_mb": grown,
+        "memory_mb": grown / 2**20,
     }
 
 
@@ -81,20 +75,18 @@ def overhead_of_waiting(backend: str) -> float:
         return score(agent, WAITING) / (SECONDS * WAITING / CONCURRENT)
 
 
-def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--backends", nargs="+", default=["thread", "asyncio", "process", "ray"])
-    parser.add_argument("--rows", type=int, default=ROWS)
-    arguments = parser.parse_args()
-
-    result: dict[str, Any] = {}
-    for backend in arguments.backends:
-        result[backend] = measure(backend, arguments.rows)
+def main(backends: list[str], rows: int) -> dict[str, dict[str, float]]:
+    results = {}
+    for backend in backends:
+        results[backend] = measure(backend, rows)
         if backend in ("thread", "asyncio"):
-            result[backend]["waiting"] = overhead_of_waiting(backend)
-        harness.say(backend, result[backend])
-    harness.write(arguments.json, result)
+            results[backend]["waiting"] = overhead_of_waiting(backend)
+        harness.say(backend, results[backend])
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    every = ["thread", "asyncio", "process", "ray"]
+    harness.run(
+        main, __doc__, backends={"nargs": "+", "default": every}, rows={"type": int, "default": ROWS, "help": "scores"}
+    )

@@ -28,19 +28,19 @@ import harness
 import torch
 
 from dash_trl import RewardAgent
-from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_model
-from dash_trl.evaluation import accuracy
+from dash_trl.embedded import arithmetic_reward, embedded_model
 
 GROUPS, GROUP = 8, 4
 SHORTEST, LONGEST = 0.01, 0.4  # seconds of a reward
-FIRST, WINDOWS, ROUNDS = 3, 10, 1  # windows that are not counted, counted, and how often the strategies take turns
+FIRST, WINDOWS = 3, 10  # windows that are not counted, and counted
 SEEDS, STEPS = 3, 160  # of the accuracy
+AIPO = {"loss_type": "aipo", "vllm_importance_sampling_correction": False}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "baseline": {},
     "pipeline": {"reward_pipeline": True},
-    "one_step": {"async_level": 1, "loss_type": "aipo"},
-    "both": {"async_level": 1, "loss_type": "aipo", "reward_pipeline": True},
-    "both_decoupled": {"async_level": 1, "loss_type": "decoupled_ppo", "reward_pipeline": True},
+    "one_step": {"async_level": 1, **AIPO},
+    "both": {"async_level": 1, "reward_pipeline": True, **AIPO},
+    "both_decoupled": {"async_level": 1, "reward_pipeline": True, "loss_type": "decoupled_ppo"},
 }
 
 
@@ -58,6 +58,7 @@ def quick_reward(completion: Any, answer: str) -> float:
 def train(
     strategy: dict[str, Any], url: str | None, steps: int, *, seed: int = 0, reward: Any = slow_reward
 ) -> tuple[Any, list[float]]:
+    """The trained trainer, and the seconds from the end of each window to the next one's."""
     clock = harness.Clock()
     settings = {
         "per_device_train_batch_size": GROUP,
@@ -65,12 +66,9 @@ def train(
         "num_generations": GROUP,
         "max_steps": steps,
         "seed": seed,
+        "vllm_server_urls": [url] if url else None,
         **strategy,
     }
-    if url is not None:
-        settings["vllm_server_urls"] = [url]
-    if settings.get("loss_type") == "aipo":
-        settings["vllm_importance_sampling_correction"] = False
     with RewardAgent(reward) as agent:
         trainer = harness.embedded_trainer(settings, reward_funcs=agent, callbacks=[clock])
         trainer.train()
@@ -78,60 +76,48 @@ def train(
 
 
 def overlap(url: str | None) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {name: [] for name in STRATEGIES}
-    stages: dict[str, list[float]] = {"generate": [], "reward": []}
-    for _ in range(ROUNDS):
-        for name, strategy in STRATEGIES.items():
-            trainer, windows = train(strategy, url, FIRST + WINDOWS + 1)
-            seconds[name] += windows[FIRST:]
-            if name == "baseline":
-                for stage, values in stages.items():
-                    logged = [line[f"time/{stage}"] for line in trainer.state.log_history if f"time/{stage}" in line]
-                    values += logged[FIRST + 1 :]
-    found = {f"{name}_s": statistics.median(values) for name, values in seconds.items()}
-    generation, rewards = (statistics.median(values) for values in stages.values())
-    training = found["baseline_s"] - generation - rewards
-    bound = max(generation + training, rewards) if url is None else max(generation, training, rewards)
-    gained = found["baseline_s"] - found["both_s"]
-    found |= {"generation": generation, "training": training, "rewards": rewards, "bound": bound}
-    found["reduction"] = gained / found["baseline_s"]
-    found["hidden_share"] = gained / (found["baseline_s"] - bound)
+    found: dict[str, float] = {}
+    for name, strategy in STRATEGIES.items():
+        trainer, windows = train(strategy, url, FIRST + WINDOWS + 1)
+        found[f"{name}_s"] = statistics.median(windows[FIRST:])
+        if name == "baseline":
+            for stage, key in (("generation", "time/generate"), ("rewards", "time/reward")):
+                logged = [line[key] for line in trainer.state.log_history if key in line]
+                found[stage] = statistics.median(logged[FIRST + 1 :])
+    baseline, generation, rewards = (found[name] for name in ("baseline_s", "generation", "rewards"))
+    found["training"] = training = baseline - generation - rewards
+    found["bound"] = max(generation, training, rewards) if url else max(generation + training, rewards)
+    found["reduction"] = (baseline - found["both_s"]) / baseline
+    found["hidden_share"] = (baseline - found["both_s"]) / (baseline - found["bound"])
     return found
 
 
-def learned() -> dict[str, dict[str, float]]:
-    """Sampled accuracy of each strategy after as many samples: mean, and half of the 95 % interval."""
-    results: dict[str, dict[str, float]] = {}
-    for name, strategy in STRATEGIES.items():
-        values = []
-        for seed in range(SEEDS):
-            trainer, _ = train(strategy, None, STEPS, seed=seed, reward=quick_reward)
-            model, length = trainer.accelerator.unwrap_model(trainer.model), trainer.args.max_completion_length
-            problems = (arithmetic_dataset("test"), arithmetic_reward)
-            values.append(accuracy(model, trainer.processing_class, *problems, num_samples=2, max_new_tokens=length))
-        mean, spread = harness.interval(values)
-        results[name] = {"accuracy": mean, "interval": spread}
-        harness.say(name, results[name])
-    return results
+def learned(strategy: dict[str, Any]) -> dict[str, float]:
+    """Sampled accuracy after as many samples with each strategy: mean, and half of the 95 % interval."""
+    values = []
+    for seed in range(SEEDS):
+        trainer, _ = train(strategy, None, STEPS, seed=seed, reward=quick_reward)
+        model, length = trainer.accelerator.unwrap_model(trainer.model), trainer.args.max_completion_length
+        values.append(harness.accuracy(model, trainer.processing_class, num_samples=2, max_new_tokens=length))
+    mean, spread = harness.interval(values)
+    return {"accuracy": mean, "interval": spread}
 
 
-def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--no-server", action="store_true", help="only with generation in process")
-    parser.add_argument("--accuracy", action="store_true", help="train for longer, too, and measure what was learned")
-    arguments = parser.parse_args()
+def main(accuracy: bool) -> dict[str, Any]:
     path = embedded_model(progress=False)
     torch.set_num_threads(2)
     results: dict[str, Any] = overlap(None)
     harness.say("in process", results)
-    if not arguments.no_server:
-        with harness.server_beside(path) as url:
-            results["server"] = overlap(url)
-        harness.say("server", results["server"])
-    if arguments.accuracy:
-        results["accuracy"] = learned()
-    harness.write(arguments.json, results)
+    with harness.server_beside(path) as url:
+        results["server"] = overlap(url)
+    harness.say("server", results["server"])
+    if accuracy:
+        results["accuracy"] = {name: learned(strategy) for name, strategy in STRATEGIES.items()}
+        for name, row in results["accuracy"].items():
+            harness.say(name, row)
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    learning = {"action": "store_true", "help": "train for longer, too, and measure what was learned"}
+    harness.run(main, __doc__, accuracy=learning)

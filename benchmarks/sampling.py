@@ -16,10 +16,9 @@ One server with the embedded model (0.5 M parameters), 64 tokens per completion,
 import asyncio
 import re
 import shutil
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +44,6 @@ def make_prompts(path: str, groups: int) -> list[tuple[list[int], int]]:
     return [(ids, GROUP) for ids in tokenizer(texts)["input_ids"]]
 
 
-def seconds(work: Callable[..., Any], *arguments: Any) -> float:
-    started = time.perf_counter()
-    work(*arguments)
-    return time.perf_counter() - started
-
-
 def latency(url: str) -> tuple[float, float]:
     """(seconds, requests) so far, from a request's arrival at the server to its end."""
     text = DIRECT.open(f"{url}/metrics", timeout=10).read().decode()
@@ -72,49 +65,41 @@ def bare_client(url: str, model: str, prompts: list[tuple[list[int], int]], opti
     asyncio.run(ask_all())
 
 
-def sampling(path: str) -> dict[str, Any]:
+def sampling(path: str) -> dict[str, float]:
     options = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
     prompts = make_prompts(path, max(BATCHES) // GROUP)
-    few, per_step = prompts[: BATCHES[0] // GROUP], MICRO_STEP // GROUP
-    rates: dict[int, list[float]] = {MICRO_STEP: [], **{batch: [] for batch in BATCHES}}
-    overheads: dict[str, list[float]] = {"overhead": [], "bare_overhead": []}
+    few = prompts[: BATCHES[0] // GROUP]
+    work = {MICRO_STEP: few, **{batch: prompts[: batch // GROUP] for batch in BATCHES}}  # rows at a time → all of them
+    rates, overheads = defaultdict(list), defaultdict(list)
     with Servers(path, 1, port=8600) as servers:
         servers.wait_until_ready()
         pool = ServerPool(servers.urls)
         pool.wait_until_ready()
 
-        def by_pool(rows: list[tuple[list[int], int]]) -> None:
-            pool.complete(rows, options)
+        def by_pool(rows: list[tuple[list[int], int]], at_a_time: int = BATCHES[0]) -> None:
+            for start in range(0, len(rows), at_a_time // GROUP):
+                pool.complete(rows[start : start + at_a_time // GROUP], options)
 
-        def by_micro_steps(rows: list[tuple[list[int], int]]) -> None:
-            for start in range(0, len(rows), per_step):
-                by_pool(rows[start : start + per_step])
-
-        def by_bare_client(rows: list[tuple[list[int], int]]) -> None:
-            bare_client(servers.urls[0], path, rows, options)
-
+        by_bare_client = partial(bare_client, servers.urls[0], path, options=options)
         by_pool(prompts[:4])  # the first requests compile kernels
         for _ in range(ROUNDS):
-            rates[MICRO_STEP].append(BATCHES[0] / seconds(by_micro_steps, few))
-            for batch in BATCHES:
-                rates[batch].append(batch / seconds(by_pool, prompts[: batch // GROUP]))
+            for at_a_time, rows in work.items():
+                rates[at_a_time].append(GROUP * len(rows) / harness.timed(by_pool, rows, at_a_time)[1])
             for name, client in 2 * (("overhead", by_pool), ("bare_overhead", by_bare_client)):
                 before = latency(servers.urls[0])
-                wall = seconds(client, few)
+                wall = harness.timed(client, few)[1]
                 total, count = (b - a for a, b in zip(before, latency(servers.urls[0]), strict=True))
                 overheads[name].append(wall / (total / count))
-    medians = {batch: statistics.median(values) for batch, values in rates.items()}
+    rate = harness.medians(rates)
     return {
-        **{f"completions_per_second_{batch}": rate for batch, rate in medians.items()},
-        **{f"preemptive_ratio_{batch}": medians[batch] / medians[MICRO_STEP] for batch in BATCHES},
-        **{name: statistics.median(values) for name, values in overheads.items()},
+        **{f"completions_per_second_{at_a_time}": rate[at_a_time] for at_a_time in work},
+        **{f"preemptive_ratio_{batch}": rate[batch] / rate[MICRO_STEP] for batch in BATCHES},
+        **harness.medians(overheads),
     }
 
 
-def weight_sync(tokenizer: Any, shape: dict[str, int]) -> tuple[float, dict[str, float]]:
-    """(seconds of the first sync, those of later ones and of copying as many bytes)."""
-    heads = shape["hidden_size"] // 32
-    directory = Path(tempfile.mkdtemp(dir=harness.OUTPUT.name))
+def weight_sync(tokenizer: Any, name: str, shape: dict[str, int]) -> dict[str, Any]:
+    heads, directory = shape["hidden_size"] // 32, Path(tempfile.mkdtemp(dir=harness.OUTPUT.name))
     model = harness.qwen2(
         vocab_size=len(tokenizer),
         intermediate_size=4 * shape["hidden_size"],
@@ -127,8 +112,7 @@ def weight_sync(tokenizer: Any, shape: dict[str, int]) -> tuple[float, dict[str,
     )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    file = next(directory.glob("*.safetensors"))
-    syncs, copies = [], []
+    copy = partial(shutil.copyfile, next(directory.glob("*.safetensors")), directory / "copy")
     with Servers(str(directory), 1, port=8700) as servers:
         servers.wait_until_ready()
         pool = VLLMPool(
@@ -139,26 +123,23 @@ def weight_sync(tokenizer: Any, shape: dict[str, int]) -> tuple[float, dict[str,
             accelerator=Accelerator(cpu=True),
             processing_class=tokenizer,
         )
-        first = seconds(pool.sync_weights)
-        for _ in range(ROUNDS):
-            syncs.append(seconds(pool.sync_weights))
-            copies.append(seconds(shutil.copyfile, file, directory / "copy"))
-    sizes = {"seconds": statistics.median(syncs), "bytes": 4 * model.num_parameters()}
-    return first, {**sizes, "copy_seconds": statistics.median(copies)}
+        first = harness.timed(pool.sync_weights)[1]
+        rounds = [(harness.timed(pool.sync_weights)[1], harness.timed(copy)[1]) for _ in range(ROUNDS)]
+    syncs, copies = zip(*rounds, strict=True)
+    later = harness.medians({"seconds": syncs, "copy_seconds": copies}) | {"bytes": 4 * model.num_parameters()}
+    harness.say(f"{name}: first sync {first:.1f} s, then", later)
+    return {f"first_sync_{name}": first, f"sync_{name}": later}
 
 
-def main() -> None:
-    arguments = harness.parser(__doc__).parse_args()
+def main() -> dict[str, Any]:
     torch.set_num_threads(1)  # an idle vLLM worker polls: on two cores a second thread here would wait for it
     path = embedded_model()
     results = sampling(path)
-    for name, shape in SIZES.items():
-        first, later = weight_sync(AutoTokenizer.from_pretrained(path), shape)
-        results |= {f"first_sync_{name}": first, f"sync_{name}": later}
-        harness.say(f"{name}: first sync {first:.1f} s, then", later)
     harness.say("sampling", results)
-    harness.write(arguments.json, results)
+    for name, shape in SIZES.items():
+        results |= weight_sync(AutoTokenizer.from_pretrained(path), name, shape)
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main, __doc__)

@@ -10,10 +10,10 @@ filter and plan to the inputs of every pass (32 rows per micro-step, 8,192 token
 takes at its peak beyond what was there before it.
 """
 
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import harness
 import torch
@@ -50,23 +50,16 @@ def seconds(rows: int, layout: dict) -> float:
     return elapsed
 
 
-class Stages:
-    """Seconds and GiB of each stage, in their order."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.memory: dict[str, float] = {}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        with harness.Memory() as memory:
-            started = time.perf_counter()
-            yield
-            self.seconds[name] = time.perf_counter() - started
-        self.memory[name] = memory.taken / 2**30
+@contextmanager
+def stage(name: str, figures: dict[str, tuple[float, float]]) -> Iterator[None]:
+    """Writes down its seconds and GiB."""
+    before, started = harness.begin_peak(), time.perf_counter()
+    yield
+    figures[name] = time.perf_counter() - started, (harness.peak() - before) / 2**30
 
 
-def whole_way(rows: int) -> Stages:
+def whole_way(rows: int) -> dict[str, tuple[float, float]]:
+    """(seconds, GiB) of each stage, in their order."""
     generator = torch.Generator().manual_seed(rows)
     completions = torch.randn(RANKS, rows, generator=generator).mul(0.8).exp().mul(240).clamp(8, COMPLETION).long()
     prompts = torch.randint(20, PROMPT, (RANKS, rows), generator=generator)
@@ -77,8 +70,8 @@ def whole_way(rows: int) -> Stages:
     completion_mask = (torch.arange(COMPLETION) < completions[0, :, None]).long()
     prompt_mask = (torch.arange(PROMPT) >= PROMPT - prompts[0, :, None]).long()
 
-    stages = Stages()
-    with stages.stage("batch"):
+    stages: dict[str, tuple[float, float]] = {}
+    with stage("batch", stages):
         batch = RolloutBatch(
             prompt_ids=prompt_mask * 7,
             prompt_mask=prompt_mask,
@@ -89,9 +82,9 @@ def whole_way(rows: int) -> Stages:
             examples=[{}] * rows,
         ).with_rewards(rewards[:rows])
         batch.validate(like=batch.tensors(), culprit="nobody")
-    with stages.stage("advantages of all"):
+    with stage("advantages of all", stages):
         credited = batch.with_advantages(group_advantages(rewards, torch.ones(1), GROUP)[:rows].clone())
-    with stages.stage("credit"):
+    with stage("credit", stages):
         process, ends, per_token, valued = place_rewards(boundaries, values, completions[0], COMPLETION)
         seen = Rewards(
             process=process,
@@ -108,18 +101,18 @@ def whole_way(rows: int) -> Stages:
         credited.advantages = credit.float()
         credited.validate(like=credited.tensors(), culprit="nobody")
         del process, ends, per_token, seen, credit
-    with stages.stage("filter"):
+    with stage("filter", stages):
         keep = filter_rows(credited.advantages, credited.loss_mask, credited.scored, 0.1).keep
         credited.mean_advantages()
-    with stages.stage("survivors"):
+    with stage("survivors", stages):
         order = torch.randperm(rows, generator=generator)
         own = credited.lengths()[order] * keep[order].unsqueeze(1)
         survivors = credited.survivors(order[own[:, 1] > 0])
-    with stages.stage("plan of all"):
+    with stage("plan of all", stages):
         lengths = torch.stack([prompts, completions, completions], dim=2)
         lengths[0] = own
         plan = plan_segment(lengths, rows // 32, max_rows=32, max_tokens=8192)
-    with stages.stage("micro-batches"):
+    with stage("micro-batches", stages):
         position = (own[:, 1] > 0).cumsum(0) - 1
         for micro_batch in (micro_batch for step in plan for micro_batch in step):
             chosen = position[list(micro_batch.rows[0])].tolist()
@@ -129,25 +122,24 @@ def whole_way(rows: int) -> Stages:
     return stages
 
 
-def main() -> None:
-    arguments = harness.parser(__doc__).parse_args()
-    results: dict[str, dict] = {"filter and pack": {}, "whole way": {}}
+def main() -> dict[str, dict[str, Any]]:
+    results: dict[str, dict[str, Any]] = {"filter and pack": {}, "whole way": {}}
     for rows in SIZES:
-        figures = {
-            name: statistics.median(seconds(rows, layout) for _ in range(REPEATS)) for name, layout in LAYOUTS.items()
-        }
+        figures = harness.medians(
+            {name: [seconds(rows, layout) for _ in range(REPEATS)] for name, layout in LAYOUTS.items()}
+        )
         results["filter and pack"][str(rows)] = figures
         harness.say(f"{rows} rows: seconds", figures)
     for own in OWN_ROWS:
         runs = [whole_way(own) for _ in range(REPEATS)]
-        time_of = {name: statistics.median(run.seconds[name] for run in runs) for name in runs[0].seconds}
-        time_of["all"] = statistics.median(sum(run.seconds.values()) for run in runs)
-        memory_of = {name: max(run.memory[name] for run in runs) for name in runs[0].memory}
-        results["whole way"][str(own)] = {"seconds": time_of, "GiB": memory_of}
-        harness.say(f"{own} rows of a rank: seconds", time_of)
-        harness.say(f"{own} rows of a rank: GiB", memory_of)
-    harness.write(arguments.json, results)
+        times = {name: [run[name][0] for run in runs] for name in runs[0]}
+        times["all"] = [sum(took for took, _ in run.values()) for run in runs]
+        memory_of = {name: max(run[name][1] for run in runs) for name in runs[0]}
+        results["whole way"][str(own)] = found = {"seconds": harness.medians(times), "GiB": memory_of}
+        for unit, row in found.items():
+            harness.say(f"{own} rows of a rank: {unit}", row)
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main, __doc__)

@@ -37,7 +37,7 @@ from itertools import count, product
 from pathlib import Path
 from typing import Any
 
-from dash_trl.rollout.ahead import RunAhead, StaleRollouts
+from dash_trl.rollout.ahead import RunAhead
 from dash_trl.sampling.backlog import Backlog, Job
 from dash_trl.sampling.health import Fleet
 
@@ -52,12 +52,7 @@ SYNCS = (0.0, 0.05, 0.1, 0.2)  # stages
 IN_FLIGHT = (1, 1.5, 2, 4)
 FEW, SOME, MANY = (1, 8), (4, 64), (16, 64)  # seats for 512 responses
 EARLY, SEEDS = (1, 8, WINDOWS), 8
-TITLES = (
-    "1. Servers × seats: time per window (% idle: trainer, servers; % of seats taken)",
-    f"2. Sending weights to {SOME[0]} servers × {SOME[1]} seats",
-    "3. Windows in the order of prompts and of completion; of the latter, how much longer the first are, share too old",
-    "4. One server by its seats, 4 responses of a window for each, k = 1, training half a stage, × in flight",
-)
+NUMBERS = count()  # which order what is due at the same time
 
 
 @lru_cache(maxsize=1024)
@@ -79,7 +74,6 @@ class Server:
         self.steps = self.now = self.busy = self.filled = 0.0  # busy: seconds; filled: seconds × responses
         self.running: list[tuple[float, int, Job]] = []
         self.queue: deque[tuple[int, Job]] = deque()
-        self._numbers = count()
 
     @property
     def pace(self) -> float:
@@ -108,7 +102,7 @@ class Server:
     def _seat(self) -> None:
         while self.queue and len(self.running) < self.seats:
             length, job = self.queue.popleft()
-            heapq.heappush(self.running, (self.steps + length, next(self._numbers), job))
+            heapq.heappush(self.running, (self.steps + length, next(NUMBERS), job))
 
     def next_end(self) -> float:
         return self.now + (self.running[0][0] - self.steps) * self.pace if self.running else math.inf
@@ -161,7 +155,6 @@ class Simulation:
         self.finished: defaultdict[int, list[Job]] = defaultdict(list)  # and not trained on; see `_shelf`
         self._ends: list[tuple[float, int, str]] = []
         self._last: dict[str, int] = {}  # the number of the server's entry that holds; earlier ones are void
-        self._numbers = count()
 
     def run(self) -> Run:
         run = Run()
@@ -175,7 +168,7 @@ class Simulation:
             for number in self.ahead.begin(window, known=left):
                 self.submit(number)
             jobs = self.collect(window)
-            run.too_old.append(sum(map(self.is_too_old, jobs)))
+            run.too_old.append(sum(job.versions[0] - 1 < window - self.setup.k for job in jobs))  # version 1: window 0
             run.lengths.append(statistics.fmean(length for job in jobs for length in job.ask))
             self.advance(self.now + self.setup.train)
         return run
@@ -186,14 +179,11 @@ class Simulation:
         self.now += self.setup.sync
         for url, server in self.servers.items():
             server.now = self.now
+            self.fleet.answered(url)
             self.fleet.refitted(url, self.fleet.version, self.now)
             self._expect_end(url)
 
     def submit(self, window: int) -> None:
-        self.fleet.begin(self.now)
-        for url in self.fleet.to_probe(self.now):
-            self.fleet.answered(url)
-            self.fleet.refitted(url, self.fleet.version, self.now)
         groups = lengths_of(window, self.setup.groups, self.setup.seed, self.setup.sigma)
         most = GROUP * LONGEST  # tokens: nobody knows how long they become
         jobs = [Job(most, GROUP, ask=one, order=window, number=number) for number, one in enumerate(groups)]
@@ -212,13 +202,6 @@ class Simulation:
         """Where its groups wait: one for each window, or one for all."""
         return 0 if self.setup.by_completion else window
 
-    def is_too_old(self, job: Job) -> bool:
-        try:
-            self.ahead.check(job.versions[0] - 1)  # version 1 is of step 0
-        except StaleRollouts:
-            return True
-        return False
-
     # ---- events
 
     def hand_out(self) -> None:
@@ -228,7 +211,7 @@ class Simulation:
             self._expect_end(url)
 
     def _expect_end(self, url: str) -> None:
-        self._last[url] = number = next(self._numbers)
+        self._last[url] = number = next(NUMBERS)
         heapq.heappush(self._ends, (self.servers[url].next_end(), number, url))
 
     def next_event(self) -> None:
@@ -295,6 +278,7 @@ def by_levels(setup: Setup, training: float, sync: float = 0.0) -> dict[str, Any
 
 
 def by_fleet(seed: int) -> dict[str, Any]:
+    """1. Servers × seats: time per window (% idle: trainer, servers; % of seats taken)"""
     return {
         f"{servers} × {seats}, training {share:g}": by_levels(Setup(0, servers, seats, seed=seed), share)
         for share, servers, seats in product(TRAINING, SERVERS, SEATS)
@@ -302,6 +286,7 @@ def by_fleet(seed: int) -> dict[str, Any]:
 
 
 def by_sync(seed: int) -> dict[str, Any]:
+    """2. Sending weights to 4 servers × 64 seats"""
     return {
         f"training {share:g}, sending {sync:g}": by_levels(Setup(0, *SOME, seed=seed), share, sync)
         for share, sync in product(TRAINING, SYNCS)
@@ -323,6 +308,7 @@ def compare_orders(setup: Setup) -> dict[str, float]:
 
 
 def by_order(seed: int) -> dict[str, Any]:
+    """3. Windows in the order of prompts and of completion; of the latter, how much longer the first are, share too old"""
     results: dict[str, Any] = {}
     for (servers, seats), share, k in product((SOME, MANY), TRAINING, (1, 2, 4)):
         runs = [compare_orders(Setup(k, servers, seats, train=share, seed=one)) for one in range(seed, seed + SEEDS)]
@@ -332,6 +318,7 @@ def by_order(seed: int) -> dict[str, Any]:
 
 
 def by_in_flight(seed: int) -> dict[str, Any]:
+    """4. One server by its seats, 4 responses of a window for each, k = 1, training half a stage, × in flight"""
     results: dict[str, Any] = {}
     for seats in (64, 256, 1024):
         setup = Setup(1, 1, seats, groups=4 * seats // GROUP, seed=seed)
@@ -342,58 +329,57 @@ def by_in_flight(seed: int) -> dict[str, Any]:
     return results
 
 
-def show(title: str, results: dict[str, Any]) -> None:
+def show(results: dict[str, Any]) -> None:
     """A line per row: time per window in stages, with % of idle trainer and servers or of seats taken, or shares."""
-    print(f"\n{title}")
     for name, row in results.items():
-        stage = row.get("stage", 1.0)
-        print(f"{name:32}" + "".join(f"  {key} {_cell(value, stage)}" for key, value in row.items() if key != "stage"))
+        stage, line = row.get("stage", 1.0), f"{name:32}"
+        for key, value in row.items():
+            if isinstance(value, dict):
+                shares = " ".join(f"{100 * value[one]:.0f}" for one in ("trainer_idle", "servers_idle", "seats_filled"))
+                line += f"  {key} {value['seconds'] / stage:.2f} ({shares})"
+            elif key != "stage":
+                line += f"  {key} {value / stage:.2f}"
+        print(line)
 
 
-def _cell(value: Any, stage: float) -> str:
-    if not isinstance(value, dict):
-        return f"{value / stage:.2f}"
-    shares = " ".join(f"{100 * value[name]:.0f}" for name in ("trainer_idle", "servers_idle", "seats_filled"))
-    return f"{value['seconds'] / stage:.2f} ({shares})"
+def draw(by_fleet: dict[str, Any], picture: Path) -> None:
+    """Time per window against k."""
+    from matplotlib import pyplot
 
-
-def plot(by_fleet: dict[str, Any], picture: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
+    figure, panels = pyplot.subplots(1, 2, sharey=True, figsize=(10, 3.6), layout="constrained")
     for panel, share, title in zip(panels, TRAINING, ("as long as", "half as long as"), strict=True):
         for (servers, seats), color in ((FEW, "tab:orange"), (SOME, "tab:blue"), (MANY, "tab:green")):
             row = by_fleet[f"{servers} × {seats}, training {share:g}"]
             times = [row[f"k{k}"]["seconds"] / row["stage"] for k in LEVELS]
-            responses = f"{GROUPS * GROUP / servers / seats:g} responses a seat"
-            panel.plot(LEVELS, times, "o-", color=color, label=f"{servers} × {seats}: {responses}")
+            label = f"{servers} × {seats}: {GROUPS * GROUP / servers / seats:g} responses a seat"
+            panel.plot(LEVELS, times, "o-", color=color, label=label)
         panel.axhline(1.0, color="black", linestyle="--", linewidth=1, label="bound: the longer stage")
         panel.axhline(share, color="black", linestyle=":", linewidth=1, label="training alone")
-        panel.set(title=f"training takes {title} generation", xlabel="k (async_level)", xticks=list(LEVELS))
-        panel.set_ylim(0, 2.1)
+        title = f"training takes {title} generation"
+        panel.set(title=title, xlabel="k (async_level)", xticks=list(LEVELS), ylim=(0, 2.1))
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("time per window\n(1 = generating one alone)")
     panels[1].legend(loc="upper right", frameon=False, title="servers × requests at once")
     figure.savefig(picture, dpi=120)
 
 
-def main() -> None:
-    import harness  # here, since the tests import this file
-
-    parser = harness.parser(__doc__)
-    parser.add_argument("--plot", type=Path, help="draw seconds per window against k into this file")
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths of responses")
-    arguments = parser.parse_args()
-    tables = {table.__name__: table(arguments.seed) for table in (by_fleet, by_sync, by_order, by_in_flight)}
-    for title, results in zip(TITLES, tables.values(), strict=True):
-        show(title, results)
-    if arguments.plot:
-        plot(tables["by_fleet"], arguments.plot)
-    harness.write(arguments.json, tables)
+def main(plot: Path | None, seed: int) -> dict[str, Any]:
+    tables = {}
+    for table in (by_fleet, by_sync, by_order, by_in_flight):
+        tables[table.__name__] = table(seed)
+        print(f"\n{table.__doc__}")
+        show(tables[table.__name__])
+    if plot:
+        draw(tables["by_fleet"], plot)
+    return tables
 
 
 if __name__ == "__main__":
-    main()
+    import harness  # here, since the tests import this file
+
+    harness.run(
+        main,
+        __doc__,
+        plot={"type": Path, "help": "draw seconds per window against k into this file"},
+        seed={"type": int, "default": 0, "help": "of the lengths of responses"},
+    )

@@ -32,13 +32,11 @@ import harness
 import torch
 from transformers import AutoModelForCausalLM
 
-from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
-from dash_trl.evaluation import accuracy
+from dash_trl.embedded import embedded_defaults, embedded_model
 
 LEVELS, SEEDS = (1, 2, 4, 8), 3
 RATES = {6e-4: LEVELS, embedded_defaults()["learning_rate"]: LEVELS[-1:]}  # at the first one staleness shows
 STEPS, PROMPTS, LONGEST, SAMPLES = 40, 8, 48, 4
-
 
 # Loss → options, and what TRL's loss sees in place of the trainer's own settings (`trl_settings`).
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
@@ -106,9 +104,8 @@ def run(loss: str, level: int, seed: int, rate: float, steps: int) -> dict[str, 
         trainer._loss_settings = loss_settings
     trainer.train()
     log = trainer.state.log_history
-    tokenizer = trainer.processing_class
-    held_out, sampling = arithmetic_dataset("test"), {"num_samples": SAMPLES, "max_new_tokens": LONGEST}
-    final = accuracy(trainer.model, tokenizer, held_out, arithmetic_reward, batch_size=256, **sampling)
+    sampling = {"num_samples": SAMPLES, "max_new_tokens": LONGEST, "batch_size": 256}
+    final = harness.accuracy(trainer.model, trainer.processing_class, **sampling)
 
     def mean(name: str) -> float:
         values = [entry[name] for entry in log if name in entry]
@@ -128,7 +125,7 @@ def run(loss: str, level: int, seed: int, rate: float, steps: int) -> dict[str, 
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each (rate, loss, level) with at least two seeds."""
+    """A row for each (rate, loss, level), printed as well."""
     cells: dict[tuple[float, str, int], dict[int, dict[str, Any]]] = {}
     for one in runs:
         cells.setdefault((one["rate"], one["loss"], one["level"]), {})[one["seed"]] = one
@@ -136,51 +133,47 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for rate, loss, level in sorted(cells, key=lambda cell: (-cell[0], list(LOSSES).index(cell[1]), cell[2])):
         seeds, fresh = cells[rate, loss, level], cells.get((rate, "dapo", 0), {})
         changes = [seeds[seed]["accuracy"] - fresh[seed]["accuracy"] for seed in seeds.keys() & fresh.keys()]
-        if len(seeds) < 2:
-            continue
-        rows.append(
-            {
-                "rate": rate,
-                "loss": loss,
-                "level": level,
-                "accuracy": harness.interval([one["accuracy"] for one in seeds.values()]),
-                "change": harness.interval(changes) if level and len(changes) > 1 else None,
-                "clipped": statistics.mean(one["clipped"] for one in seeds.values()),
-                "kl": statistics.mean(one["kl"] for one in seeds.values()),
-            }
-        )
+        row = {
+            "rate": rate,
+            "loss": loss,
+            "level": level,
+            "accuracy": harness.interval([one["accuracy"] for one in seeds.values()]),
+            "change": harness.interval(changes) if level else None,
+            "clipped": statistics.mean(one["clipped"] for one in seeds.values()),
+            "kl": statistics.mean(one["kl"] for one in seeds.values()),
+        }
+        harness.say(loss, row)
+        rows.append(row)
     return rows
 
 
-def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=SEEDS, choices=range(2, 9), metavar="2-8")
-    parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="learning rates")
-    parser.add_argument("--levels", type=int, nargs="+", help="k above 0; by default, of 1, 2, 4, 8")
-    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES), metavar="LOSS")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
-    arguments = parser.parse_args()
+def main(
+    seeds: int, rates: list[float], levels: list[int] | None, losses: list[str], steps: int, workers: int
+) -> dict[str, Any]:
     embedded_model()
     grid = [
         (loss, level, seed, rate)
-        for rate in arguments.rates
-        for seed in range(arguments.seeds)
-        for level in (0, *(arguments.levels or RATES.get(rate, LEVELS)))
-        for loss in (arguments.losses if level else ["dapo"])
+        for rate in rates
+        for seed in range(seeds)
+        for level in (0, *(levels or RATES.get(rate, LEVELS)))
+        for loss in (losses if level else ["dapo"])
     ]
     runs: list[dict[str, Any]] = []
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(arguments.workers, mp_context=spawn) as workers:
-        for done in as_completed([workers.submit(run, *one, arguments.steps) for one in grid]):
-            one = done.result()
-            runs.append(one)
-            harness.say(f"{len(runs)}/{len(grid)} {one['loss']}", one)
-            harness.write(arguments.json, {"steps": arguments.steps, "summary": summary(runs), "runs": runs})
-
-    for row in summary(runs):
-        harness.say(row["loss"], row)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(run, *one, steps) for one in grid]):
+            runs.append(done.result())
+            harness.say(f"{len(runs)}/{len(grid)} {runs[-1]['loss']}", runs[-1])
+    return {"steps": steps, "summary": summary(runs), "runs": runs}
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(
+        main,
+        __doc__,
+        seeds={"type": int, "default": SEEDS, "choices": range(2, 9), "metavar": "2-8"},
+        rates={"type": float, "nargs": "+", "default": list(RATES), "help": "learning rates"},
+        levels={"type": int, "nargs": "+", "help": "k above 0; by default, of 1, 2, 4, 8"},
+        losses={"nargs": "+", "choices": LOSSES, "default": list(LOSSES), "metavar": "LOSS"},
+        steps={"type": int, "default": STEPS},
+        workers={"type": int, "default": 2, "help": "processes of one thread each"},
+    )

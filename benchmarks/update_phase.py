@@ -11,6 +11,7 @@ difference after one step of SGD (learning rate 1, no clipping), relative to the
 
 import math
 import statistics
+from itertools import product
 from typing import Any
 
 import harness
@@ -19,7 +20,6 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from dash_trl.embedded import arithmetic_tokenizer
 
 ROWS, GROUP, ROWS_PER_DEVICE, MICRO_STEPS = 64, 4, 4, 16
 SHARES, BETAS = (0.0, 0.5, 0.75), (0.0, 0.04)
@@ -51,7 +51,6 @@ class TokenLimit(TrainerCallback):
 
 
 def compare(path: str, share: float, beta: float) -> dict[str, float]:
-    start = AutoModelForCausalLM.from_pretrained(path).state_dict()
     settings = {
         "per_device_train_batch_size": ROWS_PER_DEVICE,
         "gradient_accumulation_steps": MICRO_STEPS,
@@ -62,40 +61,32 @@ def compare(path: str, share: float, beta: float) -> dict[str, float]:
         "gradient_checkpointing": False,
     }
     clocks = {}
-    for kind in (GRPOTrainer, DASHTrainer):
+    for name, kind in (("trl", GRPOTrainer), ("dash", DASHTrainer)):
         workload = harness.Scripted(share, ROWS, GROUP, median=MEDIAN, longest=LONGEST, vocabulary=280)
-        clock, limit = harness.Clock(keep_first=True), TokenLimit(workload)
+        clocks[name], limit = harness.Clock(keep_first=True), TokenLimit(workload)
         model = AutoModelForCausalLM.from_pretrained(path)
-        harness.scripted_trainer(kind, model, workload, settings, callbacks=[clock, limit]).train()
-        clocks[kind] = clock
-    trl_s, dash_s = (statistics.median(clock.seconds[1:]) for clock in clocks.values())
-    return {
-        "trl_s": trl_s,
-        "dash_s": dash_s,
-        "ratio": trl_s / dash_s,
-        "limit": statistics.median(limit.limits[1:]),
-        "rel_param_diff": harness.relative_difference(start, clocks[DASHTrainer].first, clocks[GRPOTrainer].first),
-    }
+        harness.scripted_trainer(kind, model, workload, settings, callbacks=[clocks[name], limit]).train()
+    start = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    return {**harness.against_trl(clocks, start), "limit": statistics.median(limit.limits[1:])}
 
 
-def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="the first one is written as `share`")
-    parser.add_argument("--betas", type=float, nargs="+", default=list(BETAS))
-    arguments = parser.parse_args()
+def main(threads: list[int], betas: list[float]) -> dict[str, Any]:
     path = harness.OUTPUT.name
-    harness.qwen2(arithmetic_tokenizer(), **SHAPE).save_pretrained(path)
+    harness.qwen2(**SHAPE).save_pretrained(path)
     results: dict[str, Any] = {}
-    for threads in arguments.threads:
-        torch.set_num_threads(threads)
-        table = results if threads == arguments.threads[0] else results.setdefault(f"threads_{threads}", {})
-        for beta in arguments.betas:
-            for share in SHARES:
-                row = compare(path, share, beta)
-                table.setdefault("beta" if beta else "share", {})[f"{share:g}"] = row
-                harness.say(f"{threads} threads, beta {beta:g}, {share:.0%} constant", row)
-    harness.write(arguments.json, results)
+    for number, beta, share in product(threads, betas, SHARES):
+        torch.set_num_threads(number)
+        row = compare(path, share, beta)
+        table = results if number == threads[0] else results.setdefault(f"threads_{number}", {})
+        table.setdefault("beta" if beta else "share", {})[f"{share:g}"] = row
+        harness.say(f"{number} threads, beta {beta:g}, {share:.0%} constant", row)
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(
+        main,
+        __doc__,
+        threads={"type": int, "nargs": "+", "default": [1, 2], "help": "the first one is written as `share`"},
+        betas={"type": float, "nargs": "+", "default": list(BETAS)},
+    )

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +33,18 @@ from dash_trl.process_rewards import (
     ValueRequest,
     line_starts,
 )
+from examples.value_quality import figures
 from examples.value_quality.candidates import Candidate, measure
-from examples.value_quality.figures import plot, table
 from examples.value_quality.study import Plan, choose, collect
 
 BATCH, END = 256, "<|im_end|>"
 SIZES = (128, 256, 512, 1024, 2048)
+# What is said to be forced → force prompt, what closes the answer, and the spaces of V.
 FORCE_PROMPTS = {
-    "The answer is N<|im_end|>": ("The answer is ", END),
-    "The answer is N": ("The answer is ", ""),
-    "Wait, the answer is N": ("Wait, The answer is ", END),
-    "=N": ("=", ""),
+    "The answer is N<|im_end|>": ("The answer is ", END, ("log", "probability")),
+    "The answer is N": ("The answer is ", "", ("log",)),
+    "Wait, the answer is N": ("Wait, The answer is ", END, ("log",)),
+    "=N": ("=", "", ("log",)),
 }
 # The numbers that `OutcomeValue` is fitted with, by what is left of them.
 SUBSETS = {
@@ -55,56 +55,25 @@ SUBSETS = {
 }
 
 
-@dataclass(frozen=True)
-class Task:
-    """What is measured: a model, problems to fit values to, and others to measure them on.
+def task_of(name: str) -> tuple[str, Any, Any, Plan]:
+    """The model, problems to fit values to, others, and of how many of these some 1,100 boundaries are measured."""
+    if name == "confident":
+        plan = Plan(32, fit_rollouts=SIZES, max_completion_length=CONFIDENT_LONGEST, shortest=1)
+        return confident_model(), confident_dataset("train"), confident_dataset("test"), plan
+    plan = Plan(64, fit_rollouts=SIZES, max_completion_length=64, shortest=1)
+    return embedded_model(), arithmetic_dataset("train", 1024), arithmetic_dataset("test"), plan
+
+
+class Varied(OutcomeValue):
+    """Fitted with some of the numbers only, or with one more per boundary.
 
     Args:
-        measured: how many of the others, for some 1,100 boundaries. longest: tokens of a response.
+        names: of the numbers. more: as a value estimator, (requests, trainer) → a number more at each boundary.
     """
 
-    model: str
-    train: Any
-    test: Any
-    measured: int
-    longest: int
-
-
-def embedded() -> Task:
-    return Task(embedded_model(), arithmetic_dataset("train", 1024), arithmetic_dataset("test"), 64, 64)
-
-
-def confident() -> Task:
-    return Task(confident_model(), confident_dataset("train"), confident_dataset("test"), 32, CONFIDENT_LONGEST)
-
-
-TASKS = {"embedded": embedded, "confident": confident}
-
-
-class PartOfOutcomeValue(OutcomeValue):
-    """Fitted with some of the numbers only."""
-
-    def __init__(self, names: Sequence[str], **settings: Any):
-        super().__init__(**settings)
-        self.kept = [FEATURES.index(name) for name in names]
-
-    def _features(self, request: ValueRequest) -> list[list[float]]:
-        return [[row[column] for column in self.kept] for row in super()._features(request)]
-
-    def _columns(self, requests: Sequence[ValueRequest]) -> int:
-        return len(self.kept)
-
-
-class WithMore(OutcomeValue):
-    """Fitted with one number more per boundary.
-
-    Args:
-        more: as a value estimator, (requests, trainer) → that number at each boundary.
-    """
-
-    def __init__(self, more: ValueEstimator, **settings: Any):
-        super().__init__(**settings)
-        self.more = more
+    def __init__(self, names: Sequence[str] = FEATURES, more: ValueEstimator | None = None):
+        super().__init__(num_windows=1)
+        self.kept, self.more = [FEATURES.index(name) for name in names], more
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         self._know(requests, trainer)
@@ -115,14 +84,17 @@ class WithMore(OutcomeValue):
         super().learn(requests, outcomes, trainer)
 
     def _know(self, requests: Sequence[ValueRequest], trainer: Any) -> None:
-        self.known = dict(zip(map(id, requests), self.more(requests, trainer), strict=True))
+        if self.more:
+            self.known = dict(zip(map(id, requests), self.more(requests, trainer), strict=True))
 
     def _features(self, request: ValueRequest) -> list[list[float]]:
-        more = self.known[id(request)][1:]
-        return [[*row, number] for row, number in zip(super()._features(request), more, strict=True)]
+        rows = [[row[column] for column in self.kept] for row in super()._features(request)]
+        if not self.more:
+            return rows
+        return [[*row, number] for row, number in zip(rows, self.known[id(request)][1:], strict=True)]
 
     def _columns(self, requests: Sequence[ValueRequest]) -> int:
-        return len(FEATURES) + 1
+        return len(self.kept) + bool(self.more)
 
 
 def waits(requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
@@ -133,15 +105,15 @@ def waits(requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
 
 def siblings(requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
     """Σ log p of the prefix less that of the other responses to the problem, as far as the same boundary; else 0."""
-    sums = SumOfLogProbs()(requests, trainer)
-    rows: dict[tuple[int, ...], list[int]] = {}
-    for row, request in enumerate(requests):
-        rows.setdefault(request.prompt_ids, []).append(row)
-    found = []
-    for row, request in enumerate(requests):
-        others = [sums[other] for other in rows[request.prompt_ids] if other != row]
-        at = [[one[k] for one in others if len(one) > k] for k in range(len(sums[row]))]
-        found.append([own - sum(of) / len(of) if of else 0.0 for own, of in zip(sums[row], at, strict=True)])
+    sums, found = SumOfLogProbs()(requests, trainer), []
+    for request, own in zip(requests, sums, strict=True):
+        others = [
+            of
+            for other, of in zip(requests, sums, strict=True)
+            if other is not request and other.prompt_ids == request.prompt_ids
+        ]
+        at = [[of[k] for of in others if len(of) > k] for k in range(len(own))]
+        found.append([mine - sum(of) / len(of) if of else 0.0 for mine, of in zip(own, at, strict=True)])
     return found
 
 
@@ -157,36 +129,35 @@ class SumOfLogProbs:
 
 
 def candidates() -> list[Candidate]:
-    found = [
-        Candidate(f"{name}, log", AnswerLogProbValue(prompt, closing=closing))
-        for name, (prompt, closing) in FORCE_PROMPTS.items()
+    forced = {
+        f"{name}, {space}": AnswerLogProbValue(prompt, closing=closing, space=space)
+        for name, (prompt, closing, spaces) in FORCE_PROMPTS.items()
+        for space in spaces
+    }
+    more = {
+        "the forced answer": AnswerLogProbValue("The answer is ", closing=END),
+        '"Wait"': waits,
+        "siblings": siblings,
+    }
+    varied = {name: Varied(names) for name, names in SUBSETS.items()}
+    varied |= {f"with {name}": Varied(more=one) for name, one in more.items()}
+    return [
+        *(Candidate(name, value) for name, value in forced.items()),
+        Candidate("outcome", OutcomeValue(num_windows=1), SIZES),
+        *(Candidate(f"outcome, {name}", value, SIZES[-1:]) for name, value in varied.items()),
+        Candidate("sum of log-probs, not fitted", SumOfLogProbs()),
     ]
-    name, (prompt, closing) = next(iter(FORCE_PROMPTS.items()))
-    by_answer = AnswerLogProbValue(prompt, closing=closing)
-    as_probability = AnswerLogProbValue(prompt, closing=closing, space="probability")
-    found.insert(1, Candidate(f"{name}, probability", as_probability))
-    found.append(Candidate("outcome", OutcomeValue(num_windows=1), SIZES))
-    for name, names in SUBSETS.items():
-        found.append(Candidate(f"outcome, {name}", PartOfOutcomeValue(names, num_windows=1), SIZES[-1:]))
-    for name, more in {"the forced answer": by_answer, '"Wait"': waits, "siblings": siblings}.items():
-        found.append(Candidate(f"outcome, with {name}", WithMore(more, num_windows=1), SIZES[-1:]))
-    return [*found, Candidate("sum of log-probs, not fitted", SumOfLogProbs())]
 
 
-def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--task", choices=TASKS, default="embedded")
-    parser.add_argument("--plot", type=Path, help="draw the figures to this file")
-    arguments = parser.parse_args()
+def main(task: str, plot: Path | None) -> dict[str, Any]:
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("dash_trl").setLevel(logging.INFO)
     started = time.perf_counter()
-    task = TASKS[arguments.task]()
-    checkpoint = Checkpoint(task.model)
+    model, train, test, plan = task_of(task)
+    checkpoint = Checkpoint(model)
     segmenter = Segmenter(checkpoint.tokenizer, markers=line_starts, min_episode_tokens=1)
-    plan = Plan(task.measured, fit_rollouts=SIZES, max_completion_length=task.longest, shortest=1)
-    measured, to_fit = choose(task.test, task.train, plan)
-    settings = {"model": task.model, "segmentation": "lines"}
+    measured, to_fit = choose(test, train, plan)
+    settings = {"model": model, "segmentation": "lines"}
     with (
         tempfile.TemporaryDirectory() as folder,
         Reward(arithmetic_reward) as reward,
@@ -194,14 +165,18 @@ def main() -> None:
     ):
         study = collect(sampler, reward, measured, to_fit, plan, segmenter, Path(folder), settings)
         sampled = time.perf_counter() - started
-        found = {"task": arguments.task, **measure(candidates(), study, plan, sampler.model, checkpoint.tokenizer)}
-    print(f"\n{found['responses']} responses, {found['boundaries']} boundaries, mean success {found['mean_truth']:.3f}")
-    print(table(found["estimators"]))
-    print(f"{sampled:.0f} s for the samples, {time.perf_counter() - started:.0f} s in all")
-    harness.write(arguments.json, found)
-    if arguments.plot:
-        plot(found, arguments.plot, title=arguments.task)
+        found = {"task": task, **measure(candidates(), study, plan, sampler.model, checkpoint.tokenizer)}
+    harness.say("all", {"seconds": time.perf_counter() - started, "of the samples": sampled, **found})
+    print(figures.table(found["estimators"]))
+    if plot:
+        figures.plot(found, plot, title=task)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(
+        main,
+        __doc__,
+        task={"choices": ("embedded", "confident"), "default": "embedded"},
+        plot={"type": Path, "help": "draw the figures to this file"},
+    )

@@ -8,8 +8,8 @@ Best of 5, in turn. `ratio` = naive / tree, `forwards` = tree / plain, `max_erro
 """
 
 import random
-import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import harness
@@ -27,9 +27,8 @@ def best(functions: dict[str, Callable[[], Any]]) -> tuple[dict[str, float], dic
     results = {name: function() for name, function in functions.items()}
     for _ in range(REPEATS):
         for name, function in functions.items():
-            started = time.perf_counter()
-            results[name] = function()
-            seconds[name] = min(seconds.get(name, float("inf")), time.perf_counter() - started)
+            results[name], took = harness.timed(function)
+            seconds[name] = min(seconds.get(name, took), took)
     return seconds, results
 
 
@@ -60,8 +59,7 @@ def compare(model: Any, length: int, count: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    arguments = harness.parser(__doc__).parse_args()
+def main() -> dict[str, dict[str, float]]:
     torch.set_num_threads(2)
     model = harness.qwen2(
         vocab_size=VOCABULARY,
@@ -74,12 +72,11 @@ def main() -> None:
         attn_implementation="sdpa",
     ).eval()
     results = {}
-    for length in LENGTHS:
-        for count in BOUNDARIES:
-            results[f"L{length}_N{count}"] = row = compare(model, length, count)
-            harness.say(f"L = {length}, N = {count}", row)
-    harness.write(arguments.json, results)
+    for length, count in product(LENGTHS, BOUNDARIES):
+        results[f"L{length}_N{count}"] = row = compare(model, length, count)
+        harness.say(f"L = {length}, N = {count}", row)
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    harness.run(main, __doc__)

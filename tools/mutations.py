@@ -20,12 +20,12 @@ import json
 import os
 import random
 import re
-import signal
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ SWAPPED = {
     **{ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"},
     **{ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*"},
 }
-SIMPLE = (ast.Assign, ast.AugAssign, ast.Expr, ast.Raise, ast.Delete)
+UNTOUCHED = ("annotation", "returns", "decorator_list", "type_params")
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
@@ -47,100 +47,94 @@ SIMPLE = (ast.Assign, ast.AugAssign, ast.Expr, ast.Raise, ast.Delete)
 
 def mutations_of(source: str) -> Iterator[tuple[int, str, str]]:
     """All (line number from 1, line, mutated line) of a module; annotations, strings and imports stay as they are."""
-    lines = source.splitlines()
+    lines, tree = source.splitlines(), ast.parse(source)
 
-    def replaced(node: ast.expr | ast.stmt, text: str) -> tuple[int, str, str]:
+    def text(node: Any) -> str:
+        """The source of a node on one line."""
+        return lines[node.lineno - 1].encode()[node.col_offset : node.end_col_offset].decode()
+
+    def replaced(node: ast.expr | ast.stmt, mutated: str) -> tuple[int, str, str]:
         line = lines[node.lineno - 1].encode()
-        mutated = line[: node.col_offset] + text.encode() + line[node.end_col_offset :]
-        return node.lineno, line.decode(), mutated.decode()
+        after = line[: node.col_offset] + mutated.encode() + line[node.end_col_offset :]
+        return node.lineno, line.decode(), after.decode()
 
     def visit(node: ast.AST) -> Iterator[tuple[int, str, str]]:
         for name, value in ast.iter_fields(node):
-            if name in ("annotation", "returns", "decorator_list", "type_params"):
-                continue
             for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST):
+                if isinstance(child, ast.AST) and name not in UNTOUCHED:
                     yield from visit(child)
-        if not isinstance(node, ast.expr | ast.stmt) or node.lineno != node.end_lineno:
-            return
-        code = ast.get_source_segment(source, node) or ""
-        if isinstance(node, SIMPLE) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
-            yield replaced(node, "pass")
-        elif isinstance(node, ast.Return) and node.value is not None and code != "return None":
-            yield replaced(node, "return None")
-        elif isinstance(node, ast.Compare | ast.BinOp):
-            left, right = (node.left, node.comparators[0]) if isinstance(node, ast.Compare) else (node.left, node.right)
-            operator = node.ops[0] if isinstance(node, ast.Compare) else node.op
-            if type(operator) in SWAPPED and not (isinstance(node, ast.Compare) and len(node.ops) > 1):
-                sides = [ast.get_source_segment(source, side) for side in (left, right)]
-                yield replaced(node, f"({sides[0]} {SWAPPED[type(operator)]} {sides[1]})")
-        elif isinstance(node, ast.BoolOp):
-            yield replaced(node, f"(not ({code}))")
-            values = [ast.get_source_segment(source, value) for value in node.values]
-            yield replaced(node, f"({(' or ' if isinstance(node.op, ast.And) else ' and ').join(map(str, values))})")
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            yield replaced(node, ast.get_source_segment(source, node.operand) or "")
-        elif isinstance(node, ast.IfExp):
-            yield replaced(node, ast.get_source_segment(source, node.body) or "")
-            yield replaced(node, ast.get_source_segment(source, node.orelse) or "")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
-            yield replaced(node, str(not node.value) if isinstance(node.value, bool) else repr(node.value + 1))
-        elif isinstance(node, ast.Call):
-            for keyword in node.keywords:
-                text = ast.get_source_segment(source, keyword)
-                if keyword.arg and text and f", {text}" in code:
-                    yield replaced(node, code.replace(f", {text}", "", 1))
+        if isinstance(node, ast.expr | ast.stmt) and node.lineno == node.end_lineno:
+            for mutated in in_place_of(node, text):
+                yield replaced(node, mutated)
 
-    for statement in ast.walk(ast.parse(source)):
+    for statement in ast.walk(tree):
         if isinstance(statement, ast.If | ast.While) and statement.test.lineno == statement.test.end_lineno:
-            yield replaced(statement.test, f"not ({ast.get_source_segment(source, statement.test)})")
-    yield from visit(ast.parse(source))
+            yield replaced(statement.test, f"not ({text(statement.test)})")
+    yield from visit(tree)
 
 
-def parses(source: str) -> bool:
-    try:
-        ast.parse(source)
-    except SyntaxError:
-        return False
-    return True
+def in_place_of(node: ast.expr | ast.stmt, text: Callable[[ast.AST], str]) -> Iterator[str]:
+    """What is put in the place of a node, whose source `text` gives."""
+    match node:
+        case ast.Expr(value=ast.Constant()):
+            return
+        case ast.Assign() | ast.AugAssign() | ast.Expr() | ast.Raise() | ast.Delete():
+            yield "pass"
+        case ast.Return(value=ast.expr()) if text(node) != "return None":
+            yield "return None"
+        case (
+            ast.Compare(left=left, ops=[operator], comparators=[right]) | ast.BinOp(left=left, op=operator, right=right)
+        ) if type(operator) in SWAPPED:
+            yield f"({text(left)} {SWAPPED[type(operator)]} {text(right)})"
+        case ast.BoolOp(op=operator, values=values):
+            yield f"(not ({text(node)}))"
+            yield f"({(' or ' if isinstance(operator, ast.And) else ' and ').join(map(text, values))})"
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield text(operand)
+        case ast.IfExp(body=body, orelse=otherwise):
+            yield from (text(body), text(otherwise))
+        case ast.Constant(value=bool(value)):
+            yield str(not value)
+        case ast.Constant(value=int() | float() as value):
+            yield repr(value + 1)
+        case ast.Call(keywords=keywords):
+            for argument in (f", {text(keyword)}" for keyword in keywords if keyword.arg):
+                if argument in text(node):
+                    yield text(node).replace(argument, "", 1)
 
 
 def draw(number: int, seed: int) -> None:
     """Draws lines uniformly over the package, then one mutation of each."""
     by_line: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for path in sorted((ROOT / "dash_trl").rglob("*.py")):
-        source = path.read_text()
-        for line, before, after in mutations_of(source):
+        for line, before, after in mutations_of(path.read_text()):
             by_line.setdefault((str(path.relative_to(ROOT)), line), []).append((before, after))
     rng = random.Random(seed)
     drawn = []
-    for place in rng.sample(sorted(by_line), 2 * number):
-        path, line = place
-        before, after = rng.choice(by_line[place])
-        lines = (ROOT / path).read_text().splitlines()
-        if before != after and parses("\n".join([*lines[: line - 1], after, *lines[line:]])):
-            drawn.append({"path": path, "line": line, "before": before, "after": after})
+    for name, line in rng.sample(sorted(by_line), 2 * number):
+        before, after = rng.choice(by_line[name, line])
+        lines = (ROOT / name).read_text().splitlines()
+        lines[line - 1] = after
+        try:
+            ast.parse("\n".join(lines))
+        except SyntaxError:
+            continue
+        if before != after:
+            drawn.append({"path": name, "line": line, "before": before, "after": after})
     DRAWN.write_text(json.dumps(drawn[:number], indent=1) + "\n")
 
 
 # --- recording: which test runs which line ----------------------------------------------------------------------------
 
 
-class Contexts:
-    """pytest plugin: a coverage context for each test."""
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """For `-p tools.mutations`: a coverage context for each test."""
+    import coverage
 
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        import coverage
-
-        if (current := coverage.Coverage.current()) is not None:
-            current.switch_context(item.nodeid)
-        yield
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """For `-p tools.mutations`."""
-    config.pluginmanager.register(Contexts())
+    if (current := coverage.Coverage.current()) is not None:
+        current.switch_context(item.nodeid)
+    yield
 
 
 def record(extra: list[str]) -> None:
@@ -148,24 +142,24 @@ def record(extra: list[str]) -> None:
 
     Only the files of drawn mutations are traced, so that the tests take about as long as otherwise.
     """
-    RECORD.mkdir(exist_ok=True)
+    shutil.rmtree(RECORD, ignore_errors=True)
+    data = RECORD / "data"
+    data.mkdir(parents=True)
     files = sorted({str(ROOT / mutation["path"]) for mutation in json.loads(DRAWN.read_text())})
-    with tempfile.TemporaryDirectory() as folder:
-        settings = Path(folder, "coveragerc")
-        settings.write_text(
-            f"[run]\ninclude = {','.join(files)}\nparallel = true\ndata_file = {folder}/data/coverage\n"
-            "context = ${PYTEST_CURRENT_TEST}\ndisable_warnings = no-data-collected, module-not-imported\n"
-        )
-        Path(folder, "data").mkdir()
-        Path(folder, "sitecustomize.py").write_text("import coverage\ncoverage.process_startup()\n")
-        environment = os.environ | {
-            "COVERAGE_PROCESS_START": str(settings),
-            "PYTHONPATH": os.pathsep.join(filter(None, [folder, str(ROOT), os.environ.get("PYTHONPATH", "")])),
-        }
-        command = [sys.executable, "-m", "pytest", "-p", "tools.mutations", f"--junitxml={RECORD}/times.xml", *extra]
-        subprocess.run(command, cwd=ROOT, env=environment, check=False)
-        combine = [sys.executable, "-m", "coverage", "combine", f"--data-file={RECORD}/coverage", f"{folder}/data"]
-        subprocess.run(combine, cwd=ROOT, check=True)
+    settings = RECORD / "coveragerc"
+    settings.write_text(
+        f"[run]\ninclude = {','.join(files)}\nparallel = true\ndata_file = {data}/coverage\n"
+        "context = ${PYTEST_CURRENT_TEST}\ndisable_warnings = no-data-collected, module-not-imported\n"
+    )
+    Path(RECORD, "sitecustomize.py").write_text("import coverage\ncoverage.process_startup()\n")
+    environment = os.environ | {
+        "COVERAGE_PROCESS_START": str(settings),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(RECORD), str(ROOT), os.environ.get("PYTHONPATH", "")])),
+    }
+    tests = ["pytest", "-p", "tools.mutations", f"--junitxml={RECORD}/times.xml", *extra]
+    subprocess.run([sys.executable, "-m", *tests], cwd=ROOT, env=environment, check=False)
+    combine = ["coverage", "combine", f"--data-file={RECORD}/coverage", str(data)]
+    subprocess.run([sys.executable, "-m", *combine], cwd=ROOT, check=True)
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -199,34 +193,26 @@ def outcome(mutation: dict[str, Any], data: Any, seconds: dict[str, float], limi
     if not tests:
         return "survived (no test covers the file)"
     lines[place] = mutation["after"] + "\n"
+    names = RECORD / "tests.txt"
+    names.write_text("\n".join(tests))
+    limit += 3 * sum(seconds.get(name, 0.0) for name in tests)
+    command = ["timeout", "--signal=KILL", f"{limit}", sys.executable, "-m", "pytest", "-x", "-q", "--no-header"]
     began = time.monotonic()
     try:
         path.write_text("".join(lines))
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as names:
-            names.write("\n".join(tests))
-            names.flush()
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=line", f"@{names.name}"]
-            process = subprocess.Popen(
-                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-            )
-            try:
-                output, _ = process.communicate(timeout=limit + 3 * sum(seconds.get(name, 0.0) for name in tests))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-                return f"killed (out of time, {len(tests)} tests)"
+        done = subprocess.run([*command, "--tb=line", f"@{names}"], cwd=ROOT, capture_output=True, text=True)
     finally:
         path.write_text(original)
     took = time.monotonic() - began
-    if process.returncode == 0:
+    if took >= limit:
+        return f"killed (out of time, {len(tests)} tests)"
+    if done.returncode == 0:
         return f"SURVIVED {len(tests)} tests in {took:.0f} s"
-    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return f"killed in {took:.0f} s: {failed[0][:150] if failed else f'exit {process.returncode}'}"
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return f"killed in {took:.0f} s: {failed[0][:150] if failed else f'exit {done.returncode}'}"
 
 
 def run(only: list[int], limit: float) -> None:
-    import xml.etree.ElementTree as ElementTree
-
     import coverage
 
     data = coverage.CoverageData(str(RECORD / "coverage"))
@@ -246,14 +232,13 @@ def run(only: list[int], limit: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("record", help="anything behind it goes to pytest")
-    drawing = commands.add_parser("draw")
-    drawing.add_argument("--number", type=int, default=60)
-    drawing.add_argument("--seed", type=int, default=23)
-    running = commands.add_parser("run")
-    running.add_argument("--only", type=int, nargs="*", default=[], help="numbers of mutations; all by default")
-    running.add_argument("--limit", type=float, default=180.0, help="seconds beyond three times what the tests took")
+    parser.add_argument("command", choices=("record", "draw", "run"), help="what is behind `record` goes to pytest")
+    parser.add_argument("--number", type=int, default=60, help="draw: of mutations")
+    parser.add_argument("--seed", type=int, default=23, help="draw")
+    parser.add_argument("--only", type=int, nargs="*", default=[], help="run: numbers of mutations; all by default")
+    parser.add_argument(
+        "--limit", type=float, default=180.0, help="run: seconds beyond three times what the tests took"
+    )
     args, rest = parser.parse_known_args()
     if rest and args.command != "record":
         parser.error(f"unknown arguments: {rest}")

@@ -35,9 +35,7 @@ def main() -> None:
 
     listed = subprocess.run(["git", "ls-files", "*.py"], check=True, capture_output=True, text=True).stdout.split()
     totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    for path in map(Path, listed):
-        if not path.exists():
-            continue
+    for path in filter(Path.exists, map(Path, listed)):
         source = path.read_text()
         count = (1, len(source.splitlines()), statements(source))
         groups = [str(path) if args.files else room(path), "all tracked Python"]
