@@ -53,24 +53,21 @@ def mutations_of(source: str) -> Iterator[tuple[int, str, str]]:
         """The source of a node on one line."""
         return lines[node.lineno - 1].encode()[node.col_offset : node.end_col_offset].decode()
 
-    def replaced(node: ast.expr | ast.stmt, mutated: str) -> tuple[int, str, str]:
-        line = lines[node.lineno - 1].encode()
-        after = line[: node.col_offset] + mutated.encode() + line[node.end_col_offset :]
-        return node.lineno, line.decode(), after.decode()
-
-    def visit(node: ast.AST) -> Iterator[tuple[int, str, str]]:
+    def inside(node: ast.AST) -> Iterator[Any]:
         for name, value in ast.iter_fields(node):
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST) and name not in UNTOUCHED:
-                    yield from visit(child)
-        if isinstance(node, ast.expr | ast.stmt) and node.lineno == node.end_lineno:
-            for mutated in in_place_of(node, text):
-                yield replaced(node, mutated)
+                    yield from inside(child)
+        yield node
 
-    for statement in ast.walk(tree):
-        if isinstance(statement, ast.If | ast.While) and statement.test.lineno == statement.test.end_lineno:
-            yield replaced(statement.test, f"not ({text(statement.test)})")
-    yield from visit(tree)
+    tests = [node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.While)]
+    rest = [node for node in inside(tree) if isinstance(node, ast.expr | ast.stmt) and node.lineno == node.end_lineno]
+    found = [(test, f"not ({text(test)})") for test in tests if test.lineno == test.end_lineno]
+    found += [(node, mutated) for node in rest for mutated in in_place_of(node, text)]
+    for node, mutated in found:
+        line = lines[node.lineno - 1].encode()
+        after = line[: node.col_offset] + mutated.encode() + line[node.end_col_offset :]
+        yield node.lineno, line.decode(), after.decode()
 
 
 def in_place_of(node: ast.expr | ast.stmt, text: Callable[[ast.AST], str]) -> Iterator[str]:
@@ -165,18 +162,14 @@ def record(extra: list[str]) -> None:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def node_id(context: str) -> str:
-    """The test's name, without pytest's phase."""
-    return re.sub(r" \((setup|call|teardown)\)$", "", context)
-
-
 def covering(data: Any, mutation: dict[str, Any], line: int) -> list[str]:
     """Node ids of the tests that run `line` of the file, or any of its lines."""
     measured = next((path for path in data.measured_files() if path.endswith("/" + mutation["path"])), None)
     contexts = data.contexts_by_lineno(measured) if measured else {}
 
     def tests(found: list[str]) -> set[str]:
-        return {node_id(name) for context in found for name in context.split("|")} - {""}
+        names = {name for context in found for name in context.split("|")} - {""}
+        return {re.sub(r" \((setup|call|teardown)\)$", "", name) for name in names}  # without pytest's phase
 
     return sorted(tests(contexts.get(line, [])) or tests([name for names in contexts.values() for name in names]))
 
@@ -220,10 +213,10 @@ def run(only: list[int], limit: float) -> None:
     seconds: dict[str, float] = {}
     for case in ElementTree.parse(RECORD / "times.xml").iter("testcase"):
         module = str(case.get("classname")).replace(".", "/") + ".py"
-        seconds[node_id(f"{module}::{case.get('name')}")] = float(case.get("time", 0.0))
-    for number, mutation in enumerate(json.loads(DRAWN.read_text())):
-        if only and number not in only:
-            continue
+        seconds[f"{module}::{case.get('name')}"] = float(case.get("time", 0.0))
+    drawn = dict(enumerate(json.loads(DRAWN.read_text())))
+    for number in only or drawn:
+        mutation = drawn[number]
         reason = mutation.get("equivalent") or mutation.get("gone")
         result = f"not run: {reason}" if reason else outcome(mutation, data, seconds, limit)
         print(f"{number:2d} {mutation['path']}:{mutation['line']}\n   - {mutation['before'].strip()}")
@@ -231,7 +224,9 @@ def run(only: list[int], limit: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("command", choices=("record", "draw", "run"), help="what is behind `record` goes to pytest")
     parser.add_argument("--number", type=int, default=60, help="draw: of mutations")
     parser.add_argument("--seed", type=int, default=23, help="draw")
