@@ -80,10 +80,9 @@ def windows(level: int, url: str, iterations: int) -> dict[str, list[float]]:
 def main(iterations: int) -> dict[str, float]:
     seconds: dict[int, dict[str, list[float]]] = {level: {} for level in LEVELS}
     with harness.server_beside(embedded_model()) as url:
-        for _ in range(ROUNDS):
-            for level in LEVELS:
-                for name, values in windows(level, url, iterations).items():
-                    seconds[level].setdefault(name, []).extend(values)
+        for level in LEVELS * ROUNDS:  # by turns
+            for name, values in windows(level, url, iterations).items():
+                seconds[level].setdefault(name, []).extend(values)
     rows = {level: harness.medians(found) for level, found in seconds.items()}
     results = {f"k{level}": row["window"] for level, row in rows.items()}
     results |= {"generation": rows[0]["wait_for_rollouts"], "weights": rows[0]["wait_for_weights"]}
@@ -96,5 +95,8 @@ def main(iterations: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    more = {"type": int, "default": 1, "help": "optimizer steps on a window: makes training longer"}
-    harness.run(main, __doc__, iterations=more)
+    harness.run(
+        main,
+        __doc__,
+        iterations={"type": int, "default": 1, "help": "optimizer steps on a window: makes training longer"},
+    )

@@ -35,8 +35,6 @@ def start_python_twice(_: int) -> None:
 
 
 def main(data: Path, workers: int) -> dict[str, Any]:
-    if not data.exists():
-        raise SystemExit(f"{data} does not exist: give MBPP+'s folder with --data")
     problems = list(load_code_dataset(data, split="all", prompt_template="plain", completion=True))
     codes = [one["completion"] for one in problems]
     count = len(problems)

@@ -55,7 +55,6 @@ WARM_UP = WarmUp(operands=OPERANDS, steps=500, slip_rate=0.06, wait_rate=0.03, n
 POINTS = 6  # at which a run is measured, besides its beginning
 SAMPLES = 2  # of each held-out problem
 LEARNING_RATES, TUNING_SEEDS = (2e-4, 4e-4, 8e-4), (100, 101)
-SEEDS = (0, 1, 2, 3, 4)
 STEP_SUCCESS = 0.82  # of the model of slips: 0.25 over seven steps
 RESAMPLES = 2000
 
@@ -355,7 +354,7 @@ if __name__ == "__main__":
         __doc__,
         runs={"type": Path, "help": "keep each run in this file"},
         task={"choices": TASKS, "default": "slips"},
-        seeds={"type": int, "nargs": "+", "default": SEEDS, "help": "2 to 10 of them"},
+        seeds={"type": int, "nargs": "+", "default": (0, 1, 2, 3, 4), "help": "2 to 10 of them"},
         learning_rate={"type": float, "help": "leave the tuning out"},
         methods={"nargs": "+", "choices": METHODS, "default": STUDY, "metavar": "METHOD"},
     )

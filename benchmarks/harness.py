@@ -25,6 +25,7 @@ os.environ.update(
         "TRANSFORMERS_VERBOSITY": "error",
         "TRL_EXPERIMENTAL_SILENCE": "1",  # that a rollout_func is experimental
         "CI": "1",  # no telemetry in a timed run
+        "RAY_USAGE_STATS_ENABLED": "0",
         **os.environ,  # what is set stays
     }
 )
@@ -102,17 +103,12 @@ def accuracy(model: Any, tokenizer: Any, problems: Any = None, **sampling: Any) 
 
 
 class Clock(TrainerCallback):
-    """Seconds of each optimizer step, the end of each, and the parameters after the first one.
+    """Seconds of each optimizer step, the end of each, and the parameters after the first one."""
 
-    Args:
-        keep_first: whether the parameters are kept.
-    """
-
-    def __init__(self, *, keep_first: bool = False) -> None:
+    def __init__(self) -> None:
         self.seconds: list[float] = []
         self.ends: list[float] = []
         self.first: dict[str, Any] = {}
-        self.keep_first = keep_first
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.started = time.perf_counter()
@@ -122,7 +118,7 @@ class Clock(TrainerCallback):
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
         self.seconds.append(self.ends[-1] - self.started)
-        if self.keep_first and state.global_step == 1:
+        if state.global_step == 1:
             self.first = {name: one.detach().float().cpu().numpy().copy() for name, one in model.named_parameters()}
 
 

@@ -160,9 +160,6 @@ def run_cases(reward: Callable[..., list[float]]) -> list[dict[str, Any]]:
 
 
 def main(data: Path, workers: int | None) -> dict[str, Any]:
-    missing = [file for file in FILES if not (data / file).exists()]
-    if missing:
-        raise SystemExit(f"{data} lacks {', '.join(missing)}: give the folder that holds them with --data")
     with closing(MathAccuracyReward(workers=workers)) as reward:
         _, startup = harness.timed(reward, [in_box("1")] * reward.workers, ["1"] * reward.workers)
         report = run(reward, data)
@@ -170,8 +167,6 @@ def main(data: Path, workers: int | None) -> dict[str, Any]:
         report["cases"] = run_cases(reward)
     for row in report["checks"] + report["cases"]:
         harness.say(row["check"], row)
-    for failure in report["failures"]:
-        print(f"  {failure['reason']}: gold {failure['gold']!r}, completion {failure['completion']!r}")
     cases_failed = sum(row["rows"] - row[row["expected"]] for row in report["cases"])
     harness.say("all", {**report, "cases_failed": cases_failed})
     return report

@@ -26,7 +26,6 @@ from dash_trl import DASHTrainer
 ON_GPU = torch.cuda.is_available()
 ROWS, GROUP, ROWS_PER_PASS, LONGEST, MEDIAN = (256, 4, 2, 2048, 500) if ON_GPU else (8, 2, 2, 256, 120)
 SHARES = (0.0, 0.75)  # of groups without signal
-GIGABYTE = 1e9
 KINDS = {"trl": GRPOTrainer, "dash": DASHTrainer}
 SHAPE = {  # Qwen/Qwen2.5-0.5B
     "vocab_size": 151_936,
@@ -71,7 +70,7 @@ def train(kind: str, share: float, steps: int) -> Clock:
         "gradient_checkpointing": ON_GPU,
     }
     workload = harness.Scripted(share, ROWS, GROUP, median=MEDIAN, longest=LONGEST, vocabulary=150_000)
-    clock = Clock(keep_first=True)
+    clock = Clock()
     harness.scripted_trainer(KINDS[kind], random_model(), workload, settings, callbacks=[clock]).train()
     return clock
 
@@ -82,7 +81,7 @@ def main(shares: list[float], steps: int) -> dict[str, dict[str, float]]:
         with ProcessPoolExecutor(1, max_tasks_per_child=1) as workers:  # each trainer in a process of its own
             clocks = {kind: workers.submit(train, kind, share, steps).result() for kind in KINDS}
         found = harness.against_trl(clocks, random_model().state_dict())
-        found |= {f"{kind}_gb": clock.taken / GIGABYTE for kind, clock in clocks.items()}
+        found |= {f"{kind}_gb": clock.taken / 1e9 for kind, clock in clocks.items()}
         results[f"{share:g}"] = found
         harness.say(f"{share:.0%} of the groups constant", found)
     return results

@@ -9,15 +9,12 @@ seconds over 0.1 s × 2,000 / 256, which is the least.
 """
 
 import asyncio
-import os
 import statistics
 import time
 
 import harness
 
 from dash_trl import RewardAgent
-
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 ROWS, GROUP, BATCHES = 100_000, 8, 5
 CONCURRENT, WAITING, SECONDS = 256, 2_000, 0.1
@@ -86,7 +83,9 @@ def main(backends: list[str], rows: int) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    every = ["thread", "asyncio", "process", "ray"]
     harness.run(
-        main, __doc__, backends={"nargs": "+", "default": every}, rows={"type": int, "default": ROWS, "help": "scores"}
+        main,
+        __doc__,
+        backends={"nargs": "+", "default": ["thread", "asyncio", "process", "ray"]},
+        rows={"type": int, "default": ROWS, "help": "scores of a batch"},
     )

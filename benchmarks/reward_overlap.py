@@ -119,5 +119,8 @@ def main(accuracy: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    learning = {"action": "store_true", "help": "train for longer, too, and measure what was learned"}
-    harness.run(main, __doc__, accuracy=learning)
+    harness.run(
+        main,
+        __doc__,
+        accuracy={"action": "store_true", "help": "train for longer, too, and measure what was learned"},
+    )

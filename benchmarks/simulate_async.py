@@ -14,7 +14,9 @@ and time are simulated, by events:
   half of it. New weights are sent before each window, while trainer and servers stand still for a share of a stage.
 
 The tables say the time per window, in stages, over the middle 20 of 32 windows, beside the bound: the longer stage and
-the sending. `idle`: % of the time in which the trainer does not train, and in which a server has no response running.
+the sending; the file has it in seconds, beside the shares of the time in which the trainer does not train
+(`trainer_idle`) and a server has no response running (`servers_idle`), and of the seats that are taken
+(`seats_filled`).
 Differences of 0.02 are those between 20 windows and others.
 
 1. 1 to 64 servers of 1 to 1,024 seats.
@@ -227,7 +229,6 @@ class Simulation:
             self.left[job] -= 1
         done = [job for job in dict.fromkeys(ended) if not self.left[job]]
         for job in done:
-            del self.left[job]
             self.backlog.served(job)
             self.finished[self._shelf(job.order)].append(job)
         self._expect_end(url)
@@ -278,7 +279,7 @@ def by_levels(setup: Setup, training: float, sync: float = 0.0) -> dict[str, Any
 
 
 def by_fleet(seed: int) -> dict[str, Any]:
-    """1. Servers × seats: time per window (% idle: trainer, servers; % of seats taken)"""
+    """1. Servers × seats"""
     return {
         f"{servers} × {seats}, training {share:g}": by_levels(Setup(0, servers, seats, seed=seed), share)
         for share, servers, seats in product(TRAINING, SERVERS, SEATS)
@@ -308,12 +309,12 @@ def compare_orders(setup: Setup) -> dict[str, float]:
 
 
 def by_order(seed: int) -> dict[str, Any]:
-    """3. Windows in the order of prompts and of completion; of the latter, how much longer the first are, share too old"""
+    """3. Windows in the order of prompts, of completion; of the latter, how much longer the first are, share too old"""
     results: dict[str, Any] = {}
     for (servers, seats), share, k in product((SOME, MANY), TRAINING, (1, 2, 4)):
         runs = [compare_orders(Setup(k, servers, seats, train=share, seed=one)) for one in range(seed, seed + SEEDS)]
-        mean = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
-        results[f"{servers} × {seats}, training {share:g}, k = {k}"] = mean
+        name = f"{servers} × {seats}, training {share:g}, k = {k}"
+        results[name] = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
     return results
 
 
@@ -329,17 +330,10 @@ def by_in_flight(seed: int) -> dict[str, Any]:
     return results
 
 
-def show(results: dict[str, Any]) -> None:
-    """A line per row: time per window in stages, with % of idle trainer and servers or of seats taken, or shares."""
-    for name, row in results.items():
-        stage, line = row.get("stage", 1.0), f"{name:32}"
-        for key, value in row.items():
-            if isinstance(value, dict):
-                shares = " ".join(f"{100 * value[one]:.0f}" for one in ("trainer_idle", "servers_idle", "seats_filled"))
-                line += f"  {key} {value['seconds'] / stage:.2f} ({shares})"
-            elif key != "stage":
-                line += f"  {key} {value / stage:.2f}"
-        print(line)
+def in_stages(row: dict[str, Any]) -> dict[str, float]:
+    stage = row.get("stage", 1.0)
+    times = {key: value["seconds"] if isinstance(value, dict) else value for key, value in row.items()}
+    return {key: value / stage for key, value in times.items()}
 
 
 def draw(by_fleet: dict[str, Any], picture: Path) -> None:
@@ -368,7 +362,8 @@ def main(plot: Path | None, seed: int) -> dict[str, Any]:
     for table in (by_fleet, by_sync, by_order, by_in_flight):
         tables[table.__name__] = table(seed)
         print(f"\n{table.__doc__}")
-        show(tables[table.__name__])
+        for name, row in tables[table.__name__].items():
+            harness.say(name, in_stages(row))
     if plot:
         draw(tables["by_fleet"], plot)
     return tables

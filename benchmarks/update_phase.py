@@ -63,7 +63,7 @@ def compare(path: str, share: float, beta: float) -> dict[str, float]:
     clocks = {}
     for name, kind in (("trl", GRPOTrainer), ("dash", DASHTrainer)):
         workload = harness.Scripted(share, ROWS, GROUP, median=MEDIAN, longest=LONGEST, vocabulary=280)
-        clocks[name], limit = harness.Clock(keep_first=True), TokenLimit(workload)
+        clocks[name], limit = harness.Clock(), TokenLimit(workload)
         model = AutoModelForCausalLM.from_pretrained(path)
         harness.scripted_trainer(kind, model, workload, settings, callbacks=[clocks[name], limit]).train()
     start = AutoModelForCausalLM.from_pretrained(path).state_dict()
