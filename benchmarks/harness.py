@@ -73,7 +73,8 @@ def run(main: Callable[..., Any], description: str | None, **options: dict[str, 
 
 def say(name: str, figures: Mapping[str, Any]) -> None:
     """Prints a line at once: a name, and its figures that are numbers or intervals."""
-    cells = [f"{key} {value:.3g}" for key, value in figures.items() if isinstance(value, int | float)]
+    cells = [f"{key} {value}" for key, value in figures.items() if isinstance(value, int)]
+    cells += [f"{key} {value:.3g}" for key, value in figures.items() if isinstance(value, float)]
     cells += [f"{key} {one[0]:.3f} ± {one[1]:.3f}" for key, one in figures.items() if isinstance(one, tuple)]
     print(f"{name:36} " + "  ".join(cells), flush=True)
 
@@ -158,8 +159,8 @@ def peak(on_gpu: bool = False) -> int:
 
 def _trainer(kind: Any, settings: dict[str, Any], **others: Any) -> Any:
     config = DASHConfig if issubclass(kind, DASHTrainer) else GRPOConfig
-    folder = tempfile.mkdtemp(dir=OUTPUT.name)
-    trainer = kind(args=config(output_dir=folder, disable_tqdm=True, **settings), **others)
+    settings |= {"output_dir": tempfile.mkdtemp(dir=OUTPUT.name), "disable_tqdm": True}
+    trainer = kind(args=config(**settings), **others)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
