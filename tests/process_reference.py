@@ -7,6 +7,7 @@ A row is a dict: `utilities` [(last token, U)], `length`, `outcome`, `advantage`
 from __future__ import annotations
 
 import math
+import statistics
 
 
 def token_rewards(row):
@@ -21,23 +22,37 @@ def to_go(rewards):
 
 
 def mean(values):
-    return sum(values) / len(values) if values else 0.0
+    return statistics.fmean(values) if values else 0.0
 
 
 def deviation(values):
     """Unbiased."""
-    if len(values) < 2:
-        return 0.0
-    centre = mean(values)
-    return math.sqrt(sum((v - centre) ** 2 for v in values) / (len(values) - 1))
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def outcome_only(row, s):
-    return [s["outcome"] * row["advantage"]] * row["length"]
+def credit(estimator, batch, s):
+    """By one of the functions below; a row that is not valued has its outcome advantage."""
+    weight = 1.0 if estimator in (gae, grpo) else s["outcome"]  # those two have no weights
+    return [
+        values if row["valued"] else [weight * row["advantage"]] * row["length"]
+        for row, values in zip(flat(batch), estimator(batch, s), strict=True)
+    ]
+
+
+def flat(batch):
+    return [row for group in batch for row in group]
+
+
+def pooled(group):
+    return [utility for row in group if row["valued"] for _, utility in row["utilities"]]
+
+
+def with_outcome(row, process, s):
+    return [s["outcome"] * row["advantage"] + s["process"] * value for value in process]
 
 
 def grpo(batch, s):
-    return [[row["advantage"]] * row["length"] for group in batch for row in group]
+    return [[row["advantage"]] * row["length"] for row in flat(batch)]
 
 
 def centered_return(batch, s):
@@ -45,44 +60,37 @@ def centered_return(batch, s):
     for group in batch:
         scale = max(deviation([sum(u for _, u in row["utilities"]) for row in group if row["valued"]]), s["floor"])
         for row in group:
-            if not row["valued"]:
-                results.append(outcome_only(row, s))
-                continue
             others = [to_go(token_rewards(other)) for other in group if other is not row and other["valued"]]
-            credit = []
+            centred = []
             for t, value in enumerate(to_go(token_rewards(row))):
-                baseline = mean([other[t] if t < len(other) else 0.0 for other in others])
-                credit.append(s["outcome"] * row["advantage"] + s["process"] * (value - baseline) / scale)
-            results.append(credit)
+                centred.append(value - mean([other[t] if t < len(other) else 0.0 for other in others]))
+            results.append(with_outcome(row, [value / scale for value in centred], s))
     return results
 
 
 def episode(batch, s):
     results = []
     for group in batch:
-        pool = [u for row in group if row["valued"] for _, u in row["utilities"]]
-        scale = max(math.sqrt(mean([u * u for u in pool])), s["floor"])
+        scale = max(math.sqrt(mean([u * u for u in pooled(group)])), s["floor"])
         for row in group:
-            credit = outcome_only(row, s)
+            process = [0.0] * row["length"]
             start = 0
-            for last, utility in row["utilities"] if row["valued"] else []:
-                for t in range(start, last + 1):
-                    credit[t] += s["process"] * utility / scale
+            for last, utility in row["utilities"]:
+                process[start : last + 1] = [utility / scale] * (last + 1 - start)
                 start = last + 1
-            results.append(credit)
+            results.append(with_outcome(row, process, s))
     return results
 
 
 def grpo_process(batch, s):
     results = []
     for group in batch:
-        pool = [u for row in group if row["valued"] for _, u in row["utilities"]]
-        centre, scale = mean(pool), max(deviation(pool), s["floor"])
+        centre, scale = mean(pooled(group)), max(deviation(pooled(group)), s["floor"])
         for row in group:
             normalised = [0.0] * row["length"]
-            for last, utility in row["utilities"] if row["valued"] else []:
+            for last, utility in row["utilities"]:
                 normalised[last] = (utility - centre) / scale
-            results.append([s["outcome"] * row["advantage"] + s["process"] * value for value in to_go(normalised)])
+            results.append(with_outcome(row, to_go(normalised), s))
     return results
 
 
@@ -98,63 +106,51 @@ def deepseek_process(batch, s):
     for group in batch:
         pool = [value for row in group if row["valued"] for value in combined(row, s)]
         centre, scale = mean(pool), deviation(pool) + 1e-6
-        for row in group:
-            normalised = [(value - centre) / scale for value in combined(row, s)]
-            results.append(to_go(normalised) if row["valued"] else outcome_only(row, s))
+        results += [to_go([(value - centre) / scale for value in combined(row, s)]) for row in group]
     return results
 
 
-def whitened(rows, batch, s):
+def whitened(rows, batch):
     """verl's: (x - mean) / sqrt(variance + 1e-8) over all tokens."""
-    flat = [row for group in batch for row in group]
-    pool = [value for values, row in zip(rows, flat, strict=True) if row["valued"] for value in values]
+    pool = [value for values, row in zip(rows, flat(batch), strict=True) if row["valued"] for value in values]
     if len(pool) < 2:
-        return [values if row["valued"] else outcome_only(row, s) for values, row in zip(rows, flat, strict=True)]
+        return rows
     centre, scale = mean(pool), math.sqrt(deviation(pool) ** 2 + 1e-8)
-    return [
-        [(value - centre) / scale for value in values] if row["valued"] else outcome_only(row, s)
-        for values, row in zip(rows, flat, strict=True)
-    ]
+    return [[(value - centre) / scale for value in values] for values in rows]
 
 
 def prime_rloo(batch, s):
     rows = []
     for group in batch:
-        sources = []  # per source: per row {token: reward}
-        sources.append((s["outcome"], [{row["length"] - 1: row["outcome"]} if row["length"] else {} for row in group]))
-        sources.append((s["process"], [dict(row["utilities"]) for row in group]))
         totals = [[0.0] * row["length"] for row in group]
-        for weight, places in sources:
+        outcomes = [{row["length"] - 1: row["outcome"]} if row["length"] else {} for row in group]
+        # Of each source, per row {token: reward}.
+        for weight, places in (s["outcome"], outcomes), (s["process"], [dict(row["utilities"]) for row in group]):
             used = [p if row["valued"] else {} for p, row in zip(places, group, strict=True)]
             n = sum(bool(p) for p in used)
-            if not n:
-                continue
             baseline = sum(mean(list(p.values())) for p in used) / max(n - 1, 1)
             for total, place in zip(totals, used, strict=True):
                 for token, reward in place.items():
                     total[token] += weight * (reward * n / max(n - 1, 1) - baseline)
         rows += [to_go(total) for total in totals]
-    return whitened(rows, batch, s)
+    return whitened(rows, batch)
 
 
 def rloo(batch, s):
     results = []
     for group in batch:
         for row in group:
-            if not row["valued"]:
-                results.append(outcome_only(row, s))
-                continue
             others = [sum(combined(other, s)) for other in group if other is not row and other["valued"]]
             results.append([sum(combined(row, s)) - mean(others)] * row["length"])
     return results
 
 
-def discounted(rewards, s):
-    return [sum(s["gamma"] ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
+def discounted(rewards, discount):
+    return [sum(discount ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
 
 
 def reinforce_plus_plus(batch, s):
-    return whitened([discounted(combined(row, s), s) for group in batch for row in group], batch, s)
+    return whitened([discounted(combined(row, s), s["gamma"]) for row in flat(batch)], batch)
 
 
 def reinforce_plus_plus_baseline(batch, s):
@@ -165,25 +161,16 @@ def reinforce_plus_plus_baseline(batch, s):
             rewards = combined(row, s)
             if rewards:
                 rewards[-1] -= baseline
-            rows.append(discounted(rewards, s))
-    return whitened(rows, batch, s)
+            rows.append(discounted(rewards, s["gamma"]))
+    return whitened(rows, batch)
 
 
 def gae(batch, s):
     results = []
-    for group in batch:
-        for row in group:
-            if not row["valued"]:
-                results.append([row["advantage"]] * row["length"])
-                continue
-            advantages, later = [], 0.0
-            for t in reversed(range(row["length"])):
-                ended = t == row["length"] - 1
-                after = 0.0 if ended else row["values"][t + 1]
-                delta = (row["outcome"] if ended else 0.0) + s["gamma"] * after - row["values"][t]
-                later = delta + s["gamma"] * s["lambda"] * later
-                advantages.insert(0, later)
-            results.append(advantages)
+    for row in flat(batch):
+        rewards, after = combined(row, {"process": 0.0, "outcome": 1.0}), [*row["values"][1:], 0.0]
+        deltas = [r + s["gamma"] * v - own for r, v, own in zip(rewards, after, row["values"], strict=False)]
+        results.append(discounted(deltas, s["gamma"] * s["lambda"]))
     return results
 
 

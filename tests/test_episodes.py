@@ -84,22 +84,29 @@ def test_markers_start_episodes_at_the_token_that_holds_their_first_byte():
     assert [re.sub(r"^\W+", "", piece)[:2] for piece in pieces] == ["so", "Wa", "So", "Th"]
 
 
-def test_a_marker_within_a_word_is_none():
-    pieces, _ = cut("Sofia xSo y", markers=["So"])
-    assert pieces[:-1] == ["Sofia xSo y"]
+@pytest.mark.parametrize(
+    ("text", "arguments", "episodes"),
+    [
+        ("Sofia xSo y", {"markers": ["So"]}, ["Sofia xSo y", ""]),  # within a word it is none
+        ("é🙂é🙂 Wait 🙂é So é🙂", {"markers": ["Wait", "So"]}, ["é🙂é🙂", "Wait 🙂é", "So é🙂", ""]),
+        # Without markers sentences end episodes, and then length does.
+        (
+            "one two three. four five six. seven eight",
+            {"markers": ["Wait"], "max_episode_tokens": 20},
+            ["one two three.", "four five six.", "seven eight", ""],
+        ),
+        ("a\nb\nc", {"markers": line_starts}, ["a", "b", "c", ""]),
+        ("ab", {"markers": lambda text: [-1, 0, 1, 99]}, ["a", "b", ""]),
+        ("", {}, [""]),
+        ("", {"end": False}, [""]),
+    ],
+)
+def test_episodes_as_text(text, arguments, episodes):
+    assert [piece.strip() for piece in cut(text, **arguments)[0]] == episodes
 
 
-def test_multi_byte_characters_move_no_boundary():
-    pieces, _ = cut("é🙂é🙂 Wait 🙂é So é🙂", markers=["Wait", "So"])
-    assert [piece.strip() for piece in pieces] == ["é🙂é🙂", "Wait 🙂é", "So é🙂", ""]
-
-
-def test_without_markers_sentences_end_episodes_and_then_length_does():
-    text = "one two three. four five six. seven eight nine ten"
-    pieces, bounds = cut(text, markers=["Wait"], max_episode_tokens=20, end=False)
-    assert pieces[0].strip() == "one two three." and pieces[1].strip() == "four five six."
-    hard, bounds = cut("abcdefghij" * 5, markers=["Wait"], max_episode_tokens=16, end=False)
-    assert bounds[1] == 16
+def test_without_a_sentence_s_end_an_episode_ends_at_its_length():
+    assert cut("abcdefghij" * 5, markers=["Wait"], max_episode_tokens=16, end=False)[1][1] == 16
 
 
 def test_the_final_answer_is_no_episode():
@@ -122,16 +129,6 @@ def test_ids_without_a_token_have_no_text():
     more = [*ids[:1], 9999, *ids[1:], 9999]
     before, after = (Segmenter(TOKENIZER, min_episode_tokens=1)(one).boundaries for one in (ids, more))
     assert after == (0, before[1] + 1, before[2] + 2)
-
-
-def test_empty_completions():
-    assert cut("")[1] == [0]
-    assert cut("", end=False)[1] == [0]
-
-
-def test_a_function_may_say_where_episodes_begin():
-    assert cut("a\nb\nc", markers=line_starts)[0] == ["a\n", "b\n", "c", ""]
-    assert cut("ab", markers=lambda text: [-1, 0, 1, 99])[0] == ["a", "b", ""]
 
 
 def test_short_episodes_are_merged():

@@ -38,13 +38,9 @@ def window(kept: float, constant: float, threshold: float, unscored: float) -> d
 
 def test_ten_windows_in_a_row_without_a_kept_row_are_warned_of_with_what_dropped_them(caplog):
     empty = EmptyWindows(threshold=0.25)
-    for _ in range(9):
-        empty.note(window(0.0, 1.0, 0.0, 0.0))
-    empty.note(window(0.125, 0.0, 0.0, 0.875))
-    for _ in range(5):
-        empty.note(window(0.0, 1.0, 0.0, 0.0))
-    for _ in range(4):
-        empty.note(window(0.0, 0.5, 0.5, 0.0))
+    nothing, one_row = window(0.0, 1.0, 0.0, 0.0), window(0.125, 0.0, 0.0, 0.875)
+    for metrics in (*[nothing] * 9, one_row, *[nothing] * 5, *[window(0.0, 0.5, 0.5, 0.0)] * 4):
+        empty.note(metrics)
     assert not caplog.records
     empty.note(window(0.0, 0.5, 0.0, 0.5))
     (record,) = caplog.records
@@ -52,7 +48,7 @@ def test_ten_windows_in_a_row_without_a_kept_row_are_warned_of_with_what_dropped
     assert "Of their rows 75% have no signal" in said and "20% are under gradient_filter_threshold=0.25: lower" in said
     assert "5% are unscored: see the warnings" in said
     for _ in range(15):
-        empty.note(window(0.0, 1.0, 0.0, 0.0))
+        empty.note(nothing)
     assert len(caplog.records) == 1, "once in a row of such windows"
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from datasets import Dataset
 
 from dash_trl import DASHTrainer, ProcessRewardCallback
 from dash_trl.distributed import Ranks
@@ -48,27 +48,23 @@ def third(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     return [float(len(ids) % 3) for ids in completion_ids]
 
 
-def expected(requests: list[ValueRequest], k: int, reward: Any, room: Any = None) -> list[list[float]]:
-    """Prefix by prefix, rollout by rollout."""
-    values = []
-    for request in requests:
-        row = []
-        for boundary in request.boundaries:
+def weighted(ids: list[int]) -> float:
+    return (sum(ids) % 2 == 0) + 0.5 * (len(ids) % 3)
+
+
+def check(
+    values: list[list[float]], requests: list[ValueRequest], k: int, reward: Any = weighted, context: int = 10**6
+) -> None:
+    """Against the definition, prefix by prefix and rollout by rollout."""
+    for request, row in zip(requests, values, strict=True):
+        assert len(row) == len(request.boundaries)
+        for boundary, value in zip(request.boundaries, row, strict=True):
             prefix = list(request.completion_ids[:boundary])
-            left = LONGEST - boundary if room is None else room(request, boundary)
-            rewards = [
-                reward(prefix + rest([*request.prompt_ids, *prefix], number)[: max(left, 0)]) for number in range(k)
-            ]
-            rewards = [one for one in rewards if one is not None]
-            row.append(sum(rewards) / len(rewards) if rewards else math.nan)
-        values.append(row)
-    return values
-
-
-def check(values: list[list[float]], reference: list[list[float]]) -> None:
-    assert [len(row) for row in values] == [len(row) for row in reference]
-    for row, other in zip(values, reference, strict=True):
-        assert row == pytest.approx(other, abs=1e-6, nan_ok=True)
+            ids = [*request.prompt_ids, *prefix]
+            room = max(0, min(LONGEST - boundary, context - len(ids)))
+            rewards = [reward(prefix + rest(ids, number)[:room]) for number in range(k)]
+            known = [one for one in rewards if one is not None]
+            assert value == pytest.approx(fmean(known) if known else math.nan, abs=1e-6, nan_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -91,30 +87,21 @@ def trainer(trained, monkeypatch):
     return trained
 
 
-def weighted(ids: list[int]) -> float:
-    return (sum(ids) % 2 == 0) + 0.5 * (len(ids) % 3)
-
-
 @pytest.mark.parametrize("k", [1, 3, 20])
-def test_a_value_is_the_mean_reward_of_k_rollouts_and_batches_are_no_larger_than_the_trainer_s(trainer, k):
-    requests = random_requests()
-    check(MonteCarloValue(k)(requests, trainer), expected(requests, k, weighted))
-    assert MonteCarloValue(k)([ValueRequest((5,), (6,), (), example=EXAMPLE)], trainer) == [[]]
-    assert sum(len(ids) for ids, _ in trainer.sampled) % k == 0
-    assert max(len(ids) for ids, _ in trainer.sampled) == max(ROWS // k * k, k)  # a prefix's rollouts stay together
-
-
-def test_rewards_are_asked_for_in_batches_of_that_size_too(trainer, monkeypatch):
-    """A reward model runs on the trainer's device."""
-    seen = []
+def test_a_value_is_the_mean_reward_of_k_rollouts_and_batches_are_no_larger_than_the_trainer_s(trainer, k, monkeypatch):
+    """Those of rewards, too: a reward model runs on the trainer's device."""
+    requests, seen = random_requests(), []
 
     def counting(completion_ids, **kwargs):
         seen.append(len(completion_ids))
         return even(completion_ids)
 
     monkeypatch.setattr(trainer, "reward_funcs", [watch(counting, "even"), trainer.reward_funcs[1]])
-    MonteCarloValue(4)(random_requests(), trainer)
-    assert max(seen) == ROWS
+    check(MonteCarloValue(k)(requests, trainer), requests, k)
+    assert MonteCarloValue(k)([ValueRequest((5,), (6,), (), example=EXAMPLE)], trainer) == [[]]
+    assert sum(len(ids) for ids, _ in trainer.sampled) % k == 0
+    largest = max(ROWS // k * k, k)  # a prefix's rollouts stay together
+    assert max(len(ids) for ids, _ in trainer.sampled) == max(seen) == largest
 
 
 def test_no_rollout_is_longer_than_the_trainer_s_completions(trainer):
@@ -122,10 +109,11 @@ def test_no_rollout_is_longer_than_the_trainer_s_completions(trainer):
     requests = random_requests()
     full = ValueRequest((5,), tuple(range(4, 4 + LONGEST)), (1, 11, LONGEST), example=EXAMPLE)
     longer = ValueRequest((6,), tuple(range(40, 45 + LONGEST)), (2, LONGEST, LONGEST + 5), example=EXAMPLE)
-    check(MonteCarloValue(2)([*requests, full, longer], trainer), expected([*requests, full, longer], 2, weighted))
+    requests += [full, longer]
+    check(MonteCarloValue(2)(requests, trainer), requests, 2)
     rooms = {
         (*request.prompt_ids, *request.completion_ids[:boundary]): LONGEST - boundary
-        for request in [*requests, full, longer]
+        for request in requests
         for boundary in request.boundaries
     }
     batches = [([rooms[tuple(row)] for row in ids], most) for ids, most in trainer.sampled]
@@ -142,11 +130,7 @@ def test_rollouts_end_with_the_context(where, trainer, monkeypatch):
     else:
         monkeypatch.setattr(trainer.args, "vllm_max_model_length", context)
     requests = random_requests(longest=18)
-
-    def room(request, boundary):
-        return context - len(request.prompt_ids) - boundary
-
-    check(MonteCarloValue(2)(requests, trainer), expected(requests, 2, weighted, room))
+    check(MonteCarloValue(2)(requests, trainer), requests, 2, context=context)
     assert all(len(ids) < context for batch, _ in trainer.sampled for ids in batch)
 
 
@@ -192,16 +176,16 @@ def test_servers_get_all_rollouts_at_once_and_no_weights(trainer, monkeypatch):
     monkeypatch.setattr(trainer, "vllm_generation", pool, raising=False)
     monkeypatch.setattr(trainer, "use_vllm", True)
     requests = random_requests()
-    check(MonteCarloValue(5)(requests, trainer), expected(requests, 5, weighted))
+    check(MonteCarloValue(5)(requests, trainer), requests, 5)
     ((prompts, most),) = asked
     assert most == LONGEST and sum(n for _, n, _ in prompts) == 5 * sum(len(one.boundaries) for one in requests)
     nothing_to_sample = [ValueRequest((5,), (6,) * LONGEST, (LONGEST,), example=EXAMPLE)]
-    check(MonteCarloValue(5)(nothing_to_sample, trainer), expected(nothing_to_sample, 5, weighted))
+    check(MonteCarloValue(5)(nothing_to_sample, trainer), nothing_to_sample, 5)
     assert MonteCarloValue(5)([ValueRequest((5,), (6,), (), example=EXAMPLE)], trainer) == [[]]
     assert len(asked) == 1
 
 
-def test_a_failed_reward_leaves_its_rollout_out_though_another_function_scored_it(trainer, monkeypatch):
+def test_a_failed_reward_leaves_its_rollout_out_though_another_function_scored_it(trainer, monkeypatch, caplog):
     def failing(completion_ids, **kwargs):
         return [math.nan if ids[0] == 4 or sum(ids) % 3 == 0 else 1.0 for ids in completion_ids]
 
@@ -216,10 +200,12 @@ def test_a_failed_reward_leaves_its_rollout_out_though_another_function_scored_i
         return None if ids[0] == 4 or sum(ids) % 3 == 0 else 1.0 + (0.0 if len(ids) % 2 else 0.5 * 2.0)
 
     requests = random_requests()
-    values = MonteCarloValue(3)(requests, trainer)
-    check(values, expected(requests, 3, reward))
-    assert all(map(math.isnan, values[0])) and not all(map(math.isnan, values[1]))
-    assert [vars(func) for func in watched] == before and trainer.reward_funcs == watched
+    for _ in range(2):
+        values = MonteCarloValue(3)(requests, trainer)
+        check(values, requests, 3, reward)
+        assert all(map(math.isnan, values[0])) and not all(map(math.isnan, values[1]))
+        assert [vars(func) for func in watched] == before and trainer.reward_funcs == watched
+    assert caplog.text.count("The reward function 'failing' returned nan") == 1
 
 
 def test_a_reward_that_always_raises_is_no_value_and_not_the_end(trainer, monkeypatch):
@@ -246,22 +232,17 @@ def test_metrics_and_the_table_of_completions_are_those_without_it(tiny_model, t
 
     class Half:
         space = "probability"
+        needs_answers = False
 
         def __call__(self, requests, trainer):
             return [[0.5] * len(request.boundaries) for request in requests]
 
     seen = []
     for value in (Half(), MonteCarloValue(2)):
-        process = ProcessRewardCallback(
-            value,
-            estimator="grpo",
-            markers=lambda text: range(0, len(text), 3),
-            min_episode_tokens=2,
-            skip_solved=False,
-        )
-        dataset = Dataset.from_dict({"prompt": [f"{i} + {i} = " for i in range(16)], "answer": ["1"] * 16})
-        own = {"reward": Talking(), "callbacks": [process], "dataset": dataset, "max_completion_length": LONGEST}
-        trainer = run(DASHTrainer, tiny_model, tmp_path, max_steps=2, **own)
+        episodes = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "skip_solved": False}
+        process = ProcessRewardCallback(value, estimator="grpo", **episodes)
+        own = {"reward": Talking(), "callbacks": [process], "dataset": prompts(64).remove_columns("answer")}
+        trainer = run(DASHTrainer, tiny_model, tmp_path, max_steps=2, max_completion_length=LONGEST, **own)
         other = ("process/", "time/", "step_time", "loss", "grad_norm", "entropy", "train_", "packing/", "clip_ratio/")
         history = [
             {name: one for name, one in log.items() if not name.startswith(other)} for log in trainer.state.log_history
@@ -273,22 +254,3 @@ def test_metrics_and_the_table_of_completions_are_those_without_it(tiny_model, t
     assert len(rollouts) > 6 and max(map(len, rollouts)) <= ROWS
     assert max(len(ids) for batch in rollouts for ids in batch) <= LONGEST
     assert seen[0] == seen[1]
-
-
-def test_a_failure_of_rollouts_is_said_once(tiny_model, tmp_path, caplog):
-    def moody(completions, **kwargs):
-        return [float("nan")] * len(completions) if own[0] else [float(i % 2) for i in range(len(completions))]
-
-    class Rollouts(MonteCarloValue):
-        def __call__(self, requests, trainer):
-            own[0] = True
-            try:
-                return super().__call__(requests, trainer)
-            finally:
-                own[0] = False
-
-    own = [False]
-    callback = ProcessRewardCallback(Rollouts(2), estimator="centered_return", min_episode_tokens=2)
-    dataset = prompts(64).remove_columns("answer")  # of which no value is needed
-    run(DASHTrainer, tiny_model, tmp_path, dataset=dataset, reward=moody, callbacks=[callback], max_steps=2)
-    assert caplog.text.count("The reward function 'moody' returned nan") == 1

@@ -10,24 +10,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dash_trl import DASHCallback, DASHTrainer, ProcessRewardCallback
 from dash_trl.distributed import Ranks
 from dash_trl.process_rewards import CreditSettings, MonteCarloValue, OutcomeValue, ValueRequest
 from tests.test_resume import WIDER
-from tests.tiny import ScriptedReward, ScriptedRollouts, log_probs, parameters, prompts, run
+from tests.tiny import ScriptedReward, ScriptedRollouts, parameters, prompts, run
 
 # -------------------------------------------------------------------------------------------------------- the estimator
 
 
-class Trainer:
-    """What `OutcomeValue` needs of one."""
-
-    def __init__(self):
-        self.ranks = Ranks(Accelerator(cpu=True))
-        self.logged = []
-        self.recorder = SimpleNamespace(log=self.logged.append)
+def stage() -> SimpleNamespace:
+    """What `OutcomeValue` needs of a trainer."""
+    logged = []
+    recorder = SimpleNamespace(log=logged.append)
+    return SimpleNamespace(ranks=Ranks(Accelerator(cpu=True)), logged=logged, recorder=recorder)
 
 
 def rollouts(seed: int, count: int = 24, entropies: bool = True, wrong: float = 0.5):
@@ -35,16 +33,15 @@ def rollouts(seed: int, count: int = 24, entropies: bool = True, wrong: float = 
     generator = random.Random(seed)
     requests, outcomes = [], []
     for row in range(count):
-        fails = generator.random() < wrong
+        outcomes.append(float(generator.random() >= wrong))
         likely = [-generator.random() / 10 for _ in range(9)]
-        if fails:
+        if not outcomes[-1]:
             likely[generator.randrange(3, 6)] = -4.0 - generator.random()
         completion = tuple(generator.randrange(4, 260) for _ in likely)
         disorder = tuple(generator.random() for _ in likely) if entropies else None
         requests.append(
             ValueRequest((row // 4, seed), completion, (0, 3, 6, 9), log_probs=tuple(likely), entropies=disorder)
         )
-        outcomes.append(0.0 if fails else 1.0)
     return requests, outcomes
 
 
@@ -52,8 +49,8 @@ def small(**settings) -> OutcomeValue:
     return OutcomeValue(**{"min_rollouts": 4, "min_problems": 2, **settings})
 
 
-def taught(*windows, **settings) -> tuple[OutcomeValue, Trainer]:
-    value, trainer = small(**settings), Trainer()
+def taught(*windows, **settings) -> tuple[OutcomeValue, SimpleNamespace]:
+    value, trainer = small(**settings), stage()
     for requests, outcomes in windows:
         value(requests, trainer)
         value.learn(requests, outcomes, trainer)
@@ -71,10 +68,12 @@ def test_it_learns_what_ends_badly():
     assert all(0 < v < 1 for row in values for v in row)
 
 
-def test_what_comes_after_a_boundary_leaves_its_value_bitwise():
+def test_later_tokens_and_other_rows_leave_a_value_bitwise():
     value, trainer = taught(rollouts(0), rollouts(1))
-    (request, *_), _ = rollouts(2)
-    before = value([request], trainer)[0]
+    requests, _ = rollouts(2)
+    together = value(requests, trainer)
+    assert [value([request], trainer)[0] for request in requests] == together
+    request, before = requests[0], together[0]
     for at in (3, 6, 8):
         changed = replace(
             request,
@@ -85,13 +84,6 @@ def test_what_comes_after_a_boundary_leaves_its_value_bitwise():
         found = value([changed], trainer)[0]
         known = sum(boundary <= at for boundary in request.boundaries)
         assert found[:known] == before[:known] and found[known:] != before[known:]
-
-
-def test_other_rows_leave_a_value_bitwise():
-    value, trainer = taught(rollouts(0), rollouts(1))
-    requests, _ = rollouts(2)
-    together = value(requests, trainer)
-    assert [value([request], trainer)[0] for request in requests] == together
 
 
 def test_a_window_is_valued_without_its_outcomes():
@@ -131,22 +123,17 @@ def test_without_both_kinds_it_is_said_once(caplog):
     assert "of the 72 rollouts of the last 3 generation windows, 0 of 0 problems have a reward above" in caplog.text
 
 
-def test_unknown_prefixes_are_missing_and_counted():
+def test_unknown_prefixes_are_missing_and_counted_and_a_row_that_is_not_asked_for_has_no_values():
     requests, outcomes = rollouts(1)
     requests[0] = replace(requests[0], log_probs=(math.nan, *requests[0].log_probs[1:]))
     value, trainer = taught(rollouts(0))
-    values = value(requests, trainer)
+    not_asked, *values = value([ValueRequest((1,), (2,), (), log_probs=(0.0,)), *requests], trainer)
+    assert not_asked == []
     assert [math.isnan(one) for one in values[0]] == [False, True, True, True]
     assert not any(math.isnan(one) for row in values[1:] for one in row)
     value.learn(requests, outcomes, trainer)
     assert trainer.logged[-1] == {"process/learned_rollouts": 48.0, "process/unknown_prefixes": 3 / 72}
     assert not any(math.isnan(one) for row in value(rollouts(2)[0], trainer) for one in row)
-
-
-def test_a_row_that_is_not_asked_for_has_no_values():
-    value, trainer = taught(rollouts(0))
-    request = rollouts(1)[0][0]
-    assert value([ValueRequest((1,), (2,), (), log_probs=(0.0,)), request], trainer)[0] == []
 
 
 @pytest.mark.parametrize("reward", [1.5, -0.2, 3.0])
@@ -192,65 +179,48 @@ def test_a_state_of_rewards_is_refused_where_probabilities_are_fitted():
         small().load_state_dict(value.state_dict())
 
 
+CRITIC = "estimator='gae' takes OutcomeValue for its critic at once"
+FREE = (
+    "anchored=False with OutcomeValue, which learns while it pays",
+    "process_weight=0.5 pays by OutcomeValue, whatever that is worth",
+)
+FREELY = {"anchored": False, "settings": CreditSettings(process_weight=0.5)}
+
+
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("value", "arguments", "anchored", "weight", "warned"),
     [
-        (dict(space="log"), "space='log' is unknown: use 'probability' or 'reward'"),
-        (dict(num_windows=0), "num_windows=0, .* give nothing to fit V to"),
-        (dict(min_rollouts=0), "min_rollouts=0, .* give nothing"),
-        (dict(min_problems=0), "min_problems=0 and .* give nothing"),
-        (dict(ridge=0), "ridge=0 give nothing to fit V to, or a fit without bounds"),
+        (OutcomeValue(), {}, True, "auto", ()),
+        (OutcomeValue(), FREELY, False, 0.5, FREE),
+        (OutcomeValue(), {"settings": CreditSettings(process_weight=0)}, True, 0, ()),
+        (OutcomeValue(), {"estimator": "episode"}, True, "auto", ()),
+        (OutcomeValue(), {"estimator": "grpo"}, False, 1.0, ()),
+        (OutcomeValue(), {"estimator": "gae"}, False, 1.0, (CRITIC,)),
+        (MonteCarloValue(2), {}, False, 1.0, ()),
     ],
 )
-def test_mistakes_are_said_at_once(settings, said):
-    with pytest.raises(ValueError, match=said):
-        OutcomeValue(**settings)
-
-
-def test_a_value_that_learns_is_anchored_and_pays_what_it_is_worth(caplog):
-    process = ProcessRewardCallback(OutcomeValue())
-    assert process.anchored and process.settings.process_weight == "auto"
-    assert not caplog.records
-    free = ProcessRewardCallback(OutcomeValue(), anchored=False, settings=CreditSettings(process_weight=0.5))
-    assert not free.anchored and free.settings.process_weight == 0.5
-    assert "anchored=False with OutcomeValue, which learns while it pays" in caplog.text
-    assert "process_weight=0.5 pays by OutcomeValue, whatever that is worth" in caplog.text
-    caplog.clear()
-    for estimator, settings in (
-        ("episode", None),
-        ("grpo", None),
-        ("centered_return", CreditSettings(process_weight=0)),
-    ):
-        ProcessRewardCallback(OutcomeValue(), estimator=estimator, settings=settings)
-    assert not caplog.records
-    critic = ProcessRewardCallback(OutcomeValue(), estimator="gae")  # has neither
-    assert not critic.anchored and critic.settings == CreditSettings()
-    assert "estimator='gae' takes OutcomeValue for its critic at once" in caplog.text
-    other = ProcessRewardCallback(MonteCarloValue(2))
-    assert not other.anchored and other.settings == CreditSettings()
-
-
-def test_gae_takes_probabilities_only():
-    ProcessRewardCallback(OutcomeValue(), estimator="gae")
-    with pytest.raises(ValueError, match=r"gae.* have to be probabilities"):
-        ProcessRewardCallback(OutcomeValue(space="reward"), estimator="gae")
+def test_a_value_that_learns_is_anchored_and_pays_what_it_is_worth(value, arguments, anchored, weight, warned, caplog):
+    process = ProcessRewardCallback(value, **arguments)
+    assert (process.anchored, process.settings) == (anchored, CreditSettings(process_weight=weight))
+    assert len(caplog.records) == len(warned) and all(one in caplog.text for one in warned)
 
 
 # -------------------------------------------------------------------------------------------------------------- in runs
 
 
 class Windows(DASHCallback):
-    """Comes after the process rewards: what they made of each window."""
+    """Comes after the process rewards: what they made of each window, and what V was worth up to it."""
 
     per_group = True
 
     def __init__(self, process: ProcessRewardCallback):
-        self.process, self.values, self.advantages, self.rollouts = process, [], [], []
+        self.process, self.values, self.advantages, self.rollouts, self.weights = process, [], [], [], []
 
     def on_advantages(self, args, state, control, rollouts, **kwargs):
         self.values.append([values for _, values in self.process.last])
         self.advantages.append(rollouts.advantages.clone())
         self.rollouts.append(rollouts)
+        self.weights.append(self.process._watch.weight())
 
 
 def callback(value=None, **settings) -> ProcessRewardCallback:
@@ -271,6 +241,10 @@ def logged(trainer, name):
 
 
 AUTO = CreditSettings(process_weight="auto")
+# Generation windows of an optimizer step.
+ONE_WINDOW_OR_TWO = pytest.mark.parametrize(
+    "shapes", [pytest.param({}, marks=pytest.mark.exhaustive), {"steps_per_generation": 2}], ids=["one", "two"]
+)
 
 
 class Knows:
@@ -288,9 +262,7 @@ class Knows:
     def values(self, request):
         (reward,) = self.reward(prompts=[request.example["prompt"]], completion_ids=[list(request.completion_ids)])
         draw = random.Random(f"{request.completion_ids}")
-        return [0.5] * (request.boundaries != ()) + [
-            reward + self.noise * draw.gauss(0, 1) for _ in request.boundaries[1:]
-        ]
+        return [reward + self.noise * draw.gauss(0, 1) if boundary else 0.5 for boundary in request.boundaries]
 
 
 class FittedAndKnown(OutcomeValue):
@@ -298,7 +270,7 @@ class FittedAndKnown(OutcomeValue):
 
     def __init__(self):
         super().__init__(min_rollouts=4, min_problems=2)
-        self.knows, self.calls = Knows(noise=0.3), []
+        self.knows, self.calls, self.lessons = Knows(noise=0.3), [], []
 
     def __call__(self, requests, trainer):
         self.calls.append("valued")
@@ -307,41 +279,23 @@ class FittedAndKnown(OutcomeValue):
 
     def learn(self, requests, outcomes, trainer):
         self.calls.append("taught")
+        self.lessons += requests
         super().learn(requests, outcomes, trainer)
 
 
-class Asks(DASHCallback):
-    """What the trainer says of some rows, and what the model does, row by row, before its first step."""
+class Tools(ScriptedRollouts):
+    """Every other token is not the policy's."""
 
-    per_group = True
-
-    def __init__(self):
-        self.both = None
-
-    def on_advantages(self, args, state, control, rollouts, **kwargs):
-        if self.both is not None:
-            return
-        rows = torch.arange(16) % 3 > 0
-        self.both = kwargs["trainer"].log_probs_and_entropies(rollouts, rows)
-        model, width = kwargs["model"], rollouts.completion_ids.shape[1]
-        self.expected = torch.zeros(2, 16, width)
-        for row in rows.nonzero().flatten().tolist():
-            prompt, ids = (
-                getattr(rollouts, f"{name}_ids")[row][getattr(rollouts, f"{name}_mask")[row].bool()].tolist()
-                for name in ("prompt", "completion")
-            )
-            self.expected[0, row, : len(ids)] = torch.tensor(log_probs(model, prompt, ids))
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-            self.expected[1, row, : len(ids)] = torch.distributions.Categorical(logits=logits).entropy()
+    def __call__(self, prompts, trainer):
+        sampled = super().__call__(prompts, trainer)
+        return {**sampled, "env_mask": [[i % 2 for i in range(len(ids))] for ids in sampled["completion_ids"]]}
 
 
 @pytest.mark.parametrize("sampler", [True, False], ids=["the sampler's log-probs", "a pass"])
-def test_it_trains_without_answers(tiny_model, tmp_path, sampler, caplog):
+def test_it_trains_without_answers_and_on_what_the_policy_wrote(tiny_model, tmp_path, sampler, caplog):
     """A window is valued before V learns its outcomes; its entropy is known by a pass, or by TRL's log."""
-    process, asks = callback(FittedAndKnown()), Asks()
-    dataset = prompts(64).remove_columns("answer")
-    settings = {"dataset": dataset, "logprobs": sampler, "max_steps": 5, "callbacks": [asks]}
+    process, dataset = callback(FittedAndKnown()), prompts(64).remove_columns("answer")
+    settings = {"dataset": dataset, "rollouts": Tools(logprobs=sampler), "max_steps": 5}
     trainer, windows = train(tiny_model, tmp_path, process, **settings)
     assert process.value.calls == ["valued", "taught"] * 5
     logs = [line for line in trainer.state.log_history if "process/valued_rows" in line]
@@ -351,11 +305,12 @@ def test_it_trains_without_answers(tiny_model, tmp_path, sampler, caplog):
     assert logs[-1]["process/structured_rows"] > 0.5 and logs[-1]["time/values"] > 0
     outcome = windows.advantages[0]
     assert torch.equal(outcome, outcome[:, :1] * windows.rollouts[0].completion_mask), "by outcome alone, the first"
-    features = process.value.state_dict()["windows"][0]["features"].shape[1]
-    assert features == (5 if sampler else 7)
+    assert process.value.state_dict()["windows"][0]["features"].shape[1] == (5 if sampler else 7)
     assert "No row has a value" not in caplog.text
-    for values, expected in zip(asks.both, asks.expected, strict=True):
-        assert torch.allclose(values, expected, atol=1e-5) and values.abs().sum() > 1
+    assert len(process.value.lessons) == 80
+    for request in process.value.lessons:
+        assert len(request.log_probs) == len(request.completion_ids)
+        assert not any(request.log_probs[::2]) and all(one < 0 for one in request.log_probs[1::2])
     mine, trls = logged(trainer, "process/entropy"), logged(trainer, "entropy")
     assert len(trls) == 5 and len(mine) == (0 if sampler else 5)
     # The first window has no V; TRL's entropy of a window is known when it has been trained on.
@@ -366,36 +321,23 @@ def test_solved_groups_teach_and_are_not_paid_for_and_unscored_rows_do_not_teach
     def reward(completion_ids, **kwargs):
         return [1.0] * 8 + [math.nan, 1.0, 0.0, 1.0] + [0.0, 1.0] * 2
 
-    process = callback()
+    process = callback(FittedAndKnown())
     _, windows = train(tiny_model, tmp_path, process, reward=reward)
     taught = [window["outcome"] for window in process.value.state_dict()["windows"]]
     assert [len(outcomes) for outcomes in taught] == [15] * 3 and [sum(outcomes) for outcomes in taught] == [12.0] * 3
     assert [len(one) for one in windows.values[-1][:9]] == [1] * 9 and max(map(len, windows.values[-1][9:])) > 2
+    # What the first window's rows say is what the model does, row by row, before its first step.
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    for request in process.value.lessons[:15]:
+        with torch.no_grad():
+            logits = model(torch.tensor([request.prompt_ids + request.completion_ids])).logits[0]
+        policy = torch.distributions.Categorical(logits=logits[len(request.prompt_ids) - 1 : -1])
+        expected = policy.log_prob(torch.tensor(request.completion_ids))
+        assert request.log_probs == pytest.approx(expected.tolist(), abs=1e-5)
+        assert request.entropies == pytest.approx(policy.entropy().tolist(), abs=1e-5)
 
 
-def test_tokens_that_the_policy_did_not_write_say_nothing(tiny_model, tmp_path):
-    class Tools(ScriptedRollouts):
-        def __call__(self, prompts, trainer):
-            sampled = super().__call__(prompts, trainer)
-            mask = [[i % 2 for i in range(len(ids))] for ids in sampled["completion_ids"]]
-            return {**sampled, "env_mask": mask}
-
-    seen = []
-
-    class Seen(OutcomeValue):
-        def learn(self, requests, outcomes, trainer):
-            seen.extend(requests)
-            super().learn(requests, outcomes, trainer)
-
-    for logprobs in (True, False):
-        train(tiny_model, tmp_path, callback(Seen()), rollouts=Tools(logprobs=logprobs), max_steps=1)
-    assert len(seen) == 32
-    for request in seen:
-        assert len(request.log_probs) == len(request.completion_ids)
-        assert not any(request.log_probs[::2]) and all(one < 0 for one in request.log_probs[1::2])
-
-
-@pytest.mark.parametrize("shapes", [{}, {"steps_per_generation": 2}], ids=["one step", "two windows"])
+@ONE_WINDOW_OR_TWO
 def test_a_window_that_comes_in_parts_teaches_once(tiny_model, tmp_path, shapes):
     from dash_trl import RewardAgent
 
@@ -426,6 +368,9 @@ def test_a_window_that_comes_in_parts_teaches_once(tiny_model, tmp_path, shapes)
 # --------------------------------------------------------------------------------------------------------- resumed runs
 
 
+SAVING = {"save_strategy": "steps", "optimizer": "adamw_torch"}
+
+
 class Seeded(ScriptedRollouts):
     """Completions that depend on torch's random state, which a checkpoint holds."""
 
@@ -434,20 +379,17 @@ class Seeded(ScriptedRollouts):
         return super().__call__(prompts, trainer)
 
 
-RESUMED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "optimizer": "adamw_torch"}
-
-
 @pytest.mark.parametrize(
-    ("shapes", "sampler"),
-    [({}, True), ({"steps_per_generation": 8}, False)],
+    ("shapes", "sampler", "saved"),
+    [({}, True, 5), ({"steps_per_generation": 8}, False, 7)],
     ids=["between windows, the sampler's log-probs", "within one, a pass"],
 )
-def test_a_resumed_run_is_the_uninterrupted_one(tiny_model, tmp_path, shapes, sampler):
+def test_a_resumed_run_is_the_uninterrupted_one(tiny_model, tmp_path, shapes, sampler, saved):
     """What V has learned, and what it was worth, are in the checkpoint."""
-    settings = {**RESUMED, **shapes, "reward": ScriptedReward(constant=0.0), "max_steps": 10, "save_steps": 7}
+    settings = {**SAVING, **shapes, "reward": ScriptedReward(constant=0.0), "max_steps": saved + 2, "save_steps": saved}
     one, other = (callback(FittedAndKnown(), settings=AUTO) for _ in range(2))
     whole, _ = train(tiny_model, tmp_path, one, rollouts=Seeded(logprobs=sampler), **settings)
-    settings |= {"resume": str(tmp_path / "checkpoint-7"), "save_strategy": "no"}
+    settings |= {"resume": str(tmp_path / f"checkpoint-{saved}"), "save_strategy": "no"}
     again, windows = train(tiny_model, tmp_path / "again", other, rollouts=Seeded(logprobs=sampler), **settings)
     assert not any(math.isnan(values[0]) for values in windows.values[0] if len(values) > 1)
     weights = logged(whole, "process/weight")
@@ -457,7 +399,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tiny_model, tmp_path, shapes, sa
         assert torch.equal(value, found), name
 
 
-@pytest.mark.parametrize("shapes", [{}, {"steps_per_generation": 2}], ids=["one window", "two windows"])
+@ONE_WINDOW_OR_TWO
 def test_a_checkpoint_from_within_a_step_has_not_learned_what_is_repeated(tiny_model, tmp_path, shapes):
     trainers = []
 
@@ -477,18 +419,18 @@ def test_a_checkpoint_from_within_a_step_has_not_learned_what_is_repeated(tiny_m
         assert torch.equal(one["features"], other["features"])
 
 
-def test_a_checkpoint_of_other_shapes_and_one_without_a_state(tiny_model, tmp_path, caplog):
+class Stateful(DASHCallback):
+    def state_dict(self):
+        return {"count": 1}
+
+
+def test_a_checkpoint_of_other_shapes_and_one_that_lacks_a_state(tiny_model, tmp_path, caplog):
     """What was learned goes on with other shapes, as with another number of ranks; and it is said where it is gone."""
-    train(tiny_model, tmp_path, callback(), **{**RESUMED, "max_steps": 3})
-    resumed = {"resume": str(tmp_path / "checkpoint-3"), **RESUMED, "max_steps": 4, "save_strategy": "no"}
-    process = callback()
-    train(tiny_model, tmp_path / "on", process, **resumed, **{**WIDER, "steps_per_generation": 2})
+    train(tiny_model, tmp_path, callback(), **SAVING, save_steps=3)
+    process, wider = callback(), {**WIDER, "steps_per_generation": 2, "max_steps": 4}
+    settings = {"resume": str(tmp_path / "checkpoint-3"), "optimizer": "adamw_torch", "callbacks": [Stateful()]}
+    train(tiny_model, tmp_path / "on", process, **settings, **wider)
     assert "training goes on with a new generation window" in caplog.text
+    assert "holds nothing that Stateful has learned" in caplog.text
+    assert "holds nothing that ProcessRewardCallback has learned" not in caplog.text
     assert len(process.value.state_dict()["windows"]) == 4
-    state = tmp_path / "checkpoint-3" / "callback_states.pt"
-    state.write_bytes(b"no state")
-    with pytest.raises(ValueError, match="callback_states.pt is damaged, or of another version"):
-        train(tiny_model, tmp_path / "on", callback(), **resumed)
-    state.unlink()
-    train(tiny_model, tmp_path / "on", callback(), **resumed)
-    assert "holds nothing that ProcessRewardCallback has learned" in caplog.text

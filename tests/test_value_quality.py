@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from dash_trl import ProcessRewardCallback
 from dash_trl.evaluation import Draw, LocalSampler
 from dash_trl.process_rewards import OutcomeValue, ValueRequest
-from examples.value_quality.candidates import Stage, saved, with_log_probs
+from examples.value_quality.candidates import saved, stage, with_log_probs
 from examples.value_quality.command import ValueQualityArguments, main
-from examples.value_quality.figures import auc, brier, by_group, calibration_error, figures_of, reliability, spearman
+from examples.value_quality.figures import auc, by_group, calibration, figures_of, spearman
 from examples.value_quality.study import Plan, choose
 
 PROBLEMS = [{"problem": f"{i} + {i}", "answer": str(2 * i)} for i in range(30)]
@@ -93,6 +93,12 @@ def of_tiny(tiny_model: str, *arguments: object) -> tuple:
 
 
 @pytest.fixture(scope="module")
+def loaded(tiny_model) -> tuple:
+    """The tiny model and its tokenizer."""
+    return AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
 def study(folder, tiny_model) -> dict:
     """Responses and completions of the tiny model, and three estimators; its files stay in `tiny`."""
     values = ("my_values.Perfect", "my_values.backwards", "my_values.Pupil")
@@ -139,14 +145,13 @@ def test_the_truth_is_met_by_who_knows_it(study):
     assert study["without_truth"] == 0  # no completion was longer than a response may be
 
 
-def test_nothing_learns_from_the_problems_that_it_is_measured_on(study, tiny_model):
+def test_nothing_learns_from_the_problems_that_it_is_measured_on(study, loaded):
     (small, outcomes), (large, more) = sys.modules["my_values"].Pupil.taught
     assert len(small) == 16 and len(large) == 64 and large[:16] == small and more[:16] == outcomes
     assert more == [ids[0] % 7 / 6 for _, ids in large]
     prompts = [prompt for prompt, _ in large]
     assert len(set(prompts)) == 8 and [prompts.count(one) for one in set(prompts)] == [8] * 8
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    measured = {tuple(tokenizer(row["prompt"])["input_ids"]) for row in study["values"]}
+    measured = {tuple(loaded[1](row["prompt"])["input_ids"]) for row in study["values"]}
     assert len(measured) == 6 and not measured & set(prompts)
 
 
@@ -176,9 +181,9 @@ def test_problems_are_drawn_once_and_by_the_seed():
     assert sorted(row["prompt"] for row in choose(rows, others, plan)[1]) == sorted(f"other {i}" for i in range(10))
 
 
-def test_a_value_of_a_checkpoint_is_measured_on_what_it_has_not_seen(study, tiny_model, caplog):
+def test_a_value_of_a_checkpoint_is_measured_on_what_it_has_not_seen(study, tiny_model, loaded, caplog):
     """As `ProcessRewardCallback` saves it: its problems are left out, its entropies are asked for where it has any."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer = loaded[1]
     seen = list(dict.fromkeys(row["prompt"] for row in study["values"]))
     generator = random.Random(0)
     requests = [
@@ -192,7 +197,7 @@ def test_a_value_of_a_checkpoint_is_measured_on_what_it_has_not_seen(study, tiny
         for _ in range(12)
     ]
     value = OutcomeValue(ridge=3.0, num_windows=2)
-    value.learn(requests, [float(generator.random() < 0.5) for _ in requests], Stage(model, tokenizer))
+    value.learn(requests, [float(generator.random() < 0.5) for _ in requests], stage(*loaded))
     Path("checkpoint-8").mkdir()
     torch.save({"ProcessRewardCallback": ProcessRewardCallback(value).state_dict()}, "checkpoint-8/callback_states.pt")
     as_saved = saved("checkpoint-8").value
@@ -223,8 +228,8 @@ def test_rewards_beyond_0_and_1_and_failed_ones(tiny_model):
 # ------------------------------------------------------------------------------------------------------ its parts
 
 
-def test_log_probs_are_those_at_the_temperature_of_sampling(tiny_model):
-    model, generator = AutoModelForCausalLM.from_pretrained(tiny_model), random.Random(0)
+def test_log_probs_are_those_at_the_temperature_of_sampling(loaded):
+    model, generator = loaded[0], random.Random(0)
     requests = [
         ValueRequest(*(tuple(generator.randrange(3, 290) for _ in range(n)) for n in lengths), (0,))
         for lengths in [(3, 5), (1, 1), (60, 20)]
@@ -238,10 +243,8 @@ def test_log_probs_are_those_at_the_temperature_of_sampling(tiny_model):
         assert found.entropies == pytest.approx((-log_p.exp() * log_p).sum(dim=-1).tolist(), abs=1e-4)
 
 
-def test_every_prefix_has_room_of_its_own(tiny_model):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
-    sampler = LocalSampler(model, tokenizer, batch_size=4)
-    rooms = [3, 9, 1, 5]
+def test_every_prefix_has_room_of_its_own(loaded):
+    sampler, rooms = LocalSampler(*loaded, batch_size=4), [3, 9, 1, 5]
     drawn = dict(sampler.continuations([[7], [8, 9], [10], [11]], Draw(3, 1.0, rooms, 0)))
     for index, room in enumerate(rooms):
         lengths = [len(one.token_ids) for one in drawn[index]]
@@ -292,33 +295,21 @@ def test_auc_is_the_share_of_pairs_in_the_right_order_ties_half():
         if yes and not no
     ]
     assert auc(values, labels) == pytest.approx(sum(won) / len(won), abs=1e-12)
-    assert auc(values, [True] * len(values)) is None
+    assert auc(values, [True] * len(values)) is None and spearman(values, [1.0] * len(values)) is None
     groups = [number // 20 for number in range(40)]
     halves = [auc(values[:20], labels[:20]), auc(values[20:], labels[20:])]
     assert by_group(auc, [*groups, 2], [*values, 0.1], [*labels, True]) == halves  # the third has one member
 
 
-def test_spearman_is_the_correlation_of_mid_ranks():
-    x, y = pairs(0)[0], pairs(10)[0]
-    rank = [[sum(b < a for b in of) + (sum(b == a for b in of) - 1) / 2 for a in of] for of in (x, y)]
-    a, b = ([one - sum(side) / len(side) for one in side] for side in rank)
-    expected = sum(p * q for p, q in zip(a, b, strict=True)) / math.sqrt(sum(p * p for p in a) * sum(q * q for q in b))
-    assert spearman(x, y) == pytest.approx(expected, abs=1e-12)
-    assert spearman([1.0] * 5, [1.0, 2, 3, 4, 5]) is None and spearman([1.0, 2], [1.0, 2]) is None
-
-
-def test_calibration_error_and_brier_score():
+def test_calibration():
     values, labels = pairs(0)
     values[0] = 1.0  # in the last bin
-    error = 0.0
-    for low in range(10):
-        inside = [i for i, value in enumerate(values) if low <= 10 * value < low + 1 or value == 1 and low == 9]
-        error += abs(sum(values[i] - labels[i] for i in inside))
-    assert calibration_error(values, labels) == pytest.approx(error / len(values), abs=1e-12)
-    squares = [(v - y) ** 2 for v, y in zip(values, labels, strict=True)]
-    assert brier(values, labels) == pytest.approx(sum(squares) / len(values), abs=1e-12)
-    assert sum(count for _, _, count in reliability(values, labels)) == len(values)
-    assert calibration_error([], []) is None and brier([], []) is None and reliability([], []) == []
+    found, off = calibration(values, labels), [0.0] * 10
+    for value, label in zip(values, labels, strict=True):
+        off[min(9, int(10 * value))] += value - label
+    assert found["calibration_error"] == pytest.approx(sum(map(abs, off)) / len(values), abs=1e-12)
+    assert sum(count for _, _, count in found["reliability"]) == len(values)
+    assert calibration([], []) == {"brier": None, "calibration_error": None, "reliability": []}
 
 
 # ------------------------------------------------------------------------------------------------------ bad input
@@ -343,10 +334,7 @@ WITHOUT_MODEL_LOADING = {
 
 @pytest.mark.parametrize("case", WITHOUT_MODEL_LOADING)
 def test_mistakes_are_found_before_weights_are_loaded(case, tiny_model, monkeypatch):
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("the model was loaded before the input was checked")
-
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
     given, message = WITHOUT_MODEL_LOADING[case]
     with pytest.raises(ValueError, match=message):
         measure("refused", *of_tiny(tiny_model, *given))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -24,10 +25,18 @@ from dash_trl.distributed import Ranks
 from dash_trl.process_rewards import AnswerLogProbValue, ServerValue, ValueRequest
 from dash_trl.process_rewards.tree import Branch, Tree, branch_mask, loop_log_probs, tree_log_probs
 from dash_trl.process_rewards.values import FLOOR
-from tests.tiny import VOCABULARY, save_tiny_model
+from tests.tiny import VOCABULARY, log_probs, save_tiny_model
 
-SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "head_dim": 8}
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "head_dim": 8,
+}
 MODELS = {"qwen3": (Qwen3ForCausalLM, Qwen3Config), "llama": (LlamaForCausalLM, LlamaConfig)}
 
 
@@ -61,48 +70,48 @@ def random_requests(count: int = 5, longest: int = 40) -> list[ValueRequest]:
     return requests
 
 
-@torch.no_grad()
 def by_prefix(model, tokenizer, request: ValueRequest, force_prompt: str, floor: float) -> list[float]:
     """One plain pass per prefix and answer, by the definition."""
     values = []
     for boundary in request.boundaries:
-        means = []
+        prefix, means = [*request.prompt_ids, *request.completion_ids[:boundary]], []
         for answer in request.answers:
-            branch = tokenizer(force_prompt + answer)["input_ids"]
-            offsets = tokenizer(force_prompt + answer, return_offsets_mapping=True)["offset_mapping"]
-            ids = [*request.prompt_ids, *request.completion_ids[:boundary], *branch]
-            log_probs = model(torch.tensor([ids])).logits[0].log_softmax(dim=-1)
-            start = len(ids) - len(branch)
-            scored = [i for i, (_, end) in enumerate(offsets) if end > len(force_prompt)]
-            each = [max(log_probs[start + i - 1, branch[i]].item(), floor) for i in scored]
-            means.append(sum(each) / len(each))
+            branch = tokenizer(force_prompt + answer, return_offsets_mapping=True)
+            tokens = zip(log_probs(model, prefix, branch["input_ids"]), branch["offset_mapping"], strict=True)
+            means.append(fmean(max(one, floor) for one, (_, end) in tokens if end > len(force_prompt)))
         values.append(min(0.0, math.log(sum(math.exp(mean) for mean in means))))
     return values
+
+
+def check(values, model, tokenizer, requests, force_prompt=" = ", floor=-10.0) -> None:
+    for request, row in zip(requests, values, strict=True):
+        assert row == pytest.approx(by_prefix(model, tokenizer, request, force_prompt, floor), abs=1e-5)
 
 
 def test_the_tree_gives_what_a_pass_per_prefix_gives(model, tokenizer):
     """In a pass of one tree each, of several, and of all."""
     requests = random_requests()
-    expected = [by_prefix(model, tokenizer, request, " = ", -10.0) for request in requests]
     before = model.config._attn_implementation
     for max_tokens in (1, 100, 10_000):
         values = AnswerLogProbValue(" = ", max_tokens_per_pass=max_tokens).score(requests, model, tokenizer)
         assert model.config._attn_implementation == before
-        for row, found in zip(expected, values, strict=True):
-            assert found == pytest.approx(row, abs=1e-5)
+        check(values, model, tokenizer, requests)
 
 
 def test_lora(tiny_model, tokenizer):
     from peft import LoraConfig, get_peft_model
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    plain = AnswerLogProbValue(" = ").score(random_requests(), model, tokenizer)
+    model, requests = AutoModelForCausalLM.from_pretrained(tiny_model), random_requests()
+    plain = AnswerLogProbValue(" = ").score(requests, model, tokenizer)
     wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    requests = random_requests()
     values = AnswerLogProbValue(" = ").score(requests, wrapped.get_base_model(), tokenizer, call=wrapped)
     assert values != plain
-    for request, row in zip(requests, values, strict=True):
-        assert row == pytest.approx(by_prefix(wrapped, tokenizer, request, " = ", -10.0), abs=1e-5)
+    check(values, wrapped, tokenizer, requests)
+
+
+@pytest.fixture(scope="module")
+def qwen(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model)
 
 
 @pytest.fixture
@@ -117,8 +126,7 @@ def test_models_that_mix_a_row_are_valued_in_a_loop(no_tree, tokenizer, caplog):
     requests = random_requests()
     values = AnswerLogProbValue(" = ").score(requests, no_tree, tokenizer)
     assert "one pass per boundary" in caplog.text
-    for request, row in zip(requests, values, strict=True):
-        assert row == pytest.approx(by_prefix(no_tree, tokenizer, request, " = ", -10.0), abs=1e-5)
+    check(values, no_tree, tokenizer, requests)
 
 
 @pytest.mark.parametrize("kind", ["qwen", "no_tree"])
@@ -151,20 +159,13 @@ def test_branch_tokens_see_their_prefix_and_their_own_branch():
     ]
 
 
-def test_the_first_token_of_a_branch_is_predicted_by_the_trunk(tiny_model):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+def test_the_first_token_of_a_branch_is_predicted_by_the_trunk(qwen):
     trees = [Tree((5, 6, 7), (Branch(1, (8, 9), 0), Branch(3, (4,), 0))), Tree((9,), (Branch(1, (9, 9), 1),))]
     with torch.no_grad():
-        packed, loop = tree_log_probs(model, model, trees), loop_log_probs(model, trees)
-    assert [len(branch) for tree in packed for branch in tree] == [2, 1, 1]
-    for one, other in zip(packed, loop, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert a == pytest.approx(b, abs=1e-5)
-
-
-@pytest.fixture(scope="module")
-def qwen(tiny_model):
-    return AutoModelForCausalLM.from_pretrained(tiny_model)
+        packed, loop = tree_log_probs(qwen, qwen, trees), loop_log_probs(qwen, trees)
+    for one, other, lengths in zip(packed, loop, ([2, 1], [1]), strict=True):
+        assert [len(branch) for branch in one] == lengths
+        assert sum(one, []) == pytest.approx(sum(other, []), abs=1e-5)
 
 
 REQUEST = ValueRequest((5, 6), (7, 8, 9), (0, 2, 3), ("12",))
@@ -190,18 +191,15 @@ def test_a_token_that_straddles_the_prompt_is_the_answer_s(qwen, tokenizer):
     """ "the" is one token: tokenised apart, the model would never be asked for its own token."""
     assert tokenizer("= the")["input_ids"] != tokenizer("= th")["input_ids"] + tokenizer("e")["input_ids"]
     request = ValueRequest((5, 6), (7,), (0, 1), ("e",))
-    assert score(AnswerLogProbValue("= th"), qwen, tokenizer, request) == pytest.approx(
-        by_prefix(qwen, tokenizer, request, "= th", -10.0), abs=1e-5
-    )
+    check([score(AnswerLogProbValue("= th"), qwen, tokenizer, request)], qwen, tokenizer, [request], "= th")
 
 
 def test_missing_is_not_zero(qwen, tokenizer):
-    assert all(map(math.isnan, score(AnswerLogProbValue(), qwen, tokenizer, ValueRequest((5,), (6,), (0, 1), ()))))
-    assert all(map(math.isnan, score(AnswerLogProbValue(), qwen, tokenizer, ValueRequest((5,), (6,), (0, 1), ("",)))))
-    assert AnswerLogProbValue().score([], qwen, tokenizer) == []
     broken = AutoModelForCausalLM.from_pretrained(qwen.name_or_path)
     broken.lm_head.weight.data[:] = math.nan
-    assert all(map(math.isnan, score(AnswerLogProbValue(), broken, tokenizer)))
+    for model, answers in (qwen, ()), (qwen, ("",)), (broken, ("12",)):
+        assert all(map(math.isnan, score(AnswerLogProbValue(), model, tokenizer, replace(REQUEST, answers=answers))))
+    assert AnswerLogProbValue().score([], qwen, tokenizer) == []
 
 
 def test_the_model_is_left_as_it_was(qwen, tokenizer):
@@ -299,5 +297,4 @@ def test_the_model_s_values_are_of_what_is_forced(qwen, tokenizer):
     request = ValueRequest((5, 6), completion, (before, within, after), ("9", "the 9"))
     for boundary, value in zip(request.boundaries, score(AnswerLogProbValue(), qwen, tokenizer, request), strict=True):
         force_prompt = "</think>\n\nThe answer is " if boundary == within else "\nThe answer is "
-        alone = replace(request, boundaries=(boundary,))
-        assert [value] == pytest.approx(by_prefix(qwen, tokenizer, alone, force_prompt, -10.0), abs=1e-5)
+        check([[value]], qwen, tokenizer, [replace(request, boundaries=(boundary,))], force_prompt)
