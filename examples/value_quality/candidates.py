@@ -1,6 +1,6 @@
 """What is measured: value estimators by name, by import path and from a checkpoint, and what they are handed.
 
-An estimator is called as in training, `(requests, trainer)`; for the trainer there is a `Stage`, which has the model
+An estimator is called as in training, `(requests, trainer)`; for the trainer there is a `stage`, which has the model
 and what the estimators of `dash_trl` use of a trainer.
 """
 
@@ -26,24 +26,22 @@ from examples.value_quality.figures import figures_of
 from examples.value_quality.study import Plan, Study
 
 
-class Position:
+def position(requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
     """The rival of every value: a boundary's number in its response."""
-
-    space = "position"
-    needs_answers = False
-
-    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        return [[float(number) for number in range(len(request.boundaries))] for request in requests]
+    return [[float(number) for number in range(len(request.boundaries))] for request in requests]
 
 
-class Stage:
-    """In place of a trainer: `model`, `processing_class`, `accelerator`, `ranks` (one), a `recorder` that drops all."""
-
-    def __init__(self, model: Any, tokenizer: Any):
-        self.model, self.processing_class, self._tokenizer = model, tokenizer, tokenizer
-        self.accelerator = Accelerator()
-        self.ranks = Ranks(self.accelerator)
-        self.recorder = SimpleNamespace(log=lambda figures: None)
+def stage(model: Any, tokenizer: Any) -> SimpleNamespace:
+    """In place of a trainer; there is one rank, and what is logged is dropped."""
+    accelerator = Accelerator()
+    return SimpleNamespace(
+        model=model,
+        processing_class=tokenizer,
+        _tokenizer=tokenizer,
+        accelerator=accelerator,
+        ranks=Ranks(accelerator),
+        recorder=SimpleNamespace(log=lambda figures: None),
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Candidate:
     sizes: Sequence[int] = ()
     entropies: bool = True
 
-    def fitted(self, study: Study, lessons: Sequence[ValueRequest], stage: Stage) -> Iterator[tuple[str, Any]]:
+    def fitted(self, study: Study, lessons: Sequence[ValueRequest], trainer: Any) -> Iterator[tuple[str, Any]]:
         """(name, estimator) after the first so many lessons, for each size."""
         if not self.sizes:
             yield self.name, self.value
@@ -69,7 +67,7 @@ class Candidate:
             if type(value) is OutcomeValue and not study.probabilities:
                 value = OutcomeValue(space="reward")
             known = [row for row in range(size) if study.lesson_outcomes[row] is not None]
-            value.learn([lessons[row] for row in known], [study.lesson_outcomes[row] for row in known], stage)
+            value.learn([lessons[row] for row in known], [study.lesson_outcomes[row] for row in known], trainer)
             yield f"{self.name}, {size:,} rollouts", value
 
 
@@ -142,31 +140,29 @@ def measure(candidates: Sequence[Candidate], study: Study, plan: Plan, model: An
     Args:
         model: a transformers model, of the weights that the study was sampled with.
     """
-    requests, lessons, stage = study.requests, study.lessons, Stage(model, tokenizer)
+    requests, lessons, trainer = study.requests, study.lessons, stage(model, tokenizer)
     if any(getattr(one.value, "needs_log_probs", False) for one in candidates):
-        requests = with_log_probs(requests, model, plan.temperature)
-        lessons = with_log_probs(lessons, model, plan.temperature)
-    estimators = {}
+        requests, lessons = (with_log_probs(of, model, plan.temperature) for of in (requests, lessons))
+    problems = [number // plan.num_samples for number in range(len(requests))]
     rows = [
         {"problem": problem, "prompt": one.example["prompt"], "boundaries": list(one.boundaries), "truth": _json(truth)}
-        for problem, one, truth in zip(study.problems, study.requests, study.truth, strict=True)
+        for problem, one, truth in zip(problems, requests, study.truth, strict=True)
     ]
-    for one in [Candidate("position", Position()), *candidates]:
+    estimators = {}
+    for one in [Candidate("position", position), *candidates]:
         own, taught = requests, lessons
         if not one.entropies:
             own, taught = ([replace(request, entropies=None) for request in of] for of in (requests, lessons))
-        for name, value in one.fitted(study, taught, stage):
-            values = checked_values(value(own, stage), own, value)
+        for name, value in one.fitted(study, taught, trainer):
+            values = checked_values(value(own, trainer), own, value)
             probabilities = study.probabilities and getattr(value, "space", None) == "probability"
-            estimators[name] = figures_of(
-                values, study.truth, study.problems, probabilities=probabilities, seed=plan.seed
-            )
+            estimators[name] = figures_of(values, study.truth, problems, probabilities=probabilities, seed=plan.seed)
             for row, of_row in zip(rows, values, strict=True):
                 row[name] = _json(of_row)
     truth = [one for row in study.truth for one in row]
     known = [one for one in truth if not math.isnan(one)]
     return {
-        "responses": len(study.requests),
+        "responses": len(requests),
         "boundaries": len(truth),
         "without_truth": len(truth) - len(known),
         "mean_truth": math.fsum(known) / len(known) if known else None,

@@ -14,24 +14,18 @@ the rest.
                      └──► log-probs, entropies ──► estimators, fitted to other problems ──► V ┴──► figures, plot
 """
 
-import argparse
 import json
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import HfArgumentParser
-
-from dash_trl.evaluation import Checkpoint, Draw, TaskArguments, check_shapes, model_of, prompt_ids
+from dash_trl.evaluation import Checkpoint, Draw, TaskArguments, check_shapes, command_parser, model_of, prompt_ids
 from dash_trl.process_rewards import EPISODE_MARKERS, AnswerLogProbValue, OutcomeValue, Segmenter, line_starts
 from examples.value_quality.candidates import Candidate, imported, measure, saved
 from examples.value_quality.figures import plot, table
-from examples.value_quality.study import ANSWER, FIT_SAMPLES, Plan, check_files, choose, collect
-
-logger = logging.getLogger("dash_trl.value_quality")  # below dash_trl's, whose log the command shows
+from examples.value_quality.study import ANSWER, FIT_SAMPLES, Plan, check_files, choose, collect, logger
 
 VALUES = ("answer", "outcome")
 LINES = "lines"
@@ -103,8 +97,7 @@ class ValueQualityArguments(TaskArguments):
         found = []
         if "answer" in names:
             prompt, closing = EMBEDDED_ANSWER if embedded else (None, "")
-            texts: Sequence[str | None] = self.force_prompt or [prompt]
-            for text in texts:
+            for text in self.force_prompt or [prompt]:
                 value = AnswerLogProbValue(text, closing=closing)
                 found.append(Candidate("answer" if text is None else f"answer, {text + value.closing!r}", value))
         if "outcome" in names:
@@ -124,15 +117,8 @@ class ValueQualityArguments(TaskArguments):
 
 
 def main(argv: Sequence[str]) -> None:
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("dash_trl").setLevel(logging.INFO)
-    parser = HfArgumentParser(
-        ValueQualityArguments,
-        prog="python examples/value_quality",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(ValueQualityArguments, "", __doc__)
+    parser.prog = "python examples/value_quality"
     parser.add_argument(
         "model", metavar="MODEL", help="a directory (of a LoRA adapter, too), a hub name, or 'embedded'"
     )
@@ -152,11 +138,11 @@ def value_quality(model: str, arguments: ValueQualityArguments) -> None:
         tokenizer = checkpoint.tokenizer
         chat = tokenizer.chat_template is not None
         problems = task.problems(chat)
+        reward.check_columns(problems.column_names)
         others = None
         if arguments.dataset_train_split is not None:
             others = replace(task, dataset_test_split=arguments.dataset_train_split).problems(chat)
-        for rows in filter(None, (problems, others)):
-            reward.check_columns(rows.column_names)
+            reward.check_columns(others.column_names)
         candidates = arguments.candidates(problems.column_names, task.is_embedded)
         segmentation = arguments.segmentation(task.is_embedded)
         markers = line_starts if segmentation["markers"] == [LINES] else segmentation["markers"]
@@ -184,8 +170,8 @@ def value_quality(model: str, arguments: ValueQualityArguments) -> None:
         logger.info(plan.cost())
         with arguments.open_sampler(checkpoint, folder) as sampler:
             study = collect(sampler, reward, measured, to_fit, plan, segmenter, folder, settings)
-            loaded = getattr(sampler, "model", None)
-    found = measure(candidates, study, plan, checkpoint.load_here() if loaded is None else loaded, tokenizer)
+            weights = getattr(sampler, "model", None)
+    found = measure(candidates, study, plan, weights or checkpoint.load_here(), tokenizer)
     figures, picture = folder / "value_quality.json", folder / "value_quality.png"
     figures.write_text(json.dumps({**found, "settings": {**settings, **vars(plan)}}, indent=2) + "\n")
     plot(found, picture, title=Path(model).name)

@@ -65,24 +65,24 @@ def by_group(
     return [value for value in found if value is not None]
 
 
-def brier(values: Sequence[float], truth: Sequence[float]) -> float | None:
-    """mean (v − y)² (Brier 1950); None without a pair."""
-    return _mean([(v - y) ** 2 for v, y in zip(values, truth, strict=True)])
+def calibration(values: Sequence[float], truth: Sequence[float]) -> dict[str, Any]:
+    """How far probabilities are from the truth.
 
-
-def reliability(values: Sequence[float], truth: Sequence[float]) -> list[tuple[float, float, int]]:
-    """(mean value, mean truth, pairs) of each of `BINS` equal bins of 0 … 1 that has any, in their order."""
+    Returns:
+        brier: mean (v − y)² (Brier 1950). calibration_error: Σ_bins n_b/n·|mean value − mean truth| (Guo et al. 2017,
+            arXiv 1706.04599, eq. 3). Both are None without a pair.
+        reliability: (mean value, mean truth, pairs) of each of `BINS` equal bins of 0 … 1 that has any, in their order.
+    """
     bins: dict[int, list[tuple[float, float]]] = {}
     for v, y in zip(values, truth, strict=True):
         bins.setdefault(min(BINS - 1, max(0, int(v * BINS))), []).append((v, y))
-    return [(*map(statistics.fmean, zip(*bins[number], strict=True)), len(bins[number])) for number in sorted(bins)]
-
-
-def calibration_error(values: Sequence[float], truth: Sequence[float]) -> float | None:
-    """Σ_bins n_b/n·|mean value − mean truth| (Guo et al. 2017, arXiv 1706.04599, eq. 3); None without a pair."""
-    if not values:
-        return None
-    return sum(count * abs(v - y) for v, y, count in reliability(values, truth)) / len(values)
+    filled = [(*map(statistics.fmean, zip(*bins[number], strict=True)), len(bins[number])) for number in sorted(bins)]
+    errors = [count * abs(v - y) for v, y, count in filled]
+    return {
+        "brier": _mean([(v - y) ** 2 for v, y in zip(values, truth, strict=True)]),
+        "calibration_error": sum(errors) / len(values) if errors else None,
+        "reliability": filled,
+    }
 
 
 def figures_of(
@@ -104,7 +104,7 @@ def figures_of(
         spearman, auc, u_spearman: over all boundaries; …_within: the mean over the problems in which it is defined,
             spearman_within_interval: its 95 % bootstrap interval over them. AUC is of the truths above ½; U of the
             differences from one boundary to the next.
-        brier, calibration_error, reliability (mean V, mean truth, number in each of ten bins): of probabilities.
+        those of `calibration`: of probabilities.
         missing: boundaries without a value. boundaries: all with a truth.
     """
     points, moves = [], []  # (problem, V, y) of each boundary, (problem, ΔV, Δy) from each to the next
@@ -125,9 +125,7 @@ def figures_of(
         "auc_within": _mean(by_group(auc, group, v, likely)),
         "u_spearman": spearman(u, du),
         "u_spearman_within": _mean(by_group(spearman, u_group, u, du)),
-        "brier": brier(v, y) if probabilities else None,
-        "calibration_error": calibration_error(v, y) if probabilities else None,
-        "reliability": [list(one) for one in reliability(v, y)] if probabilities else None,
+        **(calibration(v, y) if probabilities else dict.fromkeys(("brier", "calibration_error", "reliability"))),
         "missing": boundaries - len(v),
         "boundaries": boundaries,
     }
@@ -168,11 +166,9 @@ def plot(found: Mapping[str, Any], picture: Path, *, title: str) -> None:
             values by name.
         picture: the file to write.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     reliable, along = figure.subplots(1, 2)
     probabilities = {name: one for name, one in found["estimators"].items() if one["reliability"]}
     reliable.plot([0, 1], [0, 1], color="lightgray", lw=1)
@@ -185,12 +181,10 @@ def plot(found: Mapping[str, Any], picture: Path, *, title: str) -> None:
     for one in sorted(found["values"], key=_range_of_truth, reverse=True):
         moved.setdefault(one["problem"], one)
     for number, one in enumerate(list(moved.values())[:RESPONSES_DRAWN]):
-        along.plot(one["boundaries"], _numbers(one["truth"]), color=f"C{number}", marker="o", markersize=3)
+        along.plot(one["boundaries"], one["truth"], color=f"C{number}", marker="o", markersize=3)
         if best is not None:
-            along.plot(one["boundaries"], _numbers(one[best]), color=f"C{number}", ls="--")
+            along.plot(one["boundaries"], one[best], color=f"C{number}", ls="--")
     along.set(title="truth (line) and V (dashed)" if best else "truth", xlabel=f"token; V: {best}" if best else "token")
-    for axis in (reliable, along):
-        axis.spines[["top", "right"]].set_visible(False)
     if probabilities:
         figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     figure.suptitle(title)
@@ -200,7 +194,3 @@ def plot(found: Mapping[str, Any], picture: Path, *, title: str) -> None:
 def _range_of_truth(response: Mapping[str, Any]) -> float:
     known = [one for one in response["truth"] if one is not None]
     return max(known) - min(known) if known else 0.0
-
-
-def _numbers(values: Sequence[float | None]) -> list[float]:
-    return [math.nan if value is None else value for value in values]

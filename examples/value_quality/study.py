@@ -12,7 +12,7 @@ import logging
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,28 +70,17 @@ class Study:
     """What was sampled.
 
     Attributes:
-        requests: one per response. problems: the number of each response's problem.
+        requests: one per response, those of a problem adjacent.
         truth: of each response, per boundary the mean reward of K completions, NaN where all of them failed.
         lessons, lesson_outcomes: rollouts of other problems, and their rewards, None where they failed.
         probabilities: whether all rewards lie in 0 … 1.
     """
 
     requests: list[ValueRequest]
-    problems: list[int]
     truth: list[list[float]]
     lessons: list[ValueRequest]
     lesson_outcomes: list[float | None]
     probabilities: bool
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What is completed: a problem, and the beginning of a completion of it; at most `room` tokens may follow."""
-
-    row: Mapping[str, Any]
-    prompt_ids: tuple[int, ...]
-    head: tuple[int, ...]
-    room: int
 
 
 @dataclass(frozen=True)
@@ -107,36 +96,45 @@ class _Source:
         self, rows: Sequence[Any], num_samples: int, stage: int, settings: Mapping[str, Any], segmenter: Segmenter
     ) -> tuple[list[ValueRequest], list[float | None]]:
         """`num_samples` responses of each problem, and their rewards, None where it failed."""
-        room = self.plan.max_completion_length
-        asked = [_Asked(row, tuple(prompt_ids(row["prompt"], self.sampler.tokenizer)), (), room) for row in rows]
-        drawn = self.scored(asked, num_samples, stage, settings)
-        requests = [
+        asked = [
             ValueRequest(
-                prompt_ids=one.prompt_ids,
-                completion_ids=tuple(sample["token_ids"]),
-                boundaries=segmenter(sample["token_ids"]).boundaries,
-                answers=accepted_answers(one.row, ANSWER) if ANSWER in one.row else (),
-                example=dict(one.row),
+                prompt_ids=tuple(prompt_ids(row["prompt"], self.sampler.tokenizer)),
+                completion_ids=(),
+                boundaries=(0,),
+                answers=accepted_answers(row, ANSWER) if ANSWER in row else (),
+                example=dict(row),
             )
-            for one, samples in zip(asked, drawn, strict=True)
-            for sample in samples
+            for row in rows
         ]
-        return requests, [sample["reward"] for samples in drawn for sample in samples]
+        drawn = self.scored([(one, 0) for one in asked], num_samples, stage, settings)
+        responses = [(one, sample) for one, samples in zip(asked, drawn, strict=True) for sample in samples]
+        requests = [
+            replace(
+                one, completion_ids=tuple(sample["token_ids"]), boundaries=segmenter(sample["token_ids"]).boundaries
+            )
+            for one, sample in responses
+        ]
+        return requests, [sample["reward"] for _, sample in responses]
 
     def scored(
-        self, asked: Sequence[_Asked], num_samples: int, stage: int, settings: Mapping[str, Any]
+        self, asked: Sequence[tuple[ValueRequest, int]], num_samples: int, stage: int, settings: Mapping[str, Any]
     ) -> list[list[dict[str, Any]]]:
-        """`reward` of each sample, None where it failed, and its `token_ids`, but for the truth."""
-        draw = Draw(num_samples, self.plan.temperature, [one.room for one in asked], 3 * self.plan.seed + stage)
-        prefixes = [[*one.prompt_ids, *one.head] for one in asked]
+        """`reward` of each sample, None where it failed, and its `token_ids`, but for the truth.
+
+        Args:
+            asked: what is completed, a response and the boundary at which it is cut.
+        """
+        heads = [list(one.completion_ids[:boundary]) for one, boundary in asked]
+        prefixes = [[*one.prompt_ids, *head] for (one, _), head in zip(asked, heads, strict=True)]
+        rooms = [self.plan.max_completion_length - len(head) for head in heads]
+        draw = Draw(num_samples, self.plan.temperature, rooms, 3 * self.plan.seed + stage)
         with (
             Records(self.folder / FILES[stage], settings) as records,
             tqdm(total=len(asked), initial=len(records.rows), desc=records.path.stem, unit="prefix") as bar,
         ):
             for index, samples in self.sampler.continuations(prefixes, draw, done=set(records.rows)):
-                one = asked[index]
-                ends = self.sampler.completions([[*one.head, *sample.token_ids] for sample in samples])
-                scores = self.reward.scores(dict(one.row), ends)
+                ends = self.sampler.completions([[*heads[index], *sample.token_ids] for sample in samples])
+                scores = self.reward.scores(dict(asked[index][0].example or {}), ends)
                 rows: list[dict[str, Any]] = [{"reward": score} for score in scores]
                 if stage != TRUTH:  # of which there are many
                     rows = [{"token_ids": end.token_ids, **row} for end, row in zip(ends, rows, strict=True)]
@@ -212,8 +210,7 @@ def collect(
     source = _Source(sampler, reward, plan, folder)
     requests, outcomes = source.responses(measured, plan.num_samples, RESPONSES, of_files[RESPONSES], segmenter)
     _check_outcomes(outcomes)
-    lessons: list[ValueRequest] = []
-    lesson_outcomes: list[float | None] = []
+    lessons, lesson_outcomes = [], []
     if ROLLOUTS in of_files:
         others = to_fit[: plan.fit_problems]
         lessons, lesson_outcomes = source.responses(others, FIT_SAMPLES, ROLLOUTS, of_files[ROLLOUTS], segmenter)
@@ -223,21 +220,12 @@ def collect(
         [math.nan if outcome is None else outcome for _ in request.boundaries]
         for request, outcome in zip(requests, outcomes, strict=True)
     ]
-    prefixes = {
-        (r, k): _Asked(
-            request.example or {},
-            request.prompt_ids,
-            request.completion_ids[:boundary],
-            plan.max_completion_length - boundary,
-        )
-        for r, request in enumerate(requests)
-        for k, boundary in enumerate(request.boundaries)
-    }
-    places = sorted((place for place, one in prefixes.items() if one.room), key=lambda place: len(prefixes[place].head))
-    asked = [prefixes[place] for place in places]
+    places = [(boundary, r, k) for r, one in enumerate(requests) for k, boundary in enumerate(one.boundaries)]
+    unfinished = sorted(place for place in places if place[0] < plan.max_completion_length)
+    most = sum(plan.max_completion_length - boundary for boundary, _, _ in unfinished)
     logger.info(
-        f"The {len(requests):,} responses have {len(prefixes):,} boundaries: {len(asked) * plan.num_rollouts:,} "
-        f"completions of at most {sum(one.room for one in asked) * plan.num_rollouts:,} tokens in all."
+        f"The {len(requests):,} responses have {len(places):,} boundaries: {len(unfinished) * plan.num_rollouts:,} "
+        f"completions of at most {most * plan.num_rollouts:,} tokens in all."
     )
     of_truth = {
         **of_files[RESPONSES],
@@ -246,13 +234,13 @@ def collect(
         "responses": hash_of({"token_ids": request.completion_ids} for request in requests),
     }
     rewards = [*outcomes, *lesson_outcomes]
-    for (r, k), samples in zip(places, source.scored(asked, plan.num_rollouts, TRUTH, of_truth), strict=True):
+    asked = [(requests[r], boundary) for boundary, r, _ in unfinished]
+    for (_, r, k), samples in zip(unfinished, source.scored(asked, plan.num_rollouts, TRUTH, of_truth), strict=True):
         scored = [one["reward"] for one in samples if one["reward"] is not None]
         truth[r][k] = math.fsum(scored) / len(scored) if scored else math.nan
         rewards += scored
-    problems = [number // plan.num_samples for number in range(len(requests))]
     probabilities = all(one is None or 0 <= one <= 1 for one in rewards)
-    return Study(requests, problems, truth, lessons, lesson_outcomes, probabilities)
+    return Study(requests, truth, lessons, lesson_outcomes, probabilities)
 
 
 def _settings_of_files(
