@@ -64,7 +64,7 @@ def find_answer(completion: str) -> Answer:
     tail = text[-TAIL_CHARS:]
     if len(text) > TAIL_CHARS:  # from the start of a line if possible: a formula cut in two reads as another
         tail = tail[tail.find("\n") + 1 :]
-    announced = [*_ANNOUNCED.finditer(tail)]
+    announced = [*re.finditer(r"(?i)\banswer\s*+(?:is|:)[:\s*]*+", tail)]
     if announced:
         rest = tail[announced[-1].end() :]
         runs = _runs(rest, list(_formulas(rest)))
@@ -75,7 +75,9 @@ def find_answer(completion: str) -> Answer:
     runs = _runs(tail, list(_formulas(tail)))
     if runs and not tail[runs[-1][-1][1] :].strip(" \t\n.*"):
         return _side_by_side(runs[-1])
-    last_sentence = next((sentence for sentence in reversed(_SENTENCE_END.split(tail)) if sentence.strip()), "")
+    last_sentence = next(
+        (sentence for sentence in reversed(re.split(r"[.;!?](?!\d)|\n", tail)) if sentence.strip()), ""
+    )
     return _in_clause(last_sentence, tail, _OR)
 
 
@@ -164,12 +166,12 @@ def _in_clause(clause: str, prose: str, joint: re.Pattern[str]) -> Answer:
 
 def has_words(answer: str) -> bool:
     """Whether an answer holds other words than "or", "and", LaTeX commands and units: "72 since", not "x = 5 km"."""
-    return any(_BARE_WORD.search(split_units(member)[0]) for member in split_list(answer))
+    return any(re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}", split_units(member)[0]) for member in split_list(answer))
 
 
 def is_readable(answer: str) -> bool:
     """Whether an answer is within the limits of length and nesting."""
-    depths = accumulate(1 if bracket in "([{" else -1 for bracket in _BRACKET.findall(answer))
+    depths = accumulate(1 if bracket in "([{" else -1 for bracket in re.findall(r"[()\[\]{}]", answer))
     return len(answer) <= MAX_ANSWER_CHARS and max(depths, default=0) <= MAX_DEPTH
 
 
@@ -185,11 +187,7 @@ _FORMULA = re.compile(
     r"(?:\s*(?P<behind>\\?%|[a-zA-Z]+(?=\s*(?:[.;!*]|$))))?",
     re.DOTALL,
 )
-_ANNOUNCED = re.compile(r"\banswer\s*+(?:is|:)[:\s*]*+", re.IGNORECASE)
 _CLAUSE = re.compile(r"(?:\\.|[^.,;\n\\]|[.,](?=\d)|,(?=\s*(?:or\b|and\b|[-+]?\\?\$?\d)))*")
-_SENTENCE_END = re.compile(r"[.;!?](?!\d)|\n")
 _OR = re.compile(r"\bor\b(?!.*,(?!\d))")  # in the last clause of a sentence
 _OR_AND = re.compile(r"\bor\b|\band\b(?=\s*[-+]?\\?\$*\d)")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?")
-_BRACKET = re.compile(r"[()\[\]{}]")
-_BARE_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")

@@ -13,13 +13,14 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from dash_trl.rewards.math import completion_text
 from dash_trl.sandbox import Sandbox
 
 
-class CodeReward:
+class CodeReward(AbstractContextManager["CodeReward"]):
     """1.0 if all unit tests pass, else 0.0; and the share of them that pass, as the figure `passed`.
 
         trainer = DASHTrainer(reward_funcs=RewardAgent([CodeReward()]), train_dataset=load_code_dataset(...))
@@ -70,9 +71,6 @@ class CodeReward:
         """Ends the sandbox's processes; they start again when they are needed."""
         self.sandbox.close()
 
-    def __enter__(self) -> CodeReward:
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
@@ -80,10 +78,8 @@ class CodeReward:
 # ------------------------------------------------------------------------------------------------ from text to program
 
 # By patterns alone: Python's parser can be crashed by a text, and this is the trainer's process.
-_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _PYTHON = ("", "python", "py", "python3", "python 3")
 _STATEMENT = re.compile(r"^(?:(?:async[ ]+)?def|class|import|from|@\w)|^\w+[ ]*=[^=]", re.MULTILINE)
-_RETURN = re.compile(r"^[ \t]*return\b", re.MULTILINE)
 
 
 def find_program(completion: str, entry_point: str | None = None, starter_code: str | None = None) -> str | None:
@@ -94,16 +90,11 @@ def find_program(completion: str, entry_point: str | None = None, starter_code: 
     without a language, which may be the end of one that the prompt opened. Nothing within <think>…</think> counts.
     With `starter_code`, a block or text that does not define the entry point continues it, as HumanEval's bodies do.
     """
-    text = _THOUGHT.sub("", completion)
-    if "</think>" in text:  # the prompt has opened it
-        text = text.rpartition("</think>")[2]
+    text = re.sub(r"(?s)<think>.*?(?:</think>|\Z)", "", completion).rpartition("</think>")[2]  # the prompt may open one
     before, language, blocks = _split(text)
-    continued = bool(starter_code and _RETURN.search(before))
+    continued = bool(starter_code and re.search(r"(?m)^[ \t]*return\b", before))
     raw = continued and before.lstrip("\n").startswith((" ", "\t"))
-    if raw or not language and (continued or _STATEMENT.search(before)):
-        unfenced = before
-    else:
-        unfenced = None
+    unfenced = before if raw or not language and (continued or _STATEMENT.search(before)) else None
     candidates = [one for one in (unfenced, *blocks) if one is not None]
     if not candidates:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,18 +188,15 @@ class FailureWatch:
         self._first = False
         for where, functions in broken.items():
             for i in functions.nonzero().flatten().tolist():
-                self._stop(i, rewards, where)
-
-    def _stop(self, i: int, rewards: Tensor, where: str) -> NoReturn:
-        func, error = self._funcs[i], None
-        if isinstance(func, WatchedReward):
-            failure, error = func.failure or "failed on another rank", func.error
-        else:
-            failure = f"returned {_named(rewards[:, i].tolist())}"
-        raise RuntimeError(
-            f"The reward function '{self._names[i]}' failed on every completion {where}; at last it {failure}. Nothing "
-            "can be learned from it: correct it, or leave it out of reward_funcs."
-        ) from error
+                func, error = self._funcs[i], None
+                if isinstance(func, WatchedReward):
+                    failure, error = func.failure or "failed on another rank", func.error
+                else:
+                    failure = f"returned {_named(rewards[:, i].tolist())}"
+                raise RuntimeError(
+                    f"The reward function '{self._names[i]}' failed on every completion {where}; at last it {failure}. "
+                    "Nothing can be learned from it: correct it, or leave it out of reward_funcs."
+                ) from error
 
 
 def described(error: BaseException) -> str:

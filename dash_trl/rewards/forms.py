@@ -24,7 +24,6 @@ from typing import Any
 from dash_trl.rewards.math import completion_text
 
 ROW = ("prompt", "completion", "completion_ids")  # of a completion, beside the data set's columns
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 FORMS = (
     "A reward function is one of: reward(completions, **columns) -> list, called with the batch as in TRL; "
     "reward(completion, answer, ...) -> score, called for each completion with the columns that it names; "
@@ -168,8 +167,7 @@ def form_of(function: Any) -> RewardForm:
             ) from error
     name = getattr(owner, "__name__", None) or type(owner).__name__
     stateful = hasattr(owner, "compute_score")
-    if stateful:
-        function = owner.compute_score
+    function = getattr(owner, "compute_score", function)
     if not callable(function):
         raise ValueError(f"{function!r:.100} is no reward function. {FORMS}")
     try:

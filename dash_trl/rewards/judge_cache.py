@@ -44,7 +44,15 @@ class AnswerCache:
             return []
         try:
             if self._connection is None:
-                self._connection = self._open()
+                self.folder.mkdir(parents=True, exist_ok=True)
+                # Autocommit, and any thread: event loops have their own, and the module serialises the calls.
+                self._connection = sqlite3.connect(
+                    self.file, LOCK_SECONDS, isolation_level=None, check_same_thread=False
+                )
+                self._connection.execute("PRAGMA synchronous = OFF")  # no wait for the disk, if the host crashes
+                self._connection.execute(
+                    "CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, answer TEXT) WITHOUT ROWID"
+                )
             return self._connection.execute(statement, values).fetchall()
         except (sqlite3.Error, OSError) as error:
             self._broken = True
@@ -53,11 +61,3 @@ class AnswerCache:
                 "file if it is damaged, or name another folder by JudgeReward(cache=...)."
             )
             return []
-
-    def _open(self) -> sqlite3.Connection:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        # Autocommit, and any thread: event loops have threads of their own, and the module serialises the calls.
-        connection = sqlite3.connect(self.file, LOCK_SECONDS, isolation_level=None, check_same_thread=False)
-        connection.execute("PRAGMA synchronous = OFF")  # no wait for the disk, which matters if the host crashes
-        connection.execute("CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, answer TEXT) WITHOUT ROWID")
-        return connection

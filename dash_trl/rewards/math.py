@@ -47,7 +47,7 @@ from dash_trl.rewards.spelling import (
     split_units,
     squeeze,
 )
-from dash_trl.workers import Call, OutOfWork, call_all, default_workers, run_within, shared_workers
+from dash_trl.workers import OutOfWork, call_all, default_workers, run_within, shared_workers
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +131,8 @@ def _is_right(answer: str, equals: Callable[[str], bool]) -> bool:
 
 
 def _equals(gold: Gold, answer: str) -> bool:
+    from math_verify.grader import is_relation
+
     value, units = split_units(answer)
     if not _same_units(gold, units):
         return False
@@ -142,7 +144,7 @@ def _equals(gold: Gold, answer: str) -> bool:
     if not all(map(_is_true, members)):
         return False
     candidates = [value]
-    if len(members) == 1 and not _is_relation(gold):
+    if len(members) == 1 and not any(map(is_relation, gold.expressions)):
         chain = split_chain(value)
         candidates = [*chain[-1:], *filter(_PLAIN_NUMBER.fullmatch, chain[:-1])]
     return any(_same_base(gold.text, one) and _verify(gold, _read_formula(one)) for one in candidates)
@@ -182,12 +184,6 @@ def _last_digit(written: str, is_rounded: bool) -> float:
     return 10.0 ** (int(found["exponent"] or 0) - len(found["decimals"] or ""))
 
 
-def _is_relation(gold: Gold) -> bool:
-    from math_verify.grader import is_relation
-
-    return any(map(is_relation, gold.expressions))
-
-
 def _verify(gold: Gold, answer: Sequence[Any]) -> bool:
     from math_verify import verify
 
@@ -207,7 +203,7 @@ def _read_formula(formula: str) -> list[Any]:
     values = [
         value for form in forms for value in _parse(rf"\boxed{{{form}}}", extraction_config=[LatexExtractionConfig()])
     ]
-    if _OR.search(formula) and values and isinstance(values[0], FiniteSet):
+    if re.search(r"\bor\b", formula) and values and isinstance(values[0], FiniteSet):
         relations = values[0].args
         if all(isinstance(one, Rel) for one in relations):
             with suppress(NotImplementedError):  # of several variables, say
@@ -241,7 +237,6 @@ _DECIMAL = re.compile(
     r"[-+]?\d*(?:\.(?P<decimals>\d*))?(?:\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*(?P<exponent>-?\d{1,3})\s*\}?)?"
 )
 _BASE = re.compile(r"^-?[0-9A-Za-z]+_\{?(?:\\text\{)?(\d+)\}*\$?$")
-_OR = re.compile(r"\bor\b")
 
 
 # ------------------------------------------------------------------------------------------------- inside a worker
@@ -295,19 +290,14 @@ class MathAccuracyReward:
         submit = functools.partial(shared_workers(self.workers, _prepare_worker).submit, user=self)
         calls = call_all(submit, self.score, arguments, timeout=self.timeout)
         for call in calls:
-            self._tell_failure(call)
+            if call.error is not None and type(call.error) not in self._told:  # the trainer's metrics count them all
+                self._told.add(type(call.error))
+                logger.warning(
+                    f"An answer could not be scored and is NaN: {type(call.error).__name__}, {call.error!s:.300} (gold "
+                    f"answer {call.arguments['gold']!r:.100}, completion ends in "
+                    f"{call.arguments['completion'][-100:]!r}). Further failures of this kind are not reported."
+                )
         return [call.value if call.error is None else math.nan for call in calls]
-
-    def _tell_failure(self, call: Call) -> None:
-        """Logs the first failure of each kind; the trainer's metrics count them all."""
-        if call.error is None or type(call.error) in self._told:
-            return
-        self._told.add(type(call.error))
-        logger.warning(
-            f"An answer could not be scored and is NaN: {type(call.error).__name__}, {call.error!s:.300} (gold answer "
-            f"{call.arguments['gold']!r:.100}, completion ends in {call.arguments['completion'][-100:]!r}). Further "
-            "failures of this kind are not reported."
-        )
 
     def close(self) -> None:
         """Stops the worker processes unless another reward uses them. A later call starts them again."""

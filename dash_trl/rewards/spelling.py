@@ -20,7 +20,7 @@ def normalize_answer(answer: str) -> str:
     formula, bold print, a full stop and an "=" in front go; numbers and "or" leave their \text{...}.
     """
     answer = re.sub(r"(?<!\\)\$|\*\*", "", to_latex(answer))
-    if _LETTER.search(answer):
+    if re.search("[a-zA-Z]", answer):
         for pattern, spelling in _SPELLINGS:
             answer = pattern.sub(spelling, answer)
     answer = answer.lstrip("= \t\n")
@@ -32,9 +32,9 @@ def to_latex(text: str) -> str:
     r"""Unicode's mathematics as LaTeX: ½ → \frac{1}{2}, √2 → \sqrt{2}, x² → x^{2}, 90° → 90^\circ, fullwidth ５ → 5."""
     if text.isascii():
         return text
-    text = _RAISED.sub(lambda run: f"^{{{_plain(run[0])}}}", text)
-    text = _LOWERED.sub(lambda run: f"_{{{_plain(run[0])}}}", text)
-    text = _DIGIT.sub(lambda digit: str(int(digit[0])), text)
+    text = re.sub(r"[\u00b2\u00b3\u00b9\u2070\u2071\u2074-\u207f]+", lambda run: f"^{{{_plain(run[0])}}}", text)
+    text = re.sub(r"[\u2080-\u208e\u2090-\u209c]+", lambda run: f"_{{{_plain(run[0])}}}", text)
+    text = re.sub(r"(?![0-9])\d", lambda digit: str(int(digit[0])), text)  # of any script
     text = _plain(text.translate(_SYMBOLS))
     return _ROOT.sub(lambda root: f"{_ROOTS[root[1]]}{{{root[2]}}}" if root[2] else _ROOTS[root[1]], text)
 
@@ -63,10 +63,6 @@ _SYMBOLS = str.maketrans(
 )
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _ROOT = re.compile(r"([√∛∜])\s*(\d+(?:\.\d+)?|[a-zA-Z]|\\[a-z]+|)")
-_RAISED = re.compile(r"[\u00b2\u00b3\u00b9\u2070\u2071\u2074-\u207f]+")
-_LOWERED = re.compile(r"[\u2080-\u208e\u2090-\u209c]+")
-_DIGIT = re.compile(r"(?![0-9])\d")  # of any script
-_LETTER = re.compile("[a-zA-Z]")
 _TEXT = r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|boldsymbol|bm|operatorname)\s*\{"
 _PERCENT = "(?:percent(?:age)?|pct)"
 _SPELLINGS = [
@@ -145,7 +141,7 @@ def _split_unit(answer: str) -> tuple[str, str | None]:
     name = UNITS.get(" ".join(words), "")
     if found.re is _BARE_UNIT:
         is_letter = len(found["unit"]) == 1 and found["unit"].isalpha()  # 3x + 2h is no number of hours
-        if is_letter and not _NUMERAL.fullmatch(found["value"]) or not name and not all(map(_is_word, words)):
+        if is_letter and not re.fullmatch(r"[-+\d.,/ ]+", found["value"]) or not name and not all(map(_is_word, words)):
             return answer, None
     return found["value"].strip(), f"{name}^{power}" if name and power else name
 
@@ -207,7 +203,6 @@ _BARE_UNIT = re.compile(
     re.DOTALL,
 )
 _NUMBER_WORDS = set("hundred thousand million billion trillion dozen half halves third thirds quarter quarters".split())
-_NUMERAL = re.compile(r"[-+\d.,/ ]+")
 
 
 # ------------------------------------------------------------------------------------------------ answers in words
@@ -228,21 +223,19 @@ def is_text_answer(gold: str) -> bool:
     words = normalize_text(gold)
     is_wrapped = not re.sub(rf"{_TEXT}[^{{}}]*\}}|[ ,;$]", "", gold)
     is_long = any(len(word) >= MIN_WORD_LETTERS and _VOWEL.search(word) for word in re.findall(r"[^\W\d_]+", words))
-    return bool(_WORDS.fullmatch(words)) and (is_wrapped or is_long)
+    return bool(re.fullmatch(r"[^\W\d_]+(?:[\s,'-]+[^\W\d_]+)*", words)) and (is_wrapped or is_long)
 
 
 def same_words(one: str, other: str) -> bool:
     """Whether two answers are the same words, in any order of a list."""
     one, other = normalize_text(one), normalize_text(other)
-    return one == other or sorted(split_list(one)) == sorted(split_list(other))
+    return sorted(split_list(one)) == sorted(split_list(other))
 
 
 def same_text(one: str, other: str) -> bool:
     """Whether two answers are spelled alike, in any order of a list, and say something."""
     one, other = squeeze(one), squeeze(other)
-    alike = one == other or sorted(split_list(one)) == sorted(split_list(other))
-    return alike and any(char.isalnum() for char in one)
+    return sorted(split_list(one)) == sorted(split_list(other)) and any(char.isalnum() for char in one)
 
 
-_WORDS = re.compile(r"[^\W\d_]+(?:[\s,'-]+[^\W\d_]+)*")
 _VOWEL = re.compile(r"[aeiouy]")

@@ -17,7 +17,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ class Verdict:
         return self.failed == 0 and self.passed > 0
 
 
-class Sandbox:
+class Sandbox(AbstractContextManager["Sandbox"]):
     """Runs programs against tests, each in processes of its own, at most `count` at once; from any thread.
 
     The processes that wait for work start with the first program, and again after they have died.
@@ -116,8 +116,6 @@ class Sandbox:
         if isolation is not None and isolation not in PROTECTS:
             raise ValueError(f"isolation={isolation!r} is none of {list(PROTECTS)}.")
         self.others: dict[str, Any] = {"wall_seconds": wall_seconds, "count": count, "isolation": isolation}
-        self.wall_seconds = float(wall_seconds)
-        self._kinds = list(PROTECTS) if isolation is None else [isolation]
         self.count = count or default_workers()
         self._slots = threading.BoundedSemaphore(self.count)
         self._lock = threading.Lock()
@@ -142,7 +140,7 @@ class Sandbox:
         """
         job = {"tests": list(tests), "entry_point": entry_point}
         with self._slots:
-            end = time.monotonic() + self.wall_seconds
+            end = time.monotonic() + self.others["wall_seconds"]
             try:
                 with self._lock:
                     solution, checker = self._started().begin()
@@ -172,8 +170,9 @@ class Sandbox:
             status = _read(solution, end) or {}
         except TimeoutError:
             raise TimeoutError(
-                f"the program and its tests took more than {self.wall_seconds:g} s by the clock, but not more than "
-                f"{self.settings['cpu_seconds']} s of CPU time: the machine is busy, or they wait for something"
+                f"the program and its tests took more than {self.others['wall_seconds']:g} s by the clock, but not "
+                f"more than {self.settings['cpu_seconds']} s of CPU time: the machine is busy, or they wait for "
+                "something"
             ) from None
         for side in (status, verdict or {}):
             if "unconfined" in side:
@@ -211,7 +210,7 @@ class Sandbox:
             self._starter = None
         if self._starter is None:
             causes = {}
-            for kind in self._kinds:
+            for kind in PROTECTS if self.others["isolation"] is None else [self.others["isolation"]]:
                 try:
                     self._starter = _Starter({**self.settings, "isolation": kind})
                     break
@@ -230,9 +229,6 @@ class Sandbox:
                 self._starter.close()
                 self._starter = None
 
-    def __enter__(self) -> Sandbox:
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
@@ -246,7 +242,7 @@ class _Starter:
 
     def __init__(self, settings: dict[str, Any]):
         packages = {os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
-        settings = {**settings, "packages": sorted(packages), "preload": ["numpy"], "start_seconds": START_SECONDS}
+        settings = {**settings, "packages": sorted(packages), "start_seconds": START_SECONDS}
         script = str(Path(__file__).with_name("confinement.py"))
         self.kind = str(settings["isolation"])
         self.owner = os.getpid()

@@ -27,6 +27,7 @@ import socket
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 MAX_MESSAGE = 8 << 20  # bytes of one call or value
@@ -38,11 +39,8 @@ class CannotCross(BaseException):
 
 
 class SolutionError(Exception):
-    """Raised in the tests for an error of the program that is none of Python's own."""
-
-
-class SolutionEnded(SolutionError):
-    """The program's process has ended, or does not keep to the protocol."""
+    """Raised in the tests for an error of the program that is none of Python's own, or when its process has ended or
+    does not keep to the protocol."""
 
 
 # ------------------------------------------------------------------------------------------------------------ frames
@@ -194,10 +192,8 @@ class Codec:
 
 def _plain(base: type, value: Any) -> Any:
     """The value as its base's, by the base's own methods."""
-    if base in (int, float):
+    if base in (int, float, complex):
         return base.__pos__(value)  # type: ignore[attr-defined]
-    if base is complex:
-        return complex.__add__(value, 0)
     if base in MAPPINGS.values():
         return base(dict.items(value)) if base is not collections.Counter else collections.Counter(dict(value))
     return base(base.__iter__(value))  # type: ignore[attr-defined, call-arg]
@@ -238,12 +234,10 @@ class Peer:
     Args:
         trusted: it is the tests' end. A function of theirs may be called by the program, but an attribute of it
             (`__globals__`) or of a generator (`gi_frame`) would lead to what they expect.
-        first: called before anything is asked.
     """
 
-    def __init__(self, link: socket.socket, *, trusted: bool, first: Callable[[], None] = lambda: None):
+    def __init__(self, link: socket.socket, *, trusted: bool):
         self.link = link
-        self.first: Callable[[], None] | None = first
         self.codec = Codec(lambda number: Remote(self, number), is_kept=is_harmless if trusted else lambda value: True)
         self.operations = {name: OPERATIONS[name] for name in (HARMLESS if trusted else OPERATIONS)}
         self.catch = Exception if trusted else BaseException  # of what answering raises, what becomes an answer
@@ -253,7 +247,7 @@ class Peer:
     def ask(self, number: int, operation: str, *arguments: Any, **named: Any) -> Any:
         """What `operation` with these arguments is, done with object `number` of the other side."""
         if self.ended:
-            raise SolutionEnded(self.ended)
+            raise SolutionError(self.ended)
         self.calls += operation == "call"
         parts = [list(arguments), named]
         request = json.dumps(["ask", number, operation, [self.codec.encode(part) for part in parts]])
@@ -261,9 +255,6 @@ class Peer:
             # Behind a call it may be the program's own value, by which it must not make its tests unfit.
             kind = SolutionError if self.calls > (operation == "call") else CannotCross
             raise kind(f"arguments of {len(request):,} bytes, of {MAX_MESSAGE:,} at most")
-        if self.first is not None:
-            self.first()
-            self.first = None
         try:
             send(self.link, request.encode())
             while True:
@@ -285,15 +276,13 @@ class Peer:
         except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             self.ended = f"{type(error).__name__}: {error}"
             self.link.close()
-            raise SolutionEnded(self.ended) from error
+            raise SolutionError(self.ended) from error
         known = getattr(builtins, name, None)
+        raised: Exception = SolutionError(f"{name}: {message}")
         if isinstance(known, type) and issubclass(known, Exception):
-            try:
-                raised: Exception = known(message)
-            except TypeError:  # UnicodeDecodeError wants five arguments
-                raised = SolutionError(f"{name}: {message}")
-            raise raised
-        raise SolutionError(f"{name}: {message}")
+            with suppress(TypeError):  # UnicodeDecodeError wants five arguments
+                raised = known(message)
+        raise raised
 
     def answer(self, number: int, operation: str, parts: list[Any]) -> None:
         try:
@@ -346,13 +335,8 @@ class Remote:
     def __setattr__(self, name: str, value: Any) -> None:
         self._peer_.ask(self._number_, "set", name, value)
 
-    def __iter__(self) -> Iterator[Any]:
-        iterator = self._peer_.ask(self._number_, "iterate")
-        while True:
-            try:
-                yield next(iterator)
-            except StopIteration:
-                return
+    def __iter__(self) -> Any:
+        return self._peer_.ask(self._number_, "iterate")  # a `Remote`, too: of a `Lasting`
 
     def __next__(self) -> Any:
         return self._peer_.ask(self._number_, "next")
@@ -375,10 +359,10 @@ class Remote:
 
 def is_harmless(value: Any) -> bool:
     """Whether a test's object is of use where it has no attributes: a function or an iterator."""
-    return callable(value) or isinstance(value, Lasting) or hasattr(type(value), "__next__")
+    return callable(value) or hasattr(type(value), "__next__")
 
 
-class Lasting:
+class Lasting(Iterator[Any]):
     """Keeps an iterator in `own`, where a list or a generator's values would be sent."""
 
     def __init__(self, iterator: Iterator[Any]):
@@ -410,11 +394,8 @@ PROGRAM = 0  # the number of what gives the program's names
 
 def run_solution(control: socket.socket, link: socket.socket) -> None:
     """Reads a program, runs it, and answers what the checker asks of it."""
-    text = receive(control)
+    program = json.loads(receive(control) or b"{}")["program"]  # without one nobody waits for it any more
     control.close()
-    if text is None:
-        return
-    program = json.loads(text)["program"]
     # A set's order and a program's choices are the same in each run (see also PYTHONHASHSEED in box.py).
     random.seed(0)
     module = types.ModuleType("solution")  # dataclasses and pickle look for the module of a class
@@ -438,15 +419,12 @@ def run_solution(control: socket.socket, link: socket.socket) -> None:
 # ----------------------------------------------------------------------------------------------------------- checker
 
 
-class Count:
+class Count(AbstractContextManager[Any]):
     """`with` around one test: counts it, and goes on after its failure."""
 
     def __init__(self) -> None:
         self.passed = self.failed = 0
         self.reason: str | None = None
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if error is None:
@@ -484,14 +462,9 @@ class CountTests(ast.NodeTransformer):
 
 def run_checker(control: socket.socket, link: socket.socket) -> None:
     """Reads tests, runs them with the program's names, and writes the verdict to the trainer."""
-    text = receive(control)
-    if text is None:
-        return
-    job = json.loads(text)
-    # Whatever ends this process from here on, in time or memory, may be the program's doing.
+    job = json.loads(receive(control) or b"{}")
     asked = json.dumps({"asked": True}).encode()
-    peer = Peer(link, trusted=True, first=lambda: send(control, asked))
-    verdict = check(job["tests"], job["entry_point"], peer)
+    verdict = check(job["tests"], job["entry_point"], Peer(link, trusted=True), lambda: send(control, asked))
     send(control, json.dumps(verdict).encode())
 
 
@@ -501,17 +474,15 @@ def modules(nodes: list[ast.AST], names: set[str]) -> dict[str, types.ModuleType
     names = names - {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in dotted}
     found = {}
     for name in names & {*sys.stdlib_module_names, "numpy", "np"}:
-        try:
+        with suppress(ImportError):  # then the program may have it
             found[name] = importlib.import_module("numpy" if name == "np" else name)
-        except ImportError:
-            pass  # then the program may have it
     return found
 
 
-def check(tests: list[str], entry_point: str | None, peer: Peer) -> dict[str, Any]:
+def check(tests: list[str], entry_point: str | None, peer: Peer, before: Callable[[], None]) -> dict[str, Any]:
     """Runs each script with the program's names, except that no name of Python's own is the program's, nor a module's
     that the tests do not import: it might forge `all`, `isinstance` or `math.isclose`. Only the entry point may be such
-    a name (MBPP has a `sum`).
+    a name (MBPP has a `sum`). before(): before anything is asked of the program.
 
     passed, failed: numbers of tests. reason: of the first failure. unfit: why the tests say nothing, or None.
 
@@ -531,20 +502,19 @@ def check(tests: list[str], entry_point: str | None, peer: Peer) -> dict[str, An
             used = {name for name in used if name == entry_point or not hasattr(builtins, name)}
             names = modules(nodes, used - {entry_point})
             wanted = sorted(used - names.keys())
+            before()  # whatever ends this process from here on, in time or memory, may be the program's doing
             given = peer.ask(PROGRAM, "names", wanted)
             names |= {name: given[name] for name in wanted if name in given}  # no more than was asked for
         for script in scripts:
-            one = Count()
+            counted = total.passed + total.failed
             try:
-                exec(script, {**names, CountTests.NAME: one, "__name__": "tests"})
+                exec(script, {**names, CountTests.NAME: total, "__name__": "tests"})
             except SystemExit as error:
                 if error.code:
-                    one.fail(error)
+                    total.fail(error)
             except Exception as error:
-                one.fail(error)
-            total.passed += one.passed if one.passed + one.failed else 1  # it had no asserts
-            total.failed += one.failed
-            total.reason = total.reason or one.reason
+                total.fail(error)
+            total.passed += total.passed + total.failed == counted  # it had no asserts
         if scripts and peer.calls == 0 and not total.failed:
             unfit = "they never call anything of the program"
     except CannotCross as error:

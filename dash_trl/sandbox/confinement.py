@@ -36,10 +36,12 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 NOBODY = 65534
@@ -51,7 +53,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
 
 libc = ctypes.CDLL(None, use_errno=True)
-SETTINGS: dict[str, Any] = {}  # `box.py`'s: isolation, limits, packages, preload
+SETTINGS: dict[str, Any] = {}  # `box.py`'s: isolation, limits, packages
 
 
 def call(function: str, *arguments: Any) -> int:
@@ -106,14 +108,6 @@ def enter_user_namespace(flags: int, proc: int) -> None:
         os.close(file)
 
 
-def become_nobody() -> None:
-    """From root. The kernel limits none of the real root's processes, and its files are root's."""
-    if os.geteuid() == 0:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-
-
 def make_root() -> None:
     """A root folder with `readable_paths`, read-only, and nothing else. This mount namespace has no other after it."""
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
@@ -137,18 +131,9 @@ def make_root() -> None:
     os.chdir("/")
     call("umount2", b"/.old", MNT_DETACH)
     os.rmdir("/.old")
-    set_read_only("/")
-
-
-def set_read_only(path: str) -> None:
-    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
-    size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    call("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(attributes), size)
-
-
-def drop_capabilities() -> None:
-    header = (ctypes.c_uint32 * 2)(CAPABILITIES_VERSION_3, 0)
-    call("capset", ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()))
+    attributes = struct.pack("4Q", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
+    size = ctypes.c_size_t(len(attributes))
+    call("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, size)
 
 
 # --------------------------------------------------------------------------------------------------------- Landlock
@@ -171,8 +156,7 @@ def restrict_files(readable: list[str], writable: str) -> None:
     rules += [(device, 4 | LANDLOCK_WRITE_FILE) for device in DEVICES] + [(writable, everything)]
     for path, rights in rules:
         file = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        attributes = rights.to_bytes(8, sys.byteorder) + file.to_bytes(4, sys.byteorder)
-        call("syscall", LANDLOCK_ADD, ruleset, 1, attributes, 0)
+        call("syscall", LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, file), 0)
         os.close(file)
     call("syscall", LANDLOCK_RESTRICT, ruleset, 0)
     os.close(ruleset)
@@ -302,15 +286,9 @@ def filter_calls(*, alone: bool) -> None:
         refuse(FCNTL, *((8, EQUAL, command, True) for command in SET_OWNER))
         refuse(IOCTL, *((8, EQUAL, command, True) for command in SET_OWNER_BY_IOCTL))
     program.append((RETURN, 0, 0, ALLOW))
-    code = b"".join(
-        a.to_bytes(2, sys.byteorder) + bytes((b, c)) + d.to_bytes(4, sys.byteorder) for a, b, c, d in program
-    )
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(code, len(code))
-
-    class Program(ctypes.Structure):
-        _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
-
-    call("prctl", PR_SET_SECCOMP, 2, ctypes.byref(Program(len(program), ctypes.addressof(buffer))), 0, 0)
+    call("prctl", PR_SET_SECCOMP, 2, struct.pack("HP", len(program), ctypes.addressof(buffer)), 0, 0)
 
 
 # -------------------------------------------------------------------------------------------------- starter and sides
@@ -337,7 +315,10 @@ class Place:
         """In a supervisor: the namespaces, and the folder that may be written to."""
         if not self.alone:
             return tempfile.mkdtemp(prefix="dash_trl_sandbox_")
-        become_nobody()
+        if os.geteuid() == 0:  # the kernel limits none of the real root's processes, and its files are root's
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
         enter_user_namespace(NEW_NAMESPACES, self.proc)
         covered = [(path, os.open(path, os.O_PATH)) for path in self.in_tmp]
         mount("tmpfs", TMP, "tmpfs", MS_NOSUID | MS_NODEV, f"size={SETTINGS['disk']},nr_inodes={INODES},mode=700")
@@ -360,7 +341,7 @@ class Place:
         os.close(self.proc)
         set_limits(SETTINGS["memory"] + interpreter, SETTINGS["processes"] + 2 if self.alone else None)
         call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        drop_capabilities()
+        call("capset", struct.pack("2I", CAPABILITIES_VERSION_3, 0), bytes(24))  # without capabilities
         if self.landlock:
             restrict_files(readable_paths(), folder)
         filter_calls(alone=self.alone)
@@ -496,11 +477,8 @@ def main() -> None:
                 return
             call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         sys.path.extend(package_folders())
-        for name in SETTINGS["preload"]:
-            try:
-                __import__(name)
-            except Exception:
-                pass  # a program that imports it gets its error
+        with suppress(Exception):  # a program that imports it gets its error
+            import numpy  # noqa: F401
         try_out(place)
     except OSError as error:
         send(channel, json.dumps({"error": str(error)}).encode())

@@ -160,7 +160,12 @@ def work(fd: int, prepare: bytes) -> None:
 def _serve(parent: socket.socket, prepare: bytes) -> None:
     parent.set_inheritable(False)
     _limit_memory()
-    _die_with_parent(parent)
+    # A trainer killed with SIGKILL runs no exit handler, and its workers would go on forever. Linux's kernel sees to
+    # it, also where C code holds the interpreter; it would be late for a parent that is dead by now, and there are
+    # other systems.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_wait_for_end, args=(parent,), daemon=True).start()
     pickle.loads(prepare)()
     pid = os.getpid()
     frames = parent.makefile("rb")
@@ -192,17 +197,6 @@ def _load(function: bytes) -> Callable[..., Any]:
         raise ImportError(reason)
 
     return fail
-
-
-def _die_with_parent(parent: socket.socket) -> None:
-    """A trainer killed with SIGKILL runs no exit handler, and its workers would go on forever.
-
-    Linux's kernel sees to it, also where C code holds the interpreter; it would be late for a parent that is dead by
-    now, and there are other systems.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_wait_for_end, args=(parent,), daemon=True).start()
 
 
 def _wait_for_end(parent: socket.socket) -> None:

@@ -28,11 +28,10 @@ class Command:
         log: str | Path,
         pass_fds: Sequence[int] = (),
     ):
-        self.arguments = list(arguments)
         self.log = Path(log)
         with self.log.open("ab") as file:
             self.process = subprocess.Popen(
-                self.arguments,
+                list(arguments),
                 env={**os.environ, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=file,

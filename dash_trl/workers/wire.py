@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
+
 from dash_trl.workers.calls import Call
 
 TEXT_CHARS = 1_000  # of an error's message
@@ -32,8 +34,6 @@ def pack(function: Callable[..., Any]) -> bytes:
     Raises:
         ValueError: if it cannot be sent.
     """
-    import cloudpickle
-
     try:
         _send_by_value_where_needed(function)
         return cloudpickle.dumps(function)
@@ -48,7 +48,6 @@ def pack(function: Callable[..., Any]) -> bytes:
 
 def _send_by_value_where_needed(function: Callable[..., Any]) -> None:
     """By name would fail over there for a module that this process has loaded from a path."""
-    import cloudpickle
 
     while isinstance(function, functools.partial):
         function = function.func
@@ -68,7 +67,6 @@ def _file_of(name: str) -> str | None:
 
 def dump(value: Any) -> bytes:
     """By plain pickle, ten times as fast, where that means the same in another process: its main script is another."""
-    import cloudpickle
 
     try:
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
