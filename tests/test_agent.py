@@ -217,7 +217,7 @@ class Attempts:
     ],
 )
 def test_calls_are_made_again_after_errors_that_pass(monkeypatch, settings, attempts, last):
-    monkeypatch.setattr("dash_trl.workers.retries.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("dash_trl.workers.async_calls.LONGEST_PAUSE", 0.01)
     reward = Attempts()
     with RewardAgent(reward, **settings) as agent:
         (outcomes,) = scores(agent, 6)

@@ -352,6 +352,15 @@ assert f() == 'x'
 def f(x): return {1: f} if x else 0
 ---
 assert f(1)[1](0) == 0
+## keywords of any name
+def f(self, one, number, operation): return [self, one, number, operation]
+---
+assert f(operation=1, number=2, one=3, self=4) == [4, 3, 2, 1]
+## a part of an iterator, and the rest
+def f(): return iter([1, 2, 3])
+---
+rest = f()
+assert next(iter(rest)) == 1 and list(zip(rest, 'ab')) == [(2, 'a'), (3, 'b')] and list(iter(rest)) == []
 ## a main block
 if __name__ == '__main__':
     input()

@@ -11,11 +11,10 @@ import time
 
 import pytest
 
+from dash_trl.workers.async_calls import EventLoop
 from dash_trl.workers.calls import call_all
-from dash_trl.workers.event_loop import EventLoop
 from dash_trl.workers.process_calls import ProcessCalls
-from dash_trl.workers.processes import MEMORY
-from dash_trl.workers.programs import Command
+from dash_trl.workers.processes import MEMORY, Command
 from dash_trl.workers.threads import Feeder
 
 
@@ -123,7 +122,7 @@ def test_stopping_a_command_ends_its_children_too(tmp_path, at_once, monkeypatch
         time.sleep(0.01)
     assert command.running
     child = int((tmp_path / "pids").read_text())
-    monkeypatch.setattr("dash_trl.workers.programs.STOP_SECONDS", 0.2)
+    monkeypatch.setattr("dash_trl.workers.processes.STOP_SECONDS", 0.2)
     command.stop(at_once=at_once)
     assert not command.running
     assert ends(child)

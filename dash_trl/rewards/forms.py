@@ -12,17 +12,25 @@ A per-sample function names any of `prompt`, `completion`, `completion_ids` and 
 `answer`, `data_source` the column of that name or None, `extra_info` the row. A stateful object may have
 `post_process_scores(scores) -> scores`, for the scores of a whole group, and `close()`. An object's `max_concurrency`
 is how many calls it takes at a time, so that none waits within its time limit.
+
+`load_reward`: one of these from a user's file.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import cloudpickle
 
 from dash_trl.rewards.math import completion_text
 
+DEFAULT_NAME = "compute_score"  # in a file of `load_reward`
 ROW = ("prompt", "completion", "completion_ids")  # of a completion, beside the data set's columns
 FORMS = (
     "A reward function is one of: reward(completions, **columns) -> list, called with the batch as in TRL; "
@@ -193,3 +201,33 @@ def form_of(function: Any) -> RewardForm:
         close=getattr(owner, "close", None),
         max_concurrency=getattr(owner, "max_concurrency", None),
     )
+
+
+def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
+    """What a Python file calls `name`: a reward function of any form, a class, or a `RewardAgent`.
+
+    Worker processes get it by value: they need not be able to import the file.
+
+    Raises:
+        ValueError: if there is no such file or name, or if the file fails.
+    """
+    file = Path(path).expanduser()
+    spec = importlib.util.spec_from_file_location(f"reward_file_{file.stem}", file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        raise ValueError(f"reward_path={str(path)!r} is no Python file, looked for at {file.absolute()}.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(file.parent.absolute()))  # as for a script: it may import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"reward_path={str(path)!r} fails when it is run: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(file.parent.absolute()))
+    if not hasattr(module, name):
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == spec.name]
+        raise ValueError(
+            f"{str(path)!r} defines no {name!r}; it has {own[:5]}. Name the function or class with reward_name."
+        )
+    cloudpickle.register_pickle_by_value(module)
+    return getattr(module, name)

@@ -179,8 +179,7 @@ class JudgeReward:
         self._grades = range(scores[0], scores[1] + 1)
         if len(self._grades) < 2:
             raise ValueError(f"scores={scores!r} are not the lowest and the highest score: give e.g. (0, 10).")
-        frame = fill(FRAME, {"lowest": str(scores[0]), "highest": str(scores[1])})
-        self._system = f"{instructions}\n\n{frame}"
+        self._system = f"{instructions}\n\n{fill(FRAME, {'lowest': str(scores[0]), 'highest': str(scores[1])})}"
         schema = Judgement.model_json_schema()
         # Listed, since not every server's structured output knows `minimum` and `maximum`.
         schema["properties"]["score"]["enum"] = list(self._grades)

@@ -285,10 +285,12 @@ class MathAccuracyReward:
         Returns:
             One of 1.0, 0.0 and NaN per completion, in order.
         """
-        rows = [(completion_text(c), "" if a is None else str(a)) for c, a in zip(completions, answer, strict=True)]
-        arguments = [{"completion": completion, "gold": gold} for completion, gold in rows]
-        submit = functools.partial(shared_workers(self.workers, _prepare_worker).submit, user=self)
-        calls = call_all(submit, self.score, arguments, timeout=self.timeout)
+        arguments = [
+            {"completion": completion_text(completion), "gold": "" if gold is None else str(gold)}
+            for completion, gold in zip(completions, answer, strict=True)
+        ]
+        workers = shared_workers(self.workers, _prepare_worker, self)
+        calls = call_all(workers.submit, self.score, arguments, timeout=self.timeout)
         for call in calls:
             if call.error is not None and type(call.error) not in self._told:  # the trainer's metrics count them all
                 self._told.add(type(call.error))
@@ -301,7 +303,7 @@ class MathAccuracyReward:
 
     def close(self) -> None:
         """Stops the worker processes unless another reward uses them. A later call starts them again."""
-        shared_workers(self.workers, _prepare_worker).leave(self)
+        shared_workers(self.workers, _prepare_worker, self).leave(self)
 
 
 def completion_text(completion: Any) -> str:

@@ -184,9 +184,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             return Verdict(0, 1, reason, float(status.get("cpu", math.nan)))
         if verdict["unfit"] is not None:
             raise UnfitTests(f"these tests score no program: {verdict['unfit']}")
-        reason = verdict["reason"]
-        if verdict["ended"] is not None:
-            reason = self._cause(status, verdict["ended"])
+        reason = verdict["reason"] if verdict["ended"] is None else self._cause(status, verdict["ended"])
         return Verdict(verdict["passed"], verdict["failed"], reason, float(status.get("cpu", math.nan)))
 
     def _cause(self, status: dict[str, Any], ended: str) -> str:

@@ -244,7 +244,7 @@ class Peer:
         self.calls = 0
         self.ended: str | None = None
 
-    def ask(self, number: int, operation: str, *arguments: Any, **named: Any) -> Any:
+    def ask(self, number: int, operation: str, /, *arguments: Any, **named: Any) -> Any:
         """What `operation` with these arguments is, done with object `number` of the other side."""
         if self.ended:
             raise SolutionError(self.ended)
@@ -324,7 +324,7 @@ class Remote:
         object.__setattr__(self, "_peer_", peer)
         object.__setattr__(self, "_number_", number)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, /, *arguments: Any, **named: Any) -> Any:
         return self._peer_.ask(self._number_, "call", *arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -373,7 +373,7 @@ class Lasting(Iterator[Any]):
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda one, *arguments, **named: one(*arguments, **named),
+    "call": lambda one, /, *arguments, **named: one(*arguments, **named),
     "attribute": getattr,
     "set": setattr,
     "iterate": lambda one: Lasting(iter(one)),

@@ -5,15 +5,11 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.workers.async_calls import AsyncCalls
-    from dash_trl.workers.calls import Backend, Call, GivenUp, Pace, call_all
-    from dash_trl.workers.event_loop import EventLoop
+    from dash_trl.workers.async_calls import AsyncCalls, EventLoop, RetriedCalls
+    from dash_trl.workers.calls import Backend, Call, GivenUp, Pace, Request, call_all
     from dash_trl.workers.process_calls import ProcessCalls, WorkerDied, shared_workers
-    from dash_trl.workers.processes import OutOfWork, default_workers, run_within
-    from dash_trl.workers.programs import Command
+    from dash_trl.workers.processes import Command, OutOfWork, default_workers, run_within
     from dash_trl.workers.ray_calls import RayCalls
-    from dash_trl.workers.request import Request
-    from dash_trl.workers.retries import RetriedCalls
     from dash_trl.workers.threads import Feeder, ThreadCalls
 
 __getattr__, __dir__, __all__ = lazy(__name__)

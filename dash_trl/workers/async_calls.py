@@ -1,7 +1,11 @@
-"""`AsyncCalls`: coroutine functions, many at once on an event loop of their own.
+"""`EventLoop`: `run(coroutine)` ──► the loop's thread ──► its result. And two backends that have such loops:
+
+`AsyncCalls`: coroutine functions, many at once on an event loop of their own.
 
 submit ──► waiting calls ──► a task on the loop's thread ──► Call.finish
                                └─ over its time: cancelled; where it blocks the loop, the whole loop is replaced
+
+`RetriedCalls`: calls that are made again after errors that pass, on a backend of any kind.
 """
 
 from __future__ import annotations
@@ -10,14 +14,69 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from dash_trl.workers.calls import Call, GivenUp, Pace
-from dash_trl.workers.event_loop import EventLoop
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
+from dash_trl.workers.calls import Backend, Call, GivenUp, Pace
+
+CLOSE_SECONDS = 5.0  # for a loop to answer
 MOST_BLOCKED_LOOPS = 8  # abandoned because a call blocked them: beyond, the function is broken
 LOOK_SECONDS = 1.0  # between looks at whether the loop still answers, while calls are out
+LONGEST_PAUSE = 30.0  # seconds; the first pauses are shorter: random, up to 1, 2, 4, ...
+
+
+class EventLoop:
+    """An asyncio loop on a daemon thread: many requests at once while the main thread waits for all of them.
+
+    Not on the main thread, where a notebook runs a loop of its own.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, daemon=True, name="dash_trl event loop").start()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Waits for the coroutine; cancels it when the wait is interrupted."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Runs a coroutine, without waiting for it."""
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Runs a function soon on the loop's thread; does not wait for it."""
+        self._loop.call_soon_threadsafe(function)
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, Any]] | None = None) -> None:
+        """Cancels what runs, runs one more coroutine, to close what lives in the loop, and ends the thread.
+
+        A loop that something blocks is left alone.
+        """
+        if self._loop.is_running():
+            cancelled = asyncio.run_coroutine_threadsafe(self._cancel_others(), self._loop)
+            try:
+                cancelled.result(CLOSE_SECONDS)
+            except TimeoutError:
+                return
+            if last is not None:
+                self.run(last())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _cancel_others(self) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
 
 
 class AsyncCalls:
@@ -150,3 +209,46 @@ class _Lane:
             return await call.function(**call.arguments), None
         except BaseException as error:
             return None, error
+
+
+class RetriedCalls:
+    """A `Backend` over another. Between two attempts a call takes no room there from others.
+
+    Args:
+        transient: exceptions after which a call is made again. retries: how often at most.
+    """
+
+    def __init__(self, backend: Backend, transient: tuple[type[BaseException], ...], retries: int):
+        self._backend, self._loop = backend, EventLoop()
+        self._retrying = AsyncRetrying(
+            stop=stop_after_attempt(1 + retries),
+            wait=wait_random_exponential(max=LONGEST_PAUSE),
+            retry=retry_if_exception_type(transient),
+            reraise=True,
+        )
+
+    def submit(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            self._loop.start(self._finish(call))
+
+    def close(self) -> None:
+        self._loop.close()  # first: a call that the backend ends would be made again
+        self._backend.close()
+
+    async def _finish(self, call: Call) -> None:
+        try:
+            call.finish(await self._retrying.copy()(self._attempt, call))
+        except asyncio.CancelledError:
+            call.finish(error=GivenUp("the agent was closed"))
+        except BaseException as error:  # SystemExit would end the loop, and with it all other calls
+            call.finish(error=error)
+
+    async def _attempt(self, call: Call) -> Any:
+        ended: Future[Call] = Future()
+        ended.set_running_or_notify_cancel()  # where this task is cancelled, the backend still sets a result
+        one = Call(call.function, call.arguments, timeout=call.timeout, done=ended.set_result, stop=call.stop)
+        self._backend.submit([one])
+        await asyncio.wrap_future(ended)
+        if one.error is not None:
+            raise one.error
+        return one.value

@@ -158,26 +158,23 @@ class ProcessCalls(RemoteCalls):
 
     def __init__(self, count: int, *, prepare: Callable[[], object] = prepare_nothing):
         super().__init__(functools.partial(Pool, count, prepare))
-        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def submit(self, calls: Sequence[Call], *, user: object = None) -> None:
-        if user is not None:
-            self._users.add(user)
-        super().submit(calls)
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def leave(self, user: object) -> None:
         """`close`, when the last user leaves."""
-        self._users.discard(user)
-        if not self._users:
+        self.users.discard(user)
+        if not self.users:
             self.close()
 
 
 _shared: dict[tuple[int, Callable[[], object]], ProcessCalls] = {}
 
 
-def shared_workers(count: int, prepare: Callable[[], object]) -> ProcessCalls:
-    """The workers of this process that are so many and `prepare` themselves in this way."""
-    return _shared.setdefault((count, prepare), ProcessCalls(count, prepare=prepare))
+def shared_workers(count: int, prepare: Callable[[], object], user: object) -> ProcessCalls:
+    """The workers of this process that are so many and `prepare` themselves in this way; `user` may `leave` them."""
+    workers = _shared.setdefault((count, prepare), ProcessCalls(count, prepare=prepare))
+    workers.users.add(user)
+    return workers
 
 
 class _Worker:
@@ -258,7 +255,11 @@ class Pool:
                         self._hear(key.data)
                     if events & selectors.EVENT_WRITE and key.data in self._workers:
                         self._reach(key.data, key.data.process.send_more)
-                self._end_overdue()
+                now = time.monotonic()
+                for worker in [one for one in self._workers if one.deadline <= now]:
+                    self._hear(worker)  # this thread may be late itself
+                    if worker.deadline <= now and worker in self._workers:
+                        self._lose(worker, overdue=True)
         except BaseException:
             logger.exception("The thread that serves worker processes has failed, and its calls with it.")
         finally:
@@ -320,13 +321,6 @@ class Pool:
         except Exception:  # its end; or what it says is not what a worker says
             self._lose(worker, overdue=False)
 
-    def _end_overdue(self) -> None:
-        now = time.monotonic()
-        for worker in [one for one in self._workers if one.deadline <= now]:
-            self._hear(worker)  # this thread may be late itself
-            if worker.deadline <= now and worker in self._workers:
-                self._lose(worker, overdue=True)
-
     def _lose(self, worker: _Worker, *, overdue: bool) -> None:
         """Ends a worker. The row that it was at has failed; the others wait again, in front."""
         self._workers.remove(worker)
@@ -345,8 +339,7 @@ class Pool:
             row.losses += 1
             if row.losses >= STARTS:
                 worker.rows.popleft()
-                loading = f"while it loaded a function ({START_SECONDS:g} s at most)"
-                row.finish(failure(WorkerDied(f"{end} {loading}")))
+                row.finish(failure(WorkerDied(f"{end} while it loaded a function ({START_SECONDS:g} s at most)")))
         self._waiting.extendleft(reversed(worker.rows))
 
     def _end(self) -> None:

@@ -8,6 +8,8 @@ What goes over the socket is in frames of bytes, see `to_frame`:
     ──► calls: (number of a function, the function where it is new, the arguments of each call)
     ◄── ready: b"", once, when it has prepared itself
     ◄── begun: b"", when it has read such calls and loaded their function; then an `Outcome` for each, in order
+
+`Command`: any program with its children; `stop` ends them all.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from dash_trl.workers.wire import outcome_of
@@ -33,6 +36,7 @@ MEMORY = 4 << 30  # bytes of address space of a worker: 10^{10^{10}} must not ta
 DEFAULT_MAX_WORKERS = 8  # per process; more do not pay for a batch of a few hundred rows
 OUT_OF_WORK_AGAIN = 0.1  # CPU seconds after which a call that caught `OutOfWork` gets it again
 FUNCTIONS_KEPT = 32  # by a worker, by whoever sends them: functions made anew for each call must not fill the memory
+STOP_SECONDS = 15.0  # from a polite signal to SIGKILL, of a `Command`
 KILLED_SECONDS = 5.0  # to wait for the end of a process after SIGKILL: one in a system call that hangs does not end
 BEGUN = b""
 _LENGTH = struct.Struct("<Q")
@@ -158,8 +162,14 @@ def work(fd: int, prepare: bytes) -> None:
 
 
 def _serve(parent: socket.socket, prepare: bytes) -> None:
+    import resource  # POSIX only
+
     parent.set_inheritable(False)
-    _limit_memory()
+    # macOS refuses every limit that would matter, and other systems lack the constant.
+    with suppress(AttributeError, ValueError, OSError):
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     # A trainer killed with SIGKILL runs no exit handler, and its workers would go on forever. Linux's kernel sees to
     # it, also where C code holds the interpreter; it would be late for a parent that is dead by now, and there are
     # other systems.
@@ -206,16 +216,6 @@ def _wait_for_end(parent: socket.socket) -> None:
     os._exit(1)
 
 
-def _limit_memory() -> None:
-    import resource  # POSIX only
-
-    # macOS refuses every limit that would matter, and other systems lack the constant.
-    with suppress(AttributeError, ValueError, OSError):
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        limit = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-
-
 class OutOfWork(BaseException):
     """A call spent its CPU time. No `Exception`, since sympy goes on after these."""
 
@@ -239,3 +239,56 @@ def run_within(cpu_seconds: float, function: Callable[..., Any], *args: Any) -> 
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     finally:  # once more: the signal may come between the call's end and the line above
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+# ------------------------------------------------------------------------------------------------ other programs
+
+
+class Command:
+    """A program in a process group of its own, so that `stop` reaches its children and nobody else.
+
+    Args:
+        arguments: the command line. environment: added to this process's. log: file for stdout and stderr.
+        pass_fds: open files that it inherits.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        log: str | Path,
+        pass_fds: Sequence[int] = (),
+    ):
+        self.log = Path(log)
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(
+                list(arguments),
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=tuple(pass_fds),
+            )
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """SIGTERM, and SIGKILL to what is left of the group after `STOP_SECONDS`; `at_once`: SIGKILL now."""
+        if not at_once:
+            self.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_SECONDS)
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def terminate(self) -> None:
+        """SIGTERM, without waiting: several programs end side by side."""
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # all of the group have gone
+            os.killpg(self.process.pid, number)
