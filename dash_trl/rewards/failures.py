@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -175,28 +175,28 @@ class FailureWatch:
             for name, share in zip(self._names, failed.float().mean(dim=0).tolist(), strict=True):
                 shares[name] = max(share, shares.get(name, 0.0))  # functions may have the same name
             self.failed = {name: share for name, share in shares.items() if share or name in self.failed}
-            self._judge(rewards, failed, raised)
+            fails, scores = failed.any(dim=0).cpu(), rewards.isfinite().any(dim=0).cpu()
+            self._in_a_row = torch.where(scores, 0, self._in_a_row + fails)
+            broken = {
+                "of the first batch": raised.all(dim=0).cpu() & self._first,
+                f"that it applied to in {BROKEN_AFTER} batches in a row": self._in_a_row == BROKEN_AFTER,
+            }
+            self._first = False
+            for where, functions in broken.items():
+                if functions.any():
+                    self._stop(int(functions.nonzero()[0]), rewards, where)
         return unscored(rewards, failed)
 
-    def _judge(self, rewards: Tensor, failed: Tensor, raised: Tensor) -> None:
-        fails, scores = failed.any(dim=0).cpu(), rewards.isfinite().any(dim=0).cpu()
-        self._in_a_row = torch.where(scores, 0, self._in_a_row + fails)
-        broken = {
-            "of the first batch": raised.all(dim=0).cpu() & self._first,
-            f"that it applied to in {BROKEN_AFTER} batches in a row": self._in_a_row == BROKEN_AFTER,
-        }
-        self._first = False
-        for where, functions in broken.items():
-            for i in functions.nonzero().flatten().tolist():
-                func, error = self._funcs[i], None
-                if isinstance(func, WatchedReward):
-                    failure, error = func.failure or "failed on another rank", func.error
-                else:
-                    failure = f"returned {_named(rewards[:, i].tolist())}"
-                raise RuntimeError(
-                    f"The reward function '{self._names[i]}' failed on every completion {where}; at last it {failure}. "
-                    "Nothing can be learned from it: correct it, or leave it out of reward_funcs."
-                ) from error
+    def _stop(self, i: int, rewards: Tensor, where: str) -> NoReturn:
+        func, error = self._funcs[i], None
+        if isinstance(func, WatchedReward):
+            failure, error = func.failure or "failed on another rank", func.error
+        else:
+            failure = f"returned {_named(rewards[:, i].tolist())}"
+        raise RuntimeError(
+            f"The reward function '{self._names[i]}' failed on every completion {where}; at last it {failure}. Nothing "
+            "can be learned from it: correct it, or leave it out of reward_funcs."
+        ) from error
 
 
 def described(error: BaseException) -> str:

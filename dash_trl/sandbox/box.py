@@ -281,10 +281,8 @@ class _Starter:
         if self.owner != os.getpid():
             self.channel.close()
             return  # a forked child's copy: the process is its parent's
-        with suppress(
-            OSError
-        ):  # the starter may have gone; close alone does not end it where a forked child has a copy
-            self.channel.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # the starter may have gone
+            self.channel.shutdown(socket.SHUT_RDWR)  # close alone does not end it where a forked child has a copy
         self.channel.close()
         try:
             self.process.wait(END_SECONDS)

@@ -444,8 +444,7 @@ class CountTests(ast.NodeTransformer):
     NAME = "__test__"
 
     def counted(self, body: list[ast.stmt], like: ast.stmt) -> ast.stmt:
-        name = ast.Name(self.NAME, ast.Load())
-        return ast.copy_location(ast.With(items=[ast.withitem(name)], body=body), like)
+        return ast.copy_location(ast.With([ast.withitem(ast.Name(self.NAME, ast.Load()))], body), like)
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         return self.counted([node], node)
