@@ -7,8 +7,6 @@ Everything here takes time linear in the text, whatever a degenerate completion 
 `MAX_ANSWER_CHARS` or nested deeper than `MAX_DEPTH` is no answer.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

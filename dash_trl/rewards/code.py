@@ -8,8 +8,6 @@ that does not run, too much CPU time or memory: wrong (0.0). What says nothing a
 the clock ran out, tests that cannot be run, no sandbox) raises, and the row is unscored.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Sequence

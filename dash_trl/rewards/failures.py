@@ -5,8 +5,6 @@ remembers which rows failed (exception, timeout, NaN, ±inf), so that they can b
 being scored by the other functions alone.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 r"""`FormatReward`: whether a completion has the asked form, a closed thought and then an answer, in one \boxed{}."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -16,8 +16,6 @@ is how many calls it takes at a time, so that none waits within its time limit.
 `load_reward`: one of these from a user's file.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import sys

@@ -4,8 +4,6 @@ prompt, completion, columns ──► request ──► in the cache, or in flig
                                             └─ else the server                      └─ JudgeError: unscored
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import inspect

@@ -1,7 +1,5 @@
 """`AnswerCache`: what a judge answered, on disk, for all ranks of a host and for later runs."""
 
-from __future__ import annotations
-
 import logging
 import platform
 import sqlite3

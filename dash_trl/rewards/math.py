@@ -26,8 +26,6 @@ costs as much, the row is NaN. CPU time counts no other process, so a busy machi
 time-out by the clock ends what no signal can (gmpy2's operations), and leaves NaN.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

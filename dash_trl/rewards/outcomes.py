@@ -1,7 +1,5 @@
 """What comes of a call: a `Score`, what a batch function `Returned`, or the exception that says why there is none."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

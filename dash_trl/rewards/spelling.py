@@ -3,8 +3,6 @@ r"""One spelling for answers, and their parts: text only, no mathematics.
 For single answers, whose length `answers.py` limits; `to_latex` alone meets longer text, and is linear in it.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 

@@ -12,8 +12,6 @@ same way in the other direction. After a call, containers that it changed are ch
 It imports nothing of this package: see `confinement.py`.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import collections

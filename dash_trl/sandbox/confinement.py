@@ -24,8 +24,6 @@ All have limits for CPU time, memory, file size and open files. When the trainer
 close: the starter and the supervisors end with it, and with each of them its namespace.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

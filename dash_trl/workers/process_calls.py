@@ -7,8 +7,6 @@
 A worker reports each outcome as it comes, so that it is known which call a dead worker was at. No call is made twice.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import itertools

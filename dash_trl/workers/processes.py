@@ -12,8 +12,6 @@ What goes over the socket is in frames of bytes, see `to_frame`:
 `Command`: any program with its children; `stop` ends them all.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import pickle

@@ -8,8 +8,6 @@ What a call does, it does to a worker process that the Ray worker has started, a
 `ProcessCalls` are: hangs and crashes do not reach Ray.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

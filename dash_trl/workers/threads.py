@@ -6,8 +6,6 @@
 Python cannot end a thread: one that hangs is left alone until it comes back, if it does.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -7,8 +7,6 @@ A function that the other process can import goes by its name; one of the main s
 loaded by its path goes by value (cloudpickle), with what it refers to, as it is when it is sent first.
 """
 
-from __future__ import annotations
-
 import functools
 import pickle
 import sys
