@@ -241,13 +241,19 @@ class _Starter:
     def __init__(self, settings: dict[str, Any]):
         packages = {os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
         settings = {**settings, "packages": sorted(packages), "start_seconds": START_SECONDS}
-        script = str(Path(__file__).with_name("confinement.py"))
         self.kind = str(settings["isolation"])
         self.owner = os.getpid()
         self.channel, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [os.path.realpath(sys.executable), "-P", "-s", "-S", script, json.dumps(settings)],
+                [
+                    os.path.realpath(sys.executable),
+                    "-P",
+                    "-s",
+                    "-S",
+                    Path(__file__).with_name("confinement.py"),
+                    json.dumps(settings),
+                ],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=ENVIRONMENT,

@@ -460,8 +460,9 @@ class CountTests(ast.NodeTransformer):
 def run_checker(control: socket.socket, link: socket.socket) -> None:
     """Reads tests, runs them with the program's names, and writes the verdict to the trainer."""
     job = json.loads(receive(control) or b"{}")
-    asked = json.dumps({"asked": True}).encode()
-    verdict = check(job["tests"], job["entry_point"], Peer(link, trusted=True), lambda: send(control, asked))
+    verdict = check(
+        job["tests"], job["entry_point"], Peer(link, trusted=True), before=lambda: send(control, b'{"asked": true}')
+    )
     send(control, json.dumps(verdict).encode())
 
 

@@ -8,8 +8,6 @@ submit ──► waiting calls ──► a task on the loop's thread ──► C
 `RetriedCalls`: calls that are made again after errors that pass, on a backend of any kind.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -77,6 +75,61 @@ class EventLoop:
     async def _cancel_others(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
+
+
+class _Lane:
+    """A loop and the calls that run on it."""
+
+    def __init__(self, count: int, pace: Pace | None, waiting: deque[Call]):
+        self._count, self._pace, self._waiting = count, pace, waiting
+        self.loop = EventLoop()
+        self.out = threading.Event()  # calls are out
+        self.running: dict[Call, bool] = {}  # whether its function has begun; in the order of their starts
+        self.given_up = False
+        self.longest = 0.0  # timeout of any call
+
+    def look(self) -> None:
+        """For calls that wait; from any thread."""
+        self.out.set()
+        self.loop.call(self.fill)
+
+    def fill(self) -> None:
+        """Starts calls that wait, as far as there is room; on the loop's thread."""
+        while self._waiting and len(self.running) < self._count and not self.given_up:
+            call = self._waiting.popleft()
+            if not call.cancelled:
+                self.running[call] = False
+                self.longest = max(self.longest, call.timeout)
+                asyncio.ensure_future(self._run(call))
+
+    async def _run(self, call: Call) -> None:
+        outcome: tuple[Any, BaseException | None] = None, GivenUp("the event loop was closed")
+        try:
+            if self._pace is not None:
+                await asyncio.sleep(self._pace.wait_seconds())
+            task = asyncio.ensure_future(self._outcome(call))
+            # Not wait_for, which waits for a task that does not let itself be cancelled.
+            done, _ = await asyncio.wait({task}, timeout=call.timeout)
+            if done:
+                outcome = task.result()
+            else:
+                task.cancel()
+                outcome = None, TimeoutError(f"took more than {call.timeout:g} s")
+        finally:
+            if not self.given_up:  # else it has its outcome, or is made on another loop
+                del self.running[call]
+                call.finish(*outcome)
+                self.fill()
+
+    async def _outcome(self, call: Call) -> tuple[Any, BaseException | None]:
+        """Never raises: asyncio lets SystemExit end the whole loop, and prints errors that come after a timeout."""
+        if self.given_up:  # the loop answers again, late
+            return None, None
+        self.running[call] = True
+        try:
+            return await call.function(**call.arguments), None
+        except BaseException as error:
+            return None, error
 
 
 class AsyncCalls:
@@ -154,61 +207,6 @@ class AsyncCalls:
             call.finish(error=GivenUp(f"{self.abandoned} event loops hang, so that no more calls are made"))
         if now is not None:
             now.look()
-
-
-class _Lane:
-    """A loop and the calls that run on it."""
-
-    def __init__(self, count: int, pace: Pace | None, waiting: deque[Call]):
-        self._count, self._pace, self._waiting = count, pace, waiting
-        self.loop = EventLoop()
-        self.out = threading.Event()  # calls are out
-        self.running: dict[Call, bool] = {}  # whether its function has begun; in the order of their starts
-        self.given_up = False
-        self.longest = 0.0  # timeout of any call
-
-    def look(self) -> None:
-        """For calls that wait; from any thread."""
-        self.out.set()
-        self.loop.call(self.fill)
-
-    def fill(self) -> None:
-        """Starts calls that wait, as far as there is room; on the loop's thread."""
-        while self._waiting and len(self.running) < self._count and not self.given_up:
-            call = self._waiting.popleft()
-            if not call.cancelled:
-                self.running[call] = False
-                self.longest = max(self.longest, call.timeout)
-                asyncio.ensure_future(self._run(call))
-
-    async def _run(self, call: Call) -> None:
-        outcome: tuple[Any, BaseException | None] = None, GivenUp("the event loop was closed")
-        try:
-            if self._pace is not None:
-                await asyncio.sleep(self._pace.wait_seconds())
-            task = asyncio.ensure_future(self._outcome(call))
-            # Not wait_for, which waits for a task that does not let itself be cancelled.
-            done, _ = await asyncio.wait({task}, timeout=call.timeout)
-            if done:
-                outcome = task.result()
-            else:
-                task.cancel()
-                outcome = None, TimeoutError(f"took more than {call.timeout:g} s")
-        finally:
-            if not self.given_up:  # else it has its outcome, or is made on another loop
-                del self.running[call]
-                call.finish(*outcome)
-                self.fill()
-
-    async def _outcome(self, call: Call) -> tuple[Any, BaseException | None]:
-        """Never raises: asyncio lets SystemExit end the whole loop, and prints errors that come after a timeout."""
-        if self.given_up:  # the loop answers again, late
-            return None, None
-        self.running[call] = True
-        try:
-            return await call.function(**call.arguments), None
-        except BaseException as error:
-            return None, error
 
 
 class RetriedCalls:
