@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import functools
+import gc
 import os
 import random
 import sys
@@ -126,6 +128,12 @@ def pad(trainer: Any) -> None:
     trainer._passes.padded_because = "of this test"
 
 
+@functools.cache
+def leave_modules_to_themselves() -> None:
+    """`train()` collects garbage, for most of its time among the modules: once they are there, it may pass them over."""
+    gc.freeze()
+
+
 def run(
     trainer_class: Any,
     model: str,
@@ -151,6 +159,7 @@ def run(
 
     from dash_trl import DASHConfig, DASHTrainer
 
+    leave_modules_to_themselves()
     config = DASHConfig if issubclass(trainer_class, DASHTrainer) else GRPOConfig
     defaults = dict(
         output_dir=str(output),
