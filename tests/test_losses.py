@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.monitoring.metrics import corrected_share
 from dash_trl.update.losses import importance_sampling_ratio
 from tests import reference
-from tests.tiny import ScriptedRollouts, log_probs, parameters, prompts, relative_difference, run
+from tests.tiny import ScriptedRollouts, Snapshots, assert_same_update, log_probs, prompts, run
 
 NAN = math.nan
 UNKNOWN = (NAN, -9999.0, -math.inf)  # in place of a log-prob
@@ -24,7 +26,6 @@ LOSSES: dict[str, dict[str, Any]] = {
     "aipo, detached": {"loss_type": "aipo", "aipo_delta": BOUND, "aipo_detached": True},
     "decoupled_ppo": {"loss_type": "decoupled_ppo", "vllm_importance_sampling_clip_max": BOUND},
 }
-EITHER = pytest.mark.parametrize("loss", LOSSES)
 
 
 class Sampler(ScriptedRollouts):
@@ -46,51 +47,73 @@ class Sampler(ScriptedRollouts):
         return {**output, "logprobs": [[report(one) for one in log_probs(trainer.model, *pair)] for pair in pairs]}
 
 
-class Watch(DASHCallback):
+class InAnEnvironment(Sampler):
+    """Every third token is the environment's: no loss counts it, and what is reported of it is a NaN or nonsense."""
+
+    def __call__(self, prompts, trainer):
+        output = super().__call__(prompts, trainer)
+        for row in output["logprobs"]:
+            row[::3] = [(NAN, -0.1)[t % 2] for t in range(len(row[::3]))]
+        return {**output, "env_mask": [[int(t % 3 != 0) for t in range(len(row))] for row in output["logprobs"]]}
+
+
+class Watch(Snapshots, DASHCallback):
     """The rollouts of the last window, and the parameters after each step; may give each token a credit of its own."""
 
     def __init__(self, per_token: bool = False):
-        self.per_token, self.steps = per_token, []
+        super().__init__()
+        self.per_token = per_token
 
     def on_advantages(self, args, state, control, rollouts, **kwargs):
         if self.per_token:
             chance = torch.Generator().manual_seed(0)
-            rollouts.advantages = rollouts.advantages[:, None] * torch.randn(
-                rollouts.completion_ids.shape, generator=chance
-            )
+            credit = torch.randn(rollouts.completion_ids.shape, generator=chance)
+            rollouts.advantages = rollouts.advantages[:, None] * credit
         self.rollouts = rollouts
 
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.steps.append(parameters(model))
+
+@dataclass
+class Row:
+    """A row with a signal: its ids, and of the tokens that the loss counts (`own`) advantages and log-probs."""
+
+    prompt: list[int]
+    completion: list[int]
+    own: list[int]
+    advantages: list[float]
+    sampler: list[float]  # NaN where it is not known
+
+    def log_probs(self, model: Any) -> list[float]:
+        values = log_probs(model, self.prompt, self.completion)
+        return [values[t] for t in self.own]
+
+    def differentiable_log_probs(self, model: Any) -> torch.Tensor:
+        logits = model(input_ids=torch.tensor([self.prompt + self.completion])).logits[0, len(self.prompt) - 1 : -1]
+        return logits.log_softmax(dim=-1)[range(len(self.completion)), self.completion][self.own]
 
 
-def rows_of(rollouts: Any) -> list[tuple[list[int], list[int], list[float], list[float]]]:
-    """(prompt, completion, advantage of each token, the sampler's log-probs) of each row with a signal."""
-    advantages = (
-        rollouts.advantages
-        if rollouts.advantages.dim() == 2
-        else rollouts.advantages[:, None].expand(rollouts.completion_ids.shape)
-    )
-    rows = []
-    for i in range(len(advantages)):
-        prompt, completion = rollouts.prompt_mask[i].bool(), rollouts.completion_mask[i].bool()
-        if advantages[i][completion].any():
+def rows_of(rollouts: Any) -> list[Row]:
+    credit = rollouts.advantages if rollouts.advantages.dim() == 2 else rollouts.advantages[:, None]
+    advantages, rows = credit.expand(rollouts.completion_ids.shape), []
+    for i, counted in enumerate(rollouts.loss_mask.bool()):
+        if advantages[i][counted].any():
+            prompt, completion = rollouts.prompt_mask[i].bool(), rollouts.completion_mask[i].bool()
             ids = rollouts.prompt_ids[i][prompt].tolist(), rollouts.completion_ids[i][completion].tolist()
-            rows.append(
-                (*ids, advantages[i][completion].tolist(), rollouts.sampling_per_token_logps[i][completion].tolist())
-            )
+            known = rollouts.sampling_per_token_logps[i][counted].tolist()
+            sampler = [value if value > -9999.0 else NAN for value in known]
+            rows.append(Row(*ids, counted.nonzero().flatten().tolist(), advantages[i][counted].tolist(), sampler))
     return rows
+
+
+def filled(rows: list[Row], others: list[list[float]]) -> list[list[float]]:
+    """The sampler's log-probs; others in place of those that are not known."""
+    pairs = [zip(row.sampler, other, strict=True) for row, other in zip(rows, others, strict=True)]
+    return [[o if math.isnan(s) else s for s, o in pair] for pair in pairs]
 
 
 def with_parameters(model: str, values: dict[str, torch.Tensor]) -> Any:
     loaded = AutoModelForCausalLM.from_pretrained(model)
     loaded.load_state_dict(values, strict=False)  # but for the tied head
     return loaded
-
-
-def differentiable(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(dim=-1)[range(len(completion)), completion]
 
 
 def formula(loss: str, pi: torch.Tensor, prox: torch.Tensor, mu: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
@@ -105,59 +128,6 @@ def formula(loss: str, pi: torch.Tensor, prox: torch.Tensor, mu: torch.Tensor, a
     return -((prox - mu).exp().clamp(max=BOUND) * surrogate).sum()
 
 
-def check_step(loss, model, rows, known, tokens: int, logged: float, after: dict, rate: float) -> None:
-    """The loss that was logged is the formula's, and `after` is where its gradient leads `model`.
-
-    Args:
-        known: log-probs of the policy, at the window's start, and the sampler's.
-    """
-    value = reference.off_policy_loss(loss, *known, [row[2] for row in rows], tokens, bound=BOUND)
-    assert logged == pytest.approx(value, abs=1e-5)
-    for row, prox, mu in zip(rows, *known[1:], strict=True):
-        terms = map(torch.tensor, (prox, mu, row[2]))
-        (formula(loss, differentiable(model, *row[:2]), *terms) / tokens).backward()
-    before = parameters(model)
-    expected = {name: before[name] - rate * value.grad for name, value in model.named_parameters()}
-    difference, update = relative_difference(before, expected, after)
-    assert update > 1e-3 and difference <= 1e-5
-
-
-@pytest.mark.parametrize(
-    ("loss", "denominator", "per_token"),
-    [
-        ("aipo", "all", False),
-        ("aipo, detached", "kept", True),
-        ("decoupled_ppo", "kept", False),
-        ("decoupled_ppo", "all", True),
-    ],
-)
-def test_value_and_gradient(tiny_model, tmp_path, loss, denominator, per_token):
-    """Of two steps on one window: in the first π is π_prox, in the second it has moved away."""
-    watch, rate = Watch(per_token), 1.0
-    settings = {"num_iterations": 2, "max_steps": 2, "learning_rate": rate, "max_tokens_per_microbatch": 60}
-    settings |= {"filter_denominator": denominator, "callbacks": [watch], "rollouts": Sampler(0.7), **LOSSES[loss]}
-    trainer = run(DASHTrainer, tiny_model, tmp_path, **settings)
-    logs, rows = trainer.state.log_history, rows_of(watch.rollouts)
-    assert 0 < len(rows) < len(watch.rollouts)
-    tokens = int(watch.rollouts.completion_mask.sum()) if denominator == "all" else sum(len(row[1]) for row in rows)
-    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
-    proximal = [log_probs(with_parameters(tiny_model, start), *row[:2]) for row in rows]
-    sampler = [row[3] for row in rows]
-    for before, after, log in zip([start, *watch.steps], watch.steps, logs, strict=False):
-        model = with_parameters(tiny_model, before)
-        policy = [log_probs(model, *row[:2]) for row in rows]
-        check_step(loss, model, rows, (policy, proximal, sampler), tokens, log["loss"], after, rate)
-        ratio, above, kl = reference.off_policy_figures(policy, sampler, BOUND)
-        if loss == "decoupled_ppo":
-            above = reference.off_policy_figures(proximal, sampler, BOUND)[1]
-        assert log["off_policy/ratio_mean"] == pytest.approx(ratio, rel=1e-4)
-        assert log["off_policy/kl"] == pytest.approx(kl, rel=1e-4)
-        assert log.get("off_policy/clipped_share", above) == pytest.approx(above, abs=1e-6) and 0.1 < above < 0.9
-    assert "off_policy/clipped_share" in logs[0]
-    moved = [math.exp(pi - prox) for one in zip(policy, proximal, strict=True) for pi, prox in zip(*one, strict=True)]
-    assert min(moved) < 0.8 and max(moved) > 1.2, "clip(u) has to matter"
-
-
 class Scoring(DASHTrainer):
     """Counts the rows that take a pass for old log-probs."""
 
@@ -168,65 +138,57 @@ class Scoring(DASHTrainer):
         return super()._logps(model, inputs)
 
 
-@pytest.mark.parametrize("loss", ["aipo", "aipo, detached"])
-def test_what_the_sampler_does_not_know(tiny_model, tmp_path, loss):
-    """Only such rows take a pass. The missing tokens' ratio is π/π_old, in the second step, too."""
-    watch, rate = Watch(), 0.5
-    settings = {"num_iterations": 2, "max_steps": 4, "learning_rate": rate, "callbacks": [watch], **LOSSES[loss]}
-    trainer = run(Scoring, tiny_model, tmp_path, rollouts=Sampler(0.7, unknown=0.04), **settings)
-    rows, logs = rows_of(watch.rollouts), trainer.state.log_history
-    known = [[value if value > -9999.0 else NAN for value in row[3]] for row in rows]
-    incomplete = [any(map(math.isnan, one)) for one in known]
-    assert 0 < sum(incomplete) < len(rows)
-    assert logs[2]["off_policy/rescored_rows"] == pytest.approx(sum(incomplete) / len(rows))
-    shares = [log["off_policy/rescored_rows"] * log["filter/kept_rows"] * 16 for log in (logs[0], logs[2])]
-    assert trainer.scored == pytest.approx(sum(shares))
+@pytest.mark.parametrize(
+    ("loss", "rollouts", "denominator", "per_token"),
+    [
+        ("aipo", Sampler(0.7), "all", True),
+        ("aipo, detached", Sampler(0.7), "kept", False),
+        ("decoupled_ppo", Sampler(0.7), "kept", True),
+        ("decoupled_ppo", Sampler(0.7), "all", False),
+        # Only rows with tokens that the sampler does not know take a pass: these tokens' ratio is π/π_old.
+        ("aipo", Sampler(0.7, unknown=0.04), "kept", False),
+        ("aipo, detached", Sampler(0.7, unknown=0.04), "all", True),
+        ("aipo", InAnEnvironment(0.7), "all", False),  # no loss counts what is not known
+    ],
+)
+def test_value_and_gradient(tiny_model, tmp_path, loss, rollouts, denominator, per_token):
+    """Of two steps on one window, the run's second: in the first of them π is π_prox, in the other it has moved away.
 
-    tokens = int(watch.rollouts.completion_mask.sum())
-    proximal = [log_probs(with_parameters(tiny_model, watch.steps[1]), *row[:2]) for row in rows]
-    sampler = [
-        [p if math.isnan(m) else m for p, m in zip(*one, strict=True)] for one in zip(proximal, known, strict=True)
-    ]
+    The loss that was logged is the formula's, and the parameters go where its gradient leads.
+    """
+    watch, rate = Watch(per_token), 0.5
+    settings = {"num_iterations": 2, "max_steps": 4, "learning_rate": rate, "max_tokens_per_microbatch": 60}
+    settings |= {"filter_denominator": denominator, "callbacks": [watch], "rollouts": rollouts, **LOSSES[loss]}
+    trainer = run(Scoring, tiny_model, tmp_path, **settings)
+    logs, rows = trainer.state.log_history, rows_of(watch.rollouts)
+    assert 0 < len(rows) < len(watch.rollouts)
+    incomplete = sum(any(map(math.isnan, row.sampler)) for row in rows)
+    assert (0 < incomplete < len(rows)) == (rollouts.unknown > 0.0)
+    if loss != "decoupled_ppo":
+        assert logs[2]["off_policy/rescored_rows"] == pytest.approx(incomplete / len(rows))
+        shares = [log["off_policy/rescored_rows"] * log["filter/kept_rows"] * 16 for log in (logs[0], logs[2])]
+        assert trainer.scored == pytest.approx(sum(shares))
+
+    tokens = int(watch.rollouts.loss_mask.sum()) if denominator == "all" else sum(len(row.own) for row in rows)
+    proximal = [row.log_probs(with_parameters(tiny_model, watch.steps[1])) for row in rows]
+    known, sampler, advantages = [row.sampler for row in rows], filled(rows, proximal), [row.advantages for row in rows]
     for before, after, log in zip(watch.steps[1:], watch.steps[2:], logs[2:], strict=False):
         model = with_parameters(tiny_model, before)
-        policy = [log_probs(model, *row[:2]) for row in rows]
-        check_step(loss, model, rows, (policy, proximal, sampler), tokens, log["loss"], after, rate)
-        figures = reference.off_policy_figures(policy, known, BOUND)
-        names = ("ratio_mean", "clipped_share", "kl")
-        assert [log[f"off_policy/{name}"] for name in names] == pytest.approx(figures, rel=1e-4)
-
-
-class InAnEnvironment(Sampler):
-    """Every third token is the environment's: no loss counts it, and what is reported of it is a NaN or nonsense."""
-
-    def __call__(self, prompts, trainer):
-        output = super().__call__(prompts, trainer)
-        for row in output["logprobs"]:
-            row[::3] = [(NAN, -0.1)[t % 2] for t in range(len(row[::3]))]
-        return {**output, "env_mask": [[int(t % 3 != 0) for t in range(len(row))] for row in output["logprobs"]]}
-
-
-def test_a_token_without_loss_may_be_unknown(tiny_model, tmp_path):
-    watch = Watch()
-    settings = {"loss_type": "aipo", "aipo_delta": BOUND, "callbacks": [watch], "gradient_filter_threshold": 0.0}
-    trainer = run(Scoring, tiny_model, tmp_path, rollouts=InAnEnvironment(0.7), **settings)
-    log, model = trainer.state.log_history[0], AutoModelForCausalLM.from_pretrained(tiny_model)
-    policy, sampler, advantages = [], [], []
-    for prompt, completion, advantage, reported in rows_of(watch.rollouts):
-        own = [t for t in range(len(completion)) if t % 3 != 0]
-        values = log_probs(model, prompt, completion)
-        for rows, of in ((policy, values), (sampler, reported), (advantages, advantage)):
-            rows.append([of[t] for t in own])
-    tokens = int(watch.rollouts.loss_mask.sum())
-    value = reference.off_policy_loss("aipo", policy, policy, sampler, advantages, tokens, bound=BOUND)
-    assert log["loss"] == pytest.approx(value, abs=1e-5) and abs(value) > 1e-3
-    assert trainer.scored == 0 and log["off_policy/rescored_rows"] == 0.0
-    names = ("ratio_mean", "clipped_share", "kl")
-    figures = reference.off_policy_figures(policy, sampler, BOUND)
-    assert [log[f"off_policy/{name}"] for name in names] == pytest.approx(figures, rel=1e-4)
-
-
-# ---------------------------------------------------------------------- evaluation
+        policy = [row.log_probs(model) for row in rows]
+        value = reference.off_policy_loss(loss, policy, proximal, sampler, advantages, tokens, bound=BOUND)
+        assert log["loss"] == pytest.approx(value, abs=1e-5) and abs(value) > 1e-4
+        for row, *terms in zip(rows, proximal, sampler, advantages, strict=True):
+            (formula(loss, row.differentiable_log_probs(model), *map(torch.tensor, terms)) / tokens).backward()
+        expected = {name: before[name] - rate * value.grad for name, value in model.named_parameters()}
+        assert_same_update(before, expected, after)
+        ratio, above, kl = reference.off_policy_figures(policy, known, BOUND)
+        if loss == "decoupled_ppo":
+            above = reference.off_policy_figures(proximal, known, BOUND)[1]
+        assert [log["off_policy/ratio_mean"], log["off_policy/kl"]] == pytest.approx([ratio, kl], rel=1e-4)
+        assert log.get("off_policy/clipped_share", above) == pytest.approx(above, abs=1e-6) and 0.1 < above < 0.9
+    assert "off_policy/clipped_share" in logs[2]
+    moved = [math.exp(pi - prox) for one in zip(policy, proximal, strict=True) for pi, prox in zip(*one, strict=True)]
+    assert min(moved) < 0.8 and max(moved) > 1.2, "clip(u) has to matter"
 
 
 class Evaluated(DASHTrainer):
@@ -235,23 +197,17 @@ class Evaluated(DASHTrainer):
         return self.batch
 
 
-@EITHER
+@pytest.mark.parametrize("loss", LOSSES)
 def test_evaluation_computes_the_same_loss(tiny_model, tmp_path, loss):
     """TRL samples and scores there; without us it would take its own log-probs for the sampler's."""
     rollouts = Sampler(0.7, unknown=0.1 if loss != "decoupled_ppo" else 0.0)
     trainer = run(Evaluated, tiny_model, tmp_path, rollouts=rollouts, learning_rate=0.1, **LOSSES[loss])
     value = trainer.evaluate(prompts(2))["eval_loss"]
-    batch, policy, sampler, advantages = trainer.batch, [], [], []
-    for i, mask in enumerate(batch["completion_mask"].bool()):
-        prompt, completion = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()], batch["completion_ids"][i][mask]
-        policy.append(log_probs(trainer.model, prompt.tolist(), completion.tolist()))
-        reported = batch["sampling_per_token_logps"][i][mask].tolist()
-        sampler.append([m if m > -9999.0 else p for p, m in zip(policy[-1], reported, strict=True)])
-        advantages.append([batch["advantages"][i].item()] * len(completion))
-    tokens = sum(map(len, policy))
-    expected = reference.off_policy_loss(loss, policy, policy, sampler, advantages, tokens, bound=BOUND)
-    assert len(policy) == 8 and abs(expected) > 1e-3
-    assert value == pytest.approx(expected, abs=1e-5)
+    rows = rows_of(SimpleNamespace(**trainer.batch, loss_mask=trainer.batch["completion_mask"]))
+    policy, advantages = [row.log_probs(trainer.model) for row in rows], [row.advantages for row in rows]
+    tokens = int(trainer.batch["completion_mask"].sum())
+    expected = reference.off_policy_loss(loss, policy, policy, filled(rows, policy), advantages, tokens, bound=BOUND)
+    assert value == pytest.approx(expected, abs=1e-5) and abs(expected) > 1e-3
 
 
 # ---------------------------------------------------------------------- what else a run has
@@ -306,8 +262,9 @@ def test_the_figures_of_trls_losses(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-@pytest.mark.parametrize("low, high", [(None, 1.5), (0.8, None), (None, None)])
-def test_the_share_that_a_correction_changes(mode, low, high):
+@pytest.mark.parametrize("low, high", [(None, 1.5), (0.8, None), (0.8, 1.3), (None, None)])
+def test_a_correction_and_the_share_that_it_changes(mode, low, high):
+    """Against the definition in floats."""
     generator = torch.Generator().manual_seed(0)
     old, sampler = (torch.randn(6, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     mask = (torch.rand(6, 5, generator=generator) < 0.8).long()
@@ -319,6 +276,7 @@ def test_the_share_that_a_correction_changes(mode, low, high):
         reference.importance_ratio(*(one.tolist() for one in others), mode, *bounds)
         for bounds in ((None, None), (low, high))
     )
+    torch.testing.assert_close(corrected, torch.tensor(bounded, dtype=torch.float64), atol=1e-12, rtol=1e-12)
     changed = [
         (a if len(a) > 1 else a * 5)[t] != (b if len(b) > 1 else b * 5)[t]
         for a, b, row in zip(plain, bounded, mask.tolist(), strict=True)

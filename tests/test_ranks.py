@@ -1,60 +1,13 @@
-"""Two real processes of which one fails: the error reaches both, and nobody waits for a rank that has gone."""
+"""How ranks meet where one of them has failed: the error reaches all, and nobody waits for a rank that has gone."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from dash_trl.distributed import RankFailed, meet
-
-ROOT = Path(__file__).parents[1]
-ALONE = ["sampled", "rewards", "advantages", "too few rewards", "rollout_func", "generation", "markers"]
-
-
-@pytest.fixture(scope="module")
-def launched(tiny_model, tmp_path_factory) -> tuple[subprocess.CompletedProcess, dict[str, dict[int, str]]]:
-    """All failures in one launch, by the CPU's configuration: what it printed, and the errors by kind and rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", port]
-    launch += ["--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml"), str(ROOT / "tests" / "failing_run.py")]
-    arguments = [str(tmp_path_factory.mktemp("failing")), tiny_model, *ALONE, "communicates"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CI": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([*launch, *arguments], env=environment, capture_output=True, text=True, timeout=600)
-    found: dict[str, dict[int, str]] = {}
-    for line in done.stdout.splitlines():
-        if line.startswith("FAILED "):
-            rank, kind, failure = json.loads(line.removeprefix("FAILED "))
-            found.setdefault(kind, {})[rank] = failure
-    return done, found
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("kind", ALONE)
-def test_what_one_rank_does_alone_fails_on_both(launched, kind):
-    done, failures = launched
-    error = {"too few rewards": "ValueError: The reward function", "markers": "TypeError: 'NoneType'"}
-    expected = error.get(kind, "KeyError: 'of rank 1'")
-    assert kind in failures, done.stdout[-2000:] + done.stderr[-4000:]
-    assert failures[kind][1].startswith(expected)
-    assert failures[kind][0].startswith(expected)
-    assert failures[kind][0].partition(" <- ")[2].startswith(f"RankFailed: Rank 1 failed with {expected}")
-
-
-@pytest.mark.distributed
-def test_a_callback_that_communicates_and_fails_ends_its_process_and_the_launcher_the_others(launched):
-    """The other rank is in a collective that will never be complete."""
-    done, failures = launched
-    assert done.returncode != 0 and "KeyError: 'of rank 1'" in done.stderr and "communicates" not in failures
 
 
 class Unpicklable(RuntimeError):

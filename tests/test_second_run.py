@@ -15,15 +15,15 @@ class Reward(ScriptedReward):
 
     def __init__(self, interrupted_in=None):
         super().__init__(constant=0.3)
-        self.calls, self.interrupted_in = 0, interrupted_in
+        self.interrupted_in = interrupted_in
 
     def __call__(self, log_metric, log_extra, **kwargs):
-        self.calls += 1
+        rewards = super().__call__(**kwargs)
         log_metric("calls", self.calls)
-        log_extra("call", [self.calls] * len(kwargs["prompts"]))
+        log_extra("call", [self.calls] * len(rewards))
         if self.calls == self.interrupted_in:
             raise KeyboardInterrupt
-        return super().__call__(**kwargs)
+        return rewards
 
 
 class InterruptedBetweenMicroSteps(TrainerCallback):

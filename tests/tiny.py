@@ -9,13 +9,14 @@ import os
 import random
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from datasets import Dataset
 from tokenizers import ByteLevelBPETokenizer
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -96,14 +97,21 @@ def log_probs(model: Any, prompt: list[int], completion: list[int]) -> list[floa
 
 
 class ScriptedReward:
-    """0 or 1 at random, but the same for all completions of a prompt with probability `constant`."""
+    """0 or 1 at random, but the same for all completions of a prompt with probability `constant`.
+
+    Always 1 in the calls (generation windows) whose numbers are in `silent`.
+    """
 
     __name__ = "scripted"
 
-    def __init__(self, seed: int = 0, constant: float = 0.5):
-        self.seed, self.constant = seed, constant
+    def __init__(self, seed: int = 0, constant: float = 0.5, silent: Sequence[int] = ()):
+        self.seed, self.constant, self.silent = seed, constant, silent
+        self.calls = 0
 
     def __call__(self, prompts: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        self.calls += 1
+        if self.calls - 1 in self.silent:
+            return [1.0] * len(prompts)
         rewards = []
         for prompt, ids in zip(prompts, completion_ids, strict=True):
             group = random.Random(f"{self.seed}{prompt}")
@@ -113,7 +121,19 @@ class ScriptedReward:
 
 
 def parameters(model: Any) -> dict[str, torch.Tensor]:
+    """Copies of a model's parameters, or of those in a folder."""
+    model = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, str) else model
     return {name: value.detach().clone().float().cpu() for name, value in model.named_parameters()}
+
+
+class Snapshots(TrainerCallback):
+    """The parameters after each step."""
+
+    def __init__(self):
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.steps.append(parameters(model))
 
 
 def relative_difference(start: dict, one: dict, other: dict) -> tuple[float, float]:
@@ -123,6 +143,12 @@ def relative_difference(start: dict, one: dict, other: dict) -> tuple[float, flo
     return difference / max(update, 1e-30), update
 
 
+def assert_same_update(start: dict, one: dict, other: dict, *, tolerance: float = 1e-5, least: float = 1e-3) -> None:
+    """Both have gone the same way from `start`, but for `tolerance` of it, and further than `least`."""
+    difference, update = relative_difference(start, one, other)
+    assert update > least and difference <= tolerance
+
+
 def pad(trainer: Any) -> None:
     """For `prepare`: the passes of a `DASHTrainer` are padded though its model could do without."""
     trainer._passes.padded_because = "of this test"
@@ -130,7 +156,7 @@ def pad(trainer: Any) -> None:
 
 @functools.cache
 def leave_modules_to_themselves() -> None:
-    """`train()` collects garbage, for most of its time among the modules: once they are there, it may pass them over."""
+    """`train()` collects garbage, for most of its time among the modules; once they are loaded, it passes them over."""
     gc.freeze()
 
 
@@ -205,15 +231,15 @@ def run(
     return trainer
 
 
-def leave() -> NoReturn:
-    """The end of a rank's process.
+def leave(code: int = 0) -> NoReturn:
+    """The end of a rank's process; with a failure it does not wait for the others.
 
     DDP keeps its process group alive when that is destroyed, and gloo's threads in it now and then abort a process that
     exits ("terminate called without an active exception"): so, without the end of the interpreter.
     """
-    if torch.distributed.is_initialized():
+    if code == 0 and torch.distributed.is_initialized():
         torch.distributed.barrier()  # the first rank keeps the store that the others read
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
