@@ -45,7 +45,6 @@ from tests.tiny import (
     ScriptedRollouts,
     assert_same_update,
     leave,
-    log_probs,
     pad,
     parameters,
     prompts,
@@ -327,30 +326,20 @@ def test_monte_carlo_values(models, output):
     assert values == [[10.0 * RANK + row] * len(boundaries) for row, boundaries in enumerate(asked)]
 
 
-class PartlyUnknown(ScriptedRollouts):
-    """Log-probs of the model, off by a little; on rank 0 some are NaN, or, `filled`, the model's own."""
-
-    def __init__(self, filled: bool):
-        super().__init__()
-        self.filled = filled
-
-    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
-        output = super().__call__(prompts, trainer)
-        chance = random.Random(RANK)
-
-        def report(value: float) -> float:
-            unknown, noise = RANK == 0 and chance.random() < 0.05, chance.gauss(0.0, 0.7)
-            return (value if self.filled else float("nan")) if unknown else value + noise
-
-        rows = zip(output["prompt_ids"], output["completion_ids"], strict=True)
-        return {**output, "logprobs": [[report(one) for one in log_probs(trainer.model, *row)] for row in rows]}
-
-
 def test_unknown_log_probs(models, output):
     """AIPO where some rows of rank 0 take a pass, for which rank 1 runs dummies: as if they had been known."""
     model, start = models["tiny"]
     settings = {"loss_type": "aipo", "aipo_delta": 1.5, "max_tokens_per_microbatch": 30}
-    known, partly = (run(DASHTrainer, model, output, rollouts=PartlyUnknown(one), **settings) for one in (True, False))
+    known, partly = (
+        run(
+            DASHTrainer,
+            model,
+            output,
+            rollouts=ScriptedRollouts(noise=0.7, unknown=0.0 if RANK == 1 else 0.05, filled=filled),
+            **settings,
+        )
+        for filled in (True, False)
+    )
     check(start, partly, whole(known))
     for trainer, rescored in ((known, False), (partly, True)):
         log = trainer.state.log_history[0]

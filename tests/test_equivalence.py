@@ -117,7 +117,7 @@ def test_the_update_and_the_log(start, tiny_model, tmp_path, settings):
     assert steps[-1][1] > 1e-4 and steps[-1][0] <= TOLERANCE
     logs = [log for log in dash.state.log_history if "filter/kept_rows" in log]
     assert (min(log["filter/kept_rows"] for log in logs) < 1) == is_filtered, "it means something if rows were dropped"
-    assert (max(log.get("packing/padding_share", 0) for log in logs) > 0) == is_padded
+    assert not is_padded or max(log.get("packing/padding_share", 0) for log in logs) > 0
     one, other = trl.state.log_history[0], dash.state.log_history[0]
     for name in ("loss", "reward", "reward_std", "completions/mean_length", "frac_reward_zero_std"):
         assert other[name] == pytest.approx(one[name], abs=1e-5)

@@ -7,47 +7,34 @@ from dash_trl.update.filtering import filter_rows
 from dash_trl.update.losses import loss_scale
 from dash_trl.update.schedule import Segment
 
-MASK = torch.ones(5, 3, dtype=torch.long)
-ALL = torch.ones(5, dtype=torch.bool)
+WHOLE, SCORED = [[1, 1, 1, 1]] * 5, [True] * 5
 
 
-def test_per_row_advantages():
-    advantages = torch.tensor([0.0, 0.05, -0.05, 0.1, -2.0])
-    filtered = filter_rows(advantages, MASK, ALL, 0.1)
-    assert filtered.keep.tolist() == [False, False, False, True, True]  # the threshold itself is kept
-    assert filtered.constant.tolist() == [True, False, False, False, False]
-    assert filtered.threshold.tolist() == [False, True, True, False, False]
-    assert not filtered.unscored.any()
-
-
-def test_zero_is_under_every_threshold():
-    advantages = torch.tensor([0.0, 1e-9, -1e-9, 1.0, 0.0])
-    assert filter_rows(advantages, MASK, ALL, 0.0).keep.tolist() == [False, True, True, True, False]
-
-
-def test_none_turns_filtering_off():
-    filtered = filter_rows(torch.zeros(5), MASK, ~ALL, None)
-    assert filtered.keep.all()
-    assert not (filtered.constant | filtered.threshold | filtered.unscored).any()
-
-
-def test_per_token_advantages_count_by_their_largest_token_in_the_loss():
-    advantages = torch.zeros(3, 4)
-    advantages[0, 2] = -0.5  # one strong token keeps the row
-    advantages[1, 3] = 9.0  # beyond the row's end
-    advantages[2] = 0.05
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]])
-    filtered = filter_rows(advantages, mask, torch.ones(3, dtype=torch.bool), 0.1)
-    assert filtered.keep.tolist() == [True, False, False]
-    assert filtered.constant.tolist() == [False, True, False]
-
-
-def test_unscored_rows_are_dropped_whatever_their_advantage():
-    scored = torch.tensor([True, False, True, True, True])
-    filtered = filter_rows(torch.ones(5), MASK, scored, 0.1)
-    assert filtered.keep.tolist() == scored.tolist()
-    assert filtered.unscored.tolist() == (~scored).tolist()
-    assert not (filtered.constant | filtered.threshold).any()
+@pytest.mark.parametrize(
+    "advantages, mask, scored, threshold, verdicts",
+    [
+        # the threshold itself is kept
+        ([0.0, 0.05, -0.05, 0.1, -2.0], WHOLE, SCORED, 0.1, ["constant", "threshold", "threshold", "keep", "keep"]),
+        # 0 is under every threshold
+        ([0.0, 1e-9, -1e-9, 1.0, 0.0], WHOLE, SCORED, 0.0, ["constant", "keep", "keep", "keep", "constant"]),
+        # nothing is dropped
+        ([0.0] * 5, WHOLE, [False] * 5, None, ["keep"] * 5),
+        # one strong token keeps a row, if it is not beyond its end
+        (
+            [[0.0, 0.0, -0.5, 0.0], [0.0, 0.0, 0.0, 9.0], [0.05] * 4],
+            [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]],
+            [True] * 3,
+            0.1,
+            ["keep", "constant", "threshold"],
+        ),
+        # whatever their advantage
+        ([1.0] * 5, WHOLE, [True, False, True, True, True], 0.1, ["keep", "unscored", "keep", "keep", "keep"]),
+    ],
+)
+def test_which_rows_are_dropped_and_why(advantages, mask, scored, threshold, verdicts):
+    filtered = filter_rows(torch.tensor(advantages), torch.tensor(mask), torch.tensor(scored), threshold)
+    for name in ("keep", "constant", "threshold", "unscored"):
+        assert getattr(filtered, name).tolist() == [one == name for one in verdicts]
 
 
 SEGMENT = Segment(micro_steps=4, passes=8, all_rows=32, all_tokens=1000.0, kept_rows=10, kept_tokens=250)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from tests import reference
 from tests.tiny import ScriptedRollouts, Snapshots, assert_same_update, log_probs, prompts, run
 
 NAN = math.nan
-UNKNOWN = (NAN, -9999.0, -math.inf)  # in place of a log-prob
 BOUND = 1.5
 LOSSES: dict[str, dict[str, Any]] = {
     "aipo": {"loss_type": "aipo", "aipo_delta": BOUND},
@@ -28,26 +26,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-class Sampler(ScriptedRollouts):
-    """Scripted completions with the log-probs of the trainer's model, noisy; some are not known."""
-
-    def __init__(self, noise: float, *, unknown: float = 0.0):
-        super().__init__(0)
-        self.noise, self.unknown = noise, unknown
-
-    def __call__(self, prompts, trainer):
-        output = super().__call__(prompts, trainer)
-        chance = random.Random(f"{prompts}")
-
-        def report(value: float) -> float:
-            reported = value + chance.gauss(0.0, self.noise)
-            return chance.choice(UNKNOWN) if chance.random() < self.unknown else reported
-
-        pairs = zip(output["prompt_ids"], output["completion_ids"], strict=True)
-        return {**output, "logprobs": [[report(one) for one in log_probs(trainer.model, *pair)] for pair in pairs]}
-
-
-class InAnEnvironment(Sampler):
+class InAnEnvironment(ScriptedRollouts):
     """Every third token is the environment's: no loss counts it, and what is reported of it is a NaN or nonsense."""
 
     def __call__(self, prompts, trainer):
@@ -141,14 +120,14 @@ class Scoring(DASHTrainer):
 @pytest.mark.parametrize(
     ("loss", "rollouts", "denominator", "per_token"),
     [
-        ("aipo", Sampler(0.7), "all", True),
-        ("aipo, detached", Sampler(0.7), "kept", False),
-        ("decoupled_ppo", Sampler(0.7), "kept", True),
-        ("decoupled_ppo", Sampler(0.7), "all", False),
+        ("aipo", ScriptedRollouts(noise=0.7), "all", True),
+        ("aipo, detached", ScriptedRollouts(noise=0.7), "kept", False),
+        ("decoupled_ppo", ScriptedRollouts(noise=0.7), "kept", True),
+        ("decoupled_ppo", ScriptedRollouts(noise=0.7), "all", False),
         # Only rows with tokens that the sampler does not know take a pass: these tokens' ratio is π/π_old.
-        ("aipo", Sampler(0.7, unknown=0.04), "kept", False),
-        ("aipo, detached", Sampler(0.7, unknown=0.04), "all", True),
-        ("aipo", InAnEnvironment(0.7), "all", False),  # no loss counts what is not known
+        ("aipo", ScriptedRollouts(noise=0.7, unknown=0.04), "kept", False),
+        ("aipo, detached", ScriptedRollouts(noise=0.7, unknown=0.04), "all", True),
+        ("aipo", InAnEnvironment(noise=0.7), "all", False),  # no loss counts what is not known
     ],
 )
 def test_value_and_gradient(tiny_model, tmp_path, loss, rollouts, denominator, per_token):
@@ -200,7 +179,7 @@ class Evaluated(DASHTrainer):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_evaluation_computes_the_same_loss(tiny_model, tmp_path, loss):
     """TRL samples and scores there; without us it would take its own log-probs for the sampler's."""
-    rollouts = Sampler(0.7, unknown=0.1 if loss != "decoupled_ppo" else 0.0)
+    rollouts = ScriptedRollouts(noise=0.7, unknown=0.1 if loss != "decoupled_ppo" else 0.0)
     trainer = run(Evaluated, tiny_model, tmp_path, rollouts=rollouts, learning_rate=0.1, **LOSSES[loss])
     value = trainer.evaluate(prompts(2))["eval_loss"]
     rows = rows_of(SimpleNamespace(**trainer.batch, loss_mask=trainer.batch["completion_mask"]))
@@ -214,7 +193,7 @@ def test_evaluation_computes_the_same_loss(tiny_model, tmp_path, loss):
 
 
 def test_what_the_user_wrote_stays(tiny_model, tmp_path):
-    trainer = run(DASHTrainer, tiny_model, tmp_path, rollouts=Sampler(0.7), loss_type="aipo")
+    trainer = run(DASHTrainer, tiny_model, tmp_path, rollouts=ScriptedRollouts(noise=0.7), loss_type="aipo")
     args = trainer.args.to_dict()
     assert (args["loss_type"], args["delta"], args["epsilon"], args["epsilon_high"]) == ("aipo", None, 0.2, None)
     assert type(trainer.args)(**{**args, "use_cpu": True, "generation_batch_size": None}).loss_type == "aipo"
@@ -241,9 +220,15 @@ def test_resumed_in_the_middle_of_a_window(tiny_model, tmp_path):
     """Its old log-probs are the sampler's: with another loss they would be taken for the policy's."""
     settings = {"steps_per_generation": 8, "max_steps": 2, "learning_rate": 0.2, "loss_type": "aipo"}
     whole = run(
-        DASHTrainer, tiny_model, tmp_path, rollouts=Sampler(0.7), save_strategy="steps", save_steps=1, **settings
+        DASHTrainer,
+        tiny_model,
+        tmp_path,
+        rollouts=ScriptedRollouts(noise=0.7),
+        save_strategy="steps",
+        save_steps=1,
+        **settings,
     )
-    settings |= {"resume": str(tmp_path / "checkpoint-1"), "rollouts": Sampler(0.7)}
+    settings |= {"resume": str(tmp_path / "checkpoint-1"), "rollouts": ScriptedRollouts(noise=0.7)}
     resumed = run(DASHTrainer, tiny_model, tmp_path, **settings)
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
     for other, said in (("dapo", "sampler_is_old=True"), ("decoupled_ppo", "vllm_importance_sampling=False")):
@@ -255,7 +240,7 @@ def test_the_figures_of_trls_losses(tiny_model, tmp_path):
     """Wherever the sampler's log-probs are known; a share only where something is clipped or masked."""
     names = ("off_policy/ratio_mean", "off_policy/kl", "off_policy/clipped_share", "off_policy/rescored_rows")
     found = []
-    for rollouts in (None, Sampler(0.7)):
+    for rollouts in (None, ScriptedRollouts(noise=0.7)):
         log = run(DASHTrainer, tiny_model, tmp_path, rollouts=rollouts).state.log_history[0]
         found.append([name in log for name in names])
     assert found == [[False] * 4, [True, True, False, False]]

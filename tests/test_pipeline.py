@@ -10,13 +10,14 @@ from typing import Any
 import pandas
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardAgent
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
-from tests.tiny import parameters, prompts, relative_difference, run
+from tests.tiny import assert_same_update, parameters, prompts, run
 
 SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4, "max_steps": 1}
+ROUNDING = {"tolerance": 5e-6}  # of the update, in other passes
 
 
 class Delayed:
@@ -61,11 +62,9 @@ SETTINGS = [  # pairs of the options that have a part in it
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_update_is_the_one_without_it(tiny_model, tmp_path, settings):
-    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
     expected, plain = trained(tiny_model, tmp_path, 0, **settings)
     found, piped = trained(tiny_model, tmp_path, 1, reward_pipeline=True, **settings)
-    difference, size = relative_difference(start, expected, found)
-    assert size > 1e-2 and difference < 5e-6  # of the update: rounding, in other passes
+    assert_same_update(parameters(tiny_model), expected, found, **ROUNDING)
     for before, now in zip(plain.state.log_history[:-1], piped.state.log_history[:-1], strict=True):
         timed = {name for name in {**before, **now} if "time" in name or name.startswith("packing/")}
         assert {*now} - timed == {*before} - timed
@@ -105,33 +104,6 @@ class LooksAtGroups(Looks):
     per_group = True
 
 
-def test_training_begins_before_the_last_reward(tiny_model, tmp_path):
-    """The last group's rewards wait for the first backward pass: without the pipeline for ever.
-
-    What says that it may see groups gets whole ones.
-    """
-    backward, waited = threading.Event(), []
-
-    class Gated:
-        def compute_score(self, completion_ids, prompt, row):
-            if row == 0:
-                waited.append(backward.wait(60))
-            return float(row % 2)
-
-    class Watched(Numbered, PerGroup):
-        def compute_loss(self, *args, **kwargs):
-            loss = super().compute_loss(*args, **kwargs)
-            loss.register_hook(lambda grad: backward.set())
-            return loss
-
-    data = prompts(64).add_column("row", [0] * 64)
-    looks = LooksAtGroups()
-    settings = {**SHAPES, "reward_pipeline": True, "callbacks": [looks]}
-    run(Watched, tiny_model, tmp_path, reward=RewardAgent(Gated(), timeout=120), dataset=data, **settings)
-    assert waited == [True]
-    assert sum(looks.rows) == 16 and all(rows % 4 == 0 for rows in looks.rows)
-
-
 class InOrder:
     """Scores groups one after the other; the next one begins when `turn` lets it. Rows are known by their column."""
 
@@ -157,10 +129,30 @@ ORDER = [2, 0, 3, 1]  # in which the groups of a window are scored
 MINI = {**SHAPES, "steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 8, "learning_rate": 0.5}
 
 
-def mini(model, tmp_path, reward=None, **settings):
+def mini(model, tmp_path, reward=None, trainer_class=Numbered, **settings):
     reward = RewardAgent(reward or InOrder(ORDER), timeout=120)
     data = prompts(64).add_column("row", [0] * 64)
-    return run(Numbered, model, tmp_path, reward=reward, dataset=data, **{**MINI, "reward_pipeline": True, **settings})
+    settings = {**MINI, "reward_pipeline": True, **settings}
+    return run(trainer_class, model, tmp_path, reward=reward, dataset=data, **settings)
+
+
+def test_training_begins_before_the_last_reward(tiny_model, tmp_path):
+    """The last group's rewards wait for the first backward pass: without the pipeline for ever.
+
+    What says that it may see groups gets whole ones.
+    """
+    backward, waited, looks = threading.Event(), [], LooksAtGroups()
+
+    class Watched(Numbered, PerGroup):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            loss.register_hook(lambda grad: backward.set())
+            return loss
+
+    reward = InOrder(ORDER, turn=lambda place: waited.append(backward.wait(60)) if place == 3 else None)
+    mini(tiny_model, tmp_path, reward, Watched, callbacks=[looks], **SHAPES)
+    assert waited == [True]
+    assert sum(looks.rows) == 16 and all(rows % 4 == 0 for rows in looks.rows)
 
 
 @pytest.fixture(scope="module")
@@ -186,12 +178,10 @@ def test_mini_fills_optimizer_steps_in_the_order_of_arrival(settings, tiny_model
     order = torch.tensor([4 * group + row for group in ORDER for row in range(4)])
     monkeypatch.setattr("dash_trl.trainer.shuffled", lambda rows: order)
     plain = mini(tiny_model, tmp_path, reward_pipeline=False, **settings)
-    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
-    steps = 8 // settings.get("gradient_accumulation_steps", 1)
+    start, steps = parameters(tiny_model), 8 // settings.get("gradient_accumulation_steps", 1)
     assert len(piped.ends) == len(plain.ends) == steps + 1
     for expected, found in zip(plain.ends, piped.ends, strict=True):
-        difference, size = relative_difference(start, expected, found)
-        assert size > 1e-3 and difference < 5e-6
+        assert_same_update(start, expected, found, **ROUNDING)
     logged = {"reward", "reward_std", "rewards/in_order/mean", "frac_reward_zero_std", "filter/kept_rows"}
     for name in logged:  # with the window's first step there, with its last one here
         values = [[line[name] for line in one.state.log_history if name in line] for one in (plain, piped)]
@@ -218,9 +208,7 @@ def test_a_mini_run_is_resumed_within_its_window(tiny_model, tmp_path, piped):
     """A checkpoint waits for the window's rewards, and holds what was not trained on."""
     whole, folder = piped
     rest = mini(tiny_model, tmp_path, resume=str(folder / "checkpoint-2"), max_steps=4)
-    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
-    difference, size = relative_difference(start, whole.ends[3], rest.ends[1])
-    assert size > 1e-3 and difference < 5e-6
+    assert_same_update(parameters(tiny_model), whole.ends[3], rest.ends[1], **ROUNDING)
 
 
 @pytest.mark.parametrize("estimator", ["centered_return", "grpo_process"])
@@ -236,9 +224,7 @@ def test_process_rewards_are_those_of_the_window(estimator, tiny_model, tmp_path
         ends.append(end)
         lines.append({name: line[name] for name in line if name.startswith(("process/", "advantage/"))})
         assert len(callback.last) == 16
-    start = parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
-    difference, size = relative_difference(start, *ends)
-    assert size > 1e-2 and difference < 5e-6
+    assert_same_update(parameters(tiny_model), *ends, **ROUNDING)
     assert len(lines[0]) > 8 and lines[1] == pytest.approx(lines[0], rel=1e-3, abs=1e-4)
 
 

@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from dash_trl import DASHTrainer
 from dash_trl.update.skipped_steps import SkippedSteps
-from tests.tiny import parameters, run
+from tests.tiny import Snapshots, run
 
 
 def spoiled(value, steps):
@@ -22,14 +21,15 @@ def spoiled(value, steps):
     return Spoiled
 
 
-class Snapshots(TrainerCallback):
-    """Parameters and optimizer state after every step."""
+class Watch(Snapshots):
+    """Parameters, optimizer state and learning rate after every step."""
 
     def __init__(self):
-        self.parameters, self.momenta, self.learning_rates = [], [], []
+        super().__init__()
+        self.momenta, self.learning_rates = [], []
 
     def on_step_end(self, args, state, control, model, optimizer, lr_scheduler, **kwargs):
-        self.parameters.append(parameters(model))
+        super().on_step_end(args, state, control, model)
         states = optimizer.state_dict()["state"]
         self.momenta.append({(i, name): value.clone() for i, one in states.items() for name, value in one.items()})
         self.learning_rates.append(lr_scheduler.get_last_lr()[0])
@@ -56,13 +56,13 @@ def grad_scaler(trainer):
     ],
 )
 def test_a_gradient_that_is_not_finite_changes_nothing(tiny_model, tmp_path, value, max_grad_norm, prepare):
-    seen = Snapshots()
+    seen = Watch()
     settings = {"lr_scheduler_type": "linear", "max_grad_norm": max_grad_norm, "weight_decay": 0.1, "max_steps": 4}
     settings |= {"optimizer": "adamw_torch", "callbacks": [seen], "prepare": prepare}
     trainer = run(spoiled(value, steps={2}), tiny_model, tmp_path, **settings)
-    assert same(seen.parameters[0], seen.parameters[1]) and same(seen.momenta[0], seen.momenta[1])
-    assert not same(seen.parameters[1], seen.parameters[2]) and not same(seen.parameters[2], seen.parameters[3])
-    assert all(value.isfinite().all() for value in seen.parameters[3].values())
+    assert same(seen.steps[0], seen.steps[1]) and same(seen.momenta[0], seen.momenta[1])
+    assert not same(seen.steps[1], seen.steps[2]) and not same(seen.steps[2], seen.steps[3])
+    assert all(value.isfinite().all() for value in seen.steps[3].values())
     assert trainer.state.global_step == 4
     held = prepare is not None and math.isnan(value * 0)  # Transformers' rule where a scaler has skipped
     assert seen.learning_rates == pytest.approx([75e-5, 75e-5, 5e-4, 25e-5] if held else [75e-5, 5e-4, 25e-5, 0.0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import math
 import os
 import random
 import sys
@@ -23,6 +24,7 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 
 VOCABULARY = 300
 EOS = 1  # <|im_end|>
+UNKNOWN = (math.nan, -9999.0, -math.inf)  # in place of a log-prob
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -60,12 +62,23 @@ def prompts(count: int) -> Dataset:
 
 
 class ScriptedRollouts:
-    """A `rollout_func` whose completions depend on nothing but a seed and the call: random lengths and tokens."""
+    """A `rollout_func` whose completions depend on nothing but a seed and the call: random lengths and tokens.
 
-    def __init__(self, seed: int = 0, longest: int = 24, logprobs: bool = False):
+    Args:
+        noise: with it, log-probs are those of the model, off by so much, as of a sampler in lower precision.
+        unknown: the share of log-probs that are not known. filled: the model's own are in their place.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        longest: int = 24,
+        noise: float | None = None,
+        unknown: float = 0.0,
+        filled: bool = False,
+    ):
         self.random = random.Random(seed)
-        self.longest = longest
-        self.logprobs = logprobs
+        self.longest, self.noise, self.unknown, self.filled = longest, noise, unknown, filled
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list]:
         rank = trainer.accelerator.process_index
@@ -76,17 +89,18 @@ class ScriptedRollouts:
             for _ in prompts
         ]
         prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
-        logps = None
-        if self.logprobs:  # those of the model, as a sampler in lower precision would report them
-            logps = [
-                [value + generator.gauss(0.0, 0.1) for value in log_probs(trainer.model, prompt, ids)]
-                for prompt, ids in zip(prompt_ids, completions, strict=True)
-            ]
-        return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": completions,
-            "logprobs": logps,
-        }
+        output = {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None}
+        if self.noise is not None:
+            rows = zip(prompt_ids, completions, strict=True)
+            values = [log_probs(trainer.model, *row) for row in rows]
+            output["logprobs"] = [[self._report(value, generator) for value in row] for row in values]
+        return output
+
+    def _report(self, value: float, chance: random.Random) -> float:
+        reported, stand_in = value + chance.gauss(0.0, self.noise), chance.choice(UNKNOWN)
+        if chance.random() >= self.unknown:
+            return reported
+        return value if self.filled else stand_in
 
 
 @torch.no_grad()
@@ -211,7 +225,7 @@ def run(
     read_ahead = 0 if "vllm_server_urls" in settings or in_process else settings.pop("async_level", 0)
     args = config(**{**defaults, **settings})
     if rollouts is None and "vllm_server_urls" not in settings and not in_process:  # by transformers' generate
-        rollouts = ScriptedRollouts(rollout_seed, logprobs=logprobs)
+        rollouts = ScriptedRollouts(rollout_seed, noise=0.1 if logprobs else None)
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(model),
         reward_funcs=ScriptedReward(constant=constant) if reward is None else reward,
