@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -102,11 +102,19 @@ def equal_on_all_ranks(values: Ends) -> bool:
     return agreed([round(float(value.double().sum()), 9) for value in values.values()])
 
 
-def check(start: Ends, trainer: Any, expected: Ends | None = None) -> None:
-    """The run has moved the parameters, to the same values on both ranks, and to the expected ones."""
-    end = whole(trainer)
-    assert trainer.accelerator.num_processes == 2 and equal_on_all_ranks(end)
-    assert_same_update(start, end if expected is None else expected, end)
+@pytest.fixture
+def train(models, output) -> Callable[..., Any]:
+    """A run, which has to move the parameters to the same values on both ranks, and to the expected ones."""
+
+    def train(name: str = "tiny", trainer_class: Any = DASHTrainer, *, expected: Ends | None = None, **settings) -> Any:
+        path, start = models[name]
+        trainer = run(trainer_class, path, settings.pop("output", output), **settings)
+        end = whole(trainer)
+        assert trainer.accelerator.num_processes == 2 and equal_on_all_ranks(end)
+        assert_same_update(start, end if expected is None else expected, end)
+        return trainer
+
+    return train
 
 
 class Late:
@@ -156,21 +164,34 @@ TRLS: dict[str, tuple[Sequence[int], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", TRLS)
-def test_the_update_is_trls(models, output, name):
-    model, start = models.get(name, models["tiny"])
+def test_the_update_is_trls(train, name):
     silent, settings, ours = TRLS[name]
-    expected = whole(run(GRPOTrainer, model, output, reward=ScriptedReward(constant=0.3, silent=silent), **settings))
-    late = RewardAgent(Late(silent)) if "reward_pipeline" in ours else None
-    reward = late or ScriptedReward(constant=0.3, silent=silent)
-    check(start, run(DASHTrainer, model, output, reward=reward, **settings, **ours), expected)
+    model = name if "head" in name else "tiny"
+    scripted = [ScriptedReward(constant=0.3, silent=silent) for _ in range(2)]
+    expected = whole(train(model, GRPOTrainer, reward=scripted[0], **settings))
+    reward = RewardAgent(Late(silent)) if "reward_pipeline" in ours else scripted[1]
+    train(model, expected=expected, reward=reward, **settings, **ours)
 
 
-def test_mini_by_arrival(models, output):
-    """Optimizer steps are filled in the order of arrival, another one on each rank; a checkpoint cuts a window."""
-    model, start = models["tiny"]
-    settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 4, **SAVED}
-    reward = RewardAgent(Late(ON_RANK_1))
-    check(start, run(DASHTrainer, model, output, reward=reward, reward_pipeline=True, **settings))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # KL of a rank without rows, where dropped rows leave it out
+        {"reward": ScriptedReward(constant=0.3, silent=ON_RANK_1), "beta": 0.04, "num_iterations": 2},
+        # Optimizer steps are filled in the order of arrival, another one on each rank; a checkpoint cuts a window.
+        {
+            "reward": RewardAgent(Late(ON_RANK_1)),
+            "reward_pipeline": True,
+            "steps_per_generation": 4,
+            "gradient_accumulation_steps": 2,
+            **SAVED,
+        },
+    ],
+    ids=["beta with dropped rows", "mini, by arrival"],
+)
+def test_the_update_is_that_of_all_ranks(train, settings):
+    """Not TRL's, but one that ends."""
+    train(max_steps=4, **settings)
 
 
 class OtherRows(DASHTrainer):
@@ -180,27 +201,12 @@ class OtherRows(DASHTrainer):
         return super()._calculate_rewards([{**one, "rank": 1} for one in inputs] if RANK else inputs, *args)
 
 
-def test_one_step_ahead(models, output):
+def test_one_step_ahead(train):
     """The next window is sampled in process while rewards are awaited; one rank has no signal."""
-    model, start = models["tiny"]
     settings = {"in_process": True, "async_level": 1, "loss_type": "aipo", "max_completion_length": 6, "max_steps": 3}
-    reward = RewardAgent(Late(ON_RANK_1))
-    trainer = run(OtherRows, model, output, reward=reward, reward_pipeline=True, **settings)
-    check(start, trainer)
+    trainer = train("tiny", OtherRows, reward=RewardAgent(Late(ON_RANK_1)), reward_pipeline=True, **settings)
     behind = [line["async/staleness_max"] for line in trainer.state.log_history if "async/staleness_max" in line]
     assert behind == [0, 1, 1]
-
-
-def test_beta_with_dropped_rows(models, output):
-    """KL, two iterations, a rank without rows: not TRL's update, but one that ends and is the same on all ranks."""
-    model, start = models["tiny"]
-    settings = {
-        "reward": ScriptedReward(constant=0.3, silent=ON_RANK_1),
-        "beta": 0.04,
-        "num_iterations": 2,
-        "max_steps": 4,
-    }
-    check(start, run(DASHTrainer, model, output, **settings))
 
 
 def episodes_of_rank() -> dict[str, Any]:
@@ -212,15 +218,13 @@ def episodes_of_rank() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["tiny", "sliding window"])
-def test_process_rewards(models, output, name):
+def test_process_rewards(train, name):
     """Values and credit with other episodes, and other numbers of passes, on each rank; rank 1 values nothing.
 
     A model that attends to a sliding window is valued in a loop, which takes far more passes.
     """
-    model, start = models[name]
     callback = ProcessRewardCallback(AnswerLogProbValue(" = ", max_tokens_per_pass=60), **episodes_of_rank())
-    reward = ScriptedReward(constant=0.0, silent=ON_RANK_1)
-    check(start, run(DASHTrainer, model, output, reward=reward, callbacks=[callback], max_steps=2))
+    train(name, reward=ScriptedReward(constant=0.0, silent=ON_RANK_1), callbacks=[callback], max_steps=2)
     episodes = sum(len(boundaries) - 1 for boundaries, _ in callback.last)
     assert episodes == 0 if RANK == 1 else episodes > 16
 
@@ -231,7 +235,7 @@ def worth_of(callback: Any) -> list[dict[str, list]]:
     return [{name: value.tolist() for name, value in window.items()} for window in windows]
 
 
-def test_outcome_value(models, output):
+def test_outcome_value(train, output):
     """Other episodes on each rank; in the second window one has no scored row, so that it runs dummies only.
 
     The weight is what V is worth, by what an earlier run has seen of a perfect one.
@@ -242,7 +246,6 @@ def test_outcome_value(models, output):
             rewards = super().__call__(**kwargs)
             return [math.nan] * len(rewards) if RANK == 1 and self.calls == 2 else rewards
 
-    model, start = models["tiny"]
     value, credit = OutcomeValue(min_rollouts=4, min_problems=2), CreditSettings(process_weight="auto")
     callback = ProcessRewardCallback(value, settings=credit, **episodes_of_rank())
     outcomes = torch.arange(64).double() % 2
@@ -251,9 +254,8 @@ def test_outcome_value(models, output):
         {"worth": {"of": "OutcomeValue", "space": "probability", "evidence": [vars(perfect)], "entropies": []}}
     )
     settings = {"reward": Reward(constant=0.2), "callbacks": [callback], "max_steps": 3, **SAVED}
-    trainer = run(DASHTrainer, model, output / "outcome", **settings)
-    check(start, trainer)
-    windows, worth, logged = value.state_dict()["windows"], worth_of(callback), trainer.state.log_history
+    logged = train(output=output / "outcome", **settings).state.log_history
+    windows, worth = value.state_dict()["windows"], worth_of(callback)
     assert [len(window["outcome"]) for window in windows] == [32, 16, 32]
     assert agreed([{name: float(one.double().sum()) for name, one in window.items()} for window in windows])
     weights = [line.get("process/weight") for line in logged]
@@ -271,7 +273,7 @@ def pad_to(rows: torch.Tensor, width: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("group_size", "rows"), [(4, 16), (32, 32)], ids=["own groups", "one that lies on both ranks"])
-def test_the_rows_that_a_rank_computes_the_credit_of(models, output, group_size, rows, monkeypatch):
+def test_the_rows_that_a_rank_computes_the_credit_of(train, group_size, rows, monkeypatch):
     """Its own, or those of all; the credit is that among the rows of all."""
     seen: list[tuple[float, int, bool]] = []
     estimate = ESTIMATORS["reinforce_plus_plus_baseline"]
@@ -295,19 +297,19 @@ def test_the_rows_that_a_rank_computes_the_credit_of(models, output, group_size,
     episodes: dict[str, Any] = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2}
     callback = ProcessRewardCallback(AnswerLogProbValue(" = "), estimator="compared", **episodes)
     settings = {"reward": ScriptedReward(constant=0.0, silent=ON_RANK_1), "callbacks": [callback]}
-    trainer = run(DASHTrainer, models["tiny"][0], output, num_generations=group_size, **settings)
+    trainer = train(num_generations=group_size, **settings)
     ((difference, credited, valued),) = seen
     assert credited == rows and valued and difference <= 1e-12
     logged = {name: value for name, value in trainer.state.log_history[0].items() if name.startswith("advantage/")}
-    assert agreed(logged) and logged["advantage/std"] > 0 and equal_on_all_ranks(whole(trainer))
+    assert agreed(logged) and logged["advantage/std"] > 0
     (worth,) = worth_of(callback)
     assert agreed(worth) and sum(worth["pairs"]) > 4
     assert len(worth["pairs"]) == 32 // group_size, "each group once"
 
 
-def test_monte_carlo_values(models, output):
+def test_monte_carlo_values(train):
     """Of 7 prefixes rank 1 asks for one, but finishes half of them; each row gets the values of its own prefixes."""
-    trainer = run(DASHTrainer, models["tiny"][0], output)
+    trainer = train()
     sample, rows = trainer._generate_single_turn, []
 
     def counting(prompt_ids: list, *others: Any) -> Any:
@@ -326,45 +328,29 @@ def test_monte_carlo_values(models, output):
     assert values == [[10.0 * RANK + row] * len(boundaries) for row, boundaries in enumerate(asked)]
 
 
-def test_unknown_log_probs(models, output):
+def test_unknown_log_probs(train):
     """AIPO where some rows of rank 0 take a pass, for which rank 1 runs dummies: as if they had been known."""
-    model, start = models["tiny"]
-    settings = {"loss_type": "aipo", "aipo_delta": 1.5, "max_tokens_per_microbatch": 30}
-    known, partly = (
-        run(
-            DASHTrainer,
-            model,
-            output,
-            rollouts=ScriptedRollouts(noise=0.7, unknown=0.0 if RANK == 1 else 0.05, filled=filled),
-            **settings,
-        )
-        for filled in (True, False)
-    )
-    check(start, partly, whole(known))
-    for trainer, rescored in ((known, False), (partly, True)):
-        log = trainer.state.log_history[0]
+    settings, expected = {"loss_type": "aipo", "aipo_delta": 1.5, "max_tokens_per_microbatch": 30}, None
+    for filled in (True, False):
+        rollouts = ScriptedRollouts(noise=0.7, unknown=0.0 if RANK == 1 else 0.05, filled=filled)
+        trainer = train(expected=expected, rollouts=rollouts, **settings)
+        log, expected = trainer.state.log_history[0], whole(trainer)
         assert agreed({name: value for name, value in log.items() if "off_policy" in name})
-        assert (log["off_policy/rescored_rows"] > 0.0) == rescored
+        assert (log["off_policy/rescored_rows"] == 0.0) == filled
 
 
-def test_the_entropy_bonus(models, output):
+def test_the_entropy_bonus(train):
     """What it adds to the logged loss: rank 1 has no row, and runs dummies."""
-    without, with_it = (
-        run(
-            DASHTrainer,
-            models["tiny"][0],
-            output,
-            reward=ScriptedReward(constant=0.3, silent=ON_RANK_1),
-            entropy_coef=coefficient,
-            max_tokens_per_microbatch=30,
-        ).state.log_history[0]
-        for coefficient in (0.0, 0.5)
-    )
-    assert (without["loss"] - with_it["loss"]) / 0.5 == pytest.approx(with_it["entropy"], rel=1e-3)
-    assert with_it["entropy"] > 1.0
+    logs = {}
+    for coefficient in (0.0, 0.5):
+        settings = {"entropy_coef": coefficient, "max_tokens_per_microbatch": 30}
+        reward = ScriptedReward(constant=0.3, silent=ON_RANK_1)
+        logs[coefficient] = train(reward=reward, **settings).state.log_history[0]
+    entropy = logs[0.5]["entropy"]
+    assert (logs[0.0]["loss"] - logs[0.5]["loss"]) / 0.5 == pytest.approx(entropy, rel=1e-3) and entropy > 1.0
 
 
-def test_silent_and_spoiled_steps(models, output):
+def test_silent_and_spoiled_steps(train):
     """Of AdamW's steps the second has no signal anywhere, the fourth a loss of NaN on one rank.
 
     Both change nothing on any, in spite of momentum and weight decay; only the fourth counts as skipped.
@@ -384,7 +370,7 @@ def test_silent_and_spoiled_steps(models, output):
     settings = {"optimizer": "adamw_torch", "weight_decay": 0.1, "max_steps": 5, "max_grad_norm": 1.0}
     settings |= {"callbacks": [Snapshot()], "prepare": trainers.append}
     reward = ScriptedReward(constant=0.0, silent=[1])
-    trainer = run(SpoiledOnOneRank, models["tiny"][0], output, reward=reward, **settings)
+    trainer = train("tiny", SpoiledOnOneRank, reward=reward, **settings)
     moved = [
         torch.stack([(after[name] - before[name]).abs().max() for name in before]).max().item()
         for before, after in itertools.pairwise(snapshots)
@@ -395,41 +381,38 @@ def test_silent_and_spoiled_steps(models, output):
 
 
 @ON_DDP
-def test_a_run_is_resumed_from_the_middle_of_a_window(models, output):
+def test_a_run_is_resumed_from_the_middle_of_a_window(train, output):
     """As if uninterrupted; where one rank lost its window, all refuse."""
-    model, start = models["tiny"]
     settings = {"steps_per_generation": 8, "max_steps": 2, "reward": ScriptedReward(constant=0.3), "learning_rate": 0.2}
-    end = whole(run(DASHTrainer, model, output, save_strategy="steps", save_steps=1, **settings))
+    end = whole(train(save_strategy="steps", save_steps=1, **settings))
     settings |= {"resume": str(output / "checkpoint-1")}
-    check(start, run(DASHTrainer, model, output, **settings), end)
+    train(expected=end, **settings)
     if RANK == 1:
         (output / "checkpoint-1" / "generation_window_1.pt").unlink()
     with pytest.raises(ValueError, match="generation_window_1.pt is missing"):
-        run(DASHTrainer, model, output, **settings)
+        train(**settings)
 
 
 @ON_DDP
-def test_the_time_limit_is_that_of_the_first_rank_s_clock(models, output):
+def test_the_time_limit_is_that_of_the_first_rank_s_clock(train):
     """By it the second step is the last, by the other's the first."""
     clock = itertools.count(0, 1 if RANK == 0 else 100)  # asked twice per step, and before
     timer = TimeLimitCallback(4, clock=lambda: next(clock))
-    trainer = run(DASHTrainer, models["tiny"][0], output, callbacks=[timer], max_steps=4)
-    assert trainer.state.global_step == 2
+    assert train(callbacks=[timer], max_steps=4).state.global_step == 2
 
 
 @ON_DDP
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_prompts_that_are_read_ahead(models, output, is_stream):
+def test_prompts_that_are_read_ahead(tiny_model, output, is_stream):
     """Of each rank, also from a checkpoint in the second epoch."""
     from tests.test_prompts import Walk, check
 
-    model, _ = models["tiny"]
     dataset = prompts(13).to_iterable_dataset() if is_stream else prompts(13)
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 2}
     settings |= {"num_generations": 2, "max_steps": 5, "dataset": dataset}
-    check(model, output, **settings)
-    ended = run(Walk, model, output, save_strategy="steps", save_steps=3, async_level=2, **settings)
-    rest = run(Walk, model, output, resume=str(output / "checkpoint-3"), async_level=2, **settings)
+    check(tiny_model, output, **settings)
+    ended = run(Walk, tiny_model, output, save_strategy="steps", save_steps=3, async_level=2, **settings)
+    rest = run(Walk, tiny_model, output, resume=str(output / "checkpoint-3"), async_level=2, **settings)
     assert rest.seen == ended.seen[-len(rest.seen) :] and ended.announced[-1] == rest.announced[-1] == []
 
 
@@ -488,20 +471,20 @@ def said(error: BaseException | None) -> str:
 
 @ON_DDP
 @pytest.mark.parametrize("name", ALONE)
-def test_what_one_rank_does_alone_fails_on_both(models, output, name):
+def test_what_one_rank_does_alone_fails_on_both(train, name):
     trainer_class, settings, expected = ALONE[name]
     with pytest.raises((KeyError, ValueError, TypeError)) as raised:
-        run(trainer_class, models["tiny"][0], output, **settings)
+        train("tiny", trainer_class, **settings)
     assert said(raised.value).startswith(expected)
     assert RANK == 1 or said(raised.value.__cause__).startswith(f"RankFailed: Rank 1 failed with {expected}")
 
 
 @ON_DDP
-def test_where_the_other_rank_is_in_a_collective(models, output, monkeypatch):
+def test_where_the_other_rank_is_in_a_collective(train, monkeypatch):
     """The last one: that collective is never complete, so rank 1 fails alone, and the launcher ends the other."""
     monkeypatch.setitem(meet.__kwdefaults__, "patience", 1.0)
     callback = failing("on_advantages", lambda trainer, **kwargs: trainer.accelerator.gather(torch.ones(1)))
-    run(DASHTrainer, models["tiny"][0], output, callbacks=[callback])
+    train(callbacks=[callback])
 
 
 if __name__ == "__main__":

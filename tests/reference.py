@@ -16,6 +16,22 @@ def std(values: list[float]) -> float:
     return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1))
 
 
+def total(row: list[float | None], weights: list[float]) -> float | None:
+    """The weighted sum of what applies; `None` if nothing does."""
+    known = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
+    return math.fsum(known) if known else None
+
+
+def normalised(column: list[float | None]) -> list[float | None]:
+    """One function's rewards of a group; a single one says nothing."""
+    known = [value for value in column if value is not None]
+    if len(known) < 2:
+        return [None] * len(column)
+    scale = std(known) + EPSILON
+    centre = mean(known) if max(known) > min(known) else known[0]
+    return [None if value is None else (value - centre) / scale for value in column]
+
+
 def group_advantages(
     rewards: list[list[float | None]],
     weights: list[float],
@@ -26,44 +42,21 @@ def group_advantages(
     """GRPO's outcome advantages; `None` = not applicable; a row of `None` only has advantage 0."""
     groups = [rewards[i : i + group_size] for i in range(0, len(rewards), group_size)]
     if aggregation == "normalize_then_sum":
-        totals: list[float | None] = []
-        for group in groups:
-            normalised: list[list[float | None]] = [[None] * len(weights) for _ in group]
-            for k in range(len(weights)):
-                column = [row[k] for row in group if row[k] is not None]
-                for i, row in enumerate(group):
-                    if row[k] is not None and len(column) > 1:
-                        spread = max(column) - min(column)
-                        normalised[i][k] = (row[k] - mean(column)) / (std(column) + EPSILON) if spread else 0.0
-            for row, norm in zip(group, normalised, strict=True):
-                scored = any(value is not None for value in row)
-                totals.append(
-                    sum(w * n for w, n in zip(weights, norm, strict=True) if n is not None) if scored else None
-                )
-        known = [total for total in totals if total is not None]
-        if len(known) < 2:
-            return [0.0] * len(totals)
-        return [0.0 if total is None else total / (std(known) + EPSILON) for total in totals]
+        columns = [[normalised(list(column)) for column in zip(*group, strict=True)] for group in groups]
+        groups = [list(zip(*group, strict=True)) for group in columns]
+    totals = [[total(row, weights) for row in group] for group in groups]
+    of_all = [value for group in totals for value in group if value is not None]
 
-    totals = [
-        None
-        if all(value is None for value in row)
-        else math.fsum(w * r for w, r in zip(weights, row, strict=True) if r is not None)
-        for row in rewards
-    ]
-    known = [total for total in totals if total is not None]
-    result = []
-    for i, total in enumerate(totals):
-        group = [t for t in totals[i - i % group_size : i - i % group_size + group_size] if t is not None]
-        if total is None or len(group) < 2 and scale_rewards == "group" or max(group) - min(group) < 1e-9:
-            result.append(0.0)
-        elif scale_rewards == "group":
-            result.append((total - mean(group)) / (std(group) + EPSILON))
-        elif scale_rewards == "batch":
-            result.append((total - mean(group)) / (std(known) + EPSILON))
-        else:
-            result.append(total - mean(group))
-    return result
+    def advantage(group, i):
+        scored = [value for value in group if value is not None]
+        if aggregation == "normalize_then_sum":
+            return group[i] / (std(of_all) + EPSILON) if len(of_all) > 1 else 0.0
+        if len(scored) < 2 or max(scored) - min(scored) < 1e-9:
+            return 0.0
+        scale = {"group": scored, "batch": of_all}.get(scale_rewards)
+        return (group[i] - mean(scored)) / (std(scale) + EPSILON if scale else 1.0)
+
+    return [value or 0.0 for group in each_row(totals, advantage) for value in group]
 
 
 def rloo(groups, lengths):

@@ -81,17 +81,6 @@ def test_a_device_without_float64(advantages):
     assert ours.equal(advantages(rewards, weights, 4))
 
 
-@given(st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0]), min_size=2, max_size=9), st.sampled_from(SCALES))
-def test_a_constant_group_is_exactly_zero(values, scale):
-    """Equal totals, made of different float32 parts: TRL's rounding is divided by 1e-4 there."""
-    size = len(values)
-    rewards = torch.tensor([[value, 1.0 - value] for value in values])  # the sums differ by rounding only
-    other = torch.randn(size, 2)
-    both = group_advantages(torch.cat([rewards, other]), torch.tensor([1.0, 1.0]), size, scale_rewards=scale)
-    assert (both[:size] == 0).all()
-    assert both[size:].abs().sum() > 0
-
-
 NAN = float("nan")
 ESTIMATORS = list(OUTCOME_ESTIMATORS)
 
@@ -128,27 +117,34 @@ def test_named_estimators_are_their_definitions(name, count, size):
                 assert not any(found), "not even rounding is left of a constant group"
 
 
-@pytest.mark.parametrize("name, constant_is_0", [(name, name != "reinforce_plus_plus") for name in ESTIMATORS])
-def test_a_constant_group_has_a_signal_by_reinforce_plus_plus_only(name, constant_is_0):
-    """Its rewards are made of different float32 parts, and are equal up to rounding."""
-    parts = torch.tensor([0.1, 0.2, 0.3, 0.7])
-    rewards = torch.cat([torch.stack([parts, 1.0 - parts], dim=1), torch.randn(8, 2)])
-    lengths = torch.tensor([3, 1, 4, 1] * 3)
-    ours = outcome_advantages(name, rewards, torch.ones(2), 4, lengths=lengths)
-    assert ours.dtype == torch.float32 and ours[4:].any()
-    assert (not ours[:4].any()) == constant_is_0
-    assert not outcome_advantages(name, rewards[:4], torch.ones(2), 4, lengths=lengths[:4]).any()
+def by_name(name: str, rewards: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:
+    """Advantages by a scale, or by an estimator for rollouts of several lengths."""
+    if name in SCALES:
+        return group_advantages(rewards, weights, size, scale_rewards=name)
+    return outcome_advantages(name, rewards, weights, size, lengths=torch.arange(len(rewards)) % 3 + 1)
+
+
+@given(
+    st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.0]), min_size=2, max_size=9), st.sampled_from(SCALES + ESTIMATORS)
+)
+def test_a_constant_group_has_a_signal_by_reinforce_plus_plus_only(values, name):
+    """Equal totals, made of different float32 parts: TRL's rounding is divided by 1e-4 there."""
+    size, weights = len(values), torch.ones(2)
+    rewards = torch.tensor([[value, 1.0 - value] for value in values])  # the sums differ by rounding only
+    both = by_name(name, torch.cat([rewards, torch.randn(size, 2)]), weights, size)
+    assert both.dtype == torch.float32 and both[size:].any()
+    assert both[:size].any() == (name == "reinforce_plus_plus")
+    assert not by_name(name, rewards, weights, size).any()
 
 
 def test_what_the_named_estimators_have_in_common():
     """RLOO is Dr. GRPO times G / (G − 1), OPO of equal lengths is Dr. GRPO, REINFORCE++ of a single group is GRPO."""
     rewards, weights = torch.randn(12, 2), torch.tensor([1.0, 0.5])
     dr_grpo = group_advantages(rewards, weights, 4, scale_rewards="none")
-    torch.testing.assert_close(outcome_advantages("rloo", rewards, weights, 4), dr_grpo * 4 / 3)
-    torch.testing.assert_close(outcome_advantages("opo", rewards, weights, 4), dr_grpo)
     grpo = group_advantages(rewards, weights, 12)
-    for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
-        torch.testing.assert_close(outcome_advantages(name, rewards, weights, 12), grpo)
+    of_one_group = [(name, 12, grpo) for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")]
+    for name, size, expected in [("rloo", 4, dr_grpo * 4 / 3), ("opo", 4, dr_grpo), *of_one_group]:
+        torch.testing.assert_close(outcome_advantages(name, rewards, weights, size), expected)
 
 
 def test_an_estimator_is_chosen_by_its_name(tiny_model, tmp_path):

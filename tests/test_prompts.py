@@ -25,9 +25,12 @@ def names(rows):
 
 
 class Walk(DASHTrainer):
-    """TRL's dataloader in Transformers' loop, without a model: what a micro-step gets, and knows of the next ones."""
+    """TRL's dataloader in Transformers' loop, without a model: what a micro-step gets, and knows of the next ones.
 
-    notes = ("seen", "windows", "announced", "counts", "saved")
+    `ends` are the optimizer steps, as they begin, and the micro-steps at their end.
+    """
+
+    notes = ("seen", "windows", "announced", "ends")
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.seen.append(names(inputs))
@@ -39,12 +42,8 @@ class Walk(DASHTrainer):
 
     def get_batch_samples(self, *args):
         batches, num_items = super().get_batch_samples(*args)
-        self.counts.append(len(batches))
+        self.ends.append((self.state.global_step + 1, len(self.seen) + len(batches)))
         return batches, num_items
-
-    def _save_checkpoint(self, *args):
-        self.saved.append((self.state.global_step, len(self.seen)))
-        super()._save_checkpoint(*args)
 
     def train(self, *args, **kwargs):
         for name in self.notes:
@@ -74,7 +73,7 @@ def check(model, output, **settings):
     expected, *others = walks(model, output, **settings)
     windows = expected.windows
     for walk in (expected, *others):
-        assert (walk.seen, walk.counts, walk.windows) == (expected.seen, expected.counts, windows), walk.level
+        assert (walk.seen, walk.ends, walk.windows) == (expected.seen, expected.ends, windows), walk.level
         assert walk.announced == [windows[n : n + walk.level] for n in range(1, len(windows) + 1)], walk.level
     return windows
 
@@ -276,12 +275,12 @@ def test_no_prompt_is_lost_or_used_twice(tiny_model, tmp_path, name, levels):
     dataset, settings, _ = RESUMED[name]
     settings = {"num_generations": 2, "dataset": dataset, "save_strategy": "steps", "save_steps": 1, **settings}
     whole = run(Walk, tiny_model, tmp_path, **settings, async_level=levels[0])
-    assert len(whole.saved) >= 2
-    for step, done in whole.saved:
-        if step == whole.state.global_step:
-            continue
-        resume = str(tmp_path / f"checkpoint-{step}")
-        rest = run(Walk, tiny_model, tmp_path / "resumed", **settings, async_level=levels[1], resume=resume)
+    checkpoints = {int(path.name.removeprefix("checkpoint-")): path for path in tmp_path.glob("checkpoint-*")}
+    assert len(checkpoints) >= 2
+    for step in checkpoints.keys() - {whole.state.global_step}:
+        resume = {"resume": str(checkpoints[step]), "async_level": levels[1]}
+        rest = run(Walk, tiny_model, tmp_path / "resumed", **settings, **resume)
+        done = dict(whole.ends)[step]
         assert rest.seen == whole.seen[done:] and rest.state.global_step == whole.state.global_step, step
         begun = len(whole.windows) - len(rest.windows)
         assert rest.windows == whole.windows[begun:]

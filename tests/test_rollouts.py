@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 
+import pytest
 import torch
 
 from dash_trl.rollout.batch import RolloutBatch, Survivors, joined
@@ -24,31 +25,37 @@ def rollouts() -> Survivors:
     )
 
 
-def test_micro_batch_is_trimmed_to_its_own_rows():
-    inputs = rollouts().micro_batch([1, 0], size=2, pad_token_id=99)
-    assert inputs["prompt_ids"].tolist() == [[5, 6, 7], [0, 2, 3]]
-    assert inputs["completion_ids"].tolist() == [[5, 0, 0], [0, 1, 2]]
-    assert inputs["advantages"].tolist() == [-0.5, 0.5]
-    assert inputs["importance_sampling_ratio"].shape == (2, 1)
+@pytest.mark.parametrize(
+    "rows, size, expected",
+    [
+        (
+            [1, 0],
+            2,
+            {
+                "prompt_ids": [[5, 6, 7], [0, 2, 3]],
+                "completion_ids": [[5, 0, 0], [0, 1, 2]],
+                "advantages": [-0.5, 0.5],
+                "importance_sampling_ratio": [[1.0], [1.0]],
+            },
+        ),
+        (
+            [1],
+            3,
+            {
+                "prompt_mask": [[1, 1, 1], [0, 0, 0], [0, 0, 0]],
+                "completion_ids": [[5, 0], [99, 99], [99, 99]],
+                "completion_mask": [[1, 0], [0, 0], [0, 0]],
+                "advantages": [-0.5, 0.0, 0.0],
+            },
+        ),
+        ([], 2, {"prompt_mask": [[1, 1], [0, 0]], "completion_mask": [[0, 0], [0, 0]]}),
+    ],
+    ids=["its own rows only", "dummies without token and weight", "no rows at all"],
+)
+def test_a_micro_batch(rows, size, expected):
+    inputs = rollouts().micro_batch(rows, size=size, pad_token_id=99)
+    assert {name: inputs[name].tolist() for name in expected} == expected
     assert "rewards" not in inputs and "group" not in inputs
-
-
-def test_dummies_have_no_token_and_no_weight():
-    inputs = rollouts().micro_batch([1], size=3, pad_token_id=99)
-    assert inputs["prompt_mask"].tolist() == [[1, 1, 1], [0, 0, 0], [0, 0, 0]]
-    assert inputs["completion_ids"].tolist() == [[5, 0], [99, 99], [99, 99]]
-    assert inputs["completion_mask"].tolist() == [[1, 0], [0, 0], [0, 0]]
-    assert inputs["advantages"].tolist() == [-0.5, 0.0, 0.0]
-
-
-def test_a_micro_batch_without_rows_can_be_run():
-    inputs = rollouts().micro_batch([], size=2, pad_token_id=99)
-    assert inputs["prompt_mask"].tolist() == [[1, 1], [0, 0]]
-    assert inputs["completion_mask"].tolist() == [[0, 0], [0, 0]]
-
-
-def test_scored():
-    assert rollouts().scored.tolist() == [True, False, False]
 
 
 def test_survivors_keep_tensors_only():

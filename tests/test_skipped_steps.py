@@ -76,22 +76,21 @@ def test_a_row_of_them_ends_the_run(tiny_model, tmp_path):
         run(spoiled(math.nan, steps=range(3, 100)), tiny_model, tmp_path, max_steps=20)
 
 
-def test_what_counts_as_a_row():
-    steps = SkippedSteps(loss_scaling=False)
-    for step, skipped in enumerate([True] * 4 + [False] + [True] * 4, 1):
-        steps.count(skipped, step)
-    assert steps.total == 8
-    with pytest.raises(RuntimeError, match="step 10 "):
-        steps.count(True, 10)
-
-
-def test_a_loss_scaler_may_search():
-    """From 2^16 down to 1 by halves, and then no further than a run without a scaler."""
-    steps = SkippedSteps(loss_scaling=True)
-    for step in range(1, 16 + 5):
-        steps.count(True, step)
-    with pytest.raises(RuntimeError, match="fp16"):
-        steps.count(True, 16 + 5)
+@pytest.mark.parametrize(
+    "loss_scaling, skipped, said",
+    [
+        (False, [True] * 4 + [False] + [True] * 4, "step 10 "),
+        # From 2^16 down to 1 by halves, and then no further than a run without a scaler.
+        (True, [True] * (16 + 4), "fp16"),
+    ],
+)
+def test_what_counts_as_a_row(loss_scaling, skipped, said):
+    steps = SkippedSteps(loss_scaling=loss_scaling)
+    for step, one in enumerate(skipped, 1):
+        steps.count(one, step)
+    assert steps.total == sum(skipped)
+    with pytest.raises(RuntimeError, match=said):
+        steps.count(True, len(skipped) + 1)
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -1.0])
