@@ -23,13 +23,11 @@ def total(row: list[float | None], weights: list[float]) -> float | None:
 
 
 def normalised(column: list[float | None]) -> list[float | None]:
-    """One function's rewards of a group; a single one says nothing."""
+    """One function's rewards of a group; 0 where they do not differ."""
     known = [value for value in column if value is not None]
-    if len(known) < 2:
-        return [None] * len(column)
-    scale = std(known) + EPSILON
-    centre = mean(known) if max(known) > min(known) else known[0]
-    return [None if value is None else (value - centre) / scale for value in column]
+    if len(set(known)) < 2:
+        return [None if value is None else 0.0 for value in column]
+    return [None if value is None else (value - mean(known)) / (std(known) + EPSILON) for value in column]
 
 
 def group_advantages(
