@@ -10,7 +10,6 @@ from typing import Any
 import pandas
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardAgent
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
@@ -136,23 +135,27 @@ def mini(model, tmp_path, reward=None, trainer_class=Numbered, **settings):
     return run(trainer_class, model, tmp_path, reward=reward, dataset=data, **settings)
 
 
-def test_training_begins_before_the_last_reward(tiny_model, tmp_path):
-    """The last group's rewards wait for the first backward pass: without the pipeline for ever.
+@pytest.mark.parametrize(("event", "settings"), [("backward", SHAPES), ("step", {"max_steps": 4})])
+def test_training_begins_before_the_last_reward(tiny_model, tmp_path, event, settings):
+    """The last group's rewards wait for the first backward pass or optimizer step: without the pipeline for ever.
 
     What says that it may see groups gets whole ones.
     """
-    backward, waited, looks = threading.Event(), [], LooksAtGroups()
+    events, waited, looks = {"backward": threading.Event(), "step": threading.Event()}, [], LooksAtGroups()
+    looks.on_step_end = lambda *args, **kwargs: events["step"].set()
 
     class Watched(Numbered, PerGroup):
         def compute_loss(self, *args, **kwargs):
             loss = super().compute_loss(*args, **kwargs)
-            loss.register_hook(lambda grad: backward.set())
+            loss.register_hook(lambda grad: events["backward"].set())
             return loss
 
-    reward = InOrder(ORDER, turn=lambda place: waited.append(backward.wait(60)) if place == 3 else None)
-    mini(tiny_model, tmp_path, reward, Watched, callbacks=[looks], **SHAPES)
+    reward = InOrder(ORDER, turn=lambda place: waited.append(events[event].wait(60)) if place == 3 else None)
+    trainer = mini(tiny_model, tmp_path, reward, Watched, callbacks=[looks], **settings)
     assert waited == [True]
     assert sum(looks.rows) == 16 and all(rows % 4 == 0 for rows in looks.rows)
+    known = any(name.startswith("reward") for name in trainer.state.log_history[0])
+    assert known == (event == "backward"), "not after the first of several steps"
 
 
 @pytest.fixture(scope="module")
@@ -187,21 +190,6 @@ def test_mini_fills_optimizer_steps_in_the_order_of_arrival(settings, tiny_model
         values = [[line[name] for line in one.state.log_history if name in line] for one in (plain, piped)]
         assert values[0] == pytest.approx(values[1]) and len(values[0]) == 2
     assert list(piped._logs["rewards"]["in_order"]) == list(plain._logs["rewards"]["in_order"])
-
-
-def test_mini_steps_before_the_last_reward(tiny_model, tmp_path):
-    """The last group's rewards wait for the first optimizer step: without the pipeline for ever."""
-    stepped, waited = threading.Event(), []
-
-    class Steps(TrainerCallback):
-        def on_step_end(self, *args, **kwargs):
-            stepped.set()
-
-    reward = InOrder(ORDER, turn=lambda place: waited.append(stepped.wait(60)) if place == 3 else None)
-    trainer = mini(tiny_model, tmp_path, reward, callbacks=[Steps()], max_steps=4)
-    assert waited == [True]
-    first = trainer.state.log_history[0]
-    assert not any(name.startswith("reward") for name in first), "not known yet"
 
 
 def test_a_mini_run_is_resumed_within_its_window(tiny_model, tmp_path, piped):
