@@ -78,7 +78,7 @@ def sampling(path: str) -> dict[str, float]:
 
         def by_pool(rows: list[tuple[list[int], int]], at_a_time: int = BATCHES[0]) -> None:
             for start in range(0, len(rows), at_a_time // GROUP):
-                pool.complete(rows[start : start + at_a_time // GROUP], options)
+                pool.run(pool.completions(rows[start : start + at_a_time // GROUP], options))
 
         by_bare_client = partial(bare_client, servers.urls[0], path, options=options)
         by_pool(prompts[:4])  # the first requests compile kernels

@@ -169,7 +169,13 @@ class DASHConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         if self.vllm_server_urls is not None:
-            self._use_servers(self.vllm_server_urls)
+            if self.vllm_server_base_url is not None:
+                raise ValueError(
+                    f"vllm_server_urls={self.vllm_server_urls} and vllm_server_base_url={self.vllm_server_base_url!r} "
+                    "both name servers. Put all of them into vllm_server_urls."
+                )
+            self.vllm_server_urls = check_urls(self.vllm_server_urls)  # a string, too
+            self.use_vllm, self.vllm_mode = True, "server"
         super().__post_init__()
         self._check_values()
         self._check_loss()
@@ -203,8 +209,7 @@ class DASHConfig(GRPOConfig):
         self._refuse(REFUSED.get(self.loss_type, {}), loss)
         if self.loss_type != "aipo":
             self._refuse(dict.fromkeys(("aipo_delta", "aipo_detached"), "only 'aipo' has it"), loss)
-        mode = self.vllm_importance_sampling_mode
-        if self.loss_type == "decoupled_ppo" and mode != "token_truncate":
+        if self.loss_type == "decoupled_ppo" and self.vllm_importance_sampling_mode != "token_truncate":
             self._refuse({"vllm_importance_sampling_mode": "it is 'dapo' with 'token_truncate'"}, loss)
 
     def _check_pipeline(self) -> None:
@@ -249,12 +254,3 @@ class DASHConfig(GRPOConfig):
                     f"reward_pipeline=True with {name}, which {reason}, while the pipeline trains on groups before it "
                     "knows the others' rewards. Leave one of the two out."
                 )
-
-    def _use_servers(self, urls: list[str]) -> None:
-        if self.vllm_server_base_url is not None:
-            raise ValueError(
-                f"vllm_server_urls={urls} and vllm_server_base_url={self.vllm_server_base_url!r} both name servers. "
-                "Put all of them into vllm_server_urls."
-            )
-        self.vllm_server_urls = check_urls(urls)  # a string, too
-        self.use_vllm, self.vllm_mode = True, "server"

@@ -124,9 +124,7 @@ def load_math_dataset(
             for one, prompt, answer in zip(solutions, prompts, answers, strict=True)
         ]
 
-    from datasets import Dataset
-
-    return Dataset.from_dict(loaded)
+    return dataset.from_dict(loaded)
 
 
 def load_code_dataset(
@@ -190,9 +188,7 @@ def load_code_dataset(
             for one, prompt, row in zip(solutions, prompts, rows, strict=True)
         ]
 
-    from datasets import Dataset
-
-    return Dataset.from_dict(loaded)
+    return dataset.from_dict(loaded)
 
 
 # ------------------------------------------------------------------------------------------------- rows, purely

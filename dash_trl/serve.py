@@ -126,8 +126,7 @@ def flags(host: str, port: int, gpus: int, options: Sequence[str]) -> list[str]:
     chosen = ["--host", host, "--port", str(port), "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     chosen += ["--worker-extension-cls", WORKER_EXTENSION]
     if gpus:
-        chosen += ["--weight-transfer-config", '{"backend": "nccl"}']
-        chosen += ["--tensor-parallel-size", str(gpus)]
+        chosen += ["--weight-transfer-config", '{"backend": "nccl"}', "--tensor-parallel-size", str(gpus)]
     else:
         # float32: in bfloat16 log-probs differ by 1e-3 and more. Eager: most CPU machines lack a compiler.
         chosen += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(CPU_SEQUENCES)]
@@ -202,8 +201,10 @@ def main() -> None:
         print(f"Starting vLLM, logs: {servers.logs}", flush=True)
         try:
             servers.wait_until_ready()
-            print(f"Ready. Train with:\n\n    --vllm_server_urls {' '.join(servers.urls)}\n", flush=True)
-            print("Ctrl+C stops the servers.", flush=True)
+            print(
+                f"Ready. Train with:\n\n    --vllm_server_urls {' '.join(servers.urls)}\n\nCtrl+C stops the servers.",
+                flush=True,
+            )
             while all(command.running for command in servers.commands):
                 time.sleep(1.0)
             ended = [url for url, one in zip(servers.urls, servers.commands, strict=True) if not one.running]

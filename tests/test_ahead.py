@@ -283,7 +283,7 @@ class Run(RuleBasedStateMachine):
                 self.fleet.refitted(url, self.fleet.version, self.now)
             else:
                 self.fleet.refit_failed(url, "no", self.now)
-        self.fleet.begin(self.now)
+        self.fleet.look_around(self.now)
         self.thread = "free"
         self.tick()
 
@@ -325,7 +325,7 @@ class Run(RuleBasedStateMachine):
         self.tick()
 
     def submit(self, order, sizes):
-        self.fleet.begin(self.now)
+        self.fleet.look_around(self.now)
         jobs = [Job(10 * size, size, order=order, number=number) for number, size in enumerate(sizes)]
         self.batches[order] = jobs
         self.failed_on |= {job: [] for job in jobs}

@@ -361,7 +361,7 @@ def test_a_server_s_queue_does_not_count_as_silence(fakes, clock):
             answer(*arguments)
 
     fake.answer = one_at_a_time
-    assert len(pool.complete([([i, 1, 2], 1) for i in range(6)], {"max_tokens": 8})) == 6
+    assert len(pool.run(pool.completions([([i, 1, 2], 1) for i in range(6)], {"max_tokens": 8}))) == 6
     assert pool.retried == 0
 
 

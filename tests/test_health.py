@@ -43,7 +43,7 @@ def test_only_a_server_that_was_just_seen_with_the_current_weights_is_given_a_pr
         if event in ("begin", "failed", "gone", "refit_failed"):
             seen = {one: seen[one] if work[one] else None for one in seen}
         if event == "begin":
-            fleet.begin(now)
+            fleet.look_around(now)
         elif event == "started":
             fleet.started(url, number, 10, 1)
             work[url].add(number)
@@ -100,13 +100,13 @@ def test_a_suspect_rests_and_is_looked_at_before_it_gets_a_prompt():
 
 def test_between_batches_a_server_may_have_become_another():
     fleet = ready(A)
-    fleet.begin(5.0)
+    fleet.look_around(5.0)
     assert fleet.choose(1) is None and fleet.to_probe(5.0) == [A] and not fleet.lost(5.0, 99.0, 1.0)
     fleet.answered(A)
     fleet.refit_failed(A, "it has other weights", 6.0)
     assert fleet.servers[A].state == State.DEAD and fleet.lost(5.0, 7.0, 1.0)
     fleet = ready(A, version=2)
-    fleet.begin(5.0)
+    fleet.look_around(5.0)
     fleet.answered(A)
     fleet.refitted(A, 1, 6.0)
     assert fleet.servers[A].state == State.DEAD and fleet.lost(5.0, 7.0, 1.0)
@@ -126,7 +126,7 @@ def test_a_server_that_waits_for_the_next_weights_is_nobody_s_hope():
     """It was restarted unseen: whoever waits for it waits for ever, and so would the run."""
     fleet = ready(A, B, C)
     fleet.started(B, 0, 1, 1)
-    fleet.begin(1.0)
+    fleet.look_around(1.0)
     fleet.answered(A)
     fleet.answered(C)
     fleet.refitted(C, 1, 1.0)
@@ -164,9 +164,9 @@ def test_the_fewest_outstanding_tokens_and_not_where_it_failed_before():
 
 def test_the_time_without_a_server_counts_from_the_loss_or_the_start_of_a_batch():
     fleet = Fleet([A])
-    fleet.begin(5.0)
+    fleet.look_around(5.0)
     assert not fleet.lost(5.0, 9.0, timeout=5.0) and fleet.lost(5.0, 10.0, timeout=5.0)
-    fleet.begin(8.0)  # a second batch, which puts nothing off for the first
+    fleet.look_around(8.0)  # a second batch, which puts nothing off for the first
     assert fleet.lost(5.0, 10.0, timeout=5.0)
     assert not fleet.lost(8.0, 12.0, timeout=5.0) and fleet.lost(8.0, 13.0, timeout=5.0)
     fleet.answered(A)
@@ -175,6 +175,6 @@ def test_the_time_without_a_server_counts_from_the_loss_or_the_start_of_a_batch(
     fleet.failed(A, 0, "gone", 100.0, gone=True)
     fleet.failed(A, 1, "gone", 103.0, gone=True)
     assert not fleet.lost(5.0, 104.0, timeout=5.0) and fleet.lost(5.0, 105.0, timeout=5.0)
-    fleet.begin(200.0)  # nobody waited in between
+    fleet.look_around(200.0)  # nobody waited in between
     assert not fleet.lost(200.0, 204.0, timeout=5.0) and fleet.lost(200.0, 205.0, timeout=5.0)
     assert "http://a is dead; last error: gone" in fleet.describe()

@@ -95,7 +95,7 @@ def test_results_are_taken_as_they_come(fakes):
     next(rest)
     rest.close()
     assert not pool.backlog.waiting and not pool.backlog.running
-    assert pool.complete(prompts(3, 1), {"max_tokens": 8}) == expected(3, 1)
+    assert pool.run(pool.completions(prompts(3, 1), {"max_tokens": 8})) == expected(3, 1)
 
 
 @pytest.mark.parametrize("fault", FAULTS | FAULTS_OF_SAMPLES)
@@ -116,7 +116,7 @@ def test_a_good_server_answers_what_a_bad_one_fails(fault, fakes):
     bad, good = fakes(fault, spared=1), fakes()  # a server is tried before it is trusted
     pool = ServerPool([bad.url, good.url], server_timeout=60.0, request_timeout=1.0 if fault == "hangs" else 60.0)
     pool.wait_until_ready()
-    assert pool.complete(prompts(12, 4), SAMPLING) == expected(12, 4)
+    assert pool.run(pool.completions(prompts(12, 4), SAMPLING)) == expected(12, 4)
     assert sorted(good.served) == [0, *range(12)]  # 0 is the trial's, too
     assert bad.asked["/v1/completions"] > 3 and bad.served == [0]
 
@@ -124,7 +124,7 @@ def test_a_good_server_answers_what_a_bad_one_fails(fault, fakes):
 def test_a_prompt_may_have_a_limit_of_its_own(fakes):
     """A server answers with an error where prompt and limit exceed its context."""
     pool = ServerPool([fakes().url], server_timeout=20.0)
-    limited, free = pool.complete([([1, 2], 2, 1), ([3, 2], 1)], SAMPLING)
+    limited, free = pool.run(pool.completions([([1, 2], 2, 1), ([3, 2], 1)], SAMPLING))
     assert [one.token_ids for one in limited] == [[1], [1]] and [one.token_ids for one in free] == [[3, 100]]
 
 
@@ -142,14 +142,14 @@ def test_a_bad_server_alone_is_an_error_that_names_it(fault, fakes):
     pool = ServerPool([bad.url], server_timeout=0.5, request_timeout=0.1)
     pool.wait_until_ready()
     with pytest.raises(PoolError, match=f"{bad.url} is (dead|suspect|refitting); last error: "):
-        pool.complete(prompts(3, 2), SAMPLING)
+        pool.run(pool.completions(prompts(3, 2), SAMPLING))
 
 
 def test_a_prompt_that_no_server_can_answer_ends_the_run(fakes):
     """Each of them is well after it failed, and would be given that prompt for ever."""
     pool = ServerPool([fakes("500", poison=3).url, fakes("500", poison=3).url], server_timeout=60.0)
     with pytest.raises(PoolError, match="A request failed 6 times, at last with http.*answered 500"):
-        pool.complete(prompts(6, 2), SAMPLING)
+        pool.run(pool.completions(prompts(6, 2), SAMPLING))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_newer_weights_wait_for_those_that_a_server_is_being_given(fakes):
     pool.refit = refit
     for url in pool.urls:
         pool.fleet.refit_failed(url, "it was away", now=0.0)
-    pool.complete(prompts(4, 1), SAMPLING)  # by the other one
+    pool.run(pool.completions(prompts(4, 1), SAMPLING))  # by the other one
     assert order == [] and pool.fleet.waiting() == [slow]
     newer_asked.set()
     sync.send()
@@ -229,7 +229,7 @@ def test_a_server_that_has_to_wait_for_the_next_weights_is_none_that_could_be_us
     end = threading.Timer(20.0, pool.cancel)
     end.start()
     with pytest.raises(PoolError, match="No vLLM server could be used for 0.5 s(.|\n)*is refitting"):
-        pool.complete(prompts(1, 1), SAMPLING)
+        pool.run(pool.completions(prompts(1, 1), SAMPLING))
     end.cancel()
 
 
@@ -255,17 +255,17 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights_first(fakes):
     assert pool.fleet.waiting() == pool.urls  # there are no weights yet
     sync.send()
     assert loads == [(fake.url, 0), (other.url, 0)]
-    assert pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
+    assert pool.run(pool.completions(prompts(8, 1), SAMPLING)) == expected(8, 1)
     assert len(loads) == 2 and len(fake.served) == 4  # and no trial, since nothing was amiss
     fake.tag = "default"
     fake.delay = 0.05
-    assert pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
+    assert pool.run(pool.completions(prompts(8, 1), SAMPLING)) == expected(8, 1)
     assert loads[2:] == [(fake.url, 4)] and fake.tag == "run-1"
     pool.fleet.refit_failed(other.url, "gone", time.monotonic() - 9.0)
     sync.send()
     assert [url for url, _ in loads[3:]] == [fake.url]  # the dead hold nobody up
     other.tag = "default"
-    assert pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
+    assert pool.run(pool.completions(prompts(8, 1), SAMPLING)) == expected(8, 1)
     assert [url for url, _ in loads[4:]] == [other.url]
 
 
@@ -330,11 +330,11 @@ def test_a_server_that_came_back_at_the_end_of_a_batch_works_in_the_next(fakes):
     pool.wait_until_ready()
     late = pool.urls[1]
     pool.fleet.refit_failed(late, "it was away", now=0.0)
-    pool.complete(prompts(1, 1), SAMPLING)
+    pool.run(pool.completions(prompts(1, 1), SAMPLING))
     while pool.fleet.servers[late].state != "healthy":
         time.sleep(0.01)
     before = len(both[1].served)
-    pool.complete(prompts(2, 1), SAMPLING)
+    pool.run(pool.completions(prompts(2, 1), SAMPLING))
     assert len(both[1].served) == before + 1
 
 
@@ -390,7 +390,7 @@ def test_what_kills_servers_ends_the_run():
     dying = Dying()
     pool = ServerPool([dying.url], server_timeout=60.0)
     with pytest.raises(PoolError, match="A request failed 6 times, at last with http.*ClientPayloadError"):
-        pool.complete([([i, 1, 2], 1) for i in range(1, 9)], SAMPLING)
+        pool.run(pool.completions([([i, 1, 2], 1) for i in range(1, 9)], SAMPLING))
     assert dying.life <= 6
     dying.stop()
 
@@ -405,7 +405,7 @@ def test_the_first_server_to_answer_is_not_given_all_the_work(fakes):
 
     pool.refit = refit
     pool.wait_until_ready()
-    assert pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
+    assert pool.run(pool.completions(prompts(8, 1), SAMPLING)) == expected(8, 1)
     assert [len(fake.served) for fake in both] == [1 + 4, 1 + 4]
 
 
@@ -460,14 +460,14 @@ def test_too_many_open_files_are_not_the_server_s_death(fakes, monkeypatch):
 
 def test_a_server_that_recovers_goes_on(fakes):
     pool = ServerPool([fakes("500", times=2).url], server_timeout=20.0)
-    assert pool.complete(prompts(6, 2), SAMPLING) == expected(6, 2)
+    assert pool.run(pool.completions(prompts(6, 2), SAMPLING)) == expected(6, 2)
 
 
 @pytest.mark.parametrize(("fault", "message"), [("400", "answered 400"), ("401", "VLLM_API_KEY")])
 def test_what_every_server_would_refuse_is_the_users_error_at_once(fault, message, fakes):
     pool = ServerPool([fakes(fault).url, fakes(fault).url], server_timeout=60.0)
     with pytest.raises(ValueError, match=message):
-        pool.complete(prompts(3, 2), SAMPLING)
+        pool.run(pool.completions(prompts(3, 2), SAMPLING))
     with pytest.raises(ValueError, match=message):
         list(pool.as_completed(pool.completions(prompts(2, 1), SAMPLING)))
 
@@ -484,7 +484,8 @@ def test_nobody_there_is_an_error_within_the_timeout(fakes):
     gone = fakes()
     gone.stop()
     with pytest.raises(PoolError, match=f"No vLLM server could be used for 0.3 s(.|\n)*{gone.url} is dead"):
-        ServerPool([gone.url], server_timeout=0.3).complete(prompts(3, 2), SAMPLING)
+        pool = ServerPool([gone.url], server_timeout=0.3)
+        pool.run(pool.completions(prompts(3, 2), SAMPLING))
 
 
 def test_a_server_that_comes_back_is_refitted_before_it_is_given_a_prompt(fakes):
@@ -498,7 +499,7 @@ def test_a_server_that_comes_back_is_refitted_before_it_is_given_a_prompt(fakes)
         return pool.fleet.version - (len(order) < 3)  # twice it ends up with old weights
 
     pool.refit = refit
-    assert pool.complete(prompts(4, 1), SAMPLING) == expected(4, 1)
+    assert pool.run(pool.completions(prompts(4, 1), SAMPLING)) == expected(4, 1)
     assert len(order) == 3
     trials = 3  # one token each, before a server is trusted
     assert len(fake.served) == 4 + trials
@@ -508,7 +509,8 @@ def test_the_api_key_comes_from_the_environment_and_is_not_logged(fakes, monkeyp
     monkeypatch.setenv("VLLM_API_KEY", "secret-key")
     fake = fakes("500", times=2)
     caplog.set_level("DEBUG")
-    ServerPool([fake.url], server_timeout=10.0).complete(prompts(2, 1), SAMPLING)
+    pool = ServerPool([fake.url], server_timeout=10.0)
+    pool.run(pool.completions(prompts(2, 1), SAMPLING))
     assert fake.authorisation == "Bearer secret-key"
     assert "secret-key" not in caplog.text
 
@@ -517,7 +519,8 @@ def test_servers_are_asked_directly_whatever_proxy_the_environment_has(fakes, mo
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
     monkeypatch.setenv("no_proxy", "")
-    assert len(ServerPool([fakes().url], server_timeout=10.0).complete(prompts(2, 1), SAMPLING)) == 2
+    pool = ServerPool([fakes().url], server_timeout=10.0)
+    assert len(pool.run(pool.completions(prompts(2, 1), SAMPLING))) == 2
 
 
 @pytest.mark.parametrize(

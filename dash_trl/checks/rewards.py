@@ -19,10 +19,9 @@ def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any
     known = [getattr(dataset, "column_names", None) for dataset in (train_dataset, *evaluated)]
     for one in rewards or ():
         if args.reward_pipeline and not scores_alone(one):
-            name = getattr(one, "__name__", one)
             raise ValueError(
-                f"reward_pipeline=True, but {name!r:.100} scores a whole batch at once. Use functions that score "
-                "one completion: reward(completion, answer, ...)."
+                f"reward_pipeline=True, but {getattr(one, '__name__', one)!r:.100} scores a whole batch at once. Use "
+                "functions that score one completion: reward(completion, answer, ...)."
             )
         if not isinstance(one, AgentReward):
             continue

@@ -6,8 +6,7 @@ from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
     from dash_trl.embedded.problems import arithmetic_dataset, arithmetic_reward
-    from dash_trl.embedded.run import embedded_defaults
     from dash_trl.embedded.tokenizer import arithmetic_tokenizer
-    from dash_trl.embedded.warm_up import Lessons, WarmUp, cached_model, embedded_model
+    from dash_trl.embedded.warm_up import Lessons, WarmUp, cached_model, embedded_defaults, embedded_model
 
 __getattr__, __dir__, __all__ = lazy(__name__)

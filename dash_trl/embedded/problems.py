@@ -38,8 +38,7 @@ def problems_of(split: str, generator: random.Random, operands: Sequence[int] = 
         problem = str(total)
         for _ in range(generator.choice(operands) - 1):
             operand = generator.randint(1, LARGEST_OPERAND)
-            signs = [sign for sign in (1, -1) if 0 <= total + sign * operand <= LARGEST_TOTAL]
-            sign = generator.choice(signs)
+            sign = generator.choice([sign for sign in (1, -1) if 0 <= total + sign * operand <= LARGEST_TOTAL])
             total += sign * operand
             problem += f"{'+' if sign > 0 else '-'}{operand}"
         if split_of(problem) == split:

@@ -1,4 +1,4 @@
-"""How the embedded model is made: a supervised warm-up, cached on disk.
+"""How the embedded model is made: a supervised warm-up, cached on disk; and the settings of its run.
 
 It teaches the model to work step by step, from traces in which a step is wrong now and then. So it knows the sums
 (greedy accuracy near 1) but has learned the habit of slipping, too (sampled accuracy near 0.4), and reinforcement
@@ -76,15 +76,11 @@ def _trace(problem: str, generator: random.Random, slip_rate: float, wait_rate: 
         left, right = f"{total}{operation}=", total + int(operation)
         wrong = generator.choice([number for number in range(LARGEST_TOTAL + 1) if number != right])
         fate = generator.random()
-        if fate < slip_rate:
-            lines.append(f"{left}{wrong}")
-            total = wrong
-        elif fate < slip_rate + wait_rate:
+        total = wrong if fate < slip_rate else right
+        if slip_rate <= fate < slip_rate + wait_rate:
             lines += [f"{left}{wrong}", f"Wait, {left}{right}"]
-            total = right
         else:
-            lines.append(f"{left}{right}")
-            total = right
+            lines.append(f"{left}{total}")
     return "\n".join([*lines, f"The answer is {total}"])
 
 
@@ -256,3 +252,31 @@ def cached_model(
             make(unfinished)
             unfinished.rename(final)
     return str(final)
+
+
+def embedded_defaults() -> dict[str, Any]:
+    """`DASHConfig` fields of the default run: 80 optimizer steps of 128 rows, 16 problems with 8 completions each.
+
+    In float32, on the GPU if there is one. The learning rate decays, since near the end a constant one unlearns a sum
+    as often as it learns another; much more of it (3e-4) makes the model forget.
+    """
+    return {
+        "output_dir": "outputs/embedded",
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 16,
+        "num_generations": 8,
+        "max_completion_length": 64,
+        "max_steps": 80,
+        "learning_rate": 1.5e-4,
+        "lr_scheduler_type": "linear",
+        "temperature": 1.0,
+        "beta": 0.0,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+    }

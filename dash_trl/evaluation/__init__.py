@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from dash_trl.evaluation.checkpoint import Checkpoint
     from dash_trl.evaluation.command import EvaluationArguments, evaluate_models
     from dash_trl.evaluation.figures import CORRECT_ABOVE, bootstrap_interval, figures_of, pass_at_k
-    from dash_trl.evaluation.measure import accuracy, evaluate
     from dash_trl.evaluation.records import Records
-    from dash_trl.evaluation.reward import Reward
+    from dash_trl.evaluation.reward import Reward, accuracy, evaluate
     from dash_trl.evaluation.sampler import Draw, SampledCompletion, Sampler, prompt_ids
     from dash_trl.evaluation.samplers import LocalSampler, ServerSampler, check_shapes, open_sampler
     from dash_trl.evaluation.tasks import Task, TaskArguments, command_parser, hash_of, model_of

@@ -39,8 +39,7 @@ class Checkpoint:
         """Where the config and the weights are: of an adapter, the model that it was trained on."""
         if not self.is_adapter:
             return str(Path(self.name).expanduser()) if Path(self.name).expanduser().is_dir() else self.name
-        settings = json.loads((Path(self.name).expanduser() / ADAPTER).read_text())
-        return str(settings.get("base_model_name_or_path"))
+        return str(json.loads((Path(self.name).expanduser() / ADAPTER).read_text()).get("base_model_name_or_path"))
 
     @cached_property
     def config(self) -> Any:

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PICTURE = "pass_at_k.png"
-
 
 @dataclass
 class EvaluationArguments(TaskArguments):
@@ -108,12 +106,12 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
             rows = [job.records.rows[index]["samples"] for index in range(len(job.problems))]
             figures = {"model": job.checkpoint.name, **figures_of(rows, ks, seed=arguments.seed)}
             results[job.label] = figures
-            text = json.dumps({**figures, "settings": job.records.settings}, indent=2) + "\n"
-            (folder / f"{job.label}.json").write_text(text)
+            with_settings = {**figures, "settings": job.records.settings}
+            (folder / f"{job.label}.json").write_text(json.dumps(with_settings, indent=2) + "\n")
             for remark in remarks(job.label, figures):
                 logger.warning(remark)
     print(f"\n{table(results, ks)}\n\nsamples: {', '.join(str(job.records.path) for job in jobs)}")
-    print(f"plot:    {plot_pass_at_k(results, folder / PICTURE, title=Path(str(task.dataset_name)).name)}")
+    print(f"plot:    {plot_pass_at_k(results, folder / 'pass_at_k.png', title=Path(str(task.dataset_name)).name)}")
     return results
 
 
@@ -131,14 +129,12 @@ def _jobs(
             **shared,
             "problems": hash_of(problems),
         }
-        records = stack.enter_context(Records(folder / f"{label}.jsonl", settings))
-        yield Job(label, checkpoint, problems, records)
+        yield Job(label, checkpoint, problems, stack.enter_context(Records(folder / f"{label}.jsonl", settings)))
 
 
 def labels(models: Sequence[str]) -> list[str]:
     """Short names for files and plots: the last part of each, with as many before it as tell them apart."""
-    full = [os.path.abspath(model) if os.path.isdir(model) else model for model in models]
-    parts = [Path(one).parts for one in full]
+    parts = [Path(os.path.abspath(model) if os.path.isdir(model) else model).parts for model in models]
     for length in range(1, max(map(len, parts)) + 1):
         short = ["-".join(one[-length:]).strip("/.-~") for one in parts]
         if len(set(short)) == len(short):

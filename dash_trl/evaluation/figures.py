@@ -142,8 +142,7 @@ def table(models: Mapping[str, Mapping[str, Any]], ks: Sequence[int]) -> str:
             ]
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def _cell(value: float | None, low: float | None, high: float | None) -> str:

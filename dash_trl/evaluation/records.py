@@ -14,13 +14,14 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 
-class Records:
+class Records(AbstractContextManager["Records"]):
     """The rows of such a file by their index; a context manager that closes it.
 
         with Records("samples.jsonl", {"model": model, "seed": 0}) as records:
@@ -66,9 +67,6 @@ class Records:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Records:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -120,8 +120,7 @@ class Sampler(AbstractContextManager["Sampler"]):
 def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:

@@ -6,7 +6,6 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,9 +62,11 @@ class LocalSampler(Sampler):
         sampling = {"do_sample": True, "temperature": draw.temperature, "top_k": 0, "top_p": 1.0, "min_p": None}
         if draw.temperature == 0:
             sampling = {"do_sample": False}
-        width = max(map(len, batch))
-        device = self.model.device
-        with _inference(self.model, draw.stream(number)):
+        width, device = max(map(len, batch)), self.model.device
+        # Of all devices, since manual_seed reaches all of them.
+        rng = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+        with evaluating(self.model), rng, torch.no_grad():
+            torch.manual_seed(draw.stream(number))
             generated = self.model.generate(
                 input_ids=torch.tensor([[pad] * (width - len(ids)) + ids for ids in batch], device=device),
                 attention_mask=torch.tensor(
@@ -78,17 +79,7 @@ class LocalSampler(Sampler):
                 **sampling,
             )
         rows = generated[:, width:].tolist()
-        lengths = [next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids)) for ids in rows]
-        return [ids[:length] for ids, length in zip(rows, lengths, strict=True)]
-
-
-@contextmanager
-def _inference(model: Any, seed: int) -> Iterator[None]:
-    """Evaluation mode, no gradients and a seeded RNG inside; all of it as before outside."""
-    # All devices, since manual_seed reaches all of them.
-    with evaluating(model), torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.no_grad():
-        torch.manual_seed(seed)
-        yield
+        return [ids[: next((i + 1 for i, token in enumerate(ids) if token in ends), None)] for ids in rows]
 
 
 class VLLMSampler(Sampler):
@@ -102,9 +93,8 @@ class VLLMSampler(Sampler):
         options: dict[str, Any] = {}
         if gpus:
             config = checkpoint.config.get_text_config()
-            heads = config.num_attention_heads
-            key_heads = getattr(config, "num_key_value_heads", None) or heads
-            options["tensor_parallel_size"] = math.gcd(len(gpus), heads, key_heads)
+            heads = [config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 0]
+            options["tensor_parallel_size"] = math.gcd(len(gpus), *heads)
         else:  # as `dash_trl.serve` starts a server
             options |= {"dtype": "float32", "enforce_eager": True, "max_num_seqs": CPU_SEQUENCES}
             options["enable_chunked_prefill"] = False  # with it and seeds the engine dies (`sampling.takes_seeds`)

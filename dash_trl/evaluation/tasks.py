@@ -147,10 +147,13 @@ class TaskArguments(Task):
 
     def settings(self, task: Task) -> dict[str, Any]:
         """What the samples and their rewards depend on, beside the model and the problems; as JSON."""
-        names = ("dataset_config", "dataset_test_split", "prompt_template", "temperature", "seed")
         return {
             "dataset_name": task.dataset_name,
-            **{name: getattr(self, name) for name in names},
+            "dataset_config": self.dataset_config,
+            "dataset_test_split": self.dataset_test_split,
+            "prompt_template": self.prompt_template,
+            "temperature": self.temperature,
+            "seed": self.seed,
             "sampler": self.backend,
             **({"batch_size": self.per_device_eval_batch_size} if self.backend == "transformers" else {}),
             "max_completion_length": self.length(task),

@@ -33,9 +33,8 @@ def filter_metrics(
     tokens = rollouts.lengths()[:, 2]
     advantages = replace(rollouts, advantages=rollouts.advantages.abs()).mean_advantages()
     keep = filtered.keep
-    counts = [keep, filtered.constant, filtered.threshold, filtered.unscored]
-    local = torch.stack([*(count.sum() for count in counts), tokens[keep].sum(), tokens.sum()])
-    *rows, kept_tokens, all_tokens = reduce_sum(local).tolist()
+    counted = [keep, filtered.constant, filtered.threshold, filtered.unscored, tokens[keep], tokens]
+    *rows, kept_tokens, all_tokens = reduce_sum(torch.stack([one.sum() for one in counted])).tolist()
     kept_advantage = reduce_sum(advantages[keep].sum()).item()
     return {
         "filter/kept_rows": rows[0] / sum(rows),

@@ -140,8 +140,7 @@ class ProcessRewardCallback(DASHCallback):
         self._learns = hasattr(self.value, "learn")
         self.anchored = self._learns and can_be_anchored if anchored is None else anchored
         if settings is None:
-            auto = self._learns and _is_weighed(estimator)
-            settings = CreditSettings(process_weight="auto") if auto else CreditSettings()
+            settings = CreditSettings(process_weight="auto" if self._learns and _is_weighed(estimator) else 1.0)
         check_settings(estimator, settings)
         self.estimator, self.settings = estimator, settings
         if self._learns:
@@ -161,9 +160,6 @@ class ProcessRewardCallback(DASHCallback):
         self.answer_column, self.skip_solved = answer_column, skip_solved
         # Of the last generation batch, for a look at it: each row's boundaries and values.
         self.last: list[tuple[tuple[int, ...], list[float]]] = []
-        self._parts: list[_Part] = []  # of a window, until it is whole
-        self._seconds = 0.0  # that they took
-        self._lessons: list[tuple[int, ValueRequest, float]] = []  # in them, if V learns: group, rollout, outcome
         self._weight = 0.0  # of the process part in this window, if it is "auto"
         self._logged_entropy: float | None = None
         self._diagnostics = Diagnostics()
@@ -172,7 +168,8 @@ class ProcessRewardCallback(DASHCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._parts, self._lessons = [], []  # of a run that was interrupted
+        self._parts: list[_Part] = []  # of a window, until it is whole; not those of a run that was interrupted
+        self._lessons: list[tuple[int, ValueRequest, float]] = []  # in them, if V learns: group, rollout, outcome
         self._segmenter = Segmenter(kwargs["processing_class"], **self.segmentation)
 
     @property
@@ -218,7 +215,7 @@ class ProcessRewardCallback(DASHCallback):
     ) -> None:
         trainer, started = kwargs["trainer"], time.perf_counter()
         if not self._parts:
-            self.last, self._seconds = [], 0.0
+            self.last, self._seconds = [], 0.0  # that the window's parts took
             if self._auto:
                 self._weight = trainer.ranks.agree(self._watch.weight, from_main=True)
         part, credit = self._part(rollouts, trainer)
@@ -284,7 +281,9 @@ class ProcessRewardCallback(DASHCallback):
         """All its parts have come: V learns from it, and what V was worth in it is noted and logged."""
         window, self._parts = joined(self._parts), []
         ready, started = getattr(self.value, "ready", True), time.perf_counter()
-        self._learn(trainer)
+        if self._learns:  # from the rows in the order of their groups, in whatever order those came
+            lessons, self._lessons = sorted(self._lessons, key=lambda lesson: lesson[0]), []
+            self.value.learn([one[1] for one in lessons], [one[2] for one in lessons], trainer)  # type: ignore[attr-defined]
         worth = self._judged(window, trainer.ranks)
         seconds = self._seconds + time.perf_counter() - started
         figures = batch_figures(window.rewards, window.boundaries, window.values, window.credit, skipped=window.skipped)
@@ -341,14 +340,6 @@ class ProcessRewardCallback(DASHCallback):
                 )
             )
         return requests
-
-    def _learn(self, trainer: Any) -> None:
-        """Of a window that has been valued, its rows in the order of their groups, in whatever order those came."""
-        if not self._learns:
-            return
-        lessons, self._lessons = sorted(self._lessons, key=lambda lesson: lesson[0]), []
-        requests, outcomes = [lesson[1] for lesson in lessons], [lesson[2] for lesson in lessons]
-        self.value.learn(requests, outcomes, trainer)  # type: ignore[attr-defined]
 
     def _judged(self, window: _Part, ranks: Ranks) -> dict[str, float]:
         """What V and the policy have shown up to this window, on all ranks, in the order of the groups."""

@@ -283,8 +283,7 @@ def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
     return _or_outcome(_discounted(deltas, settings.gamma * settings.lam), rewards, CreditSettings())
 
 
-Estimator = Callable[[Rewards, CreditSettings], Tensor]
-ESTIMATORS: dict[str, Estimator] = {
+ESTIMATORS: dict[str, Callable[[Rewards, CreditSettings], Tensor]] = {
     estimator.__name__: estimator
     for estimator in (
         centered_return,

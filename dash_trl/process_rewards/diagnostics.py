@@ -69,8 +69,8 @@ def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: 
 def process_metrics(figures: Figures) -> dict[str, float]:
     """What is logged of them."""
     numbers = {name: mean for name, (mean, _) in figures.items() if "/" in name}
-    for name in ("advantage/mean", "advantage/mean_outcome_only"):
-        numbers[name.replace("mean", "std")] = figures[name][1]
+    numbers["advantage/std"] = figures["advantage/mean"][1]
+    numbers["advantage/std_outcome_only"] = figures["advantage/mean_outcome_only"][1]
     return {name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
@@ -85,7 +85,7 @@ class Diagnostics:
 
     def __init__(self) -> None:
         self._failures = {"values": 0, "structure": 0, "scale": 0, "time": 0, "worth": 0, "entropy": 0}
-        self._last: float | None = None
+        self._last = -math.inf  # seconds, at the window before
         self.entropies: list[float] = []  # of the first `PATIENCE` windows that were paid by V
 
     def check(self, figures: Figures, *, seconds: float, estimator: str, ready: bool = True, pays: bool = True) -> None:
@@ -96,8 +96,7 @@ class Diagnostics:
             pays: False while nothing is paid by V, by intent.
         """
         now = time.perf_counter()
-        between = now - self._last if self._last is not None else None
-        self._last = now
+        between, self._last = now - self._last, now
         asked, valued = figures["asked"][0], figures["process/valued_rows"][0]
         several_structured = figures["structured where several"][0]
         process, outcome = figures["added"][1], figures["outcome"][1]
@@ -122,13 +121,12 @@ class Diagnostics:
                 f"The process part changes the advantages by {process:.1e}, the outcome's spread is {outcome:.1e}: the "
                 "signal is drowned. Raise CreditSettings.process_weight, or lower scale_floor if V hardly moves.",
             )
-        if between is not None:
-            self._note(
-                "time",
-                seconds > DEAR * between,
-                f"V(prefix) takes {seconds:.1f} s of the {between:.1f} s between two generation batches. Fewer, longer "
-                "episodes (min_episode_tokens) or a larger max_tokens_per_pass make it cheaper.",
-            )
+        self._note(
+            "time",
+            seconds > DEAR * between,
+            f"V(prefix) takes {seconds:.1f} s of the {between:.1f} s between two generation batches. Fewer, longer "
+            "episodes (min_episode_tokens) or a larger max_tokens_per_pass make it cheaper.",
+        )
 
     def watch(self, figures: Mapping[str, float], *, full: bool, entropy: float | None) -> None:
         """Of a window that was paid by V.
@@ -147,20 +145,19 @@ class Diagnostics:
                 "credit is noise. Use another value, CreditSettings(process_weight='auto'), which pays nothing while V "
                 "is worth nothing, or leave the callback out.",
             )
-        if entropy is None:
-            return
-        if len(self.entropies) < PATIENCE:
+        if entropy is not None and len(self.entropies) < PATIENCE:
             self.entropies.append(entropy)
-            return
-        first = sum(self.entropies) / PATIENCE
-        self._note(
-            "entropy",
-            entropy < LOST * first,
-            f"The policy's mean entropy per token has fallen to {entropy:.2g}, from {first:.2g} in the first windows "
-            "that V paid for. V is made of the policy's own log-probs, so that its credit may pay for being sure, "
-            "whatever is said; no figure of V's worth can see that. Look at the accuracy on held-out problems. If it "
-            "falls, use a smaller process_weight (0 ends it), or a value that is not made of log-probs.",
-        )
+        elif entropy is not None:
+            first = sum(self.entropies) / PATIENCE
+            self._note(
+                "entropy",
+                entropy < LOST * first,
+                f"The policy's mean entropy per token has fallen to {entropy:.2g}, from {first:.2g} in the first "
+                "windows that V paid for. V is made of the policy's own log-probs, so that its credit may pay for "
+                "being sure, whatever is said; no figure of V's worth can see that. Look at the accuracy on held-out "
+                "problems. If it falls, use a smaller process_weight (0 ends it), or a value that is not made of "
+                "log-probs.",
+            )
 
     def _note(self, check: str, failed: bool, message: str) -> None:
         self._failures[check] = self._failures[check] + 1 if failed else 0

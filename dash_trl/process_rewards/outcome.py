@@ -139,8 +139,13 @@ class OutcomeValue:
 
         A resumed run goes on with its own settings; those saved are for who has no others. The tensors never change.
         """
-        names = "space", "num_windows", "ridge", "min_rollouts", "min_problems"
-        settings = {name: getattr(self, name) for name in names}
+        settings = {
+            "space": self.space,
+            "num_windows": self.num_windows,
+            "ridge": self.ridge,
+            "min_rollouts": self.min_rollouts,
+            "min_problems": self.min_problems,
+        }
         return {"settings": settings, "windows": [dict(vars(window)) for window in self._windows]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -153,8 +158,7 @@ class OutcomeValue:
         asked = [request for request in requests if request.boundaries]
         if self._fit is None or not asked:
             return [[math.nan] * len(request.boundaries) for request in requests]
-        rows = [self._features(request) for request in asked]
-        table = torch.tensor([row for of_one in rows for row in of_one], dtype=torch.double)
+        table = torch.tensor([row for request in asked for row in self._features(request)], dtype=torch.double)
         inner = iter(self._fit(table.view(-1, self._columns(asked))))
         return [
             [self._fit.base, *(next(inner) for _ in request.boundaries[1:])] if request.boundaries else []
@@ -223,8 +227,9 @@ class OutcomeValue:
                 )
             return None
         rollout = torch.arange(len(better)).repeat_interleave(buffer.prefixes)
-        logistic = self.space == "probability"
-        return fit_outcomes(buffer.features, rollout, buffer.outcome, logistic=logistic, ridge=self.ridge)
+        return fit_outcomes(
+            buffer.features, rollout, buffer.outcome, logistic=self.space == "probability", ridge=self.ridge
+        )
 
 
 def _number(prompt_ids: Sequence[int]) -> int:

@@ -155,8 +155,7 @@ def tree_flaw(model: Any, base_model: Any) -> str | None:
         return Tree(tuple(sample[:half]), tuple(Branch(attach, branch, scored=0) for attach, branch in attached))
 
     def log_probs(function: Any, samples: Sequence[Sequence[int]]) -> list[Tensor]:
-        results = function([tree(sample) for sample in samples])
-        return [torch.tensor([value for branch in branches for value in branch]) for branches in results]
+        return [torch.tensor(branches).flatten() for branches in function([tree(sample) for sample in samples])]
 
     return isolation_flaw(
         partial(log_probs, partial(tree_log_probs, model, base_model)),

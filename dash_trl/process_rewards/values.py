@@ -171,8 +171,9 @@ class AnswerLogProbValue:
             passes_on_all_ranks: this rank's passes → the largest number of any rank; under ZeRO-3 and FSDP a pass is a
                 collective, so that ranks with fewer run dummies.
         """
-        trees = self._trees(requests, tokenizer)
-        return self._valued(requests, trees, model, model if call is None else call, passes_on_all_ranks)
+        return self._valued(
+            requests, self._trees(requests, tokenizer), model, model if call is None else call, passes_on_all_ranks
+        )
 
     def _trees(self, requests: Sequence[ValueRequest], tokenizer: Any) -> list[Tree]:
         return [self._tree(request, tokenizer) for request in requests]
@@ -192,8 +193,7 @@ class AnswerLogProbValue:
         with evaluating(call):
             if self._takes_trees(model, call, passes_on_all_ranks):
                 sizes = {i: max(len(trees[i]), LOGITS_TOKENS * trees[i].scored) for i in asked}
-                bins = fitted_bins(asked, sizes, self.max_tokens_per_pass)
-                passes = [[(i, trees[i]) for i in rows] for rows in bins]
+                passes = [[(i, trees[i]) for i in one] for one in fitted_bins(asked, sizes, self.max_tokens_per_pass)]
                 score = partial(tree_log_probs, call, model)
             else:
                 passes = [[(i, Tree(trees[i].trunk, (branch,)))] for i in asked for branch in trees[i].branches]

@@ -25,7 +25,6 @@ from torch import Tensor
 from dash_trl.rollout import joined
 
 WINDOWS = 8  # the last ones that are looked at, as `OutcomeValue` fits
-BINS = 10  # of the calibration error
 LEAST_GROUPS = 8  # mixed ones, without which there is no interval, and no weight
 LEAST_WEIGHT = 0.02  # a smaller one is 0: it would move little but noise
 SURELY = 1 - 1e-12  # a correlation above it is taken for this: Fisher's z has no number for 1
@@ -77,8 +76,8 @@ def evidence_of(boundaries: Tensor, values: Tensor, outcomes: Tensor, *, group_s
     y_centre = (used * y_of).sum(dim=1, keepdim=True) / size
     dv, dy = v - v_centre, (y_of - y_centre).view(-1, 1)
     products = torch.stack([(share * cells).sum(dim=1) for cells in (dv * dv, dv * dy, dy * dy)], dim=1)
-    of_groups = products.view(-1, group_size, 3).sum(dim=1)
-    return Evidence(pairs=count.double(), won=won, products=of_groups * (count > 0).unsqueeze(1))
+    products = products.view(-1, group_size, 3).sum(dim=1) * (count > 0).unsqueeze(1)
+    return Evidence(pairs=count.double(), won=won, products=products)
 
 
 def interval(groups: Tensor, figure: Callable[[Tensor], Tensor]) -> tuple[float, float]:
@@ -117,9 +116,7 @@ class Watch:
         self._windows = [*self._windows, window][-WINDOWS:]
 
     def figures(self) -> dict[str, float]:
-        """What is logged, without what there is no evidence of."""
-        if not self._windows:
-            return {}
+        """What is logged of at least one window, without what there is no evidence of."""
         of_all = joined(self._windows)
         sums = torch.stack([of_all.won, of_all.pairs], dim=1)[of_all.pairs > 0]
         if not len(sums):

@@ -87,7 +87,8 @@ class Fleet:
         Args:
             avoid: servers on which it failed before; taken if no other has the current weights.
         """
-        current = [server for server in self.servers.values() if self._current(server)]
+        # They were seen to hold the current weights; whether they still do is seen before they become healthy.
+        current = [server for server in self.servers.values() if server.version == self.version]
         avoid = set(avoid)
         current = [server for server in current if server.url not in avoid] or current
         return [server.url for server in current if server.state == State.HEALTHY]
@@ -123,15 +124,7 @@ class Fleet:
     def describe(self) -> str:
         return "\n".join(f"  {s.url} is {s.state}; last error: {s.last_error}" for s in self.servers.values())
 
-    def _current(self, server: Server) -> bool:
-        """It was seen to hold the current weights; whether it still does is seen before it becomes healthy."""
-        return server.version == self.version
-
     # ----------------------------------------------------------------------------------------------------- events
-
-    def begin(self, now: float) -> None:
-        """A batch of work arrives."""
-        self._look_around(now)
 
     def started(self, url: str, job: Hashable, tokens: int, sequences: int) -> None:
         """A job, unique among those of all batches in work, was given to the server."""
@@ -157,7 +150,7 @@ class Fleet:
         elif server.state != State.DEAD:
             server.state = State.SUSPECT
             server.rest_until = now + min(FIRST_BACK_OFF * 2 ** (server.failures - 1), LAST_BACK_OFF)
-        self._look_around(now)
+        self.look_around(now)
 
     def answered(self, url: str) -> None:
         """It answers a probe: it is about to be given weights, unless it has them."""
@@ -174,19 +167,19 @@ class Fleet:
             self.down_since = None
         else:
             self._die(server, now)
-            self._look_around(now)
+            self.look_around(now)
 
     def waits(self, url: str, now: float) -> None:
         """It answers a probe, but has other weights, and can be given none before the next ones are sent to all."""
         self.servers[url].version = None
-        self._look_around(now)
+        self.look_around(now)
 
     def refit_failed(self, url: str, error: str, now: float) -> None:
         """It did not answer a probe, or did not take the weights."""
         server = self.servers[url]
         server.last_error = error
         self._die(server, now)
-        self._look_around(now)
+        self.look_around(now)
 
     def new_version(self, version: int, now: float) -> None:
         """There are new weights: no server may be given a prompt until it has them."""
@@ -194,14 +187,16 @@ class Fleet:
         for server in self.servers.values():
             if server.state != State.DEAD:
                 server.state = State.REFITTING
-        self._look_around(now)
+        self.look_around(now)
 
-    def _look_around(self, now: float) -> None:
-        """Work arrives for those that had none: nobody saw whether they are still what they were. Is anybody left?"""
+    def look_around(self, now: float) -> None:
+        """Work arrives, of a batch or of those that lost it: who had none, nobody saw whether they are still what they
+        were. Is anybody left?
+        """
         for server in self.servers.values():
             if server.state == State.HEALTHY and not server.outstanding:
                 server.state, server.rest_until = State.SUSPECT, now
-        if any(self._current(server) for server in self.servers.values()):
+        if any(server.version == self.version for server in self.servers.values()):
             self.down_since = None
         elif self.down_since is None:
             self.down_since = now

@@ -25,7 +25,7 @@ import aiohttp
 
 from dash_trl.sampling.backlog import Backlog, Job
 from dash_trl.sampling.health import Fleet, State
-from dash_trl.sampling.server import Completion, ServerError, VLLMServer
+from dash_trl.sampling.server import ServerError, VLLMServer
 from dash_trl.sampling.urls import check_urls
 from dash_trl.workers import EventLoop
 
@@ -159,31 +159,17 @@ class ServerPool:
             )
             raise PoolError(self.message(what))
 
-    def complete(
-        self,
-        prompts: Sequence[tuple[Sequence[int], int] | tuple[Sequence[int], int, int | None]],
-        sampling: dict[str, Any],
-    ) -> list[list[Completion]]:
-        """Sample continuations.
-
-        Args:
-            prompts: (token ids, how many continuations) each, and, if it differs from that of `sampling`, `max_tokens`.
-            sampling: vLLM's sampling parameters, as in the body of `/v1/completions`.
-        Returns:
-            Per prompt, in order, its continuations.
-        Raises:
-            PoolError: no server could be used for `server_timeout`, or a prompt failed `ATTEMPTS` times.
-            ValueError: a server refused a request as invalid.
-        """
-
-        return self.run(self.completions(prompts, sampling))
-
     def completions(
         self,
         prompts: Sequence[tuple[Sequence[int], int] | tuple[Sequence[int], int, int | None]],
         sampling: dict[str, Any],
     ) -> list[Job]:
-        """A job per prompt, whose result is its continuations; arguments as in `complete`."""
+        """A job per prompt, whose result is its continuations, a `Completion` each.
+
+        Args:
+            prompts: (token ids, how many continuations) each, and, if it differs from that of `sampling`, `max_tokens`.
+            sampling: vLLM's sampling parameters, as in the body of `/v1/completions`.
+        """
 
         def job(number: int, ids: Sequence[int], n: int, max_tokens: int | None = None) -> Job:
             own = sampling if max_tokens is None else {**sampling, "max_tokens": max_tokens}
@@ -193,7 +179,7 @@ class ServerPool:
         return [job(number, *prompt) for number, prompt in enumerate(prompts)]
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Of every token but the first, at temperature 1; raises as `complete`."""
+        """Of every token but the first, at temperature 1; raises as `run`."""
 
         def job(number: int, ids: Sequence[int]) -> Job:
             return Job(len(ids), ask=lambda server: server.log_probs(ids, timeout=math.inf), number=number)
@@ -213,7 +199,7 @@ class ServerPool:
         return self._loop.run(self._submit(jobs, seen))
 
     def collect(self, batch: Batch) -> list[Any]:
-        """The results of a batch, in the order of its jobs; raises what went wrong, as `complete`."""
+        """The results of a batch, in the order of its jobs; raises what went wrong, as `run`."""
         try:
             batch.take(wait=True)
         finally:  # what is left of it after an error, or an interrupt
@@ -221,7 +207,7 @@ class ServerPool:
         return batch.results
 
     def as_completed(self, jobs: list[Job]) -> Iterator[tuple[int, Any]]:
-        """(number of a job, its result), as they come; raises as `complete`. Where it is left early, so is the work."""
+        """(number of a job, its result), as they come; raises as `run`. Where it is left early, so is the work."""
         batch = self.submit(jobs, order=URGENT)
         try:
             for _ in jobs:
@@ -241,12 +227,17 @@ class ServerPool:
         self._loop.run(cancel())
 
     def run(self, jobs: list[Job]) -> list[Any]:
-        """The results of these jobs, which go before all that was submitted: the trainer waits for them."""
+        """The results of these jobs, which go before all that was submitted: the trainer waits for them.
+
+        Raises:
+            PoolError: no server could be used for `server_timeout`, or a job failed `ATTEMPTS` times.
+            ValueError: a server refused a request as invalid.
+        """
         return self.collect(self.submit(jobs, order=URGENT))
 
     async def _submit(self, jobs: list[Job], seen: Seen | None) -> Batch:
         batch = Batch(jobs, time.monotonic(), seen)
-        self.fleet.begin(batch.began)
+        self.fleet.look_around(batch.began)
         suspects = [url for url in self.fleet.to_probe(batch.began) if self.fleet.servers[url].state == State.SUSPECT]
         if suspects:  # the first to answer would be given all the work
             await asyncio.wait(self._look_at(suspects), timeout=START_TOGETHER)
@@ -333,18 +324,19 @@ class ServerPool:
         """Of those that a server had when it died, too: one of them may be what kills servers."""
         self.retried += 1
         if len(job.failed_on) >= ATTEMPTS:
-            what = f"A request failed {ATTEMPTS} times, at last with {job.failed_on[-1]}: {error}"
-            self._fail({self._batches[job]}, PoolError(self.message(what)))
+            what = self.message(f"A request failed {ATTEMPTS} times, at last with {job.failed_on[-1]}: {error}")
+            self._fail({self._batches[job]}, PoolError(what))
 
     def _give_up(self) -> None:
         """Batches that no server could be given a job of for too long. While weights are sent nobody can."""
-        now = time.monotonic()
         if self._sending or self.backlog.running:
             return
+        now = time.monotonic()
         for batch in set(self._batches.values()):
             if self.fleet.lost(max(batch.began, self._sent), now, self.server_timeout):
-                text = f"No vLLM server could be used for {self.server_timeout:g} s"
-                self._fail({batch}, PoolError(self.message(text)))
+                self._fail(
+                    {batch}, PoolError(self.message(f"No vLLM server could be used for {self.server_timeout:g} s"))
+                )
 
     def _fail(self, batches: Iterable[Batch], error: BaseException) -> None:
         for batch in batches:
@@ -421,7 +413,8 @@ class ServerPool:
                 else:
                     logger.warning(f"vLLM server {url} did not take the weights of version {version}: {error}")
                     self.fleet.refit_failed(url, error, self._sent)
-            self.fleet.begin(self._sent)  # jobs may wait here: who had none may have become another since it took them
+            # Jobs may wait here: a server that had none may have become another since it took the weights.
+            self.fleet.look_around(self._sent)
             self._wake.set()
 
         self._loop.run(end())

@@ -90,8 +90,7 @@ class VLLMServer:
 
     async def log_probs(self, ids: Sequence[int], *, timeout: float | None = None) -> list[float]:
         """log P(ids[t] | ids[:t]) for t = 1 … len(ids) − 1, at temperature 1."""
-        options = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
-        choices = await self._choices(ids, 1, options, timeout)
+        choices = await self._choices(ids, 1, {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}, timeout)
         with _readable(choices):
             entries = choices[0]["prompt_logprobs"]
             if len(entries) != len(ids):
@@ -169,8 +168,9 @@ class VLLMServer:
         done = await self._request("POST", "/reset_prefix_cache", params=options, timeout=CONTROL_SECONDS)
         if not done.get("success"):
             raise ServerError("did not forget the prefixes of the old weights")
-        version = {"new_version": tag}
-        await self._request("POST", "/update_weight_version", json=version, timeout=CONTROL_SECONDS, parse=False)
+        await self._request(
+            "POST", "/update_weight_version", json={"new_version": tag}, timeout=CONTROL_SECONDS, parse=False
+        )
 
     async def _rpc(self, method: str, **kwargs: str) -> Any:
         return await self._request("POST", "/collective_rpc", json={"method": method, "kwargs": kwargs})
@@ -181,8 +181,7 @@ class VLLMServer:
         self, method: str, path: str, *, timeout: float | None = None, parse: bool = True, **kwargs: Any
     ) -> Any:
         seconds = self.timeout if timeout is None else timeout
-        total = None if seconds == math.inf else seconds
-        limit = aiohttp.ClientTimeout(total=total, sock_connect=CONNECT_SECONDS)
+        limit = aiohttp.ClientTimeout(None if seconds == math.inf else seconds, sock_connect=CONNECT_SECONDS)
         try:
             async with self._session.request(method, self.url + path, timeout=limit, **kwargs) as response:
                 text = await response.text()

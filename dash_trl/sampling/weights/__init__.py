@@ -9,6 +9,6 @@ if TYPE_CHECKING:
     from dash_trl.sampling.weights.nccl import NCCLWeights
     from dash_trl.sampling.weights.proof import model_log_probs
     from dash_trl.sampling.weights.snapshot import Snapshot
-    from dash_trl.sampling.weights.sync import WeightSync, check_servers
+    from dash_trl.sampling.weights.sync import WeightSync, check_servers, load_checkpoint, takes_seeds
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -74,8 +74,7 @@ def scaled_outputs(model: nn.Module, scale: float) -> Iterator[None]:
 @torch.no_grad()
 def model_log_probs(model: nn.Module, ids: list[int], scale: float) -> Tensor:
     """[len(ids) − 1], log P(ids[t] | ids[:t]) of the trainer's model; a collective under ZeRO-3 and FSDP."""
-    device = next(model.parameters()).device
-    row = torch.tensor([ids], device=device)
+    row = torch.tensor([ids], device=next(model.parameters()).device)
     with evaluating(model), scaled_outputs(model, scale):
         logits = model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False).logits
     return logits[0, :-1].float().log_softmax(dim=-1).gather(1, row[0, 1:, None]).squeeze(1).cpu()
