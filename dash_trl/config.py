@@ -1,7 +1,5 @@
 """`DASHConfig`: TRL's `GRPOConfig` and the few options that DASH adds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig

@@ -7,8 +7,6 @@ Without the meeting the others would go on into their next collective and wait t
 a collective itself: a rank that fails within one would answer another than the others are in.
 """
 
-from __future__ import annotations
-
 import pickle
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Models that are not there, or cannot be trained as text generators."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import transformers

@@ -1,7 +1,5 @@
 """Datasets, their prompts, and what a `rollout_func` makes of these."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

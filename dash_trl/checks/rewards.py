@@ -1,7 +1,5 @@
 """Reward functions, before a weight is loaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from dash_trl.checks.arguments import check_async

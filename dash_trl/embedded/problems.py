@@ -7,8 +7,6 @@ problem 7+5-3 ──► the model writes   7+5=12        ──► reward 1 if t
 A solution by a human is right and skips steps: 7+5-3=9 in one line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

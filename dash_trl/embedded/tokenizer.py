@@ -1,7 +1,5 @@
 """The embedded model's tokenizer: Qwen2's, with a vocabulary of this task."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ It teaches the model to work step by step, from traces in which a step is wrong 
 learning has something to remove within a minute.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

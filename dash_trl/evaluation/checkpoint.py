@@ -1,7 +1,5 @@
 """A model by its name: whether it is there, what it is, and its weights, with a LoRA adapter merged into them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ Writes OUTPUT_DIR/<model>.jsonl (all samples), <model>.json (the figures) and pa
 on where an interrupted one was, and samples nothing that is there. docs/evaluation.md has the rest.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -21,8 +19,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from datasets import Dataset
 from tqdm.auto import tqdm
 
 from dash_trl.evaluation.checkpoint import Checkpoint
@@ -33,9 +32,6 @@ from dash_trl.evaluation.sampler import Draw
 from dash_trl.evaluation.samplers import check_shapes
 from dash_trl.evaluation.tasks import Task, TaskArguments, command_parser, hash_of, model_of
 from dash_trl.monitoring import plot_pass_at_k
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,6 @@ other samples than those asked for, and are marked.
 Letters: P problems, n scored samples of a problem, c correct ones among them, k <= n.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

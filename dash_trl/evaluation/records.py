@@ -7,8 +7,6 @@
 A file of other settings, or of another form, is refused: nothing is overwritten.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

@@ -3,8 +3,6 @@
 By it `evaluate` and `accuracy` measure a loaded model, as a training script does.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence

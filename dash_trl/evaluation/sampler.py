@@ -6,8 +6,6 @@ Letters: P prompts, S samples of each. Samples come from the model's own distrib
 top-p and repetition penalties that a model's `generation_config` may ask for are switched off, as in TRL.
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The samplers: transformers' `generate`, vLLM in this process, vLLM servers; `open_sampler` makes one by its name."""
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

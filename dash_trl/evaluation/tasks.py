@@ -5,8 +5,6 @@ name of a data set ──► columns ──► answers: MathAccuracyReward
 embedded ──► the problems of the tiny model of `dash_trl.embedded`
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -15,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+from datasets import Dataset
 from transformers import HfArgumentParser
 
 from dash_trl.data import has_tests, load_code_dataset, load_math_dataset, select_split
@@ -27,9 +26,6 @@ from dash_trl.evaluation.sampler import Sampler
 from dash_trl.evaluation.samplers import BATCH_SIZE, open_sampler
 from dash_trl.rewards import DEFAULT_NAME, CodeReward, MathAccuracyReward, load_reward
 from dash_trl.sampling import WEIGHT_DIR
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 MAX_COMPLETION_LENGTH, EMBEDDED_LENGTH = 2048, 64  # tokens; the first is the paper's
 

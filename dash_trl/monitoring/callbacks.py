@@ -1,7 +1,5 @@
 """Callbacks: the progress bar, the file of metrics, and the time that a run may take."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the filter and the packer did, as numbers for TRL's log."""
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

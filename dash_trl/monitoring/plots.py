@@ -1,7 +1,5 @@
 """Pictures of a run. matplotlib is imported when one is drawn."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

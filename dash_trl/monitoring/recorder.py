@@ -1,7 +1,5 @@
 """`Recorder`: what is logged of training, written where TRL's `log` reads it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What several parts check of users' arguments, and how an error calls them."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 rollouts ──► Segmenter ──► ValueEstimator ──► credit estimator ──► rollouts.advantages [B, T]
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time
@@ -240,9 +238,8 @@ class ProcessRewardCallback(DASHCallback):
         outcomes = gather(outcome)
         skipped = self._skipped(outcomes, group_size)
         requests, found, entropy = self._values(rollouts, skipped[mine], outcome, trainer)
-        none = (0,), [math.nan]
         paid = [
-            none if skip else (request.boundaries, row)
+            ((0,), [math.nan]) if skip else (request.boundaries, row)
             for skip, request, row in zip(skipped[mine].tolist(), requests, found, strict=True)
         ]
         self.last += paid
@@ -264,7 +261,7 @@ class ProcessRewardCallback(DASHCallback):
             sum_over_ranks=partial(_sum, ranks) if alone else _as_it_is,
         )
         credit = ranks.agree(partial(self._credit, rewards))
-        part = _Part(
+        return _Part(
             rewards=rewards,
             credit=credit,
             boundaries=boundaries,
@@ -274,8 +271,7 @@ class ProcessRewardCallback(DASHCallback):
             evidence=evidence_of(boundaries, values, rewards.outcome, group_size=group_size),
             entropy=entropy,
             alone=alone,
-        )
-        return part, credit[mine, :columns]
+        ), credit[mine, :columns]
 
     def _end_window(self, trainer: Any) -> None:
         """All its parts have come: V learns from it, and what V was worth in it is noted and logged."""

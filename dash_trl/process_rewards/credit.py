@@ -13,8 +13,6 @@ Laws that `centered_return` keeps; each other estimator says which of them it br
 (6) scaling all U leaves the credit as it is (above the floor of the scale).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Literal

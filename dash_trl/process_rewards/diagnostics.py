@@ -8,8 +8,6 @@
 Each failed check is said once, with the remedy.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -7,8 +7,6 @@ of tokens through the bytes that each token stands for, so that a character made
 straddles a marker, moves no boundary off a token and loses nothing.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence

@@ -8,8 +8,6 @@ neither what the completion goes on with nor how it ends.
 Letters: K boundaries, F features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

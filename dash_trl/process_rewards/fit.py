@@ -5,8 +5,6 @@ A function of its arguments alone: no random numbers, no order of passes, no tun
 Letters: M prefixes, F features, R rollouts, P = 1 + F + F(F + 1)/2 columns.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@
 All ranks keep the same buffer, and the first one's fit is that of all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math
@@ -234,5 +232,4 @@ class OutcomeValue:
 
 def _number(prompt_ids: Sequence[int]) -> int:
     """For the same prompt the same, on every rank and in every run."""
-    digest = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=7).digest()
-    return int.from_bytes(digest, "big")
+    return int.from_bytes(hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=7).digest(), "big")

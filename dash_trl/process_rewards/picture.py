@@ -1,7 +1,5 @@
 """A completion with its credit, as HTML for a notebook or a page."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Sequence

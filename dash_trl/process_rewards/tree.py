@@ -10,8 +10,6 @@ attention of the trunk is plain causal SDPA, only the few branch tokens need a m
 Letters: L tokens of the packed row, Q branch tokens of a tree, S tokens of a tree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

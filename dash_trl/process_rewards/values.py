@@ -7,8 +7,6 @@
 value that could not be computed is missing (NaN), never 0: log P = 0 would mean certainty.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -8,8 +8,6 @@ The batch of the lowest order goes first: what the trainer waits for, before wha
 job that has failed goes first.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ one flipped bit does not. What it cannot see is the same values at other places;
 (`weights/proof.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch

@@ -13,8 +13,6 @@ hold, so it is the process that was seen. The time without any usable server cou
 beginning: before that nobody may have looked, and what begins later puts nothing off.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field

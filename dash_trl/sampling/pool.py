@@ -8,8 +8,6 @@ Several batches may be in work at once, by the rules of `backlog.Backlog` and `h
 that is written here while servers work, belong to the event loop's thread. What has finished belongs to who takes it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -4,8 +4,6 @@ What goes wrong becomes one of two errors. `ServerError`: this server failed, an
 safe. `ValueError`: the request itself is refused, and would be by any server.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """Addresses of servers: what cannot be one is refused, what is open to others is warned of."""
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Neither is called from the trainer. vLLM finds `register` through the entry poin
 (setup.cfg), and the class through `--worker-extension-cls` (`python -m dash_trl.serve` passes it).
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights by files, which every server loads in place."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import secrets

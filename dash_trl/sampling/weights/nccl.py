@@ -1,7 +1,5 @@
 """Weights over NCCL, from GPU to GPU."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 The first sync of a run sends weights scaled by a known factor, and the servers' log-probs have to follow.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

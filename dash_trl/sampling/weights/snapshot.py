@@ -8,8 +8,6 @@ workers hold with the trainer's, and the first sync of a run sends weights that 
 server's log-probs must follow (`proof.py`): workers may hold one copy and compute with another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any

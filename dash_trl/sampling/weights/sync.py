@@ -9,8 +9,6 @@ checkpoint ──► checksum is the servers'? ── yes ──► its log-prob
                                          └─ no ───► `WeightSync`, as in training
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
