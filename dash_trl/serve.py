@@ -62,8 +62,8 @@ class Servers:
     ):
         if count < 1:
             raise ValueError(f"servers={count}: start at least one.")
-        beside_python = Path(sys.executable).parent  # be its environment activated or not
-        program = shutil.which("vllm", path=f"{beside_python}{os.pathsep}{os.environ.get('PATH', '')}")
+        # First beside Python, be its environment activated or not.
+        program = shutil.which("vllm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
         if program is None:
             raise ValueError("vLLM is not installed in this environment: `pip install dash_trl[vllm]`.")
         gpus = visible_gpus()

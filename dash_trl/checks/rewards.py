@@ -27,8 +27,12 @@ def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any
             if isinstance(columns, list) and not one.form.batch:
                 one.form.check_columns(columns)
         if one.form.post_process is not None:
-            trained = args.per_device_train_batch_size * args.steps_per_generation
-            _check_groups(one.name, trained, "per_device_train_batch_size x steps_per_generation", args.num_generations)
+            _check_groups(
+                one.name,
+                args.per_device_train_batch_size * args.steps_per_generation,
+                "per_device_train_batch_size x steps_per_generation",
+                args.num_generations,
+            )
             if eval_dataset is not None:
                 size = args.num_generations_eval or args.num_generations
                 _check_groups(one.name, args.per_device_eval_batch_size, "per_device_eval_batch_size", size)

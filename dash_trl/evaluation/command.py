@@ -102,8 +102,9 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
             rows = [job.records.rows[index]["samples"] for index in range(len(job.problems))]
             figures = {"model": job.checkpoint.name, **figures_of(rows, ks, seed=arguments.seed)}
             results[job.label] = figures
-            with_settings = {**figures, "settings": job.records.settings}
-            (folder / f"{job.label}.json").write_text(json.dumps(with_settings, indent=2) + "\n")
+            (folder / f"{job.label}.json").write_text(
+                json.dumps({**figures, "settings": job.records.settings}, indent=2) + "\n"
+            )
             for remark in remarks(job.label, figures):
                 logger.warning(remark)
     print(f"\n{table(results, ks)}\n\nsamples: {', '.join(str(job.records.path) for job in jobs)}")

@@ -43,7 +43,6 @@ class Records(AbstractContextManager["Records"]):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a+b")
         try:
-            self._lock()
             self._read()
         except BaseException:
             self.close()
@@ -73,13 +72,11 @@ class Records(AbstractContextManager["Records"]):
         self._file.write(_line(what))
         self._file.flush()
 
-    def _lock(self) -> None:
+    def _read(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, by whatever
         except BlockingIOError as error:
             raise ValueError(f"Another process is writing {self.path}: wait for it, or choose another file.") from error
-
-    def _read(self) -> None:
         self._file.seek(0)
         *lines, half = self._file.read().split(b"\n")
         first = _line({"settings": self.settings})

@@ -116,9 +116,8 @@ def evaluate(
         batch_size: rows that are sampled side by side; the samples depend on it.
         sampling: `num_samples`, `temperature`, `max_new_tokens` and `seed`, see `Sampler.sample`.
     """
-    sampler = LocalSampler(model, tokenizer, batch_size)
     with Reward(reward_func) as reward:
-        rows = dict(scored_samples(sampler, dataset, reward, **sampling))
+        rows = dict(scored_samples(LocalSampler(model, tokenizer, batch_size), dataset, reward, **sampling))
     return figures_of([row["samples"] for row in rows.values()], k)
 
 

@@ -98,10 +98,9 @@ class Sampler(AbstractContextManager["Sampler"]):
         return ((index, self.completions(rows)) for index, rows in drawn)
 
     def completions(self, rows: Sequence[list[int]]) -> list[SampledCompletion]:
-        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
         return [
             SampledCompletion(text, ids, truncated=not ids or ids[-1] not in self.end_tokens)
-            for text, ids in zip(texts, rows, strict=True)
+            for text, ids in zip(self.tokenizer.batch_decode(rows, skip_special_tokens=True), rows, strict=True)
         ]
 
     @abstractmethod

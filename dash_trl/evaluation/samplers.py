@@ -19,8 +19,6 @@ from dash_trl.update import evaluating
 
 BATCH_SIZE = 64
 BACKENDS = ("transformers", "vllm")
-# Neutral values of what a server would take from the model's generation_config.
-OWN_DISTRIBUTION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class LocalSampler(Sampler):
@@ -167,7 +165,11 @@ class ServerSampler(Sampler):
         jobs = []
         for index in indices:
             sampling = {
-                **OWN_DISTRIBUTION,
+                # Neutral values of what a server would take from the model's generation_config.
+                "top_p": 1.0,
+                "top_k": 0,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
                 "temperature": draw.temperature,
                 "max_tokens": draw.room(index),
                 "stop_token_ids": self.end_tokens,

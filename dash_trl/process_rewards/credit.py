@@ -60,12 +60,10 @@ class Rewards:
     def __post_init__(self) -> None:
         check_tensor("process", self.process, "floats", N=None, T=None)
         rows, tokens = self.process.shape
-        check_tensor("values", self.values, "floats", N=rows, T=tokens)
-        for name in ("ends", "mask"):
-            check_tensor(name, getattr(self, name), "bools", N=rows, T=tokens)
-        for name in ("outcome", "outcome_advantages"):
-            check_tensor(name, getattr(self, name), "floats", N=rows)
-        check_tensor("valued", self.valued, "bools", N=rows)
+        for name, kind in {"values": "floats", "ends": "bools", "mask": "bools"}.items():
+            check_tensor(name, getattr(self, name), kind, N=rows, T=tokens)
+        for name, kind in {"outcome": "floats", "outcome_advantages": "floats", "valued": "bools"}.items():
+            check_tensor(name, getattr(self, name), kind, N=rows)
         if self.group_size < 1 or rows % self.group_size:
             raise ValueError(f"{rows} rows do not split into groups of {self.group_size}: pass whole groups.")
 
@@ -246,8 +244,7 @@ def reinforce_plus_plus(rewards: Rewards, settings: CreditSettings) -> Tensor:
     Breaks laws 1 (W is over tokens, so that another split is another mean), 2, 5 and 6: W mixes outcome and process,
     and knows no groups.
     """
-    returns = _discounted(_combined(rewards, settings), settings.gamma)
-    return _or_outcome(_whitened(returns, rewards), rewards, settings)
+    return _or_outcome(_whitened(_discounted(_combined(rewards, settings), settings.gamma), rewards), rewards, settings)
 
 
 def reinforce_plus_plus_baseline(rewards: Rewards, settings: CreditSettings) -> Tensor:

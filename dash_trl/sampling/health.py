@@ -108,8 +108,11 @@ class Fleet:
 
     def to_probe(self, now: float) -> list[str]:
         """The servers at which to look now."""
-        asleep = [s for s in self.servers.values() if s.state in (State.DEAD, State.SUSPECT)]
-        return [server.url for server in asleep if now >= server.rest_until]
+        return [
+            server.url
+            for server in self.servers.values()
+            if server.state in (State.DEAD, State.SUSPECT) and now >= server.rest_until
+        ]
 
     def waiting(self) -> list[str]:
         """The servers that are to be given the current weights, or are being given them."""

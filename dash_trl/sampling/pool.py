@@ -128,9 +128,9 @@ class ServerPool:
 
     async def _connect(self) -> aiohttp.ClientSession:
         key = os.environ.get(API_KEY)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         return aiohttp.ClientSession(
-            headers=headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
         )
 
     def wait_until_ready(self) -> None:
@@ -150,12 +150,13 @@ class ServerPool:
             time.sleep(LOOK_AGAIN)
             missing = self._loop.run(look(missing))
         if missing:
-            what = (
-                f"{len(missing)} of {len(self.urls)} vLLM servers did not answer within vllm_server_timeout="
-                f"{self.server_timeout:g} s. Start them (`python -m dash_trl.serve MODEL --servers {len(self.urls)}`) "
-                "or correct vllm_server_urls"
+            raise PoolError(
+                self.message(
+                    f"{len(missing)} of {len(self.urls)} vLLM servers did not answer within vllm_server_timeout="
+                    f"{self.server_timeout:g} s. Start them (`python -m dash_trl.serve MODEL --servers "
+                    f"{len(self.urls)}`) or correct vllm_server_urls"
+                )
             )
-            raise PoolError(self.message(what))
 
     def completions(
         self,

@@ -49,11 +49,10 @@ class WeightReport:
 
     def dash_weight_report(self: Any) -> dict[str, Any]:
         """Of this worker's part of the model: tensor name → hexadecimal checksum, its dtype and its shape."""
-        parameters = dict(self.get_model().named_parameters())
         config = self.vllm_config.model_config
         heads = config.get_total_num_kv_heads()
         return {
-            "checksums": {name: f"{tensor_checksum(value):x}" for name, value in parameters.items()},
+            "checksums": {name: f"{tensor_checksum(value):x}" for name, value in self.get_model().named_parameters()},
             "dtype": str(config.dtype).removeprefix("torch."),
             "shape": model_shape(config.hf_text_config),
             # Quantised weights, and KV heads copied to several workers, have no checksum that a trainer could know.

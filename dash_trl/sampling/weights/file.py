@@ -101,8 +101,7 @@ class FileWeights:
 
 def _save(shard: dict[str, Tensor], directory: Path) -> None:
     if shard:
-        number = len(list(directory.iterdir())) + 1
-        save_file(shard, directory / f"model-{number:05}.safetensors")
+        save_file(shard, directory / f"model-{len(list(directory.iterdir())) + 1:05}.safetensors")
 
 
 def _remove(run: Path, lock: IO[str]) -> None:

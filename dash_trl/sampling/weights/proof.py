@@ -55,12 +55,11 @@ def scaled_outputs(model: nn.Module, scale: float) -> Iterator[None]:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = nn.Linear | nn.Embedding | BaseTunerLayer
     adapters = tuple(name + "." for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
     handles = [
         module.register_forward_hook(lambda module, inputs, output: output * scale)
         for name, module in model.named_modules()
-        if isinstance(module, layers) and not name.startswith(adapters)
+        if isinstance(module, nn.Linear | nn.Embedding | BaseTunerLayer) and not name.startswith(adapters)
     ]
     try:
         yield

@@ -42,8 +42,9 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> torch.dtype:
     reports = pool.ask_all(lambda server: server.weight_report())
     own = model_shape(config.get_text_config())
     for url, report in reports.items():
-        both = {key: (report.shape.get(key), value) for key, value in own.items()}
-        different = {key: values for key, values in both.items() if values[0] != values[1]}
+        different = {
+            key: (report.shape.get(key), value) for key, value in own.items() if report.shape.get(key) != value
+        }
         if different:
             raise ValueError(
                 f"{url} serves a model of another shape than {name!r} (there, here): {different}. Weights of one shape "
