@@ -437,7 +437,7 @@ def test_batches_in_work_at_once_do_not_hide_each_other_s_jobs():
     with ThreadPoolExecutor(2) as threads:
         batches = []
         for first in (1, 2):
-            batches.append(threads.submit(pool.complete, [([first, 1, 2], 1)], SAMPLING))
+            batches.append(threads.submit(pool.run, pool.completions([([first, 1, 2], 1)], SAMPLING)))
             while fake.asked["/v1/completions"] <= first:
                 time.sleep(0.005)
             looks.append(fake.asked["/health"])
