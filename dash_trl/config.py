@@ -178,11 +178,13 @@ class DASHConfig(GRPOConfig):
         self._check_values()
         self._check_loss()
         if self.advantage_estimator != "grpo":
-            reasons = {
-                "scale_rewards": "the estimator has a scale of its own",
-                "multi_objective_aggregation": "the estimator takes the weighted sum of the rewards",
-            }
-            self._refuse(reasons, f"advantage_estimator={self.advantage_estimator!r}")
+            self._refuse(
+                {
+                    "scale_rewards": "the estimator has a scale of its own",
+                    "multi_objective_aggregation": "the estimator takes the weighted sum of the rewards",
+                },
+                f"advantage_estimator={self.advantage_estimator!r}",
+            )
         if self.reward_pipeline:
             self._check_pipeline()
 

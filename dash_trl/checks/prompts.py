@@ -44,9 +44,8 @@ def check_dataset(dataset: Any, name: str, own_rollouts: bool = False) -> None:
 
 def check_prompt(prompt: Any, place: str) -> None:
     """Refuse what is neither a text nor a conversation, or is empty: TRL would fail on it deep in a tokenizer."""
-    is_text = isinstance(prompt, str) and prompt != ""
-    is_conversation = isinstance(prompt, list) and prompt and all(map(_is_message, prompt))
-    if not (is_text or is_conversation):
+    right = all(map(_is_message, prompt)) if isinstance(prompt, list) else isinstance(prompt, str)
+    if not (right and prompt):
         raise ValueError(
             f"{place} has the prompt {prompt!r}, which is neither a text nor a conversation. Write it as a text or as "
             "[{'role': 'user', 'content': '…'}], or drop it, e.g. with `dataset.filter`."

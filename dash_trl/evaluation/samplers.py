@@ -152,9 +152,9 @@ class ServerSampler(Sampler):
         self.pool = ServerPool(urls)
         dtype = check_servers(self.pool, checkpoint.config, checkpoint.name)
         self._takes_seeds = takes_seeds(self.pool)
-        self._temporary = tempfile.TemporaryDirectory(prefix="dash_trl_weights_") if weight_dir is None else None
-        folder = self._temporary.name if self._temporary is not None else str(weight_dir)
+        self._temporary = tempfile.TemporaryDirectory(prefix="dash_trl_weights_")
         try:
+            folder = self._temporary.name if weight_dir is None else weight_dir
             load_checkpoint(self.pool, checkpoint.load(dtype), len(self.tokenizer), folder)
         except BaseException:
             self.close()
@@ -183,8 +183,7 @@ class ServerSampler(Sampler):
 
     def close(self) -> None:
         self.pool.cancel()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        self._temporary.cleanup()
 
 
 def check_shapes(checkpoints: Sequence[Checkpoint], urls: Sequence[str]) -> None:

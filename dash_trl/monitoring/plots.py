@@ -49,8 +49,7 @@ def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Pa
         kept.plot(steps, shares, color=color, label=name)
     kept.set(title="kept by the filter (%)", ylim=(0, 105))
     kept.legend(loc="lower left", frameon=False)
-    phases = [[log.get(f"time/{phase}", 0.0) for log in logs] for phase in PHASES]
-    seconds.stackplot(steps, phases, labels=PHASES)
+    seconds.stackplot(steps, [[log.get(f"time/{phase}", 0.0) for log in logs] for phase in PHASES], labels=PHASES)
     seconds.set_title("seconds per step")
     seconds.margins(y=0.3)  # room above for the legend
     seconds.legend(loc="upper right", ncols=2, frameon=False)
