@@ -236,9 +236,7 @@ class ProcessRewardCallback(DASHCallback):
 
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
         outcomes = gather(outcome)
-        groups = outcomes.view(-1, group_size)
-        solved = (groups == groups[:, :1]).all(dim=1) & (groups[:, 0] > 0) & self.skip_solved
-        skipped = solved.repeat_interleave(group_size) | outcomes.isnan()  # unscored rows, and those of solved groups
+        skipped = self._skipped(outcomes, group_size)
         requests, found, entropy = self._values(rollouts, skipped[mine], outcome, trainer)
         paid = [
             ((0,), [math.nan]) if skip else (request.boundaries, row)
@@ -291,6 +289,12 @@ class ProcessRewardCallback(DASHCallback):
         if self._pays and weighs and figures["process/valued_rows"][0]:
             mean = worth.get("process/entropy", self._logged_entropy) if self.needs_log_probs else None
             self._diagnostics.watch(worth, full=self._watch.full, entropy=mean)
+
+    def _skipped(self, outcomes: Tensor, group_size: int) -> Tensor:
+        """[N] bool: unscored rows, and rows of solved groups."""
+        groups = outcomes.view(-1, group_size)
+        solved = (groups == groups[:, :1]).all(dim=1) & (groups[:, 0] > 0) & self.skip_solved
+        return solved.repeat_interleave(group_size) | outcomes.isnan()
 
     def _values(
         self, rollouts: CreditedRollouts, skipped: Tensor, outcome: Tensor, trainer: Any

@@ -6,7 +6,7 @@ Letters: M prefixes, F features, R rollouts, P = 1 + F + F(F + 1)/2 columns.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -76,8 +76,7 @@ def fit_outcomes(features: Tensor, rollout: Tensor, outcomes: Tensor, *, logisti
     x, y = fit.columns(features), outcomes[rollout]
     penalty = torch.full((size,), float(ridge), dtype=torch.double)
     penalty[0] = 0
-    weights = (_logistic if logistic else _linear)(x, y, share, penalty)
-    return Fit(fit.base, mean, scale, low, high, weights, logistic)
+    return replace(fit, weights=(_logistic if logistic else _linear)(x, y, share, penalty))
 
 
 def _linear(x: Tensor, y: Tensor, share: Tensor, penalty: Tensor) -> Tensor:

@@ -155,8 +155,10 @@ def takes_seeds(pool: ServerPool) -> bool:
     vLLM 0.31 rewinds the request's generator when a prompt is computed in parts, and a generator on a CPU cannot be:
     the engine dies ("CPU Generator does not use offset", vllm/v1/worker/gpu_model_runner.py).
     """
-    configs = pool.ask_all(lambda server: server.config()).values()
-    return all(config.get("device_config", {}).get("device") != "cpu" for config in configs)
+    return all(
+        config.get("device_config", {}).get("device") != "cpu"
+        for config in pool.ask_all(lambda server: server.config()).values()
+    )
 
 
 def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_dir: str | Path) -> None:
