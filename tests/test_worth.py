@@ -178,8 +178,7 @@ def test_old_windows_are_forgotten_though_nothing_new_is_known():
     found = watch(CERTAIN, *[with_outcomes(1.0)] * (WINDOWS - 1))
     assert found.full and found.weight() > 0.99
     found.add(evidence(with_outcomes(1.0)))
-    for one in (found, watch()):
-        assert one.weight() == 0.0 and one.figures() == {}
+    assert found.weight() == watch().weight() == 0.0 and found.figures() == {}
 
 
 def test_a_state_is_the_whole_of_it():
