@@ -6,8 +6,6 @@ each of 4 GPUs) are 8 rows of one process there, its 32 micro-steps 16. Tables a
 they share runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

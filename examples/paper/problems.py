@@ -1,7 +1,5 @@
 """The problems of the embedded evaluations "out" and "code", and the base model of "code", as files."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -4,8 +4,6 @@ values of the seeds ──► Cell: mean, 95 % interval ──► rows of text �
 logs of the seeds ──► curves
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import statistics

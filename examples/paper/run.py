@@ -6,13 +6,11 @@
     python examples/paper/run.py table3 --scale paper --dry_run     # what Qwen2.5 needs, and the commands
     python examples/paper/run.py table3 --scale paper
 
-Says first how long it takes, or what it needs. Interrupted, the same command goes on: a training with a checkpoint is
-resumed, one without begins anew, and what is done, for whatever table, is done. In OUTPUT_DIR: table3.md, table3.csv,
-figure1.png, …; runs/<run>/ the models and metrics.jsonl; evaluation/<problems>/<run>.json and .jsonl; logs/.
-experiments.py lists the runs, the tables and the paper's figures.
+Says first, and again before each table, how long it takes, or what it needs. Interrupted, the same command goes on: a
+training with a checkpoint is resumed, one without begins anew, and what is done, for whatever table, is done. In
+OUTPUT_DIR: table3.md, table3.csv, figure1.png, …; runs/<run>/ the models and metrics.jsonl;
+evaluation/<problems>/<run>.json and .jsonl; logs/. experiments.py lists the runs, the tables and the paper's figures.
 """
-
-from __future__ import annotations
 
 import argparse
 import fcntl
@@ -59,7 +57,6 @@ EMBEDDED_ENVIRONMENT = {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000", "HF_HU
 SAVED_EVERY = 0.1  # of a run of the paper: what is lost at most when it is interrupted
 TAIL_LINES = 25  # of the log of a program that failed
 START_SECONDS = 12.0  # until a program begins to work
-DONE_ALREADY = 1.0  # seconds: what took less was there
 SERVER_SECONDS = 900.0  # until the servers say that they are ready
 SIGNALS = {signal.SIGINT: "Interrupted", signal.SIGTERM: "Stopped", signal.SIGHUP: "Stopped"}
 
@@ -155,33 +152,31 @@ class Scale:
         output = ["--output_dir", str(self.folder / "evaluation" / kind)]
         return [sys.executable, "-m", "dash_trl.evaluation", *models, *as_flags(flags), *output]
 
-    def parts(self, models: Sequence[str]) -> list[list[str]]:
-        """The models of each process: at the paper's scale one, which its GPU holds."""
-        return [list(models)] if self.embedded else [[one] for one in models]
-
     def figures(self, kind: str, model: str) -> Path:
         """Of an evaluation, which names its files after the last part of the model's name."""
         return self.folder / "evaluation" / kind / f"{Path(model).name}.json"
 
     # ------------------------------------------------------------------------------------------ what is missing
 
-    def left(self, tables: Sequence[str]) -> tuple[list[Run], dict[str, list[str]]]:
-        """(trainings, problems → models) that are missing."""
-        models = {kind: self._unmeasured(kind, tables) for kind in EVALUATIONS}
-        runs = [run for run in self.runs_of(tables) if not is_done(self.home(run))]
-        return runs, {kind: found for kind, found in models.items() if found}
+    def left(self, tables: Sequence[str]) -> tuple[list[Run], list[tuple[str, list[str]]]]:
+        """(trainings, problems and models of each process of an evaluation) that are missing.
 
-    def _unmeasured(self, kind: str, tables: Sequence[str]) -> list[str]:
-        asked = [table for table in tables if kind in [column.source[0] for column in TABLES[table].columns]]
-        rows = [row for table in asked for row in rows_of(table, embedded=self.embedded)]
-        models = dict.fromkeys(one for row in rows for one in self.models(row.method, row.size))
-        return [one for one in models if not self.figures(kind, one).is_file()]
+        At the paper's scale a process has one model, which its GPU holds.
+        """
+        evaluations: list[tuple[str, list[str]]] = []
+        for kind in EVALUATIONS:
+            asked = [table for table in tables if kind in [column.source[0] for column in TABLES[table].columns]]
+            rows = [row for table in asked for row in rows_of(table, embedded=self.embedded)]
+            models = dict.fromkeys(one for row in rows for one in self.models(row.method, row.size))
+            found = [one for one in models if not self.figures(kind, one).is_file()]
+            evaluations += [(kind, found)] if self.embedded and found else [(kind, [one]) for one in found]
+        return [run for run in self.runs_of(tables) if not is_done(self.home(run))], evaluations
 
     def seconds_left(self, tables: Sequence[str]) -> float:
         """By the list of runs. Embedded."""
-        runs, models = self.left(tables)
-        evaluations = sum(START_SECONDS + EVALUATIONS[kind].seconds * len(found) for kind, found in models.items())
-        return sum(METHODS[run.method].seconds for run in runs) + evaluations
+        runs, evaluations = self.left(tables)
+        seconds = [START_SECONDS + EVALUATIONS[kind].seconds * len(models) for kind, models in evaluations]
+        return sum(METHODS[run.method].seconds for run in runs) + sum(seconds)
 
     def gpus_needed(self, tables: Sequence[str]) -> int:
         return max([sum(self.gpus(run)) for run in self.left(tables)[0]], default=1)
@@ -297,6 +292,7 @@ class Work:
 
     def _call(self, name: str, command: Sequence[str], gpus: Sequence[str]) -> None:
         """Run a program to its end, and that of its servers; one that fails is an error with the end of its log."""
+        print(name, flush=True)
         program = self._start(name, command, gpus)
         code = program.process.wait()
         self.stop()
@@ -332,29 +328,13 @@ class Work:
             time.sleep(1.0)
         return ["--vllm_server_urls", *urls]
 
-    def make(self, table: str, later: Sequence[str]) -> list[Path]:
-        """Train and evaluate what a table lacks, and write it and its figures.
-
-        Args:
-            later: the tables that follow, for the time that is left.
-        """
+    def make(self, table: str) -> list[Path]:
+        """Train and evaluate what a table lacks, and write it and its figures."""
         for run in self.scale.runs_of([table]):
-            with self._timed(self.scale.home(run).name, [table, *later]):
-                self.train(run)
-        for kind, models in self.scale.left([table])[1].items():
-            for part in self.scale.parts(models):
-                with self._timed(f"evaluation of {len(part)} models, {kind}", [table, *later]):
-                    self.evaluate(kind, part)
+            self.train(run)
+        for kind, models in self.scale.left([table])[1]:
+            self.evaluate(kind, models)
         return write(self.scale, table)
-
-    @contextmanager
-    def _timed(self, name: str, tables: Sequence[str]) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        spent = time.monotonic() - started
-        if spent >= DONE_ALREADY:
-            left = f"; {minutes(self.scale.seconds_left(tables))} left" if self.scale.embedded else ""
-            print(f"{name}: {spent:.0f} s{left}", flush=True)
 
 
 def on(gpus: Sequence[str]) -> dict[str, str]:
@@ -402,10 +382,13 @@ def notes(scale: Scale) -> list[str]:
 
 def needs(scale: Scale, tables: Sequence[str]) -> str:
     """The time that the embedded scale takes; the GPUs and hours of the paper's."""
-    runs, models = scale.left(tables)
-    count = f"{len(runs)} trainings and {sum(map(len, models.values()))} evaluations of a model are missing"
+    runs, evaluations = scale.left(tables)
+    models = sum(len(several) for _, several in evaluations)
+    count = f"{len(runs)} trainings and {models} evaluations of a model are missing"
     if scale.embedded:
-        return f"{count}: {minutes(scale.seconds_left(tables))} on 2 idle CPU cores."
+        seconds = scale.seconds_left(tables)
+        about = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+        return f"{count}: about {about} on 2 idle CPU cores."
     hours = [paper_hours(run.method, run.size) for run in runs]
     known = [one for one in hours if one is not None]
     return (
@@ -417,7 +400,7 @@ def needs(scale: Scale, tables: Sequence[str]) -> str:
 
 def commands(scale: Scale, tables: Sequence[str]) -> Iterator[str]:
     """What would be run, as for a shell."""
-    runs, models = scale.left(tables)
+    runs, evaluations = scale.left(tables)
     for run in runs:
         checkpoint, command = checkpoint_of(scale.home(run)), scale.command(run)
         yield f"# {scale.home(run).name}" + ("" if checkpoint is None else f", from {checkpoint}")
@@ -427,17 +410,13 @@ def commands(scale: Scale, tables: Sequence[str]) -> Iterator[str]:
             yield for_a_shell(scale.servers(run), gpus[training:])
             command += ["--vllm_server_urls", "THEIR_URLS"]
         yield for_a_shell(command, gpus[:training])
-    for kind, found in models.items():
+    for kind, models in evaluations:
         yield f"# evaluation: {kind}"
-        yield from (shlex.join(scale.evaluation(kind, part)) for part in scale.parts(found))
+        yield shlex.join(scale.evaluation(kind, models))
 
 
 def for_a_shell(command: Sequence[str], gpus: Sequence[str]) -> str:
     return " ".join([*(f"{name}={value}" for name, value in on(gpus).items()), shlex.join(command)])
-
-
-def minutes(seconds: float) -> str:
-    return f"about {seconds / 60:.0f} min" if seconds >= 90 else f"about {seconds:.0f} s"
 
 
 def tail(log: Path) -> str:
@@ -471,9 +450,8 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError("--quick is for --scale embedded: at the paper's scale it would still need the GPUs.")
     default = Path("outputs", "paper", arguments.scale + ("_quick" if arguments.quick else ""))
     scale = Scale(arguments.scale, Path(arguments.output_dir or default).resolve(), seeds, arguments.quick)
-    print(needs(scale, tables), flush=True)
     if arguments.dry_run:
-        print("\n".join(commands(scale, tables)))
+        print(needs(scale, tables), *commands(scale, tables), sep="\n")
         return
     gpus = [] if scale.embedded else check_gpus(scale.gpus_needed(tables))
     with locked(scale.folder) as lock:
@@ -483,7 +461,8 @@ def main(argv: Sequence[str]) -> None:
                 signal.signal(number, work.end)
         try:
             for number, table in enumerate(tables):
-                work.make(table, tables[number + 1 :])
+                print(needs(scale, tables[number:]), flush=True)
+                work.make(table)
         finally:
             work.stop()
 
