@@ -1,12 +1,11 @@
 """The backends of rewards: whatever a call does, it ends once, with its own outcome, and takes no other along."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import importlib.util
 import math
 import os
+import queue
 import random
 import secrets
 import shutil
@@ -19,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,7 +98,10 @@ IN_A_PROCESS = {
 FAULTS = {**ANYWHERE, **IN_A_PROCESS}
 
 
-def act(what: str, i: int) -> object:
+def act(what: str, i: int, log: str) -> object:
+    """It writes that it was called."""
+    with open(log, "a") as file:
+        file.write(f"{i}\n")
     return i if what == "own number" else FAULTS[what][0]()
 
 
@@ -146,31 +149,24 @@ def backend(backend_name) -> Iterator[Backend]:
 
 
 class Sheet:
-    """Calls and how often each of them was finished."""
+    """Calls, and the numbers of those that were finished."""
 
     def __init__(self, function: Callable, arguments: Sequence[dict], timeout: float | Sequence[float] = MINUTES):
-        self.order: list[int] = []
+        self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.stops = [threading.Event() for _ in arguments]
-        self._one = threading.Semaphore(0)
         timeouts = [timeout] * len(arguments) if isinstance(timeout, float) else timeout
         self.calls = [
-            Call(function, one, timeout=seconds, done=lambda _, i=i: self._done(i), stop=self.stops[i])
+            Call(function, one, timeout=seconds, done=lambda _, i=i: self._done.put(i), stop=self.stops[i])
             for i, (one, seconds) in enumerate(zip(arguments, timeouts, strict=True))
         ]
 
-    def _done(self, i: int) -> None:
-        self.order.append(i)
-        self._one.release()
-
-    def wait(self, count: int | None = None) -> list[Call]:
-        for _ in range(len(self.calls) if count is None else count):
-            assert self._one.acquire(timeout=MINUTES), f"of {len(self.calls)} calls, {sorted(self.order)} are done"
-        return self.calls
+    def wait(self, count: int | None = None) -> list[int]:
+        """So many of those that are done (all), in the order in which they were."""
+        return [self._done.get(timeout=MINUTES) for _ in self.calls[:count]]
 
     def run(self, backend: Backend) -> list[Call]:
         backend.submit(self.calls)
-        self.wait()
-        assert sorted(self.order) == list(range(len(self.calls)))
+        assert sorted(self.wait()) == list(range(len(self.calls)))
         return self.calls
 
 
@@ -183,35 +179,17 @@ def check(call: Call, expected: object) -> None:
         assert call.value == expected or call.value != call.value and expected != expected
 
 
-def test_a_call_ends_with_its_own_outcome_and_takes_no_other_along(backend):
-    """All faults at once, among calls without any."""
-    whats = [*FAULTS, *["own number"] * len(FAULTS) * 2]
+def test_a_call_ends_once_with_its_own_outcome_and_takes_no_other_along(backend, tmp_path):
+    """All faults at once, among calls without any; each is called once, whatever becomes of its neighbours."""
+    whats = [*FAULTS, *["own number"] * len(FAULTS) * 4]
     random.Random(0).shuffle(whats)
-    arguments = [{"what": what, "i": i} for i, what in enumerate(whats)]
+    arguments = [{"what": what, "i": i, "log": str(tmp_path / "log")} for i, what in enumerate(whats)]
     calls = Sheet(act, arguments, [SOON if "hang" in what else MINUTES for what in whats]).run(backend)
     for i, (what, call) in enumerate(zip(whats, calls, strict=True)):
         check(call, FAULTS[what][1] if what in FAULTS else i)
     raised = calls[whats.index("raise")].error
     assert "in raise_\n    raise error" in "".join(raised.__notes__), "it does not tell where in the worker"
-
-
-def note(path: str, i: int, last: int) -> int:
-    """Some are slow, the first come last, and some take their worker with them; each writes that it was called."""
-    with open(path, "a") as file:
-        file.write(f"{i}\n")
-    if i % 100 == 7:
-        time.sleep(0.2)
-    if i % 50 == 11:
-        os._exit(1)
-    return last - i
-
-
-def test_each_is_called_once_whatever_becomes_of_its_neighbours(backend, tmp_path):
-    count = 100
-    calls = Sheet(note, [{"path": str(tmp_path / "log"), "i": i, "last": count} for i in range(count)]).run(backend)
-    for i, call in enumerate(calls):
-        check(call, (WorkerDied, "exit code 1") if i % 50 == 11 else count - i)
-    assert Counter(map(int, (tmp_path / "log").read_text().split())) == Counter(range(count))
+    assert Counter(map(int, (tmp_path / "log").read_text().split())) == Counter(range(len(whats)))
 
 
 def meet(folder: str, i: int, wait_for: int | None) -> int:
@@ -236,14 +214,11 @@ def test_functions_that_are_made_anew_for_each_call_beside_one_that_stays(backen
         assert (new.value, old.value) == (3 * i, str(i)), (new.error, old.error)
 
 
+@dataclass
 class Stateful:
     """It compares by value, so that it has no hash."""
 
-    def __init__(self) -> None:
-        self.base = 40
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stateful)
+    base: int = 40
 
     def __call__(self, x: int) -> int:
         return self.base + x
@@ -281,16 +256,17 @@ def test_cancelled_calls_are_left_out(backend, tmp_path):
     sheet.stops[1].set()
     sheet.stops[2].set()
     backend.submit(sheet.calls)
-    sheet.wait(2)
+    assert sorted(sheet.wait(2)) == [0, 3]
     check(Sheet(repr_of, [{"x": 1}]).run(backend)[0], "1")
-    assert sorted(sheet.order) == [0, 3] and not (tmp_path / "1").exists()
+    assert sheet._done.empty() and not (tmp_path / "1").exists()
 
 
 def test_a_call_may_be_submitted_when_another_is_done(backend):
     sheet = Sheet(repr_of, [{"x": 2}])
     first = Call(repr_of, {"x": 1}, timeout=MINUTES, done=lambda _: backend.submit(sheet.calls))
     backend.submit([first])
-    check(sheet.wait()[0], "2")
+    sheet.wait()
+    check(sheet.calls[0], "2")
 
 
 def test_close_ends_what_hangs_and_a_later_call_starts_again(backend_name, tmp_path):
@@ -305,8 +281,8 @@ def test_close_ends_what_hangs_and_a_later_call_starts_again(backend_name, tmp_p
         sheet.wait(1)
         backend.close()
         backend.close()
-        for call in sheet.wait(2)[1:]:
-            check(call, (WorkerDied, "were"))
+        for number in sheet.wait(2):
+            check(sheet.calls[number], (WorkerDied, "were"))
         check(Sheet(repr_of, [{"x": 1}]).run(backend)[0], "1")
         backend.close()
     if backend_name == "ray":
@@ -498,7 +474,8 @@ def test_two_trainings_share_a_cluster(cluster, tmp_path):
         backend.submit(sheet.calls)
         done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=MINUTES)
         assert (done.returncode, done.stdout) == (0, "[7, 7, 7]\n"), done.stderr
-        check(sheet.wait()[0], 0)
+        sheet.wait()
+        check(sheet.calls[0], 0)
 
 
 def test_a_cluster_without_a_free_cpu_is_given_up(cluster, tmp_path, monkeypatch):
@@ -518,93 +495,44 @@ def test_a_cluster_without_a_free_cpu_is_given_up(cluster, tmp_path, monkeypatch
 
 # ------------------------------------------------------------------------------------ faults of rewards, by all of them
 
-TIMEOUT = 3.0  # seconds: one row hangs until then
-RETURNED = {"NaN": math.nan, "inf": -math.inf, "None": None, "wrong type": (1.0, 2.0)}
-REASONS = {
-    "raise": "raised ConnectionError: away",
-    "die": "raised WorkerDied",
-    "NaN": "returned nan",
-    "inf": "returned -inf",
-    "None": "",
-    "wrong type": "returned (1.0, 2.0)",
-    "hang": f"raised TimeoutError: took more than {TIMEOUT:g} s",
-    "slow": "",
+TIMEOUT = 2.0  # seconds: some rows hang until then
+# What befalls a row, and the reason that is told.
+FATES = {
+    "raise": (lambda: raise_(ConnectionError("away")), "raised ConnectionError: away"),
+    "NaN": (lambda: math.nan, "returned nan"),
+    "inf": (lambda: -math.inf, "returned -inf"),
+    "None": (lambda: None, ""),
+    "wrong type": (lambda: (1.0, 2.0), "returned (1.0, 2.0)"),
+    "die": (lambda: os.kill(os.getpid(), signal.SIGKILL), "raised WorkerDied"),
+    "hang": (hang, f"raised TimeoutError: took more than {TIMEOUT:g} s"),
 }
 
 
-def picked(completion_ids: list[int]) -> bool:
-    """Of these rows the fault befalls; by what was sampled, which no bookkeeping can mix up."""
-    return sum(completion_ids) % 4 == 1
+def fated(completion: str, completion_ids: list[int]) -> object:
+    return FATES[completion][0]() if completion else sum(completion_ids)
 
 
-def reward_of(completion_ids: list[int]) -> float:
-    return sum(completion_ids) + len(completion_ids) / 64
+async def fated_async(completion: str, completion_ids: list[int]) -> object:
+    if completion == "hang":
+        await asyncio.sleep(1e6)
+    return fated(completion, completion_ids)
 
 
-class Fault:
-    """A per-sample reward that is right but where its fault befalls it."""
+@pytest.mark.parametrize(
+    ("backend", "first"), [("thread", "NaN"), ("asyncio", "hang"), ("process", "die"), ("ray", "wrong type")]
+)
+def test_every_row_has_its_score_or_a_reason(cluster, backend, first):
+    """The reason of the first that fails is told."""
+    from dash_trl.rewards import RewardAgent  # here: worker processes import this file, but not torch
 
-    def __init__(self, kind: str, backend: str):
-        self.kind = kind
-        self.__name__ = f"{backend} {kind}"
-
-    def seconds(self, completion_ids: list[int], row: int) -> float:
-        """The first row hangs; slow rows wait, the more the earlier they came."""
-        if self.kind == "hang" and row == 0:
-            return 1e6
-        return 0.1 * picked(completion_ids) + 0.05 - 0.01 * min(row, 5) if self.kind == "slow" else 0.0
-
-    def outcome(self, completion_ids: list[int]) -> object:
-        if self.kind in ("hang", "slow") or not picked(completion_ids):
-            return reward_of(completion_ids)
-        if self.kind == "raise":
-            raise ConnectionError("away")
-        if self.kind == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return RETURNED[self.kind]
-
-    def compute_score(self, completion_ids: list[int], row: int) -> object:
-        time.sleep(self.seconds(completion_ids, row))
-        return self.outcome(completion_ids)
-
-
-class AsyncFault(Fault):
-    async def compute_score(self, completion_ids: list[int], row: int) -> object:
-        await asyncio.sleep(self.seconds(completion_ids, row))
-        return self.outcome(completion_ids)
-
-
-# In the trainer's own process nothing may die.
-BEFALLING = {kind: [one for one in REASONS if one != "die"] for kind in ("thread", "asyncio")}
-BEFALLING |= {kind: list(REASONS) for kind in ("process", "ray")}
-
-
-@pytest.fixture(scope="module")
-def befallen(cluster):
-    """The tokens of a batch, and of each function what it returned and the reward itself. All begin together."""
-    from dash_trl.rewards import RewardAgent, RewardTeam  # here: worker processes import this file, but not torch
-
-    generator = random.Random(0)
-    ids = [[generator.randrange(300) for _ in range(generator.randint(1, 24))] for _ in range(16)]
-    agents = []
-    for backend, kinds in BEFALLING.items():
-        faults = [(AsyncFault if backend == "asyncio" else Fault)(kind, backend) for kind in kinds]
-        agents.append(RewardAgent(faults, backend=backend, timeout=TIMEOUT))
-    RewardTeam(agents)
-    batch = {"prompts": ["p"] * 16, "completions": ["c"] * 16, "completion_ids": ids, "row": list(range(16))}
-    yield ids, {one.name: (one(**batch), one) for agent in agents for one in agent.rewards}
-    for agent in agents:
-        agent.close()
-
-
-@pytest.mark.parametrize(("kind", "fault"), [(kind, fault) for kind, faults in BEFALLING.items() for fault in faults])
-def test_every_row_has_its_score_or_a_reason(befallen, kind, fault):
-    ids, rewards = befallen
-    returned, reward = rewards[f"{kind} {fault}"]
-    befalls = [row == 0 if fault == "hang" else picked(one) for row, one in enumerate(ids)]
-    assert any(befalls), "the fault befell no row"
-    bad = [one and fault != "slow" for one in befalls]
-    assert returned == [None if one else reward_of(tokens) for one, tokens in zip(bad, ids, strict=True)]
-    assert reward.failed == [one and fault != "None" for one in bad]
-    assert reward.raised == [one and fault not in ("None", "NaN", "inf") for one in bad]
-    assert REASONS[fault] in reward.failure and bool(reward.failure) == any(reward.failed)
+    fates = ["", first, *FATES, ""]
+    if backend in ("thread", "asyncio"):
+        fates.remove("die")  # in the trainer's own process nothing may
+    ids = [[row] * row for row in range(len(fates))]
+    with RewardAgent(fated_async if backend == "asyncio" else fated, backend=backend, timeout=TIMEOUT) as agent:
+        (reward,) = agent.rewards
+        returned = reward(prompts=fates, completions=fates, completion_ids=ids)
+    assert returned == [None if fate else sum(one) for fate, one in zip(fates, ids, strict=True)]
+    assert reward.failed == [fate not in ("", "None") for fate in fates]
+    assert reward.raised == [fate not in ("", "None", "NaN", "inf") for fate in fates]
+    assert FATES[first][1] in reward.failure

@@ -1,7 +1,5 @@
 """The code reward: which program of a completion is run, what crosses between it and its tests, and how they count."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

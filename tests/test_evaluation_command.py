@@ -1,7 +1,5 @@
 """`python -m dash_trl.evaluation`: what it writes, how it goes on, and what it refuses before weights are loaded."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
@@ -18,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dash_trl import MathAccuracyReward, load_math_dataset
 from dash_trl.evaluation import LocalSampler, open_sampler
 from dash_trl.evaluation.command import labels, main
-from tests.tiny import save_tiny_model
+from tests.tiny import read_rows, save_tiny_model, write_rows
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.exists(), reason=f"MATH-500 and MBPP+ are not in {SHARED}")
@@ -34,7 +32,7 @@ def working_directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def problems() -> Path:
-    return write(Path("problems.jsonl"), PROBLEMS)
+    return write_rows(Path("problems.jsonl"), PROBLEMS)
 
 
 @pytest.fixture
@@ -50,17 +48,8 @@ def rewards(body: str) -> Path:
     return path
 
 
-def write(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def evaluate(*arguments: object) -> None:
     main(list(map(str, arguments)))
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def figures_in(folder: str = "out") -> dict:
@@ -135,7 +124,7 @@ def test_embedded_as_a_command(monkeypatch, capsys):
     runpy.run_module("dash_trl.evaluation", run_name="__main__")
     figures = figures_in()
     assert 0.2 < figures["accuracy"] < 0.7 and figures["failed"] == 0
-    settings, *rows = lines(Path("out/embedded.jsonl"))
+    settings, *rows = read_rows(Path("out/embedded.jsonl"))
     assert settings["settings"]["dataset_name"] == "embedded" and len(rows) == 16
     rewards = [sample["reward"] for row in rows for sample in row["samples"]]
     assert figures["accuracy"] == sum(rewards) / 64 and figures["pass_at"]["1"][0] == pytest.approx(sum(rewards) / 64)
@@ -157,7 +146,7 @@ def test_several_models_and_a_reward_of_ones_own(tiny_model, problems, reward, t
     for name in names:
         figures = json.loads(Path("out", f"{name}.json").read_text())
         assert list(figures["pass_at"]) == ["1", "4"] and figures["samples"] == 28
-        for row in lines(Path("out", f"{name}.jsonl"))[1:]:
+        for row in read_rows(Path("out", f"{name}.jsonl"))[1:]:
             assert row["prompt"].startswith(PROBLEMS[row["index"]]["problem"])
             assert [one["reward"] for one in row["samples"]] == [float(len(s["text"]) % 2 == 0) for s in row["samples"]]
 
@@ -192,7 +181,7 @@ def test_math_and_code_are_told_apart(tiny_model, source, columns):
     Path("part.jsonl").write_text("\n".join((SHARED / source / "test.jsonl").read_text().splitlines()[:2]))
     evaluate(tiny_model, "--dataset_name", "part.jsonl", "--num_samples", 2, *FAST)
     (file,) = Path("out").glob("*.jsonl")
-    rows = lines(file)[1:]
+    rows = read_rows(file)[1:]
     assert len(rows) == 2 and all(one["reward"] == 0.0 for row in rows for one in row["samples"])
     assert all(row.keys() - {"index", "prompt", "samples"} == columns for row in rows)
 
@@ -204,7 +193,7 @@ def test_olympiad_bench():
         {"question": "b", "solution": ["prose"], "final_answer": ["$(1,2)$", "$(3,4)$"]},
         {"question": "c", "solution": ["prose"], "final_answer": ["7"]},
     ]
-    loaded = load_math_dataset(write(Path("olympiad.jsonl"), rows))
+    loaded = load_math_dataset(write_rows(Path("olympiad.jsonl"), rows))
     answers = [r"\boxed{\frac12, 3}", r"\boxed{(1, 2), (3, 4)}", r"\boxed{8}"]
     assert MathAccuracyReward()(completions=answers, answer=loaded["answer"]) == [1.0, 1.0, 0.0]
 
@@ -220,7 +209,7 @@ def test_failed_rewards_are_not_wrong_answers(tiny_model, problems, caplog):
 
 
 def test_a_reward_that_only_raises_ends_the_evaluation(tiny_model):
-    many, path = write(Path("many.jsonl"), PROBLEMS * 2), rewards("raise KeyError('judge')")
+    many, path = write_rows(Path("many.jsonl"), PROBLEMS * 2), rewards("raise KeyError('judge')")
     with pytest.raises(RuntimeError, match=r"every sample of 10 problems in a row; at last it .*KeyError: 'judge'"):
         evaluate(tiny_model, "--dataset_name", many, "--num_samples", 1, "--reward_path", path, *FAST)
 
@@ -266,7 +255,7 @@ OURS = ("TINY", "--dataset_name", "problems.jsonl", *FAST)
 )
 def test_mistakes_are_found_before_weights_are_loaded(arguments, message, tiny_model, problems, monkeypatch):
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
-    write(Path("unknown.jsonl"), [{"text": "a", "label": 1}])
+    write_rows(Path("unknown.jsonl"), [{"text": "a", "label": 1}])
     Path("judge.py").write_text("def compute_score(completion, rubric):\n    return 1.0\n")
     Path("lora").mkdir()
     Path("lora/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "./gone"}))

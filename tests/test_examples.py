@@ -1,7 +1,5 @@
 """The scripts and notebooks, as users start them: the demo learns, real data runs, flags and YAML both work."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -29,6 +27,7 @@ from dash_trl.embedded.warm_up import embedded_model
 from dash_trl.evaluation import accuracy
 from dash_trl.process_rewards import OutcomeValue
 from dash_trl.rewards import load_reward
+from tests.tiny import read_rows
 
 ROOT = Path(__file__).parents[1]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -57,7 +56,7 @@ def flags(settings: dict[str, object]) -> list[str]:
 
 def steps(folder: Path) -> list[dict]:
     """The metrics of the training steps."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_rows(folder / "metrics.jsonl")
     return [line for line in lines if "filter/kept_rows" in line and "train_runtime" not in line]
 
 

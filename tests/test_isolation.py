@@ -1,7 +1,5 @@
 """Models that let packed samples see each other are found out, and trained and valued without packing."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The judge: what is asked, what counts as an answer, what is kept; and the rule-based one of the embedded run."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import inspect
@@ -19,14 +17,11 @@ from pathlib import Path
 
 import openai
 import pytest
+from embedded_judge import JUDGE_NAME, EmbeddedJudge
 
 from dash_trl.rewards import JudgeError, JudgeReward, RewardAgent
 from dash_trl.rewards.judge_cache import AnswerCache
 from tests.fake_judge import FakeJudge, chat, says
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-from embedded_judge import JUDGE_NAME, EmbeddedJudge  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -229,18 +224,13 @@ def test_a_server_that_is_not_there():
 
 
 def test_equal_completions_ask_once_and_each_other_one_for_itself(server):
-    server.answer = lambda request: says(int(judged_text(request) == "4"))
+    """A failure is that of all who wait for it."""
+    answers = {"4": says(1), "5": says(0), "6": (500, {})}
+    server.answer = lambda request: answers[judged_text(request)]
     judge = JudgeReward("m", base_url=server.url, cache=False, scores=(0, 1))
-    scores = [score for score, *_ in ask_together(judge, ["4", "5", "4", "4", "5", "4"])]
-    assert scores == [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
-    assert len(server.requests) == 2
-
-
-def test_a_failure_is_that_of_all_who_wait_for_it(server):
-    server.answer = lambda request: (500, {})
-    errors = ask_together(JudgeReward("m", base_url=server.url), ["4"] * 5)
-    assert [type(error) for error in errors] == [openai.InternalServerError] * 5
-    assert len(server.requests) == 1
+    *scored, one, other = ask_together(judge, ["4", "5", "4", "4", "5", "4", "6", "6"])
+    assert [score for score, *_ in scored] == [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+    assert type(one) is type(other) is openai.InternalServerError and len(server.requests) == 3
 
 
 async def until(condition) -> None:

@@ -27,15 +27,6 @@ def test_what_a_watched_function_tells_apart(caplog):
     assert caplog.text.count("'mixed' returned inf, nan for 2 of 4 completions") == 1
 
 
-def test_an_exception_fails_the_rows_of_the_call():
-    def raising(completions, **kwargs):
-        raise TimeoutError("judge is away")
-
-    watched = watch(raising, "judge")
-    assert call(watched) == [None] * 4
-    assert watched.failed == [True] * 4 and isinstance(watched.error, TimeoutError)
-
-
 @pytest.mark.parametrize("returned, said", [([1.0, 2.0], "2 rewards for 4"), (None, "None"), (["a"] * 4, "'a'")])
 def test_a_function_that_breaks_its_contract_stops_the_run(returned, said):
     """After TRL's collective, in which the other ranks are."""

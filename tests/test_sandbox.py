@@ -1,7 +1,5 @@
 """The sandbox: each attack is contained and scored as failed, and the next program is scored as if there was none."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

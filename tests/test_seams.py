@@ -1,7 +1,5 @@
 """The contracts with TRL's internals: each seam on a plain `GRPOTrainer`, so that a new TRL fails here first."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

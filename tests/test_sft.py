@@ -1,8 +1,5 @@
 """The supervised baselines: solutions by humans, a teacher's traces, and the loss on completions alone."""
 
-from __future__ import annotations
-
-import json
 import re
 import shutil
 from pathlib import Path
@@ -16,20 +13,12 @@ from transformers import AutoTokenizer
 
 from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_model
 from tests.test_examples import flags, launch
+from tests.tiny import read_rows, write_rows
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("sft_*.yaml"))
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": "none"}
 SMALL = {**ON_CPU, "max_steps": 2, "per_device_train_batch_size": 4}
-
-
-def rows_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def write(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 # ------------------------------------------------------------------------------------------- solutions by humans
@@ -58,7 +47,7 @@ def test_it_learns_what_humans_wrote(tmp_path, monkeypatch, capsys, task):
     monkeypatch.setattr(train_math, "accuracy", lambda *arguments, **sampling: 0.25)
     learns = {**SMALL, "max_steps": 6, "per_device_train_batch_size": 32, "output_dir": tmp_path}
     sft.main(flags(learns if task == "embedded" else {**learns, "dataset_name": task}))
-    losses = [row["loss"] for row in rows_of(tmp_path / "metrics.jsonl") if "loss" in row]
+    losses = [row["loss"] for row in read_rows(tmp_path / "metrics.jsonl") if "loss" in row]
     assert len(losses) == 6 and losses[-1] < losses[0] and (tmp_path / "model.safetensors").exists()
     said = capsys.readouterr().out
     assert re.search(r"sampled accuracy on 256 .*: 0.250 before, 0.250 after\ngreedy accuracy", said)
@@ -75,7 +64,7 @@ def test_the_loss_is_on_the_completion_alone(own_folder, monkeypatch, chat):
     if chat:
         roles = {"prompt": "user", "completion": "assistant"}
         row = {name: [{"role": roles[name], "content": text}] for name, text in row.items()}
-    write(own_folder / "rows.jsonl", [row] * 4)
+    write_rows(own_folder / "rows.jsonl", [row] * 4)
     sft.main(flags({**SMALL, "model_name_or_path": "model", "completions": "rows.jsonl", "output_dir": "out"}))
     ((trainer, measured),) = seen
     assert not measured  # since the task is not known
@@ -93,20 +82,21 @@ def test_table_8():
     sizes = {"sft_h": ("0.5b", "1.5b", "3b"), "sft_m": ("0.5b", "1.5b", "3b"), "sft_h_code": ("0.5b", "1.5b")}
     assert {path.stem for path in CONFIGS} == {f"{kind}_qwen2.5-{size}" for kind in sizes for size in sizes[kind]}
     types = (sft.SupervisedArguments, sft.SupervisedConfig, sft.ModelConfig)
+    expected = {"learning_rate": 2e-5, "num_train_epochs": 3, "max_length": None, "completion_only_loss": None}
+    expected |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "eos_token": "<|im_end|>"}
+    data = {
+        "sft_h": ("nlile/hendrycks-MATH-benchmark", None),
+        "sft_m": (None, "outputs/traces_qwen2.5-7b-instruct.jsonl"),
+        "sft_h_code": ("evalplus/mbppplus", None),
+    }
     for path in CONFIGS:
         script, args, model = sft.parse(["--config", str(path), "--use_cpu", "--bf16=False"], types, {})
         sft.check_arguments(script, args, model)
         kind, size = path.stem.split("_qwen2.5-")
-        assert model.model_name_or_path.lower() == f"qwen/qwen2.5-{size}" and args.output_dir == f"outputs/{path.stem}"
-        assert (args.learning_rate, args.num_train_epochs) == (2e-5, 3)
-        assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 2)
-        assert (args.max_length, args.completion_only_loss, model.use_peft) == (None, None, False)
-        assert args.eos_token == "<|im_end|>"
-        assert (script.dataset_name, script.completions) == {
-            "sft_h": ("nlile/hendrycks-MATH-benchmark", None),
-            "sft_m": (None, "outputs/traces_qwen2.5-7b-instruct.jsonl"),
-            "sft_h_code": ("evalplus/mbppplus", None),
-        }[kind]
+        own = {"output_dir": f"outputs/{path.stem}"}
+        assert {name: getattr(args, name) for name in expected | own} == expected | own
+        assert model.model_name_or_path.lower() == f"qwen/qwen2.5-{size}" and not model.use_peft
+        assert (script.dataset_name, script.completions) == data[kind]
         assert f"--config examples/configs/{path.name}" in path.read_text()
 
 
@@ -132,8 +122,8 @@ MODEL, DATA, FILE = ({"model_name_or_path": "model"}, {"dataset_name": "own.json
 )
 def test_mistakes(own_folder, monkeypatch, settings, rows, message):
     monkeypatch.setattr(sft, "SFTTrainer", None)
-    write(own_folder / "rows.jsonl", rows)
-    write(own_folder / "code.jsonl", [{"text": "Add.", "code": "", "test_list": ["assert add(1, 1) == 2"]}])
+    write_rows(own_folder / "rows.jsonl", rows)
+    write_rows(own_folder / "code.jsonl", [{"text": "Add.", "code": "", "test_list": ["assert add(1, 1) == 2"]}])
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         sft.main(flags({**SMALL, **settings}))
 
@@ -160,7 +150,7 @@ def test_correct_traces_are_kept_and_learned_from(own_folder, capsys, monkeypatc
     settings = {"dataset_name": "embedded", "dataset_test_split": "train[:12]", "num_samples": 2, "temperature": 1.0}
     arguments = ["model", *flags({**settings, "output": "t.jsonl"})]
     traces.main(arguments)
-    _, *rows = rows_of(own_folder / "t" / "model.jsonl")
+    _, *rows = read_rows(own_folder / "t" / "model.jsonl")
     problems = arithmetic_dataset("train").select(range(12)).to_list()
     expected = [
         {"prompt": problem["prompt"], "completion": [{"role": "assistant", "content": one["text"]}]}
@@ -168,13 +158,13 @@ def test_correct_traces_are_kept_and_learned_from(own_folder, capsys, monkeypatc
         for one in row["samples"]
         if arithmetic_reward([one["text"]], [problem["answer"]]) == [1.0]
     ]
-    kept = rows_of(own_folder / "t.jsonl")
+    kept = read_rows(own_folder / "t.jsonl")
     assert kept == expected and 0 < len(kept) < 24
     wrong = 24 - len(kept)
     assert f"24 traces of 12 problems: {len(kept)} kept, {wrong} wrong, 0 cut off, 0 failed" in capsys.readouterr().out
     monkeypatch.setattr("dash_trl.evaluation.tasks.open_sampler", None)
     traces.main(arguments)  # all is there: nothing is sampled, nothing changes
-    assert rows_of(own_folder / "t.jsonl") == kept
+    assert read_rows(own_folder / "t.jsonl") == kept
     measured = []
     monkeypatch.setattr(train_math, "measure", lambda *arguments: measured.append(None) or {})
     sft.main(flags({**SMALL, "completions": "t.jsonl", "output_dir": "out", "max_steps": 1}))
@@ -184,7 +174,7 @@ def test_correct_traces_are_kept_and_learned_from(own_folder, capsys, monkeypatc
 def test_programs_and_what_is_cut_off(own_folder):
     """Rows of MBPP's columns; the tests decide, in the sandbox, and what was cut off is not kept though it passes."""
     row = {"text": "f", "test_list": ["assert f(1) == 1"]}
-    write(own_folder / "code.jsonl", [row] * 2)
+    write_rows(own_folder / "code.jsonl", [row] * 2)
     with pytest.raises(ValueError, match="No trace is kept: of 2 there are 0 kept, 2 wrong, 0 cut off, 0 failed. Look"):
         traces.main(["model", *flags({"dataset_name": "code.jsonl", "max_completion_length": 4, "output": "t.jsonl"})])
     fates = {(1.0, False): "kept", (1.0, True): "cut off", (0.0, True): "wrong", (None, False): "failed"}
@@ -205,7 +195,7 @@ def test_the_embedded_teacher_is_the_model_after_rl_and_is_kept(tmp_path, monkey
     run = ["embedded", *flags({"dataset_test_split": "train[:4]", "output": "one.jsonl"})]
     traces.main(run)
     (teacher,) = (path for path in cache.glob("teacher-*") if path.is_dir())
-    assert (teacher / "metrics.jsonl").exists() and rows_of(tmp_path / "one.jsonl")
+    assert (teacher / "metrics.jsonl").exists() and read_rows(tmp_path / "one.jsonl")
     monkeypatch.setattr(train_math, "main", None)
     traces.main(run)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import json
 import math
 import os
 import random
@@ -55,6 +56,16 @@ def save_tiny_model(directory: Path, model_class: Any = Qwen2ForCausalLM, config
     model_class(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return str(directory)
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def prompts(count: int) -> Dataset:
