@@ -1,7 +1,5 @@
 """Where what was made once is kept."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -7,8 +7,6 @@
 Letters: B rows of this rank, T completion tokens, R ranks, S rows of a pass, N rows of a rank in a window's `lengths`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ What is more than a method that is overridden or an attribute that is read; each
 `GRPOTrainer` (`tests/test_seams.py`), so that a new TRL that changes one fails there.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

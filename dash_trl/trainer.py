@@ -4,8 +4,6 @@ The way of a generation batch is `_new_window`: sample → reward → credit →
 `GenerationWindow`, is spent in `training_step`: pack → loss → backward, until `_get_grad_norm` lets the optimizer step.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -5,8 +5,6 @@ POST /v1/chat/completions ──► the problem and the marked completion in the
 All but the model is what a real judge is asked through: HTTP, the message's frame, the schema.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ problem f(0) == 37   ──► the model writes   def f(x): return x + 37   ─�
         f(1) == 38                                                        two are shown and three are not
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from itertools import islice

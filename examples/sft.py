@@ -14,8 +14,6 @@ completions alone. The problems and prompts are those of `train_math.py` and, wh
 that all their models are measured alike. `--dataset_name embedded_code` are the embedded programs.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from dataclasses import dataclass, field, replace

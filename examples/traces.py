@@ -13,8 +13,6 @@ the columns `prompt` and `completion`. All samples and the teacher's accuracy ar
 run goes on. The flags are those of the evaluation.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import sys

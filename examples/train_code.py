@@ -10,8 +10,6 @@
 the columns of MBPP, MBPP+ or HumanEval, or with `prompt` and `tests`.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from typing import Any

@@ -12,8 +12,6 @@
 and a data set, a rule on this machine takes the judge's place, and is asked as a judge is.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from dataclasses import dataclass, field

@@ -17,8 +17,6 @@ key; a flag wins over the file. The dataset is a hub name or a local path: GSM8K
 Without a model and a dataset the embedded model learns arithmetic; a flag that would have no effect is refused.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence

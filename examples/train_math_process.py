@@ -9,8 +9,6 @@
 `train_math.py` with a `ProcessRewardCallback`: its flags and YAML keys, and those of `ProcessArguments`.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ resumed: that run from its checkpoint; then a run while which the last server, P
 Every rank prints what it saw. A window is 4 groups of a rank and two optimizer steps, an epoch three windows.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 In capitals: what a test puts there.
 """
 
-from __future__ import annotations
-
 import re
 
 

@@ -1,7 +1,5 @@
 """Shared fixtures: a tiny model on disk, scripted rollouts, and TRL beside DASH."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

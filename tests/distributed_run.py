@@ -3,8 +3,6 @@
 accelerate launch --config_file accelerate_configs/cpu.yaml tests/distributed_run.py OUTPUT
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """A chat server that is none: it answers what a test says, and counts what it was asked."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

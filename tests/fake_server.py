@@ -1,7 +1,5 @@
 """A vLLM server that is none: for faults, and for tests that look at when it was asked what."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """(completion, gold answer) that the math reward calls right, wrong or unscored, by topic."""
 
-from __future__ import annotations
-
 REPEATED = 20_000
 
 RIGHT = {

@@ -4,8 +4,6 @@ A row is a dict: `utilities` [(last token, U)], `length`, `outcome`, `advantage`
 `values`, one per token. A group is a list of rows; a batch a list of groups. Results: one list of floats per row.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 

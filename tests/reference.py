@@ -1,7 +1,5 @@
 """The definitions once more, with Python floats and loops. Imports nothing from dash_trl."""
 
-from __future__ import annotations
-
 import math
 
 EPSILON = 1e-4  # TRL's

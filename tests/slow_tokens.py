@@ -3,8 +3,6 @@
 vllm serve … --logits-processors tests.slow_tokens:SlowTokens
 """
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

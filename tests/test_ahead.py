@@ -1,7 +1,5 @@
 """How far sampling runs ahead, and whose job goes next: what it means, as a table, and its laws under any events."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Reading answers: where a completion gives its final answer, and how answers are spelled."""
 
-from __future__ import annotations
-
 import pytest
 
 from dash_trl.rewards.answers import MAX_ANSWER_CHARS, MAX_DEPTH, Answer, final_text, find_answer, gold_text, last_boxed

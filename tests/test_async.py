@@ -3,8 +3,6 @@
 So dates are compared with tokens, not with what the trainer believes. `test_vllm.py` has the real servers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

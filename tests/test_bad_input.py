@@ -3,8 +3,6 @@
 The tables read: mistake → what is given → what is said.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The YAML files that users start from: accelerate takes them, DASHConfig has their keys, and they are the paper's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Credit: every estimator against loops and floats, the posts' own numbers, and the laws of the default."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

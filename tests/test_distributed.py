@@ -1,7 +1,5 @@
 """DDP, ZeRO-2 and ZeRO-3 with two real processes on gloo: equal counts of passes, equal updates, equal ranks."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Episodes: boundaries are token positions, whatever the text; nothing is lost and nothing comes twice."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -4,8 +4,6 @@ The largest parameter difference has to be within 1e-5 of the largest update. A 
 (`initializer_range=0.2`): with tiny updates one unit in the last place of a norm weight would already be 1e-5.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

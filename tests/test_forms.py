@@ -1,7 +1,5 @@
 """The forms of reward functions, and what they may return."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """The state machine of the servers: its laws under any order of events, and the stories that it was made for."""
 
-from __future__ import annotations
-
 from hypothesis import example, given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """The losses for old rollouts: against Python floats and autograd of their formulas, through a run of the trainer."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace

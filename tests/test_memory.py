@@ -1,7 +1,5 @@
 """No pass of DASH makes the logits of all its tokens: neither forward nor backward, and V(prefix) not either."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

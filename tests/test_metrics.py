@@ -1,7 +1,5 @@
 """What is counted over the ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`MonteCarloValue`: what it samples, in which batches, by whom; which rewards count; what it leaves behind."""
 
-from __future__ import annotations
-
 import math
 import random
 from statistics import fmean

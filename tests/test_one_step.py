@@ -1,7 +1,5 @@
 """`async_level=1` without servers: the next window is sampled while the rewards of this one are awaited."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

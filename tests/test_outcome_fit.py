@@ -1,7 +1,5 @@
 """The features of a prefix by hand, and the fit to outcomes by its definition."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations_with_replacement
 

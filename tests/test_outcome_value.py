@@ -1,7 +1,5 @@
 """`OutcomeValue`: what it learns, no leak of a window's outcomes or of later tokens; in real and in resumed runs."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Packed passes give the log-probs of one row at a time, for every architecture that claims to run them."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from types import SimpleNamespace

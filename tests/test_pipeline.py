@@ -1,7 +1,5 @@
 """`reward_pipeline`: training begins on the groups that are scored, and the update is the one that waits for all."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Sequence

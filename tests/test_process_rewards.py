@@ -1,7 +1,5 @@
 """`ProcessRewardCallback` in real training runs, its two estimators of V, its diagnostics and pictures."""
 
-from __future__ import annotations
-
 import math
 from decimal import Decimal
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 The expectation is what a run that does not look ahead (`async_level` 0, Transformers' own reading) comes to sample.
 """
 
-from __future__ import annotations
-
 import weakref
 from types import SimpleNamespace
 

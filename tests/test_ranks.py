@@ -1,7 +1,5 @@
 """How ranks meet where one of them has failed: the error reaches all, and nobody waits for a rank that has gone."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

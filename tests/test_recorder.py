@@ -1,7 +1,5 @@
 """Seconds of phases: per optimizer step, whatever lies between two logs, and without waiting for a GPU in between."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

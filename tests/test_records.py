@@ -1,7 +1,5 @@
 """Files that an interrupted run goes on with: wherever it was cut, and whose it was."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

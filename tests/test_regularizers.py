@@ -1,7 +1,5 @@
 """Entropy bonus, router loss and TRL's per-pass metrics: once per optimizer step, however the survivors are packed."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

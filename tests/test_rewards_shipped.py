@@ -1,7 +1,5 @@
 """The small rewards: the form of a completion, and its length (TRL's)."""
 
-from __future__ import annotations
-
 import pytest
 
 from dash_trl.rewards import FormatReward, get_soft_overlong_punishment

@@ -1,7 +1,5 @@
 """`python -m dash_trl.serve`: what it starts, on which ports, cores and GPUs. `test_vllm.py` has real servers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

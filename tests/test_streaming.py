@@ -1,7 +1,5 @@
 """Rewards begin with the group that the servers finish first, on fake servers; what they are does not change."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

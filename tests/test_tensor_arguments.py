@@ -1,7 +1,5 @@
 """A tensor of another rank, length or dtype is an error that names it: broadcast, it would train on something else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """V(prefix): tree-packed against one pass per prefix for Qwen2, Qwen3, Llama, LoRA; floor, spaces, thoughts."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

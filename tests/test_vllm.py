@@ -1,7 +1,5 @@
 """Real vLLM servers: sampled log-probs, weight syncs, crashes, and whole training runs."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

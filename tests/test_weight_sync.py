@@ -1,7 +1,5 @@
 """Checksums, files and the probe of a weight sync, without a server: `test_vllm.py` has the real ones."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc

@@ -1,7 +1,5 @@
 """What limits worker processes, threads for waiting in, and programs; workers are also tested with the math reward."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import select

@@ -1,7 +1,5 @@
 """What V is worth: the evidence by loops, intervals by simulation, `process_weight="auto"` in real runs."""
 
-from __future__ import annotations
-
 import math
 import random
 from itertools import permutations

@@ -1,7 +1,5 @@
 """A tiny model, scripted rollouts, and runs of TRL and DASH on the same of them."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import gc

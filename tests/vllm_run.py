@@ -4,8 +4,6 @@ accelerate launch … tests/vllm_run.py MODEL OUTPUT URL,URL PROCESS_GROUP,PROCE
 python -m tests.vllm_run MODEL OUTPUT colocate ""
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`DASHTrainer`'s arguments: each check raises a `ValueError` with value, reason, remedy, before it costs time."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any

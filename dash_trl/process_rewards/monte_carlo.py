@@ -6,8 +6,6 @@ A call is as large as the trainer's own generation batch. The ranks divide the p
 the same calls, and none waits for one that has more to ask.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """`AgentReward`: one of an agent's functions as TRL calls it, on the main thread, with the whole batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

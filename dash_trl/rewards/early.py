@@ -6,8 +6,6 @@ some rows have come ──► take: decoded, their per-sample functions start �
 TRL asks for rewards ─► claim: of these rows, and of nothing else? ───────┴──► the request, begun
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

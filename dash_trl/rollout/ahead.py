@@ -7,8 +7,6 @@ PRIME-RL's rule: window n is trained on rollouts of π_max(0, n − k) or newer.
 the run, or from where it was resumed; weights by the optimizer step that made them.
 """
 
-from __future__ import annotations
-
 from collections import deque
 
 

@@ -1,7 +1,5 @@
 """The order of the prompts, reproducible from any epoch, and a reader that looks ahead in it."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

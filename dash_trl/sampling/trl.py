@@ -3,8 +3,6 @@
 prompts of this rank ──► ServerPool ──► completions, in prompt order        weights ──► all servers, and the proof
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import weakref

@@ -6,8 +6,6 @@ GRPOTrainer has no option for, under verl's names.
 Letters: N rows (the G completions of a prompt adjacent), F reward functions, G group size, M = N / G groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

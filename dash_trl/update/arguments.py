@@ -1,7 +1,5 @@
 """What a tensor argument has to be: a wrong one is a `ValueError` that names it, not a broadcast that goes on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

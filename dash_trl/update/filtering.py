@@ -7,8 +7,6 @@ are lost with the row: there filtering is an approximation, as in the paper.
 Letters: B rows, T completion tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

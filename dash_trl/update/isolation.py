@@ -12,8 +12,6 @@ a model whose log-probs hardly depend on their context, too. Only in a mixture o
 rounding, since they regroup the experts. How much is seen by changing the third sample, which comes after the second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -10,8 +10,6 @@ that lies within one optimizer step and one use of the generation batch: its sur
     segments   |-------|-------|-------|-------|                     |-------|-------|-------|-------|
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Optimizer steps that are left out because their gradient is not finite: counted, and no endless row of them."""
 
-from __future__ import annotations
-
 import math
 
 # A lone batch may overflow. So many in a row do not pass: the weights or the rewards themselves are broken.

@@ -7,8 +7,6 @@ tensor a (0) must match the size of tensor b". DeepSpeed starts over by itself w
 it has to where an expected one stays away.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
