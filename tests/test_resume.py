@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
 from dash_trl.rollout.resume import STATES, SavedRun, Shapes, load_states, one_run, why_a_new_window
-from tests.tiny import ScriptedReward, parameters, prompts, run
+from tests.tiny import ScriptedReward, prompts, run
 
 
 class SeededRollouts:
@@ -29,38 +29,80 @@ class SeededRollouts:
         }
 
 
-def seeded(trainer):
-    trainer.rollout_func = SeededRollouts()
+def recorded(model, output, resume=None, **settings):
+    """The prompts of each generation of a run with 32 rows per window and 16 per optimizer step, and the trainer."""
+    seen = []
+
+    class Reward(ScriptedReward):
+        def __call__(self, prompts, **kwargs):
+            seen.append(prompts[::4])
+            return super().__call__(prompts, **kwargs)
+
+    defaults = {"steps_per_generation": 8, "dataset": prompts(64), "reward": Reward(constant=0.2)}
+    defaults |= {"rollouts": SeededRollouts(), "optimizer": "adamw_torch"}
+    return seen, run(DASHTrainer, model, output, resume=resume, **{**defaults, **settings})
+
+
+class SaveEarly(TrainerCallback):
+    """As `enable_jit_checkpoint` saves, before the optimizer steps: checkpoint 5 is from within step 6."""
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_model, tmp_path_factory):
+    """What the windows of a run of 6 steps sampled, a folder with its checkpoints 1 (mid-window) to 5, and its end.
+
+    It has read two windows ahead.
+    """
+    output, early = tmp_path_factory.mktemp("saved"), SaveEarly()
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "async_level": 2}
+    settings |= {"callbacks": [early], "prepare": lambda trainer: setattr(early, "trainer", trainer)}
+    windows, whole = recorded(tiny_model, output, **settings)
+    assert len(windows) == 3 and len(windows[0]) == 8
+    return windows, output, whole
+
+
+def same(whole, resumed):
+    """Parameters, and what was logged on the way."""
+    rewards = [[log["reward"] for log in one.state.log_history if "reward" in log] for one in (whole, resumed)]
+    assert rewards[0] == rewards[1] and whole.state.epoch == resumed.state.epoch
+    assert whole._step == resumed._step and whole.state.global_step == resumed.state.global_step
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("at", [3, 5], ids=["in the middle of a window", "within a step, which is repeated"])
+def test_resumed_equals_uninterrupted(tiny_model, tmp_path, saved, at):
+    windows, output, whole = saved
+    seen, resumed = recorded(tiny_model, tmp_path, str(output / f"checkpoint-{at}"), max_steps=6)
+    assert seen == windows[(at + 1) // 2 :]
+    same(whole, resumed)
+
+
+# Two uses of a window, and two windows of an epoch: TRL would repeat the first one's order in the second.
+EPOCHS = {"num_iterations": 2, "steps_per_generation": 4, "dataset": prompts(8), "max_steps": 7}
+# In its second reading Transformers would skip more than the stream has.
+STREAM = {"dataset": prompts(16).to_iterable_dataset(), "max_steps": 7}
 
 
 @pytest.mark.parametrize(
-    "settings, at",
-    [
-        ({"max_steps": 4, "steps_per_generation": 16}, 3),  # in the middle of a window of 4 steps
-        ({"max_steps": 4, "num_iterations": 2}, 3),  # between two uses of a window
-        ({"max_steps": 6}, 5),  # in the second epoch (4 steps each): TRL would repeat the first epoch's order
-    ],
-    ids=str,
+    ("settings", "levels", "windows_left"),
+    [(EPOCHS, (2, 3), {3: 2, 4: 2, 5: 1}), (STREAM, (0, 0), {5: 1})],
+    ids=["epochs", "stream"],
 )
-def test_resumed_equals_uninterrupted(tiny_model, tmp_path, settings, at):
-    dataset = prompts(16)
-    settings = {
-        "optimizer": "adamw_torch",
-        "dataset": dataset,
-        "save_strategy": "steps",
-        "save_steps": at,
-        "prepare": seeded,
-        "reward": ScriptedReward(constant=0.4),
-        **settings,
-    }
-    whole = run(DASHTrainer, tiny_model, tmp_path / "whole", **settings)
-    seen = [log["reward"] for log in whole.state.log_history if "reward" in log]
-    checkpoint = str(tmp_path / "whole" / f"checkpoint-{at}")
-    resumed = run(DASHTrainer, tiny_model, tmp_path / "resumed", resume=checkpoint, **settings)
-    assert resumed.state.global_step == whole.state.global_step == settings["max_steps"]
-    for (name, one), other in zip(parameters(whole.model).items(), parameters(resumed.model).values(), strict=True):
-        assert torch.equal(one, other), name
-    assert [log["reward"] for log in resumed.state.log_history if "reward" in log] == seen
+def test_the_second_epoch_goes_on_where_it_was(tiny_model, tmp_path, settings, levels, windows_left):
+    """From between two uses of a window, the last one of an epoch too, and from an epoch's end; read ahead or not."""
+    saves = {"save_strategy": "steps", "save_steps": 1, "async_level": levels[0]}
+    windows, whole = recorded(tiny_model, tmp_path / "whole", **settings, **saves)
+    assert whole.state.epoch > 1
+    for at, left in windows_left.items():
+        checkpoint = str(tmp_path / "whole" / f"checkpoint-{at}")
+        seen, resumed = recorded(tiny_model, tmp_path / "on", checkpoint, **settings, async_level=levels[1])
+        assert seen == windows[-left:] and resumed.state.global_step == whole.state.global_step
+        if at != 4:  # there the next epoch had begun for what reads ahead, which draws a random number
+            same(whole, resumed)
 
 
 class EndsTheEpoch(TrainerCallback):
@@ -90,33 +132,11 @@ def test_the_order_of_the_prompts_is_trls(tiny_model, tmp_path):
 # ---------------------------------------------------------------------- with other shapes than the checkpoint's
 
 
-def recorded(model, output, resume=None, **settings):
-    """The prompts of each generation of a run with 32 rows per window and 16 per optimizer step, and the trainer."""
-    seen = []
-
-    class Reward(ScriptedReward):
-        def __call__(self, prompts, **kwargs):
-            seen.append(prompts[::4])
-            return super().__call__(prompts, **kwargs)
-
-    defaults = {"steps_per_generation": 8, "dataset": prompts(64), "prepare": seeded, "reward": Reward(constant=0.2)}
-    return seen, run(DASHTrainer, model, output, resume=resume, **{**defaults, **settings})
-
-
-@pytest.fixture(scope="module")
-def saved(tiny_model, tmp_path_factory):
-    """What the windows of a run of 6 steps sampled, and a folder with its checkpoints 1 (mid-window), 2 and 3."""
-    output = tmp_path_factory.mktemp("saved")
-    windows, _ = recorded(tiny_model, output, max_steps=6, save_strategy="steps", save_steps=1)
-    assert len(windows) == 3 and len(windows[0]) == 8
-    return windows, output
-
-
 WIDER = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
 
 
 def test_other_shapes_go_on_at_the_first_unused_prompt(tiny_model, tmp_path, caplog, saved):
-    windows, output = saved
+    windows, output, _ = saved
     with caplog.at_level("WARNING", logger="dash_trl.trainer"):
         checkpoint = str(output / "checkpoint-2")
         seen, trainer = recorded(tiny_model, tmp_path, checkpoint, **WIDER, max_steps=6)
@@ -130,18 +150,18 @@ def test_other_shapes_go_on_at_the_first_unused_prompt(tiny_model, tmp_path, cap
     )
 
 
-@pytest.mark.parametrize(
-    "settings, difference", [(WIDER, r"batch_size=4 \(now 8\)"), ({"beta": 0.04}, r"beta_above_0=False \(now True\)")]
-)
-def test_others_in_the_middle_of_a_window_are_refused(tiny_model, tmp_path, saved, settings, difference):
-    with pytest.raises(ValueError, match=f"{difference}.* with 4 of 8 micro-batches .*ignore_data_skip=True"):
-        recorded(tiny_model, tmp_path, str(saved[1] / "checkpoint-1"), **settings, max_steps=6)
+def test_others_in_the_middle_of_a_window_are_refused(tiny_model, tmp_path, saved):
+    message = (
+        r"batch_size=4 \(now 8\).*beta_above_0=False \(now True\).* with 4 of 8 micro-batches .*ignore_data_skip=True"
+    )
+    with pytest.raises(ValueError, match=message):
+        recorded(tiny_model, tmp_path, str(saved[1] / "checkpoint-1"), **WIDER, beta=0.04, max_steps=6)
 
 
 @pytest.mark.parametrize("shapes", [{}, WIDER], ids=["same shapes", "other shapes"])
 def test_the_prompts_of_the_epoch_begin_again(tiny_model, tmp_path, saved, shapes):
     """With `ignore_data_skip` they do; of the checkpoint's window, the rest is used where it can be."""
-    windows, output = saved
+    windows, output, _ = saved
     checkpoint = str(output / "checkpoint-3")  # half of the second window is used
     settings = {"max_steps": 6, "ignore_data_skip": True, **shapes}
     seen, trainer = recorded(tiny_model, tmp_path, checkpoint, **settings)
@@ -149,53 +169,8 @@ def test_the_prompts_of_the_epoch_begin_again(tiny_model, tmp_path, saved, shape
     assert trainer.state.global_step == 6
 
 
-def test_a_stream_goes_on_where_it_was(tiny_model, tmp_path):
-    """In its second reading, where Transformers would skip more than the stream has."""
-    settings = {"dataset": prompts(16).to_iterable_dataset(), "max_steps": 7, "optimizer": "adamw_torch"}
-    settings |= {"save_strategy": "steps", "save_steps": 5}
-    windows, whole = recorded(tiny_model, tmp_path / "whole", **settings)
-    seen, resumed = recorded(tiny_model, tmp_path / "resumed", str(tmp_path / "whole" / "checkpoint-5"), **settings)
-    assert seen == windows[3:] and whole.state.epoch == resumed.state.epoch > 1
-    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("levels", [(2, 0), (0, 3)], ids=str)
-def test_what_was_read_ahead_is_read_again(tiny_model, tmp_path, levels):
-    """From within a window, the last one of an epoch too, and from an epoch's end (two windows of two steps each)."""
-    settings = {"dataset": prompts(16), "max_steps": 5}
-    saves = {"save_strategy": "steps", "save_steps": 1, "async_level": levels[0]}
-    windows, _ = recorded(tiny_model, tmp_path, **settings, **saves)
-    assert len(windows) == 3
-    for at, begun in ((3, 2), (4, 2)):
-        checkpoint = str(tmp_path / f"checkpoint-{at}")
-        seen, resumed = recorded(tiny_model, tmp_path / "on", checkpoint, **settings, async_level=levels[1])
-        assert seen == windows[begun:] and resumed.state.global_step == 5
-        assert resumed._step == 20
-
-
-def test_a_checkpoint_from_within_a_step(tiny_model, tmp_path):
-    """As `enable_jit_checkpoint` saves one, before the optimizer steps: the whole step is repeated."""
-
-    class SaveEarly(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                trainers[-1]._save_checkpoint(trainers[-1].model, trial=None)
-
-    trainers = []
-
-    def prepare(trainer):
-        seeded(trainer)
-        trainers.append(trainer)
-
-    settings = {"max_steps": 4, "optimizer": "adamw_torch", "prepare": prepare}
-    windows, whole = recorded(tiny_model, tmp_path, callbacks=[SaveEarly()], **settings)
-    seen, resumed = recorded(tiny_model, tmp_path, str(tmp_path / "checkpoint-1"), **settings)
-    assert seen == windows[1:] and resumed.state.global_step == 4
-    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
-
-
 def test_a_checkpoint_without_a_window_is_said(tiny_model, tmp_path, caplog, saved):
-    windows, output = saved
+    windows, output, _ = saved
     for name, works in ("checkpoint-2", True), ("checkpoint-1", False):
         checkpoint = tmp_path / name
         shutil.copytree(output / name, checkpoint)
