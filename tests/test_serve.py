@@ -1,23 +1,22 @@
 """`python -m dash_trl.serve`: what it starts, on which ports, cores and GPUs. `test_vllm.py` has real servers."""
 
 import os
+import re
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from types import SimpleNamespace
+from typing import TextIO
 
 import pytest
 from transformers import Qwen2Config
 
 from dash_trl import serve
 from dash_trl.evaluation import samplers
-
-ROOT = Path(__file__).parents[1]
+from dash_trl.workers import Command
+from tests.fake_server import Fake
+from tests.vllm_run import wait_until
 
 
 def test_the_servers_listen_on_this_machine_only_and_the_user_s_flags_win():
@@ -109,24 +108,14 @@ def test_a_server_that_does_not_start_says_why(program, monkeypatch):
 
 
 def test_a_proxy_is_not_asked_for_this_machine_s_servers(monkeypatch):
-    class Healthy(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *arguments):
-            pass
-
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            assert serve.answers(f"http://127.0.0.1:{server.server_address[1]}/health")
-        finally:
-            server.shutdown()
+    fake = Fake()
+    assert serve.answers(f"{fake.url}/health")
+    fake.stop()
+    assert not serve.answers(f"{fake.url}/health")
 
 
 def test_where_the_servers_listen_and_where_they_are_reached(program):
@@ -136,43 +125,52 @@ def test_where_the_servers_listen_and_where_they_are_reached(program):
         serve.Servers("model", 1, host="192.0.2.1")
 
 
-SCRIPT = """
-import sys
-from dash_trl import embedded, serve, workers
-commands = []
-def start(servers, number):  # a program that takes a second to stop, in place of vLLM
+def start(servers: serve.Servers, number: int) -> Command:
+    """A program that takes a second to stop, in place of vLLM."""
     slow = f"trap 'sleep 1; exit' TERM; echo up {servers.model}; while :; do sleep 0.1; done"
-    commands.append(workers.Command(["sh", "-c", slow], log=servers.logs / f"{number}.log"))
-    print("PID", commands[-1].process.pid, flush=True)
-    return commands[-1]
-serve.shutil.which = lambda name, path: name
-serve.Servers.start = start
-serve.answers = lambda url: all("up the tiny one" in command.log.read_text() for command in commands)
-embedded.embedded_model = lambda: "the tiny one"
-sys.argv[1:] = ["embedded", "--servers", "2", "--host=0.0.0.0"]
-serve.main()
-"""
+    command = Command(["sh", "-c", slow], log=servers.logs / f"{number}.log")
+    wait_until(lambda: "up the tiny one" in command.log.read_text())
+    print("PID", command.process.pid, flush=True)
+    return command
 
 
-def test_no_signal_leaves_servers_behind():
+def served() -> tuple[int, TextIO]:
+    """`main` in a process of its own: its number, and what it says."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            sys.stdout = sys.stderr = os.fdopen(writes, "w")
+            serve.main()
+        finally:  # no test goes on in it
+            sys.stdout.flush()
+            os._exit(0)
+    os.close(writes)
+    return pid, os.fdopen(reads)
+
+
+def test_no_signal_leaves_servers_behind(program, monkeypatch):
     """Nor does an impatient second one."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    monkeypatch.setattr(serve.Servers, "start", start)
+    monkeypatch.setattr(serve, "answers", lambda url: True)
+    monkeypatch.setattr("dash_trl.embedded.embedded_model", lambda: "the tiny one")
+    monkeypatch.setattr(sys, "argv", ["serve", "embedded", "--servers", "2", "--host=0.0.0.0"])
     numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-    processes = {number: subprocess.Popen([sys.executable, "-c", SCRIPT], **pipes) for number in numbers}
-    for first, process in processes.items():
-        pids = []
-        for line in iter(process.stdout.readline, ""):
-            if line.startswith("PID"):
-                pids.append(int(line.split()[1]))
-            if line.startswith("Ctrl+C"):
-                break
-        assert len(pids) == 2
-        process.send_signal(first)
+    processes = {number: served() for number in numbers}
+    for first, (pid, output) in processes.items():
+        said = ""
+        while "Ctrl+C stops the servers.\n" not in said:
+            line = output.readline()
+            assert line, said
+            said += line
+        pids = [int(number) for number in re.findall(r"^PID (\d+)$", said, re.M)]
+        assert len(pids) == 2 and "--host 0.0.0.0 opens vLLM's weight endpoints" in said
+        os.kill(pid, first)
         for another in numbers:
             time.sleep(0.1)
-            process.send_signal(another)
-        _, errors = process.communicate(timeout=60)
-        for pid in pids:
+            os.kill(pid, another)
+        output.read()
+        os.waitpid(pid, 0)
+        for one in pids:
             with pytest.raises(ProcessLookupError):
-                os.killpg(pid, 0)
-        assert "--host 0.0.0.0 opens vLLM's weight endpoints" in errors
+                os.killpg(one, 0)
