@@ -6,6 +6,28 @@ import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import pytest
+
+NAN = float("nan")
+# fault → what takes the place of the fields of a choice, of a prompt [1, 2, 3] and two tokens
+SPOILED = {
+    "null index": {"index": None},
+    "written NaN": {
+        "logprobs": {"token_logprobs": [NAN, -1.5]},
+        "prompt_logprobs": [None, {"2": {"logprob": NAN}}, {"3": {"logprob": -0.75}}],
+    },
+    "null": {
+        "logprobs": {"token_logprobs": [None, -1.5]},
+        "prompt_logprobs": [None, {"2": {"logprob": None}}, {"3": {"logprob": -0.75}}],
+    },
+    "wrong token counts": {"token_ids": [1, 103, 7], "prompt_logprobs": [None] * 4},
+    "too many tokens": {"token_ids": [1] * 10, "logprobs": {"token_logprobs": [-0.5] * 10}},
+    "aborted": {"finish_reason": "abort"},
+}
+# vLLM's own answers
+NOT_COMPLIANT = {"message": "Out of range float values are not JSON compliant: nan", "type": "BadRequestError"}
+NO_EXTENSION = "Worker failed with error ''CPUWorker' object has no attribute 'dash_weight_report''"
+
 
 class Fake:
     """A server on a free port that spoils answers by a `fault`: `times` of them, after the first `spared`.
@@ -29,6 +51,7 @@ class Fake:
         self.report = {"checksums": {}, "dtype": "float32", "shape": {}, "comparable": True}
         self.config = {"model_config": {"logprobs_mode": "processed_logprobs"}, "weight_transfer_config": None}
         self.authorisation: str | None = None
+        self.ended = threading.Event()
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -78,9 +101,8 @@ class Fake:
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def rpc_answer(self):
-        if self.fault == "no extension":  # vLLM's own answer
-            message = "Worker failed with error ''CPUWorker' object has no attribute 'dash_weight_report''"
-            return 500, json.dumps({"error": {"message": message}}).encode()
+        if self.fault == "no extension":
+            return 500, json.dumps({"error": {"message": NO_EXTENSION}}).encode()
         results = {"no worker": [], "no report": [{"checksums": {}}]}.get(self.fault, [self.report])
         return 200, json.dumps({"results": results, "success": True}).encode()
 
@@ -92,61 +114,62 @@ class Fake:
         return self.fault
 
     def answer(self, send, request, fault):
-        first, n = request["prompt"][0], request.get("n", 1)
+        first, n, most = request["prompt"][0], request.get("n", 1), request["max_tokens"]
         entries = [{str(token): {"logprob": -0.25 * token}} for token in request["prompt"]]
         choices = [
             {
                 "index": i,
-                "token_ids": [first, 100 + i],
-                "logprobs": {"token_logprobs": [-0.5, -1.5]},
+                "token_ids": [first, 100 + i][:most],
+                "logprobs": {"token_logprobs": [-0.5, -1.5][:most]},
                 "prompt_logprobs": [None, *entries[1:]],
                 "finish_reason": "stop",
             }
             for i in reversed(range(n))  # their order is not promised
         ]
-        for choice in choices:
-            del choice["token_ids"][request["max_tokens"] :]
-            del choice["logprobs"]["token_logprobs"][request["max_tokens"] :]
         if fault in ("500", "429", "400", "401"):
             return send(int(fault), b'{"error": "told to"}')
-        if fault == "NaN":  # vLLM's own answer
-            message = "Out of range float values are not JSON compliant: nan"
-            return send(400, json.dumps({"error": {"message": message, "type": "BadRequestError"}}).encode())
+        if fault == "NaN":
+            return send(400, json.dumps({"error": NOT_COMPLIANT}).encode())
         if fault == "hangs":
-            time.sleep(30)
-        if fault == "truncated JSON":
-            return send(200, json.dumps({"choices": choices}).encode()[:-20])
-        if fault == "breaks off":
-            return send(200, json.dumps({"choices": choices}).encode()[:-20], length=100_000)
+            self.ended.wait(30)
         if fault == "not JSON":
             return send(200, b"<html>proxy</html>")
-        spoiled = choices[0]
         if fault == "too few choices":
             choices = choices[:-1]
         if fault == "too many choices":
-            choices.append({**spoiled, "index": n})
+            choices.append({**choices[0], "index": n})
         if fault == "null choice":
             choices[0] = None
-        if fault == "null index":
-            spoiled["index"] = None
-        if fault == "written NaN":
-            spoiled["logprobs"]["token_logprobs"][0] = float("nan")
-            entries[1][str(request["prompt"][1])]["logprob"] = float("nan")
-        if fault == "null":
-            spoiled["logprobs"]["token_logprobs"][0] = None
-            entries[1][str(request["prompt"][1])]["logprob"] = None
-        if fault == "wrong token counts":
-            spoiled["token_ids"].append(7)
-            spoiled["prompt_logprobs"].append({"7": {"logprob": 0.0}})
-        if fault == "too many tokens":
-            spoiled["token_ids"] *= 5
-            spoiled["logprobs"]["token_logprobs"] *= 5
-        if fault == "aborted":
-            spoiled["finish_reason"] = "abort"
+        if fault in SPOILED:
+            choices[0] |= SPOILED[fault]
+        whole = json.dumps({"choices": choices}).encode()
+        if fault == "truncated JSON":
+            return send(200, whole[:-20])
+        if fault == "breaks off":
+            return send(200, whole[:-20], length=100_000)
         if fault is None:
             self.served.append(first)
-        send(200, json.dumps({"choices": choices}).encode())
+        send(200, whole)
 
     def stop(self):
+        self.ended.set()
         self.server.shutdown()
         self.server.server_close()
+
+
+def factory(kind):
+    """A fixture: makes servers of a kind, and stops them."""
+
+    @pytest.fixture
+    def make_servers():
+        made = []
+
+        def make(*arguments, **options):
+            made.append(kind(*arguments, **options))
+            return made[-1]
+
+        yield make
+        for one in made:
+            one.stop()
+
+    return make_servers

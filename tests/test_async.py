@@ -20,9 +20,9 @@ from dash_trl.sampling.server import ServerError
 from dash_trl.sampling.trl import VLLMPool
 from dash_trl.sampling.weights.snapshot import Snapshot
 from dash_trl.sampling.weights.sync import WeightSync
-from tests.async_run import wait_until
-from tests.fake_server import Fake
+from tests.fake_server import Fake, factory
 from tests.tiny import prompts, run, tiny_tokenizer
+from tests.vllm_run import wait_until
 
 FIRST = 10  # the token of version 0
 SECONDS = 60.0  # that something is waited for which has to happen
@@ -53,17 +53,25 @@ class Dated(Fake):
         if rollout:
             self._note(self.arrived, prompt)
             self.hold.wait(SECONDS)
-        ids = [FIRST + came, FIRST + self.version][: request["max_tokens"]]
-        choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}, "finish_reason": "stop"}
-        choices = [{**choice, "index": i} for i in range(request["n"])]
+        self.send_rows(send, request, [[FIRST + came, FIRST + self.version]] * request["n"], rollout)
+
+    def send_rows(self, send: Any, request: dict[str, Any], rows: list[list[int]], rollout: bool) -> None:
+        most, choices = request["max_tokens"], []
+        for index, ids in enumerate(rows):
+            log_probs = {"token_logprobs": [-0.5] * len(ids[:most])}
+            choices.append({"index": index, "token_ids": ids[:most], "logprobs": log_probs, "finish_reason": "stop"})
         send(200, json.dumps({"choices": choices}).encode())
         if rollout:
-            self._note(self.answered, prompt)
+            self._note(self.answered, tuple(request["prompt"]))
 
     def _note(self, prompts: list[tuple[int, ...]], prompt: tuple[int, ...]) -> None:
         with self.changed:
             prompts.append(prompt)
             self.changed.notify_all()
+
+    def stop(self) -> None:
+        self.hold.set()
+        super().stop()
 
     def wait_for(self, happened: Any) -> None:
         """`happened()`: a condition on `arrived` and `answered`."""
@@ -146,18 +154,7 @@ def asynchronous(tiny_model: str, output: Any, fakes: list[Dated], level: int, *
     return trainer, watch, weights[0].steps
 
 
-@pytest.fixture
-def fakes():
-    made: list[Dated] = []
-
-    def make(**options: Any) -> Dated:
-        made.append(Dated(**options))
-        return made[-1]
-
-    yield make
-    for fake in made:
-        fake.hold.set()
-        fake.stop()
+fakes = factory(Dated)
 
 
 # (settings, optimizer steps at which the windows begin)
@@ -171,8 +168,7 @@ SEMANTICS = {
     ),
 }
 PAIRS = [
-    *(("a window per step", 0), ("a window per step", 2), ("two steps per window", 1), ("two windows per step", 2)),
-    ("three iterations", 1),
+    *(("a window per step", 0), ("two steps per window", 1), ("two windows per step", 2), ("three iterations", 1)),
 ]
 REST = [
     pytest.param(name, level, marks=pytest.mark.exhaustive)
@@ -183,11 +179,21 @@ REST = [
 
 
 @pytest.mark.parametrize(("name", "level"), PAIRS + REST)
-def test_window_n_is_sampled_by_the_weights_with_which_window_n_minus_k_began(name, level, tiny_model, tmp_path, fakes):
+def test_window_n_is_sampled_by_the_weights_with_which_window_n_minus_k_began(
+    name, level, tiny_model, tmp_path, fakes, monkeypatch
+):
     """Servers that answer at once: a step does not end before they have answered what may be under way.
 
-    No step has a signal, since all completions of a group are equal: it counts, and its weights are sent.
+    No step has a signal, since all completions of a group are equal: it counts, and its weights are sent. A window is
+    tokenized once, since a chat template may tell the time: what was sampled for has to be what is trained on.
     """
+    tokenize, calls = GRPOTrainer._tokenize_prompts, []
+
+    def telling_the_time(self: Any, prompts: list[str]) -> tuple:
+        calls.append(prompts)
+        return tokenize(self, [f"{len(calls)} {prompt}" for prompt in prompts])
+
+    monkeypatch.setattr(GRPOTrainer, "_tokenize_prompts", telling_the_time)
     settings, begins = SEMANTICS[name]
     fake, watch = fakes(), Watch()
     groups = settings["steps_per_generation"]  # of 4 rows
@@ -195,7 +201,7 @@ def test_window_n_is_sampled_by_the_weights_with_which_window_n_minus_k_began(na
     watch.wait = lambda window: fake.wait_for(lambda: len(fake.answered) >= under_way[window])
     steps = begins[-1] + max(1, begins[-1] - begins[-2])
     _, watch, versions = asynchronous(tiny_model, tmp_path, [fake], level, max_steps=steps, watch=watch, **settings)
-    assert [window.step for window in watch.windows] == begins
+    assert [window.step for window in watch.windows] == begins and len(calls) == len(begins)
     for n, window in enumerate(watch.windows):
         sampled = torch.tensor([[versions[version] for version in row] for row in window.tokens.tolist()])
         assert (sampled == begins[max(0, n - level)]).all()
@@ -380,26 +386,6 @@ def test_equal_neighbours_are_groups_of_their_own(fakes):
     assert [(job.sequences, job.number) for job in jobs] == [(2, 0), (4, 1), (4, 2), (3, 3)]
 
 
-class EndsTheFirstEpoch(Watch):
-    def on_step_end(self, args, state, control, **kwargs):
-        super().on_step_end(args, state, control, **kwargs)
-        control.should_epoch_stop = state.global_step == 2
-
-
-def test_windows_that_were_announced_and_do_not_come_are_thrown_away(tiny_model, tmp_path, fakes, caplog):
-    """A callback ends the epoch: the next one's prompts come, as without async_level."""
-    orders = []
-    for level in (0, 2):
-        watch = EndsTheFirstEpoch()
-        settings = {"max_steps": 5, "dataset": prompts(12), **STEP}  # 3 windows of an epoch
-        trainer, watch, _ = asynchronous(tiny_model, tmp_path, [fakes()], level, watch=watch, **settings)
-        orders.append([window.prompts for window in watch.windows])
-        assert nothing_in_work(trainer)
-    assert orders[0] == orders[1] and len(orders[0]) == 5
-    assert caplog.text.count("Window 2 has other prompts than those that were read ahead for it") == 1
-    assert caplog.text.count("thrown away") == 1
-
-
 # ------------------------------------------------------------------------------------- the pool, while weights are sent
 
 
@@ -482,21 +468,6 @@ def test_weights_do_not_wait_for_a_look_at_who_does_not_answer(fakes):
     timer.cancel()
     alive.hold.set()
     assert len(pool.collect(batch)) == 2
-
-
-def test_a_window_is_tokenized_once(tiny_model, tmp_path, fakes, monkeypatch):
-    """A chat template may tell the time: what was sampled for has to be what is trained on."""
-    tokenize, calls = GRPOTrainer._tokenize_prompts, []
-
-    def telling_the_time(self: Any, prompts: list[str]) -> tuple:
-        calls.append(prompts)
-        return tokenize(self, [f"{len(calls)} {prompt}" for prompt in prompts])
-
-    monkeypatch.setattr(GRPOTrainer, "_tokenize_prompts", telling_the_time)
-    fake = fakes()
-    _, watch, _ = asynchronous(tiny_model, tmp_path, [fake], 2, max_steps=4, **STEP)
-    assert len(calls) == len(watch.windows) == 4
-    assert len(fake.arrived) == 4 * GROUPS
 
 
 def test_an_evaluation_after_a_failed_run_is_none_of_its_windows(tiny_model, tmp_path, fakes, monkeypatch):

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from dash_trl import DASHTrainer, RewardAgent
 from dash_trl.rewards import EarlyRewards, RewardTeam
 from dash_trl.sampling.pool import ServerPool
-from tests.async_run import wait_until
+from tests.fake_server import factory
 from tests.test_async import GROUPS, SECONDS, STEP, Dated, Watch, asynchronous, nothing_in_work
 from tests.tiny import parameters, prompts, relative_difference, save_tiny_model
+from tests.vllm_run import wait_until
 
 ROWS = 4 * GROUPS  # of a window
 
@@ -34,30 +35,12 @@ class Server(Dated):
             self.before(number)
             if fault := super(Dated, self).next_fault(prompt[0]):
                 return send(int(fault), b'{"error": "told to"}')
-        rows = [[20 + (31 * sum(prompt) + 7 * row + i * row) % 230 for i in range(2)] for row in range(request["n"])]
-        choices = [
-            {"index": i, "token_ids": ids[: request["max_tokens"]], "logprobs": {"token_logprobs": [-0.5] * len(ids)}}
-            for i, ids in enumerate(rows)
-        ]
-        for choice in choices:
-            choice["finish_reason"] = "stop"
-            del choice["logprobs"]["token_logprobs"][request["max_tokens"] :]
-        send(200, json.dumps({"choices": choices}).encode())
-        if rollout:
-            self._note(self.answered, prompt)
+        of_prompt = 31 * sum(prompt)
+        rows = [[20 + (of_prompt + 7 * row + i * row) % 230 for i in range(2)] for row in range(request["n"])]
+        self.send_rows(send, request, rows, rollout)
 
 
-@pytest.fixture
-def server():
-    made: list[Server] = []
-
-    def make(**options: Any) -> Server:
-        made.append(Server(**options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.stop()
+server = factory(Server)
 
 
 class Reward:
@@ -100,12 +83,11 @@ def trained(model: str, output: Any, servers: list[Any], level: int = 0, **setti
     return asynchronous(model, output, servers, level, reward=RewardAgent(reward), **settings)[0], reward
 
 
-@pytest.mark.parametrize("pipeline", [False, True])
-def test_rewards_begin_before_the_last_group_is_sampled(pipeline, tiny_model, tmp_path, server):
+def test_rewards_begin_before_the_last_group_is_sampled(tiny_model, tmp_path, server):
     """Its generation waits for the first reward call: for ever, where rewards begin when all rows are there."""
     reward, fake, waited = Reward(), server(), []
     fake.before = lambda number: waited.append(reward.called.wait(SECONDS)) if number == GROUPS else None
-    trained(tiny_model, tmp_path, [fake], reward=reward, reward_pipeline=pipeline)
+    trained(tiny_model, tmp_path, [fake], reward=reward)
     assert waited == [True] and len(reward.rows) == ROWS
 
 
@@ -151,7 +133,6 @@ def chat_model(directory: Any) -> str:
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {},
     {"chat": True, "level": 2},
     {"level": 1, "reward_pipeline": True, "servers": ({"fault": "500", "times": 3}, {})},
 ]
@@ -181,9 +162,8 @@ def test_rewards_and_updates_are_what_they_were(settings, tiny_model, tmp_path, 
     assert size > 1e-2 and difference <= (5e-6 if "reward_pipeline" in settings else 0.0)
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(level, tiny_model, tmp_path, server):
-    """Window 1; at level 1 it is decoded while window 0 is trained on. No work is left, and no call that waits."""
+def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(tiny_model, tmp_path, server):
+    """Window 1 is decoded while window 0 is trained on. No work is left, and no call that waits."""
     trainers, requests, watch = [], [], NextIsSampled()
 
     def prepare(trainer: Any) -> None:
@@ -200,25 +180,32 @@ def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(level, t
         trainer.processing_class.batch_decode = breaks
 
     with pytest.raises(ValueError, match="no such token"):
-        trained(tiny_model, tmp_path, [server()], level, watch=watch, prepare=prepare, max_steps=4)
+        trained(tiny_model, tmp_path, [server()], 1, watch=watch, prepare=prepare, max_steps=4)
     assert trainers[0].state.global_step == 1 and len(watch.windows) == 1
     assert nothing_in_work(trainers[0]) and not trainers[0]._early
     _, failed, *others = requests[0]
     assert all(request.stop.is_set() for request in (failed, *others))
 
 
-def test_the_calls_of_windows_that_do_not_come_are_cancelled(tiny_model, tmp_path, server):
-    """A callback ends the epoch, for which other prompts were read ahead."""
-    requests: list[Any] = []
+class EndsTheFirstEpoch(NextIsSampled):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step == 2
 
-    class EndsTheFirstEpoch(NextIsSampled):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_epoch_stop = state.global_step == 2
 
-    settings = {"watch": EndsTheFirstEpoch(), "prepare": lambda trainer: requests.append(noted_requests(trainer))}
-    trained(tiny_model, tmp_path, [server()], 2, max_steps=5, dataset=prompts(12), **settings)
-    cancelled = [request.stop.is_set() for request in requests[0]]
-    assert cancelled.count(False) == 5 < len(cancelled)
+def test_windows_that_were_announced_and_do_not_come_are_thrown_away(tiny_model, tmp_path, server, caplog):
+    """A callback ends the epoch: the next one's prompts come, as without async_level; the calls are cancelled."""
+    orders, requests = [], []
+    for level in (0, 2):
+        settings = {"watch": EndsTheFirstEpoch(), "prepare": lambda trainer: requests.append(noted_requests(trainer))}
+        settings |= {"max_steps": 5, "dataset": prompts(12)}  # 3 windows of an epoch
+        trainer, _ = trained(tiny_model, tmp_path, [server()], level, **settings)
+        orders.append([window.prompts for window in settings["watch"].windows])
+        assert nothing_in_work(trainer)
+    assert orders[0] == orders[1] and len(orders[0]) == 5
+    cancelled = [[request.stop.is_set() for request in begun].count(True) for begun in requests]
+    assert cancelled == [0, len(requests[1]) - 5] and len(requests[1]) > 5
+    assert caplog.text.count("Window 2 has other prompts than those that were read ahead for it") == 1
+    assert caplog.text.count("thrown away") == 1
 
 
 def test_who_cannot_take_a_result_leaves_no_work(server):
@@ -237,8 +224,7 @@ def test_who_cannot_take_a_result_leaves_no_work(server):
     end.set()
 
 
-@pytest.mark.parametrize("pipeline", [False, True])
-def test_an_interrupted_run_leaves_no_calls_and_can_be_begun_again(pipeline, tiny_model, tmp_path, server):
+def test_an_interrupted_run_leaves_no_calls_and_can_be_begun_again(tiny_model, tmp_path, server):
     """While window 0 is trained on, the rewards of window 1 have begun, and wait until the run has ended."""
     end, trainers, begun, early = threading.Event(), [], [], []
 
@@ -261,10 +247,10 @@ def test_an_interrupted_run_leaves_no_calls_and_can_be_begun_again(pipeline, tin
 
     watch.wait = interrupt
     with pytest.raises(KeyboardInterrupt):
-        settings = {"watch": watch, "prepare": trainers.append, "max_steps": 3, "reward_pipeline": pipeline}
+        settings = {"watch": watch, "prepare": trainers.append, "max_steps": 3, "reward_pipeline": True}
         trained(tiny_model, tmp_path, [server()], 1, reward=reward, **settings)
-    early += [trainers[0]._awaited[0]] if pipeline else []
-    assert len(early) == 1 + pipeline and all(request.stop.is_set() for request in early)
+    early.append(trainers[0]._awaited[0])
+    assert len(early) == 2 and all(request.stop.is_set() for request in early)
     assert nothing_in_work(trainers[0]) and not trainers[0]._early
     end.set()
     watch.wait = lambda window: None

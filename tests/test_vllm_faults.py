@@ -3,6 +3,8 @@
 The servers here are fakes, for faults only; `test_vllm.py` has the real ones.
 """
 
+from __future__ import annotations
+
 import asyncio
 import errno
 import re
@@ -26,11 +28,10 @@ from dash_trl.sampling.vllm_plugin import model_shape
 from dash_trl.sampling.weights.file import FileWeights
 from dash_trl.sampling.weights.snapshot import Snapshot, WeightMismatch
 from dash_trl.sampling.weights.sync import WeightSync
-from tests.fake_server import Fake
+from tests.fake_server import Fake, factory
+from tests.vllm_run import wait_until
 
 SAMPLING = {"max_tokens": 8}
-
-
 NO_NUMBER = "a log-prob that is not a finite number"
 UNREADABLE = "answered what cannot be read"
 # fault → what is said of a server that has it
@@ -63,17 +64,14 @@ def quick(monkeypatch):
         monkeypatch.setattr(f"dash_trl.sampling.{name}", 0.01)
 
 
-@pytest.fixture
-def fakes():
-    made: list[Fake] = []
+fakes = factory(Fake)
 
-    def make(*arguments, **options) -> Fake:
-        made.append(Fake(*arguments, **options))
-        return made[-1]
 
-    yield make
-    for fake in made:
-        fake.stop()
+def ready(*fakes: Fake, **options) -> ServerPool:
+    """A pool that has seen them."""
+    pool = ServerPool([fake.url for fake in fakes], **{"server_timeout": 60.0, **options})
+    pool.wait_until_ready()
+    return pool
 
 
 def expected(count: int, n: int) -> list[list[Completion]]:
@@ -87,13 +85,14 @@ def prompts(count: int, n: int) -> list[tuple[list[int], int]]:
 def test_results_are_taken_as_they_come(fakes):
     """From a server that fails the first request, too; whoever stops taking takes the rest back."""
     pool = ServerPool([fakes("500", 1).url, fakes().url], server_timeout=20.0)
-    jobs = pool.completions(prompts(20, 2), {"max_tokens": 8})
+    jobs = pool.completions(prompts(20, 2), SAMPLING)
     assert sorted(pool.as_completed(jobs)) == list(enumerate(expected(20, 2)))
-    rest = pool.as_completed(pool.completions(prompts(20, 2), {"max_tokens": 8}))
+    rest = pool.as_completed(pool.completions(prompts(20, 2), SAMPLING))
     next(rest)
     rest.close()
     assert not pool.backlog.waiting and not pool.backlog.running
-    assert pool.run(pool.completions(prompts(3, 1), {"max_tokens": 8})) == expected(3, 1)
+    # A prompt may have a limit of its own: a server answers with an error where both exceed its context.
+    assert pool.complete([([0, 2], 1), ([1, 2], 2, 1)], SAMPLING) == [*expected(1, 1), [Completion([1], [-0.5])] * 2]
 
 
 @pytest.mark.parametrize("fault", FAULTS | FAULTS_OF_SAMPLES)
@@ -112,24 +111,15 @@ def test_what_a_server_answers_wrongly_is_its_failure(fault, fakes):
 @pytest.mark.parametrize("fault", ["500", "hangs", "breaks off"])
 def test_a_good_server_answers_what_a_bad_one_fails(fault, fakes):
     bad, good = fakes(fault, spared=1), fakes()  # a server is tried before it is trusted
-    pool = ServerPool([bad.url, good.url], server_timeout=60.0, request_timeout=1.0 if fault == "hangs" else 60.0)
-    pool.wait_until_ready()
-    assert pool.run(pool.completions(prompts(12, 4), SAMPLING)) == expected(12, 4)
+    pool = ready(bad, good, request_timeout=1.0 if fault == "hangs" else 60.0)
+    assert pool.complete(prompts(12, 4), SAMPLING) == expected(12, 4)
     assert sorted(good.served) == [0, *range(12)]  # 0 is the trial's, too
     assert bad.asked["/v1/completions"] > 3 and bad.served == [0]
 
 
-def test_a_prompt_may_have_a_limit_of_its_own(fakes):
-    """A server answers with an error where prompt and limit exceed its context."""
-    pool = ServerPool([fakes().url], server_timeout=20.0)
-    limited, free = pool.run(pool.completions([([1, 2], 2, 1), ([3, 2], 1)], SAMPLING))
-    assert [one.token_ids for one in limited] == [[1], [1]] and [one.token_ids for one in free] == [[3, 100]]
-
-
 def test_sequences_are_scored(fakes):
     bad, good = fakes("NaN", spared=1), fakes()
-    pool = ServerPool([bad.url, good.url], server_timeout=60.0)
-    pool.wait_until_ready()
+    pool = ready(bad, good)
     assert pool.log_probs([[i, 1, 2] for i in range(12)]) == [[-0.25, -0.5]] * 12
     assert sorted(good.served) == [0, *range(12)] and bad.served == [0]
 
@@ -137,17 +127,16 @@ def test_sequences_are_scored(fakes):
 @pytest.mark.parametrize("fault", ["500", "hangs"])
 def test_a_bad_server_alone_is_an_error_that_names_it(fault, fakes):
     bad = fakes(fault, spared=1)
-    pool = ServerPool([bad.url], server_timeout=0.5, request_timeout=0.1)
-    pool.wait_until_ready()
+    pool = ready(bad, server_timeout=0.5, request_timeout=0.1)
     with pytest.raises(PoolError, match=f"{bad.url} is (dead|suspect|refitting); last error: "):
-        pool.run(pool.completions(prompts(3, 2), SAMPLING))
+        pool.complete(prompts(3, 2), SAMPLING)
 
 
 def test_a_prompt_that_no_server_can_answer_ends_the_run(fakes):
     """Each of them is well after it failed, and would be given that prompt for ever."""
     pool = ServerPool([fakes("500", poison=3).url, fakes("500", poison=3).url], server_timeout=60.0)
     with pytest.raises(PoolError, match="A request failed 6 times, at last with http.*answered 500"):
-        pool.run(pool.completions(prompts(6, 2), SAMPLING))
+        pool.complete(prompts(6, 2), SAMPLING)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +178,7 @@ def test_newer_weights_wait_for_those_that_a_server_is_being_given(fakes):
     pool.refit = refit
     for url in pool.urls:
         pool.fleet.refit_failed(url, "it was away", now=0.0)
-    pool.run(pool.completions(prompts(4, 1), SAMPLING))  # by the other one
+    pool.complete(prompts(4, 1), SAMPLING)  # by the other one
     assert order == [] and pool.fleet.waiting() == [slow]
     newer_asked.set()
     sync.send()
@@ -200,8 +189,7 @@ def test_newer_weights_wait_for_those_that_a_server_is_being_given(fakes):
 def test_who_had_no_work_while_weights_were_sent_is_looked_at_before_it_is_given_what_waits(fakes):
     """It may have been restarted since it took them; nobody held a connection to it."""
     fake, looks = fakes(), []
-    pool = ServerPool([fake.url], server_timeout=20.0)
-    pool.wait_until_ready()
+    pool = ready(fake)
 
     async def refit(server):
         looks.append(len(fake.served))
@@ -217,8 +205,7 @@ def test_who_had_no_work_while_weights_were_sent_is_looked_at_before_it_is_given
 
 def test_a_server_that_has_to_wait_for_the_next_weights_is_none_that_could_be_used(fakes):
     """Over NCCL: it was restarted unseen, and what has the current weights as far as is known has not."""
-    pool = ServerPool([fakes().url], server_timeout=0.5)
-    pool.wait_until_ready()
+    pool = ready(fakes(), server_timeout=0.5)
 
     async def refit(server):
         return None
@@ -227,7 +214,7 @@ def test_a_server_that_has_to_wait_for_the_next_weights_is_none_that_could_be_us
     end = threading.Timer(20.0, pool.cancel)
     end.start()
     with pytest.raises(PoolError, match="No vLLM server could be used for 0.5 s(.|\n)*is refitting"):
-        pool.run(pool.completions(prompts(1, 1), SAMPLING))
+        pool.complete(prompts(1, 1), SAMPLING)
     end.cancel()
 
 
@@ -253,17 +240,17 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights_first(fakes):
     assert pool.fleet.waiting() == pool.urls  # there are no weights yet
     sync.send()
     assert loads == [(fake.url, 0), (other.url, 0)]
-    assert pool.run(pool.completions(prompts(8, 1), SAMPLING)) == expected(8, 1)
+    assert pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
     assert len(loads) == 2 and len(fake.served) == 4  # and no trial, since nothing was amiss
     fake.tag = "default"
     fake.delay = 0.05
-    assert pool.run(pool.completions(prompts(8, 1), SAMPLING)) == expected(8, 1)
+    assert pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
     assert loads[2:] == [(fake.url, 4)] and fake.tag == "run-1"
     pool.fleet.refit_failed(other.url, "gone", time.monotonic() - 9.0)
     sync.send()
     assert [url for url, _ in loads[3:]] == [fake.url]  # the dead hold nobody up
     other.tag = "default"
-    assert pool.run(pool.completions(prompts(8, 1), SAMPLING)) == expected(8, 1)
+    assert pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
     assert [url for url, _ in loads[4:]] == [other.url]
 
 
@@ -282,10 +269,6 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights_first(fakes):
 def test_servers_that_cannot_be_this_trainer_s(fault, error, message, fakes, monkeypatch):
     fake, other = fakes(fault), fakes()
     vllm = checked_pool([fake, other], fault, monkeypatch)
-    if fault == "dtype":
-        other.report["dtype"] = "bfloat16"
-    if fault == "shape":
-        fake.report["shape"]["vocab_size"] = 65
     with pytest.raises(error, match=message):
         vllm._check_servers()
 
@@ -299,11 +282,7 @@ def test_servers_that_cannot_be_this_trainer_s(fault, error, message, fakes, mon
     ],
 )
 def test_servers_that_can_but_with_less(fault, message, fakes, monkeypatch, caplog):
-    fake = fakes()
-    vllm = checked_pool([fake, fakes()], fault, monkeypatch)
-    fake.report["comparable"] = fault != "quantised"
-    if fault == "logprobs_mode":
-        fake.config["model_config"]["logprobs_mode"] = "raw_logprobs"
+    vllm = checked_pool([fakes(), fakes()], fault, monkeypatch)
     assert vllm._check_servers() == torch.float32
     assert message in caplog.text if message else not caplog.records
 
@@ -315,6 +294,10 @@ def checked_pool(fakes: list[Fake], fault: str | None, monkeypatch) -> VLLMPool:
     for fake in fakes:
         fake.report["shape"] = model_shape(vllm.model.config)
         fake.config["weight_transfer_config"] = {"backend": "nccl"} if fault == "key" else None
+    first = fakes[0]
+    first.report |= {"dtype": {"dtype": "bfloat16"}, "quantised": {"comparable": False}}.get(fault, {})
+    first.report["shape"] |= {"vocab_size": 65} if fault == "shape" else {}
+    first.config["model_config"] |= {"logprobs_mode": "raw_logprobs"} if fault == "logprobs_mode" else {}
     vllm.weight_sync = "nccl" if fault in ("nccl", "key") else "file"
     if fault == "key":
         monkeypatch.setenv("VLLM_API_KEY", "secret")
@@ -324,23 +307,20 @@ def checked_pool(fakes: list[Fake], fault: str | None, monkeypatch) -> VLLMPool:
 
 def test_a_server_that_came_back_at_the_end_of_a_batch_works_in_the_next(fakes):
     both = fakes(delay=0.1), fakes(delay=0.3)
-    pool = ServerPool([fake.url for fake in both], server_timeout=20.0)
-    pool.wait_until_ready()
+    pool = ready(*both)
     late = pool.urls[1]
     pool.fleet.refit_failed(late, "it was away", now=0.0)
-    pool.run(pool.completions(prompts(1, 1), SAMPLING))
-    while pool.fleet.servers[late].state != "healthy":
-        time.sleep(0.01)
+    pool.complete(prompts(1, 1), SAMPLING)
+    wait_until(lambda: pool.fleet.servers[late].state == "healthy")
     before = len(both[1].served)
-    pool.run(pool.completions(prompts(2, 1), SAMPLING))
+    pool.complete(prompts(2, 1), SAMPLING)
     assert len(both[1].served) == before + 1
 
 
 def test_a_failed_proof_is_made_again(fakes, monkeypatch):
-    """The servers hold weights that are wrong on purpose."""
-    sent = []
-    sync = weight_sync([fakes().url], lambda parameters, version, on_each: (sent.append(version), (None, {}))[1])
-    sync._proven = False
+    """The servers hold weights that are wrong on purpose, or did not take them: at the start that ends the run."""
+    sent, errors, fake = [], {}, fakes()
+    sync = weight_sync([fake.url], lambda parameters, version, on_each: (sent.append(version), (None, errors))[1])
     monkeypatch.setattr("dash_trl.sampling.weights.sync.model_log_probs", lambda *_: torch.zeros(31))
     outcomes = iter([None, WeightMismatch("old ones"), None, None])
 
@@ -350,22 +330,18 @@ def test_a_failed_proof_is_made_again(fakes, monkeypatch):
             raise outcome
 
     monkeypatch.setattr(sync, "check", check)
+    sync._proven = False
+    errors[fake.url] = "no room"
+    with pytest.raises(PoolError, match="At the start 1 servers did not take the weights(.|\n)*no room"):
+        sync.send()
+    errors.clear()
     with pytest.raises(WeightMismatch):
         sync.send()
     sync.send()
-    assert next(outcomes, "all") == "all" and sent == [1, 2, 3, 4]
-    sync.send()
-    assert sent == [1, 2, 3, 4, 5]
-
-
-def test_servers_that_do_not_take_the_first_weights_end_the_run(fakes, monkeypatch):
-    fake = fakes()
-    sync = weight_sync([fake.url], lambda *_: (None, {fake.url: "no room"}))
+    assert next(outcomes, "all") == "all" and sent == [1, 2, 3, 4, 5]
+    errors[fake.url] = "no room"
     sync.send()  # later, it does without that server
-    sync._proven = False
-    monkeypatch.setattr("dash_trl.sampling.weights.sync.model_log_probs", lambda *_: torch.zeros(31))
-    with pytest.raises(PoolError, match="At the start 1 servers did not take the weights(.|\n)*no room"):
-        sync.send()
+    assert sent == [1, 2, 3, 4, 5, 6]
 
 
 class Dying(Fake):
@@ -386,9 +362,8 @@ class Dying(Fake):
 def test_what_kills_servers_ends_the_run():
     """They are restarted, time and again, and it is not known which of the prompts that they had is the cause."""
     dying = Dying()
-    pool = ServerPool([dying.url], server_timeout=60.0)
     with pytest.raises(PoolError, match="A request failed 6 times, at last with http.*ClientPayloadError"):
-        pool.run(pool.completions([([i, 1, 2], 1) for i in range(1, 9)], SAMPLING))
+        ServerPool([dying.url], server_timeout=60.0).complete([([i, 1, 2], 1) for i in range(1, 9)], SAMPLING)
     assert dying.life <= 6
     dying.stop()
 
@@ -403,7 +378,7 @@ def test_the_first_server_to_answer_is_not_given_all_the_work(fakes):
 
     pool.refit = refit
     pool.wait_until_ready()
-    assert pool.run(pool.completions(prompts(8, 1), SAMPLING)) == expected(8, 1)
+    assert pool.complete(prompts(8, 1), SAMPLING) == expected(8, 1)
     assert [len(fake.served) for fake in both] == [1 + 4, 1 + 4]
 
 
@@ -429,15 +404,13 @@ def test_batches_in_work_at_once_do_not_hide_each_other_s_jobs():
             assert first == 0 or go_on.wait(20.0)
 
     fake = Waiting()
-    pool = ServerPool([fake.url], server_timeout=5.0)
-    pool.wait_until_ready()
+    pool = ready(fake, server_timeout=5.0)
     looks, outstanding = [fake.asked["/health"]], pool.fleet.servers[fake.url].outstanding
     with ThreadPoolExecutor(2) as threads:
         batches = []
         for first in (1, 2):
-            batches.append(threads.submit(pool.run, pool.completions([([first, 1, 2], 1)], SAMPLING)))
-            while fake.asked["/v1/completions"] <= first:
-                time.sleep(0.005)
+            batches.append(threads.submit(pool.complete, [([first, 1, 2], 1)], SAMPLING))
+            wait_until(lambda first=first: fake.asked["/v1/completions"] > first)
             looks.append(fake.asked["/health"])
         jobs = len(outstanding)
         go_on.set()
@@ -456,16 +429,11 @@ def test_too_many_open_files_are_not_the_server_s_death(fakes, monkeypatch):
     assert isinstance(error, ServerError) and "Too many open files" in str(error) and not error.gone
 
 
-def test_a_server_that_recovers_goes_on(fakes):
-    pool = ServerPool([fakes("500", times=2).url], server_timeout=20.0)
-    assert pool.run(pool.completions(prompts(6, 2), SAMPLING)) == expected(6, 2)
-
-
 @pytest.mark.parametrize(("fault", "message"), [("400", "answered 400"), ("401", "VLLM_API_KEY")])
 def test_what_every_server_would_refuse_is_the_users_error_at_once(fault, message, fakes):
     pool = ServerPool([fakes(fault).url, fakes(fault).url], server_timeout=60.0)
     with pytest.raises(ValueError, match=message):
-        pool.run(pool.completions(prompts(3, 2), SAMPLING))
+        pool.complete(prompts(3, 2), SAMPLING)
     with pytest.raises(ValueError, match=message):
         list(pool.as_completed(pool.completions(prompts(2, 1), SAMPLING)))
 
@@ -482,8 +450,7 @@ def test_nobody_there_is_an_error_within_the_timeout(fakes):
     gone = fakes()
     gone.stop()
     with pytest.raises(PoolError, match=f"No vLLM server could be used for 0.3 s(.|\n)*{gone.url} is dead"):
-        pool = ServerPool([gone.url], server_timeout=0.3)
-        pool.run(pool.completions(prompts(3, 2), SAMPLING))
+        ServerPool([gone.url], server_timeout=0.3).complete(prompts(3, 2), SAMPLING)
 
 
 def test_a_server_that_comes_back_is_refitted_before_it_is_given_a_prompt(fakes):
@@ -497,28 +464,23 @@ def test_a_server_that_comes_back_is_refitted_before_it_is_given_a_prompt(fakes)
         return pool.fleet.version - (len(order) < 3)  # twice it ends up with old weights
 
     pool.refit = refit
-    assert pool.run(pool.completions(prompts(4, 1), SAMPLING)) == expected(4, 1)
+    assert pool.complete(prompts(4, 1), SAMPLING) == expected(4, 1)
     assert len(order) == 3
     trials = 3  # one token each, before a server is trusted
     assert len(fake.served) == 4 + trials
 
 
-def test_the_api_key_comes_from_the_environment_and_is_not_logged(fakes, monkeypatch, caplog):
+def test_a_server_that_recovers_is_asked_with_the_key_and_directly(fakes, monkeypatch, caplog):
+    """The API key comes from the environment and is not logged, and no proxy of the environment is asked."""
     monkeypatch.setenv("VLLM_API_KEY", "secret-key")
-    fake = fakes("500", times=2)
-    caplog.set_level("DEBUG")
-    pool = ServerPool([fake.url], server_timeout=10.0)
-    pool.run(pool.completions(prompts(2, 1), SAMPLING))
-    assert fake.authorisation == "Bearer secret-key"
-    assert "secret-key" not in caplog.text
-
-
-def test_servers_are_asked_directly_whatever_proxy_the_environment_has(fakes, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
     monkeypatch.setenv("no_proxy", "")
-    pool = ServerPool([fakes().url], server_timeout=10.0)
-    assert len(pool.run(pool.completions(prompts(2, 1), SAMPLING))) == 2
+    fake = fakes("500", times=2)
+    caplog.set_level("DEBUG")
+    assert ServerPool([fake.url], server_timeout=20.0).complete(prompts(6, 2), SAMPLING) == expected(6, 2)
+    assert fake.authorisation == "Bearer secret-key"
+    assert "secret-key" not in caplog.text
 
 
 @pytest.mark.parametrize(

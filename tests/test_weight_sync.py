@@ -5,12 +5,16 @@ import errno
 import gc
 import os
 import signal
+import threading
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -62,22 +66,25 @@ def test_workers_together_hold_what_one_holds():
 # ------------------------------------------------------------------------------------------------------------ files
 
 
-class Servers:
-    """Stands in for `ServerPool.on_each`: reads the file as a server would, and answers its checksum."""
+def answers(servers, ask):
+    """As `ServerPool.on_each`."""
+
+    async def ask_all():
+        return await asyncio.gather(*map(ask, servers), return_exceptions=True)
+
+    return dict(zip([server.url for server in servers], asyncio.run(ask_all()), strict=True))
+
+
+class Server:
+    """Reads the file as a server would, and answers its checksum, or `answer`."""
+
+    url = "http://a"
 
     def __init__(self, answer=None):
         self.answer, self.loaded = answer, []
 
     def on_each(self, ask):
-        return {"http://a": asyncio.run(self._ask(ask))}
-
-    async def _ask(self, ask):
-        try:
-            return await ask(self)
-        except Exception as error:
-            return error
-
-    url = "http://a"
+        return answers([self], ask)
 
     async def load_weights(self, path: str, tag: str) -> WeightReport:
         tensors = {}
@@ -100,7 +107,7 @@ def versions(directory: Path) -> list[str]:
 
 def test_a_version_is_complete_when_it_appears_and_the_old_one_goes(tmp_path, monkeypatch):
     monkeypatch.setattr(file, "SHARD_BYTES", 100)  # two tensors of 64 bytes
-    weights, servers = FileWeights(tmp_path, torch.float32), Servers()
+    weights, servers = FileWeights(tmp_path, torch.float32), Server()
     snapshot, errors = weights.send(parameters().items(), 1, servers.on_each)
     assert errors == {"http://a": None}
     assert versions(tmp_path) == [snapshot.path]
@@ -114,7 +121,7 @@ def test_a_version_is_complete_when_it_appears_and_the_old_one_goes(tmp_path, mo
 
 
 def test_weights_are_sent_in_the_dtype_of_the_servers(tmp_path):
-    weights, servers = FileWeights(tmp_path, torch.bfloat16), Servers()
+    weights, servers = FileWeights(tmp_path, torch.bfloat16), Server()
     weights.send(parameters().items(), 1, servers.on_each)
     assert all(tensor.dtype == torch.bfloat16 for tensor in servers.loaded[0][2].values())
 
@@ -122,8 +129,8 @@ def test_weights_are_sent_in_the_dtype_of_the_servers(tmp_path):
 def test_a_server_with_other_weights_ends_the_run_and_a_failing_one_does_not(tmp_path):
     weights = FileWeights(tmp_path, torch.float32)
     with pytest.raises(WeightMismatch, match="http://a was given the weights of version 1"):
-        weights.send(parameters().items(), 1, Servers(answer=12345).on_each)
-    _, errors = weights.send(parameters().items(), 2, Servers(answer=RuntimeError("no room")).on_each)
+        weights.send(parameters().items(), 1, Server(answer=12345).on_each)
+    _, errors = weights.send(parameters().items(), 2, Server(answer=RuntimeError("no room")).on_each)
     assert errors == {"http://a": "no room"}
 
 
@@ -226,8 +233,6 @@ def test_scaled_outputs_are_scaled_weights(make):
 
 def test_scaled_outputs_with_an_adapter():
     """The weights that a server gets are merged, and an adapter with its base layer counts once."""
-    from peft import LoraConfig, get_peft_model
-
     model, ids = qwen2(), probe_tokens(300)
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
     expected = model_log_probs(adapted, ids, 0.5)
@@ -256,79 +261,64 @@ def test_the_probe_finds_a_server_that_computes_with_old_weights(caplog):
 # -------------------------------------------------------------------------------------------------------------- NCCL
 
 
-class Client:
-    """In place of TRL's client, which needs CUDA: keeps what it is sent, or hangs."""
+class NCCLServer:
+    """With the face of TRL's client, which needs CUDA: keeps what it is sent; what is broken fails, or hangs."""
 
-    def __init__(self, hangs: bool = False):
-        self.hangs, self.received, self.closed = hangs, {}, False
+    def __init__(self, name: str, broken: str = ""):
+        self.url, self.calls, self.broken = f"http://{name}", [], broken
+        self.received, self.closed = {}, False
+
+    async def pause(self):
+        self._note("pause")
+
+    async def resume(self):
+        self._note("resume")
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if self.broken == call:
+            raise RuntimeError(f"no {call}")
+
+    async def end_weight_update(self, tag):
+        self.calls.append(tag)
+
+    async def weight_report(self):
+        return WeightReport(weights_checksum(self.received.values()), "float32")
 
     def close_communicator(self):
         self.closed = True
 
     def weight_update(self):
-        from contextlib import nullcontext
-
         return nullcontext()
 
     def update_named_params(self, metadata, tensors):
-        if self.hangs:
-            import threading
-
+        if self.broken == "hangs":
             threading.Event().wait()
         for (name, dtype, shape), (same, tensor) in zip(metadata, tensors, strict=True):
             assert name == same and f"torch.{dtype}" == str(tensor.dtype) and shape == list(tensor.shape)
             self.received[name] = tensor
 
 
-class NCCLServer:
-    def __init__(self, url: str, client: Client, broken: str = ""):
-        self.url, self.client, self.calls, self.broken = url, client, [], broken
-
-    async def pause(self):
-        self.calls.append("pause")
-        if self.broken == "pause":
-            raise RuntimeError("no pause")
-
-    async def resume(self):
-        self.calls.append("resume")
-        if self.broken == "resume":
-            raise RuntimeError("no resume")
-
-    async def end_weight_update(self, tag):
-        self.calls.append(tag)
-
-    async def weight_report(self):
-        return WeightReport(weights_checksum(self.client.received.values()), "float32")
-
-
 def test_buckets_reach_every_server_and_a_hung_one_costs_its_timeout_not_the_run(monkeypatch):
     """The queues and threads only: the broadcast itself is TRL's and needs a GPU."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(nccl, "BUCKET_BYTES", 100)
-    urls = [f"http://{name}" for name in "abcde"]
-    broken = {urls[3]: "pause", urls[4]: "resume"}
-    servers = {url: NCCLServer(url, Client(hangs=url == urls[2]), broken.get(url, "")) for url in urls}
+    servers = [NCCLServer(*one) for one in (("a",), ("b",), ("c", "hangs"), ("d", "pause"), ("e", "resume"))]
+    urls = [server.url for server in servers]
     weights = NCCLWeights(urls, 5000, torch.device("cpu"), timeout=1.0, dtype=torch.float32)
     assert [weights.ports[url] for url in urls] == [5000, 5001, 5002, 5003, 5004]
-    weights._clients = {url: server.client for url, server in servers.items()}
-
-    def on_each(ask):
-        async def ask_all():
-            return await asyncio.gather(*map(ask, servers.values()), return_exceptions=True)
-
-        return dict(zip(urls, asyncio.run(ask_all()), strict=True))
-
-    snapshot, errors = weights.send(parameters().items(), 1, on_each)
+    weights._clients = dict(zip(urls, servers, strict=True))
+    snapshot, errors = weights.send(parameters().items(), 1, partial(answers, servers))
     assert errors[urls[0]] is errors[urls[1]] is None
     assert "nothing was consumed for 1 s" in errors[urls[2]] or "Timeout" in errors[urls[2]]
     assert errors[urls[3]] == "no pause" and errors[urls[4]] == "no resume"
     assert snapshot.checksum == weights_checksum(parameters().values())
-    for url in (urls[0], urls[1], urls[4]):
-        assert servers[url].calls == ["pause", snapshot.tag, "resume"]
-    for url in urls[2:4]:
-        assert servers[url].calls == ["pause", "resume"] and not servers[url].client.received
+    for server in (servers[0], servers[1], servers[4]):
+        assert server.calls == ["pause", snapshot.tag, "resume"]
+    for server in servers[2:4]:
+        assert server.calls == ["pause", "resume"] and not server.received
     assert list(weights._clients) == urls[:2]  # the others begin anew
-    assert [server.client.closed for server in servers.values()] == [False, False, True, True, True]
+    assert [server.closed for server in servers] == [False, False, True, True, True]
 
 
 class Returning:

@@ -158,6 +158,17 @@ class ServerPool:
                 )
             )
 
+    def complete(
+        self, prompts: Sequence[tuple[Sequence[int], int]], sampling: dict[str, Any]
+    ) -> list[list[Completion]]:
+        """Per prompt, in order, its continuations; arguments as in `completions`.
+
+        Raises:
+            PoolError: no server could be used for `server_timeout`, or a prompt failed `ATTEMPTS` times.
+            ValueError: a server refused a request as invalid.
+        """
+        return self.run(self.completions(prompts, sampling))
+
     def completions(
         self,
         prompts: Sequence[tuple[Sequence[int], int] | tuple[Sequence[int], int, int | None]],
