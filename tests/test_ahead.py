@@ -1,7 +1,5 @@
 """How far sampling runs ahead, as a table and as formulas, and whose job goes next."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,6 +1,5 @@
 """Rewards begin with the group that the servers finish first, on fake servers; what they are does not change."""
 
-import json
 import math
 import threading
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 The servers here are fakes, for faults only; `test_vllm.py` has the real ones.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import re

@@ -23,7 +23,7 @@ import aiohttp
 
 from dash_trl.sampling.backlog import Backlog, Job
 from dash_trl.sampling.health import Fleet, State
-from dash_trl.sampling.server import ServerError, VLLMServer
+from dash_trl.sampling.server import Completion, ServerError, VLLMServer
 from dash_trl.sampling.urls import check_urls
 from dash_trl.workers import EventLoop
 
