@@ -104,7 +104,7 @@ def one_token(trainer: Any) -> None:
             "gradient_filter_threshold": None,
         },
     ],
-    ids=str,
+    ids=lambda settings: str({name: getattr(value, "__name__", value) for name, value in settings.items()}),
 )
 def test_the_update_and_the_log(start, tiny_model, tmp_path, settings):
     """Every loss that is exact, every shape of windows and steps, both layouts, and KL if no row is dropped."""
