@@ -256,8 +256,8 @@ def test_two_at_once_are_refused_and_a_program_that_outlives_run_py_keeps_the_fo
 
 @pytest.fixture
 def handlers():
-    """Those of this process, again."""
-    before = {number: signal.getsignal(number) for number in runner.SIGNALS}
+    """The system's own, also if this process was started to ignore some (nohup, `&`); then those of before, again."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in runner.SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
