@@ -188,6 +188,12 @@ def count_pass_time(trainer: Any, seconds: float) -> None:
     trainer._current_train_step_time += seconds
 
 
+def forget_overflow(accelerator: Any) -> None:
+    """No optimizer step was skipped: of one that is left out, accelerate tells what became of the step before."""
+    for optimizer in accelerator._optimizers:
+        optimizer._is_overflow = False
+
+
 def shuffled(rows: int) -> Tensor:
     """[rows] int64: the order in which TRL's shuffle hands rows to the micro-steps; draws its random numbers."""
     return shuffle_sequence_dict({"row": torch.arange(rows)})["row"]

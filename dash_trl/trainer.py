@@ -64,6 +64,7 @@ from dash_trl.rewards import (
 from dash_trl.rollout import (
     SAMPLED_FIELDS,
     STATES,
+    ArrivingWindow,
     CreditedRollouts,
     EpochOrder,
     GenerationWindow,
@@ -87,6 +88,7 @@ from dash_trl.seams import (
     Generated,
     begin_anew,
     count_pass_time,
+    forget_overflow,
     generate_apart,
     log_generated,
     regularized,
@@ -156,7 +158,7 @@ class DASHTrainer(GRPOTrainer):
     _awaited: Any  # of the last such batch: the request, and what TRL asked for it with
     _generated: Generated | None  # the window after the one that has begun
     _sampled_by: Tensor | None  # policy versions of a batch that was sampled before its time
-    _arriving: Iterator[tuple[GenerationWindow, bool]] | None  # its parts
+    _arriving: ArrivingWindow | None  # its parts
     _states_before: dict[str, Any]  # of the callbacks, as they were before the optimizer step that runs
     _tokenized: Any  # the prompts of the window that begins, where it is sampled ahead: what TRL's method returned
 
@@ -206,6 +208,7 @@ class DASHTrainer(GRPOTrainer):
             self._text_models(),
             virtual_tokens=getattr(adapter, "is_prompt_learning", False),
             continuous_batching=args.use_transformers_continuous_batching,
+            noisy_embeddings=args.neftune_noise_alpha is not None,
         )
         self._scorer = Scorer(
             self.ranks,
@@ -235,7 +238,7 @@ class DASHTrainer(GRPOTrainer):
         return window
 
     def _sample(self, examples: list[dict[str, Any]]) -> tuple[RolloutBatch, Tensor]:
-        """This rank's rollouts, in CPU memory, and the loss tokens of all ranks."""
+        """This rank's rollouts, in CPU memory, and the loss tokens of all ranks, as callbacks leave them."""
         by_pool = self._servers and self.rollout_func is None
         if by_pool or self._one_ahead:
             self._run_ahead(examples)
@@ -257,7 +260,7 @@ class DASHTrainer(GRPOTrainer):
         if by_pool:
             self._log_servers()
         self._dispatch("on_rollouts_sampled", rollouts)
-        return rollouts, sampled["num_items_in_batch"].cpu()
+        return rollouts, self.ranks.sum(rollouts.loss_mask.sum())
 
     def _run_ahead(self, examples: list[dict[str, Any]]) -> None:
         """Announce the prompts of the window that begins, and of those that may be sampled ahead.
@@ -449,7 +452,7 @@ class DASHTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------ rewards that come while others are awaited
 
-    def _begin_window(self, examples: list[dict[str, Any]]) -> Iterator[tuple[GenerationWindow, bool]]:
+    def _begin_window(self, examples: list[dict[str, Any]]) -> ArrivingWindow:
         """As `_new_window`, without waiting for rewards: the parts of the window, as `arrivals` hands them out."""
         self._streaming = True
         sampled, num_items_in_batch = self._sample(examples)
@@ -464,7 +467,7 @@ class DASHTrainer(GRPOTrainer):
 
         def part(rows: Tensor) -> tuple[CreditedRollouts, Tensor, GenerationWindow]:
             """Reward → credit → filter → score, of some groups."""
-            rewards = self._reward_team.rewards(request, rows.tolist())
+            rewards = self._reward_team.rewards(request, self.reward_funcs, rows.tolist())
             credited, outcome = self._credited(self._scored(sampled.rows(rows), rewards))
             kept = self._kept(credited, self._verdict(credited), torch.arange(len(rows)))
             window = GenerationWindow(*kept, num_items_in_batch)
@@ -481,7 +484,8 @@ class DASHTrainer(GRPOTrainer):
             self._log_sampler(survivors)
 
         waiting = arrivals(request, len(sampled) // self.num_generations, self._on_all_ranks, self._groups_of_step)
-        return in_parts(self.recorder.timed_each("wait_for_rewards", waiting), len(sampled), part, when_whole=log)
+        waiting = self.recorder.timed_each("wait_for_rewards", waiting)
+        return ArrivingWindow(in_parts(waiting, len(sampled), part, when_whole=log), self.state.global_step)
 
     def _on_all_ranks(self, groups: int) -> int:
         """So many have come on each."""
@@ -494,12 +498,12 @@ class DASHTrainer(GRPOTrainer):
         return rows // self.num_generations
 
     def _wait_for_rest(self) -> None:
-        """The groups that later optimizer steps take of the window in use, as they are where all are waited for."""
+        """Wait for the rest of a window that comes in parts; from then on it is an ordinary window."""
         if self._arriving is not None:
-            self.model.train()  # an evaluation has left it otherwise
-            used = self._step % self.args.steps_per_generation * self.args.per_device_train_batch_size
-            self._window = GenerationWindow.of_parts(used, [window for window, _ in self._arriving])
-            self._arriving = None
+            self._to_training_mode()  # an evaluation has left it otherwise
+            ran = self._arriving.rows
+            self._window, self._arriving = self._arriving.whole(), None
+            self._schedule.window_is_whole(ran, self._window.lengths)
 
     def _settings(self) -> dict[str, Any]:
         """Of TRL's loss. Its correction is bound to `use_vllm`, but serves whoever knows the sampler's log-probs."""
@@ -515,6 +519,8 @@ class DASHTrainer(GRPOTrainer):
         if self.state.global_step == 0 and not isinstance(self.train_dataset, Sized):
             self.ranks.agree(partial(check_first_step, len(batches), self.args))
         self._schedule.begin_optimizer_step(self._step, len(batches), self.state.global_step)
+        if self._arriving is not None:
+            self._arriving.begin_optimizer_step(self.state.global_step)
         self._states_before = states_of(self._dash_callbacks())
         return batches, num_items
 
@@ -562,8 +568,7 @@ class DASHTrainer(GRPOTrainer):
             if last:
                 break
         if schedule.ends_window(step):
-            rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
-            self._arriving, self._window = None, window.used_up(rows)
+            self._wait_for_rest()  # of which nothing is left
 
     def _inputs(self, window: GenerationWindow, passes: list[Pass], planned: list[MicroBatch]) -> list[dict[str, Any]]:
         if planned:
@@ -592,7 +597,7 @@ class DASHTrainer(GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None) -> Tensor:
         """One micro-step: any number of forward and backward passes, none if nothing survived."""
         started = time.perf_counter()
-        model.train()
+        self._to_training_mode()
         is_last = self._schedule.is_last(self._step)
         loss = torch.zeros((), device=self.args.device)
         final: dict[str, Any] | None = None
@@ -620,6 +625,12 @@ class DASHTrainer(GRPOTrainer):
                 self.recorder.log(self._off_policy.of_step(self.ranks.sum))
         return loss
 
+    def _to_training_mode(self) -> None:
+        """As Transformers' step does, but before a window is sampled: some optimizers swap the weights for it."""
+        self.model_wrapped.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+
     def _look_at_servers(self) -> None:
         """Between passes: rows of later windows that have come may be scored meanwhile."""
         if self._servers and self._early:
@@ -631,6 +642,7 @@ class DASHTrainer(GRPOTrainer):
 
     def _get_grad_norm(self, model, grad_norm=None):
         if not self._schedule.ran_model:
+            forget_overflow(self.accelerator)
             return 0.0
         norm = super()._get_grad_norm(model, grad_norm)  # over all ranks, so that they come to the same verdict
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # has stepped, or skipped, in its backward
@@ -749,12 +761,10 @@ class DASHTrainer(GRPOTrainer):
         return prompt_ids, completion_ids, tool_mask, completions, log_probs, *others
 
     def _join_agents(self) -> RewardTeam:
-        """Those that compute rewards here; an agent may have been another trainer's in between."""
-        by_agents = [func for func in self.reward_funcs if isinstance(func, AgentReward)]
+        """Those that compute rewards here."""
+        agents = dict.fromkeys(func.agent for func in self.reward_funcs if isinstance(func, AgentReward))
         size = weakref.WeakMethod(self._group_size)  # an agent may outlive the trainer, and its model
-        for func in by_agents:
-            func.group_size = lambda: (size() or int)()
-        return RewardTeam(list(dict.fromkeys(func.agent for func in by_agents)), self.ranks.count)
+        return RewardTeam(list(agents), self.ranks.count, lambda: (size() or int)())
 
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
@@ -784,6 +794,7 @@ class DASHTrainer(GRPOTrainer):
     def _take_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
         """TRL's, [rows of all ranks, F], with every row NaN in which a function failed."""
         arguments = inputs, prompts, completions, completion_ids_list
+        self._reward_team.join()
         with self.recorder.timed("reward", counts=self.model.training):
             rewards = super()._calculate_rewards(*arguments)
         self.ranks.agree(partial(raise_mistakes, self.reward_funcs))
@@ -827,8 +838,11 @@ class DASHTrainer(GRPOTrainer):
         finally:  # also where it is interrupted: neither servers nor the dataloader's workers shall work for nobody
             self._reader.close()
             self._forget_windows()
-            if self._awaited is not None:
-                self._awaited[0].cancel()
+            self._reward_team.cancel()
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._last_loaded_step = -1  # TRL's: vLLM has the weights of the last step, and none was made since
 
     def _begin_run(self) -> None:
         """Forget the run before: an interrupt leaves half a step behind, and `max_steps` the rest of a window."""
@@ -891,13 +905,17 @@ class DASHTrainer(GRPOTrainer):
         return [model.get_base_model() if is_peft_model(model) else model for model in models]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple:
+        if self._prepared and self.optimizer is not None:  # of the run before
+            self.optimizer.state.clear()
         prepared = super()._prepare_for_training(*args, **kwargs)
         self._prepared = True
         if self._head_hook is not None:
             self._head_hook.remove()
         self._head_hook = forget_plain_passes(self.model_wrapped)
         if self._passes.padding_free:
-            flaws = [flaw for flaw in map(self._packing_flaw, self._models()) if flaw]
+            # The policy as it trains: `torch_compile` traces another way through it than the plain model takes.
+            models = [self.model_wrapped, *self._models()[1:]]
+            flaws = [flaw for flaw in map(self._packing_flaw, models) if flaw]
             if self.ranks.sum(torch.tensor(len(flaws))):  # all ranks pad if one has to
                 self._passes.padded_because = next(iter(flaws), "of what another rank found")
         if self.accelerator.is_main_process:
@@ -927,12 +945,25 @@ class DASHTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------ order, resume, events
 
+    def get_train_dataloader(self) -> Any:
+        dataloader = super().get_train_dataloader()
+        if self.args.async_level:
+            # An epoch that opens draws a seed for the dataloader's workers. When it opens depends on what was read
+            # ahead, so the seed may not come from the random numbers that a resumed run has to draw again.
+            generator = torch.Generator().manual_seed(self.args.seed)
+            getattr(dataloader, "base_dataloader", dataloader).generator = generator
+        return dataloader
+
     def _get_train_sampler(self, dataset=None) -> Sampler:
         return EpochOrder(super()._get_train_sampler(dataset), epoch=lambda: int(self.state.epoch or 0))
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        # First: it may fail, which shall leave no half of a checkpoint, and callbacks may draw random numbers in it.
+        self._wait_for_rest()
+        super()._save_checkpoint(model, trial)
+
     def _save_rng_state(self, output_dir: str) -> None:
         """Beside the random state of each rank, its window: a resumed run goes on where the checkpoint was taken."""
-        self._wait_for_rest()  # a callback on what has come may draw random numbers
         super()._save_rng_state(output_dir)
         shapes, step = self._shapes(), self._schedule.completed(self._step, self.state.global_step)
         SavedRun(

@@ -109,7 +109,7 @@ def importance_ratio(old, sampling, mask, mode, low, high):
     result = []
     for old_row, sampling_row, mask_row in zip(old, sampling, mask, strict=True):
         differences = [
-            0.0 if not m or math.isnan(s) else o - s for o, s, m in zip(old_row, sampling_row, mask_row, strict=True)
+            o - s if m and s > -9999.0 else 0.0 for o, s, m in zip(old_row, sampling_row, mask_row, strict=True)
         ]
         if mode.startswith("sequence"):
             differences = [math.fsum(differences)]

@@ -1,6 +1,8 @@
 """The three events: their order, what they see, what they may change, and what happens if they break it."""
 
 import json
+from contextlib import nullcontext
+from dataclasses import fields
 
 import pytest
 import torch
@@ -99,7 +101,7 @@ def test_changes_reach_advantages_filter_log_and_loss(tiny_model, tmp_path):
         (lambda r: setattr(r, "advantages", torch.zeros(3, 4)), r"shape \(3, 4\)"),
         (lambda r: r.advantages.fill_(torch.nan), "is not finite"),
         (lambda r: setattr(r, "completion_mask", r.completion_mask[:, :1]), "changed its shape"),
-        (lambda r: setattr(r, "tool_mask", torch.ones(2, 5)), "2 rows instead of 3"),
+        (lambda r: setattr(r, "tool_mask", torch.ones(3, 5)), "was None"),
     ],
 )
 def test_a_broken_field_names_the_callback(change, said):
@@ -113,10 +115,26 @@ def test_a_broken_field_names_the_callback(change, said):
 def test_what_may_be_changed():
     batch = rollouts()
     before = batch.tensors()
-    batch.rewards, batch.tool_mask = batch.rewards + 1, torch.ones(3, 5)
+    batch.rewards, batch.advantages = batch.rewards + 1, torch.zeros(3, 5)
     batch.validate(like=before, culprit="")
-    batch.advantages = torch.zeros(3, 5)
-    batch.validate(like=before, culprit="")
+
+
+@pytest.mark.parametrize(
+    ("mask", "works"),
+    [
+        (torch.ones(3, 5, dtype=torch.long), True),
+        (torch.ones(3, 5, dtype=torch.bool), True),
+        (torch.ones(3, 5), False),
+        (torch.ones(3, 1, dtype=torch.long), False),
+    ],
+)
+def test_a_mask_may_be_set_where_rows_are_sampled(mask, works):
+    known = {one.name: getattr(rollouts(), one.name) for one in fields(RolloutBatch)}
+    batch = RolloutBatch(**known)
+    before = batch.tensors()
+    batch.tool_mask = mask
+    with nullcontext() if works else pytest.raises(ValueError, match="Careless left `tool_mask` unusable"):
+        batch.validate(like=before, culprit="Careless")
 
 
 def test_a_trainer_that_sends_no_rollouts(tiny_model, tmp_path):

@@ -251,7 +251,7 @@ def test_a_correction_and_the_share_that_it_changes(mode, low, high):
     generator = torch.Generator().manual_seed(0)
     old, sampler = (torch.randn(6, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     mask = (torch.rand(6, 5, generator=generator) < 0.8).long()
-    sampler[0, 1] = NAN
+    sampler[0, 1], sampler[2, 3] = NAN, -9999.0  # what it did not report
     others = (old, sampler, mask)
     corrected = importance_sampling_ratio(*others, mode=mode, clip_min=low, clip_max=high)
     figures = corrected_share(corrected, *others, mode=mode, reduce_sum=lambda counts: counts)

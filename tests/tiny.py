@@ -201,9 +201,13 @@ def run(
     dataset: Any = None,
     eval_dataset: Any = None,
     in_process: bool = False,
+    loaded: Any = None,
     **settings: Any,
 ) -> Any:
-    """Train `trainer_class` on scripted rollouts, or on those of servers; the trainer afterwards."""
+    """Train `trainer_class` on scripted rollouts, or on those of servers; the trainer afterwards.
+
+    `loaded` takes the place of the model in the directory `model`, which then gives the tokenizer only.
+    """
     from trl import GRPOConfig
 
     from dash_trl import DASHConfig, DASHTrainer
@@ -236,7 +240,7 @@ def run(
     if rollouts is None and "vllm_server_urls" not in settings and not in_process:  # by transformers' generate
         rollouts = ScriptedRollouts(rollout_seed, noise=0.1 if logprobs else None)
     trainer = trainer_class(
-        model=AutoModelForCausalLM.from_pretrained(model),
+        model=AutoModelForCausalLM.from_pretrained(model) if loaded is None else loaded,
         reward_funcs=ScriptedReward(constant=constant) if reward is None else reward,
         args=args,
         train_dataset=prompts(64) if dataset is None else dataset,

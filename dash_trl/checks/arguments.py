@@ -49,6 +49,10 @@ def check_arguments(
     check_model(model, args, others.get("peft_config"))
 
 
+# Options of sampling that change the distribution, and the values with which they do not; temperature is known.
+UNTRUNCATED = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
+
+
 def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) -> None:
     """Refuse to sample ahead where nothing could work meanwhile, or nobody knows how.
 
@@ -69,6 +73,14 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
         raise ValueError(
             f"async_level={args.async_level} with a rollout_func: it samples when it is called, so that nothing can be "
             "sampled ahead. Leave async_level at 0, or rollout_func out."
+        )
+    asked = {name: getattr(args, name) for name in UNTRUNCATED} | (args.generation_kwargs or {})
+    truncated = {name: asked[name] for name, none in UNTRUNCATED.items() if asked[name] not in none}
+    if truncated and not args.use_vllm:
+        raise ValueError(
+            f"async_level={args.async_level} with {truncated}: transformers' generate then samples from another "
+            "distribution than the model's and does not report its log-probs, which the correction for older weights "
+            "needs. Leave these options out, or sample with vLLM."
         )
     mode, correction = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_correction
     if args.loss_type not in OFF_POLICY_LOSSES and (mode == "sequence_mask" or not correction):

@@ -148,6 +148,7 @@ def _rewards(
     texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     conversational = not isinstance(prompts[0], str)
     completions = [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
+    trainer._reward_team.join()
     with _apart(trainer):
         for func in trainer.reward_funcs:
             if isinstance(func, AgentReward):

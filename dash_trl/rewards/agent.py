@@ -240,31 +240,53 @@ class RewardTeam:
 
     Args:
         agents: of a trainer, each once. ranks: processes of the run.
+        group_size: of the batches that TRL calls the functions with.
     """
 
-    def __init__(self, agents: Sequence[RewardAgent], ranks: int = 1):
+    def __init__(self, agents: Sequence[RewardAgent], ranks: int = 1, group_size: Callable[[], int] = lambda: 1):
         self.agents = list(agents)
+        self._group_size = group_size
         counts = [len(agent.own) for agent in agents]
         self._first = {id(agent): sum(counts[:i]) for i, agent in enumerate(agents)}  # of its functions
         self._functions = sum(counts)
         self._request: Request | None = None
         self._completions: Any = None  # of the batch that the request is for
         self._left: set[int] = set()  # functions that TRL has not called with it
-        for agent in agents:
-            agent.team, agent.ranks = self, ranks
+        self._ranks = ranks
+        self._begun: weakref.WeakSet[Request] = weakref.WeakSet()
+        self.join()
+
+    def join(self) -> None:
+        """The agents are this team's from now on; another trainer's may have used them in between."""
+        for agent in self.agents:
+            agent.team, agent.ranks = self, self._ranks
+            for one in agent.own:
+                one.group_size = self._group_size
 
     def begin(self, rows: int, group_size: int) -> Request:
         """Of so many rows, whose functions are started by `start`, and of TRL's form by the call that TRL makes."""
-        return Request(self._functions, rows, group_size)
+        request = Request(self._functions, rows, group_size)
+        self._begun.add(request)
+        return request
+
+    def cancel(self) -> None:
+        """Nobody waits for what has begun."""
+        for request in self._begun:
+            request.cancel()
 
     def start(self, request: Request, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Starts all per-sample functions on some rows of a request, from row `first` on, without waiting."""
         for agent in self.agents:
             agent.start(request, self._first[id(agent)], first, rows)
 
-    def rewards(self, request: Request, rows: Sequence[int]) -> Tensor:
-        """[rows, F] float32 of rows whose groups are complete. NaN = does not apply; a row where one failed is NaN."""
-        scores = [[score_of(outcomes[row]) for outcomes in request.outcomes] for row in rows]
+    def rewards(self, request: Request, functions: Sequence[AgentReward], rows: Sequence[int]) -> Tensor:
+        """[rows, F] float32 of rows whose groups are complete. NaN = does not apply; a row where one failed is NaN.
+
+        Args:
+            functions: F, the columns, in any order; all of the team's agents, some of whose functions may be missing.
+        """
+        columns = [request.outcomes[self._number(one)] for one in functions]
+        scores = [[score_of(outcomes[row]) for outcomes in columns] for row in rows]
         values = torch.tensor([[math.nan if one is None else one for one in row] for row in scores])
         return unscored(values, torch.tensor([[has_failed(one) for one in row] for row in scores]))
 
@@ -272,9 +294,12 @@ class RewardTeam:
         """The functions that TRL calls with these completions take their outcomes from a request that has begun."""
         self._request, self._completions, self._left = request, completions, set(range(self._functions))
 
+    def _number(self, one: AgentReward) -> int:
+        return self._first[id(one.agent)] + one.number
+
     def outcomes(self, one: AgentReward, batch: Mapping[str, Any]) -> list[Any]:
         """Of a function, when all are there. The first that TRL calls with a batch starts all of them."""
-        request, number = self._request, self._first[id(one.agent)] + one.number
+        request, number = self._request, self._number(one)
         if request is None or self._completions is not batch["completions"] or number not in self._left:
             rows = _rows(batch)
             request = self.begin(len(rows), one.group_size())

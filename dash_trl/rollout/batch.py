@@ -130,13 +130,21 @@ class RolloutBatch:
                 reason = "is not finite; give a row without a usable reward the advantage 0"
             elif name != "advantages" and name in like and now.shape != like[name].shape:
                 reason = f"changed its shape from {tuple(like[name].shape)} to {tuple(now.shape)}"
-            elif now.shape[0] != len(self):
-                reason = f"has {now.shape[0]} rows instead of {len(self)}"
+            elif name not in like:
+                reason = self._misplaced(name, now)
             if reason:
                 raise ValueError(
                     f"{culprit} left `{name}` unusable: it {reason}. The batch has {len(self)} rows and "
                     f"{self.completion_ids.shape[1]} completion tokens; change values in place."
                 )
+
+    def _misplaced(self, name: str, value: Tensor) -> str | None:
+        """What is wrong with a field that was None before the callback ran."""
+        if name not in SAMPLED_FIELDS or hasattr(self, "rewards"):
+            return "was None; what is not sampled can be set in on_rollouts_sampled only: tool_mask, or log-probs"
+        if value.shape != self.completion_ids.shape or value.is_floating_point() == (name == "tool_mask"):
+            return f"has dtype {value.dtype} and shape {tuple(value.shape)}; a mask is like completion_mask"
+        return None
 
 
 @dataclass(kw_only=True)
@@ -259,7 +267,8 @@ def joined(parts: Sequence[Table]) -> Table:
     """The rows of all parts, at least one, as one dataclass; a single part is not copied, since it may be large.
 
     Tensors and lists are concatenated, dataclasses joined; other fields are the first part's. A tensor with fewer
-    columns than another part's is padded, with NaN or, if it has integers, with −1.
+    columns than another part's is padded, with NaN or, if it has integers, with −1. A tensor with one number per row,
+    beside another part's with several (credit per token in some groups only), is repeated in every column.
     """
     if len(parts) == 1:
         return parts[0]
@@ -276,9 +285,10 @@ def joined(parts: Sequence[Table]) -> Table:
 
 
 def _stacked(tables: Sequence[Tensor]) -> Tensor:
-    if tables[0].dim() == 2:
+    most = max((table.shape[1] for table in tables if table.dim() == 2), default=0)
+    if most:
         padding = torch.nan if tables[0].is_floating_point() else -1
-        most = max(table.shape[1] for table in tables)
+        tables = [table if table.dim() == 2 else table.unsqueeze(1).expand(-1, most) for table in tables]
         tables = [torch.nn.functional.pad(table, (0, most - table.shape[1]), value=padding) for table in tables]
     return torch.cat(list(tables))
 

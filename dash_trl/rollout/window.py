@@ -33,12 +33,6 @@ class GenerationWindow:
         """[B] int64: position in the shuffled batch → row of `rollouts` (meaningless for a dropped row)."""
         return (self.lengths[rank, :, 1] > 0).cumsum(dim=0) - 1
 
-    def used_up(self, rows: int) -> GenerationWindow:
-        """One of so many rows of a rank, none of which is left."""
-        none = torch.zeros(0, dtype=torch.long)
-        lengths = torch.zeros(len(self.lengths), rows, 3, dtype=torch.long)
-        return GenerationWindow(self.rollouts.survivors(none), lengths, self.num_items_in_batch)
-
     @classmethod
     def of_parts(cls, used: int, parts: Sequence[GenerationWindow]) -> GenerationWindow:
         """One whose first `used` rows of a rank are used; its others are those of the parts."""
@@ -58,6 +52,41 @@ class GenerationWindow:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> GenerationWindow:
         return cls(Survivors(**state["rollouts"]), state["lengths"], state["num_items_in_batch"])
+
+
+class ArrivingWindow:
+    """A window whose parts come one by one: iterates over (part, whether it is the last of its optimizer step).
+
+    It keeps the parts of the optimizer step that runs: a checkpoint from within the step needs them, too.
+
+    Args:
+        parts: see `in_parts`. step: the number of the optimizer step that runs.
+    Attributes:
+        rows: of a rank, in the parts that have been handed out.
+    """
+
+    def __init__(self, parts: Iterator[tuple[GenerationWindow, bool]], step: int):
+        self.rows = 0
+        self._parts, self._step = parts, step
+        self._kept: list[GenerationWindow] = []
+
+    def __iter__(self) -> Iterator[tuple[GenerationWindow, bool]]:
+        for part, last in self._parts:
+            self._kept.append(part)
+            self.rows += part.lengths.shape[1]
+            yield part, last
+
+    def begin_optimizer_step(self, step: int) -> None:
+        """Let go of the parts of the optimizer step before, unless it is still the same one."""
+        if step != self._step:
+            self._step, self._kept = step, []
+
+    def whole(self) -> GenerationWindow:
+        """Wait for all parts: the window without the rows of earlier optimizer steps."""
+        for _ in self:
+            pass
+        used = self.rows - sum(part.lengths.shape[1] for part in self._kept)
+        return GenerationWindow.of_parts(used, self._kept)
 
 
 def in_parts(

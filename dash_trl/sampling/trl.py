@@ -13,7 +13,6 @@ from itertools import accumulate, groupby
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.distributed import TIMEOUT, Ranks
@@ -294,14 +293,3 @@ def install(trainer: Any) -> None:
         generation_kwargs=args.generation_kwargs,
     )
     trainer.use_vllm = True
-    trainer.add_callback(_NewWeights(trainer))
-
-
-class _NewWeights(TrainerCallback):
-    """Where weights change without a step, the servers need them: the best model's, at the end of a run."""
-
-    def __init__(self, trainer: Any):
-        self.trainer: Any = weakref.proxy(trainer)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer._last_loaded_step = -1  # TRL's: the step whose weights the servers have

@@ -105,8 +105,8 @@ def importance_sampling_ratio(
     Truncated: w clipped to [clip_min, clip_max] (TIS). Masked: w outside of it becomes 0 (MIS).
 
     Args:
-        old_per_token_logps, sampling_per_token_logps: [B, T]. A NaN (a token that the sampler could not score) counts
-            as a ratio of 1.
+        old_per_token_logps, sampling_per_token_logps: [B, T]. A token whose log-prob the sampler did not report
+            (`unknown_log_probs`) counts as a ratio of 1.
         loss_mask: [B, T], 1 = a token that the loss counts.
         mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
         clip_min, clip_max: `None` = unbounded.
@@ -114,7 +114,8 @@ def importance_sampling_ratio(
         [B, T] for the token modes, [B, 1] for the sequence modes.
     """
     level, _, action = mode.partition("_")
-    difference = ((old_per_token_logps - sampling_per_token_logps) * loss_mask).nan_to_num(nan=0.0)
+    known = loss_mask.bool() & ~unknown_log_probs(sampling_per_token_logps, loss_mask)
+    difference = torch.where(known, old_per_token_logps - sampling_per_token_logps, 0.0)
     if level == "sequence":
         difference = difference.sum(dim=1, keepdim=True)
     ratio = difference.exp()

@@ -6,8 +6,6 @@ agree on it.
 Letters: R ranks, M rows per rank (dropped ones included), S micro-steps.
 """
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -27,10 +25,6 @@ class MicroBatch:
     def size(self) -> int:
         """Rows of the tensors on every rank (TRL gathers row-shaped metrics, so they must agree)."""
         return max(1, *(len(rows) for rows in self.rows))
-
-    def shifted(self, offset: int) -> MicroBatch:
-        """The same rows, counted from `offset` rows earlier."""
-        return MicroBatch(tuple(tuple(row + offset for row in rows) for rows in self.rows))
 
 
 def plan_segment(

@@ -230,14 +230,19 @@ class ModelPasses:
         virtual_tokens: prompt tuning puts some before each prompt. Padding lies between them and the prompt, so that
             its width is part of the input.
         continuous_batching: samples with paged variants of the attention that a model came with.
+        noisy_embeddings: NEFTune adds noise to them, the less the longer a row is.
     Attributes:
         padded_because: why passes are padded; `None`: they are padding-free.
     """
 
-    def __init__(self, models: Sequence[Any], *, virtual_tokens: bool, continuous_batching: bool):
+    def __init__(
+        self, models: Sequence[Any], *, virtual_tokens: bool, continuous_batching: bool, noisy_embeddings: bool
+    ):
         self.padded_because: str | None = None
         if continuous_batching:
             self.padded_because = "continuous batching brings its own attention"
+        elif noisy_embeddings:
+            self.padded_because = "NEFTune's noise depends on the length of a row"
         elif virtual_tokens:
             self.padded_because = "every sample has virtual tokens before it"
         else:

@@ -13,6 +13,7 @@ that lies within one optimizer step and one use of the generation batch: its sur
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dash_trl.update.packing import MicroBatch
@@ -74,12 +75,14 @@ class Schedule:
         self._global_step, self._completed = -1, 0
         self._sampled_at: int | None = None
         self._planned: dict[int, list[Pass]] = {}
+        self._ran = torch.zeros(0, 0, dtype=torch.bool)  # [R, B], rows that passes have run in this use of the window
 
     def begin_optimizer_step(self, step: int, micro_steps: int, global_step: int) -> None:
         """The next `micro_steps` micro-steps, from `step` on, accumulate into one optimizer step.
 
-        Where there was none since the last call, they add to its gradients: Transformers makes none of the rest of a
-        stream, and of what ran before a callback ended the epoch.
+        If no optimizer step ran since the last call, gradients keep accumulating: Transformers makes no step of the
+        rest of a stream, or of what ran before a callback ended the epoch. These micro-steps then run the rows that
+        the earlier ones did not, wherever in the window they lie.
 
         Args:
             global_step: optimizer steps before it.
@@ -115,6 +118,10 @@ class Schedule:
         self._sampled_at = step
         self._planned.clear()
 
+    def window_is_whole(self, ran: int, lengths: Tensor) -> None:
+        """A window that came in parts is complete. `ran`: its first rows, which have run. `lengths`: see `passes`."""
+        self._ran = torch.arange(lengths.shape[1]).expand(len(lengths), -1) < ran
+
     def passes(self, step: int, lengths: Tensor, num_items_in_batch: float) -> tuple[list[Pass], list[MicroBatch]]:
         """The passes of micro-step `step`, and the micro-batches that were planned for it to be known, if any.
 
@@ -125,12 +132,22 @@ class Schedule:
         planned: list[MicroBatch] = []
         if step not in self._planned:
             steps = range(step, self.share(step).stop)
-            offset = step % self.steps_per_generation * self.rows_per_step
-            own = lengths[:, offset : offset + len(steps) * self.rows_per_step]
-            plan = self._plan(step, own, num_items_in_batch, micro_steps=len(steps), offset=offset)
+            left = self._left(step, lengths, micro_steps=len(steps))
+            plan = self._plan(step, left, num_items_in_batch, micro_steps=len(steps))
             self._planned.update(zip(steps, plan, strict=True))
             planned = [one.micro_batch for passes in plan for one in passes]
+        for one in self._planned[step]:
+            for rank, rows in enumerate(one.micro_batch.rows):
+                self._ran[rank, list(rows)] = True
         return self._planned[step], planned
+
+    def _left(self, step: int, lengths: Tensor, micro_steps: int) -> Tensor:
+        """`lengths` up to the end of these micro-steps' rows, 0 for rows that have run in this use of the window."""
+        first = step % self.steps_per_generation * self.rows_per_step
+        if not self._ran.numel() or first == 0:  # a use begins; or a run goes on in the window of a checkpoint
+            self.window_is_whole(first, lengths)
+        left = lengths * ~self._ran.unsqueeze(2)
+        return left[:, : first + micro_steps * self.rows_per_step]
 
     def has_whole_share(self, step: int) -> bool:
         """The optimizer step takes as much of the window as it should; one that the end of a stream cut takes less."""
@@ -159,16 +176,9 @@ class Schedule:
         return passes, [one.micro_batch for one in passes]
 
     def _plan(
-        self,
-        step: int,
-        lengths: Tensor,
-        num_items_in_batch: float,
-        *,
-        micro_steps: int,
-        last: bool = True,
-        offset: int = 0,
+        self, step: int, lengths: Tensor, num_items_in_batch: float, *, micro_steps: int, last: bool = True
     ) -> list[list[Pass]]:
-        """The passes of each of `micro_steps` micro-steps, over rows of the share that lie `offset` rows further on."""
+        """The passes of each of `micro_steps` micro-steps over the rows with a length."""
         share, ranks = self.share(step), len(lengths)
         segment = Segment(
             micro_steps=len(share),
@@ -183,15 +193,14 @@ class Schedule:
         if last:
             self.segments.append(segment)
         self.ran_model |= any(plan)
-        return [_passes(micro_batches, segment, lengths, offset) for micro_batches in plan]
+        return [_passes(micro_batches, segment, lengths) for micro_batches in plan]
 
 
-def _passes(micro_batches: list[MicroBatch], segment: Segment, lengths: Tensor, offset: int) -> list[Pass]:
-    """Passes over rows that are counted from `offset` rows earlier than `lengths`, [R, M, 3], does."""
+def _passes(micro_batches: list[MicroBatch], segment: Segment, lengths: Tensor) -> list[Pass]:
     table = lengths[..., 2].tolist()
     return [
         Pass(
-            one.shifted(offset),
+            one,
             segment,
             tokens=tuple(sum(table[rank][row] for row in rows) for rank, rows in enumerate(one.rows)),
         )

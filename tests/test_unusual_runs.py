@@ -1,0 +1,464 @@
+"""Runs beside the usual settings, each compared with TRL's or with a run that has to end alike."""
+
+import math
+import threading
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOTrainer
+
+from dash_trl import DASHCallback, DASHTrainer, RewardAgent
+from dash_trl.monitoring import sampler_metrics
+from dash_trl.rollout import CreditedRollouts, joined
+from dash_trl.sampling.trl import VLLMPool
+from dash_trl.update import Schedule, plan_segment
+from tests.tiny import ScriptedReward, ScriptedRollouts, parameters, prompts, relative_difference, run
+
+
+def odd(completion, completion_ids):
+    return float(sum(completion_ids) % 2)
+
+
+def long(completion, completion_ids):
+    return float(len(completion_ids))
+
+
+@pytest.fixture
+def start(tiny_model):
+    return parameters(AutoModelForCausalLM.from_pretrained(tiny_model))
+
+
+def updates_are_equal(start, one, other):
+    difference, update = relative_difference(start, parameters(one.model), parameters(other.model))
+    assert update > 1e-3 and difference < 1e-5
+
+
+# ------------------------------------------------------------------------------------------- beside the same run of TRL
+
+
+def test_a_compiled_model(start, tiny_model, tmp_path, caplog):
+    """Its packed passes fail while they are traced, so that it is padded."""
+    settings = {"torch_compile": True, "torch_compile_backend": "eager"}
+    updates_are_equal(start, *(run(kind, tiny_model, tmp_path, **settings) for kind in (GRPOTrainer, DASHTrainer)))
+    assert "model passes are padded" in caplog.text
+
+
+class EndsTheEpoch(TrainerCallback):
+    """Within the second optimizer step."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step == 1
+
+
+def test_an_epoch_that_ends_within_an_optimizer_step(start, tiny_model, tmp_path):
+    settings = {"max_steps": 4, "learning_rate": 0.1, "dataset": prompts(16), "callbacks": [EndsTheEpoch()]}
+    updates_are_equal(start, *(run(kind, tiny_model, tmp_path, **settings) for kind in (GRPOTrainer, DASHTrainer)))
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_every_row_runs_once_though_the_accumulation_is_cut(cut):
+    """After `cut` of 4 micro-steps the next 4 begin; the window ends in the midst of them."""
+    lengths = torch.randint(1, 20, (2, 16, 3), generator=torch.Generator().manual_seed(0))
+    schedule = Schedule(
+        steps_per_generation=4,
+        num_iterations=1,
+        accumulation=4,
+        rows_per_step=4,
+        pack=lambda *segment: plan_segment(*segment, max_rows=4),
+    )
+    schedule.begin_optimizer_step(0, 4, 0)
+    schedule.window_sampled(0)
+    ran = [schedule.passes(step, lengths, 100.0)[0] for step in range(cut)]
+    schedule.begin_optimizer_step(cut, 4, 0)
+    ran += [schedule.passes(step, lengths, 100.0)[0] for step in range(cut, 4)]
+    for rank in range(2):
+        assert sorted(row for passes in ran for one in passes for row in one.micro_batch.rows[rank]) == list(range(16))
+
+
+def test_the_adapter_that_training_began_with_is_the_reference(tiny_model, tmp_path):
+    torch.manual_seed(1)
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), adapter).save_pretrained(tmp_path / "adapter")
+
+    def trained(kind, **own):
+        base = AutoModelForCausalLM.from_pretrained(tiny_model)
+        model = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)  # TRL copies it to "ref"
+        before, settings = parameters(model), {"beta": 0.2, "max_steps": 2, "learning_rate": 0.3, **own}
+        return before, parameters(run(kind, tiny_model, tmp_path, loaded=model, **settings).model)
+
+    before, plain = trained(GRPOTrainer)
+    _, ours = trained(DASHTrainer, gradient_filter_threshold=None)
+    difference, update = relative_difference(before, plain, ours)
+    assert update > 1e-3 and difference < 1e-5
+
+
+class Modes(torch.optim.SGD):
+    """Has modes, as schedule-free optimizers, which swap the weights with them."""
+
+    mode = "train"
+
+    def train(self):
+        self.mode = "train"
+
+    def eval(self):
+        self.mode = "eval"
+
+
+def test_a_window_after_an_evaluation_is_sampled_by_the_weights_of_training(tiny_model, tmp_path):
+    seen = []
+
+    class Rollouts(ScriptedRollouts):
+        def __call__(self, prompts, trainer):
+            if trainer.model.training:
+                seen.append(trainer.optimizer.optimizer.mode)
+            return super().__call__(prompts, trainer)
+
+    def prepare(trainer):
+        trainer.optimizer = Modes(trainer.model.parameters(), lr=0.1)
+
+    evaluation = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "eval_dataset": prompts(4),
+        "per_device_eval_batch_size": 4,
+    }
+    run(DASHTrainer, tiny_model, tmp_path, rollouts=Rollouts(), prepare=prepare, max_steps=3, **evaluation)
+    assert seen == ["train"] * 3
+
+
+def test_neftune_is_padded(tiny_model, tmp_path, caplog):
+    run(DASHTrainer, tiny_model, tmp_path, neftune_noise_alpha=5.0)
+    assert "NEFTune's noise depends on the length of a row" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------------- what callbacks do
+
+
+class EverySecondToken(DASHCallback):
+    def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs):
+        rollouts.tool_mask = torch.arange(rollouts.completion_ids.shape[1]).expand_as(rollouts.completion_ids) % 2
+
+
+class EnvMask(ScriptedRollouts):
+    def __call__(self, prompts, trainer):
+        sampled = super().__call__(prompts, trainer)
+        return {**sampled, "env_mask": [[i % 2 for i in range(len(row))] for row in sampled["completion_ids"]]}
+
+
+def test_a_callback_s_tool_mask_counts_as_that_of_a_rollout_func(start, tiny_model, tmp_path):
+    one = run(DASHTrainer, tiny_model, tmp_path, callbacks=[EverySecondToken()])
+    other = run(DASHTrainer, tiny_model, tmp_path, rollouts=EnvMask())
+    updates_are_equal(start, one, other)
+    assert one.state.log_history[0]["loss"] == pytest.approx(other.state.log_history[0]["loss"])
+
+
+def test_credit_per_token_in_some_groups_only():
+    """The parts of a window, for its log: a row with one number has it at every token."""
+
+    def part(rows, advantages):
+        ids = torch.ones(rows, 3, dtype=torch.long)
+        return CreditedRollouts(
+            prompt_ids=ids,
+            prompt_mask=ids,
+            completion_ids=ids,
+            completion_mask=ids,
+            group=ids[:, 0],
+            policy_version=ids[:, :2],
+            rewards=torch.zeros(rows, 1),
+            advantages=advantages,
+        )
+
+    per_token = torch.tensor([[1.0, 2.0, 3.0]])
+    whole = joined([part(2, torch.tensor([4.0, 5.0])), part(1, per_token)])
+    assert whole.advantages.tolist() == [[4.0] * 3, [5.0] * 3, [1.0, 2.0, 3.0]]
+
+
+# ---------------------------------------------------------------------------------------------- rewards that come later
+
+
+class ByMicroStep(ScriptedRollouts):
+    """The same for a run that begins later."""
+
+    def __call__(self, prompts, trainer):
+        self.random.seed(trainer._step)
+        return super().__call__(prompts, trainer)
+
+
+class SavesBeforeTheStep(TrainerCallback):
+    """As `enable_jit_checkpoint` does, when all passes of optimizer step `at` have run."""
+
+    trainer = None
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == self.at:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+
+@pytest.mark.parametrize(
+    ("at", "settings"),
+    [
+        (1, {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "reward_pipeline": True}),
+        (3, {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "reward_pipeline": True}),  # its last one
+    ],
+)
+def test_a_checkpoint_from_within_a_step(start, tiny_model, tmp_path, at, settings):
+    """It holds the rows of that step."""
+    save = SavesBeforeTheStep(at)
+    settings = {"reward": RewardAgent(odd), "rollouts": ByMicroStep(), "learning_rate": 0.1, "max_steps": 4, **settings}
+    prepare = lambda trainer: setattr(save, "trainer", trainer)  # noqa: E731
+    whole = run(DASHTrainer, tiny_model, tmp_path, callbacks=[save], prepare=prepare, **settings)
+    rest = run(DASHTrainer, tiny_model, tmp_path / "rest", resume=str(tmp_path / f"checkpoint-{at}"), **settings)
+    updates_are_equal(start, whole, rest)
+
+
+class Prompts(DASHCallback):
+    def __init__(self):
+        self.windows = []
+
+    def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs):
+        self.windows.append([row["prompt"] for row in rollouts.examples])
+
+
+def test_a_checkpoint_does_not_hold_a_window_that_began_after_its_step(tiny_model, tmp_path):
+    """The second optimizer step begins in the second window and is left in the third: the second is sampled again."""
+    save, whole, rest = SavesBeforeTheStep(1), Prompts(), Prompts()
+    settings = {"steps_per_generation": 3, "gradient_accumulation_steps": 4, "max_steps": 3}
+    prepare = lambda trainer: setattr(save, "trainer", trainer)  # noqa: E731
+    run(DASHTrainer, tiny_model, tmp_path, callbacks=[save, whole], prepare=prepare, **settings)
+    run(DASHTrainer, tiny_model, tmp_path, callbacks=[rest], resume=str(tmp_path / "checkpoint-1"), **settings)
+    assert rest.windows == whole.windows[1:]
+
+
+def test_a_failure_while_a_checkpoint_waits_leaves_none(tiny_model, tmp_path):
+    """Half of one would be what `resume_from_checkpoint=True` picks."""
+    stepped = threading.Event()
+
+    def fails_late(completion, completion_ids, prompt):
+        if not prompt.startswith("0"):  # all groups but the one that the first optimizer step takes
+            stepped.wait(60)
+            raise ValueError("a failure")
+        return odd(completion, completion_ids)
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            stepped.set()
+
+    settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    with pytest.raises(RuntimeError, match="on_error='raise'"):
+        run(
+            DASHTrainer,
+            tiny_model,
+            tmp_path,
+            reward=RewardAgent(fails_late, on_error="raise"),
+            reward_pipeline=True,
+            callbacks=[Steps()],
+            shuffle_dataset=False,
+            **settings,
+        )
+    assert not (tmp_path / "checkpoint-1").exists()
+
+
+@pytest.mark.parametrize("order", [(1, 0), (1,)])
+def test_columns_and_weights_are_those_of_reward_funcs(start, tiny_model, tmp_path, order):
+    def trained(piped):
+        rewards = RewardAgent([odd, long]).rewards
+        settings = {"reward_weights": [0.25, 1.0][: len(order)], "reward_pipeline": piped}
+        return run(DASHTrainer, tiny_model, tmp_path, reward=[rewards[i] for i in order], **settings)
+
+    updates_are_equal(start, trained(False), trained(True))
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_an_interrupt_while_the_next_window_is_sampled_ends_the_calls_of_this_one(tiny_model, tmp_path, piped):
+    made, end, sampled = [], threading.Event(), []
+
+    def waits(completion, completion_ids):
+        made.append(completion)
+        end.wait(60)
+        return 0.0
+
+    class Interrupted(DASHTrainer):
+        def _generate_single_turn(self, *args, **kwargs):
+            sampled.append(None)
+            if len(sampled) == 2:
+                raise KeyboardInterrupt
+            return super()._generate_single_turn(*args, **kwargs)
+
+    agent = RewardAgent(waits, max_concurrency=1)
+    settings = {"in_process": True, "async_level": 1, "loss_type": "aipo", "max_completion_length": 6, "max_steps": 3}
+    with pytest.raises(KeyboardInterrupt):
+        run(Interrupted, tiny_model, tmp_path, reward=agent, reward_pipeline=piped, **settings)
+    end.set()
+    agent.submit([{"completion": "last", "completion_ids": []}]).wait()  # the one thread comes to it after the others
+    assert len(made) <= 2 and made[-1] == "last"
+
+
+class GroupSizes:
+    def __init__(self):
+        self.seen = []
+
+    def compute_score(self, completion, completion_ids):
+        return float(len(completion_ids))
+
+    def post_process_scores(self, scores):
+        self.seen.append(len(scores))
+        return scores
+
+
+class Built(DASHTrainer):
+    def train(self, **kwargs):
+        pass
+
+
+def test_an_agent_that_another_trainer_took_over_serves_an_evaluation_of_the_first(tiny_model, tmp_path):
+    def own(completion, its_column):
+        return 1.0
+
+    sizes = GroupSizes()
+    agent = RewardAgent(sizes)
+    first = run(Built, tiny_model, tmp_path, reward=agent, num_generations=4, per_device_eval_batch_size=4)
+    others = {"num_generations": 2, "dataset": prompts(16).add_column("its_column", [0] * 16)}
+    run(Built, tiny_model, tmp_path, reward=[agent, RewardAgent(own)], **others)
+    first.evaluate(prompts(2))
+    assert sizes.seen == [4, 4]
+
+
+# ------------------------------------------------------------------------------------------------- one run, and another
+
+
+def test_a_second_run_has_no_moments_of_the_first(tiny_model, tmp_path):
+    class Moments(TrainerCallback):
+        seen: list = []
+
+        def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+            self.seen.append(len(optimizer.state_dict()["state"]))
+
+    trainer = run(DASHTrainer, tiny_model, tmp_path, optimizer="adamw_torch", callbacks=[Moments()])
+    trainer.train()
+    assert Moments.seen == [0, 0]
+
+
+def test_the_best_model_is_that_of_later_evaluations(tiny_model, tmp_path):
+    """TRL hands weights to vLLM once per step; the best model's come without one."""
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    settings |= {"load_best_model_at_end": True, "eval_dataset": prompts(4), "per_device_eval_batch_size": 4}
+    prepare = lambda trainer: vars(trainer).update(_last_loaded_step=0)  # noqa: E731
+
+    class Loads(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trainer._last_loaded_step = state.global_step
+
+    trainer = run(Built, tiny_model, tmp_path, prepare=prepare, **settings, callbacks=[Loads()])
+    DASHTrainer.train(trainer)
+    assert trainer._last_loaded_step == -1
+
+
+def test_a_step_without_signal_after_a_skipped_one_moves_the_schedule(tiny_model, tmp_path):
+    """As with fp16, whose loss scaler accelerate offers on GPUs only."""
+
+    class Reward(ScriptedReward):
+        calls = 0
+
+        def __call__(self, **kwargs):
+            self.calls += 1
+            return [1.0] * len(kwargs["prompts"]) if self.calls == 2 else super().__call__(**kwargs)
+
+    class Overflows(DASHTrainer):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            return loss * torch.inf if self.state.global_step == 0 else loss
+
+    def prepare(trainer):
+        accelerator = trainer.accelerator
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        accelerator.unscale_gradients = lambda: accelerator.scaler.unscale_(trainer.optimizer.optimizer)
+
+    rates = []
+
+    class Rates(TrainerCallback):
+        def on_step_end(self, args, state, control, lr_scheduler, **kwargs):
+            rates.append(lr_scheduler.get_last_lr()[0])
+
+    settings = {"lr_scheduler_type": "linear", "max_steps": 3, "max_grad_norm": 1.0, "callbacks": [Rates()]}
+    run(Overflows, tiny_model, tmp_path, reward=Reward(constant=0.3), prepare=prepare, **settings)
+    assert rates[0] == 1.0 > rates[1] > rates[2]
+
+
+def test_sampling_from_another_distribution_is_refused_ahead(tiny_model, tmp_path, unloadable):
+    settings = {"in_process": True, "async_level": 1, "loss_type": "aipo", "reward": RewardAgent(odd)}
+    for others in ({"top_p": 0.9}, {"top_k": 5}, {"generation_kwargs": {"repetition_penalty": 1.1}}):
+        with pytest.raises(ValueError, match="does not report its log-probs"):
+            run(DASHTrainer, tiny_model, tmp_path, **settings, **others)
+
+
+# ------------------------------------------------------------------------------- what the trainer asks of the libraries
+
+
+def test_passes_without_gradient_are_not_checkpointed(tiny_model, tmp_path, monkeypatch):
+    with_gradient = []
+
+    def noted(*args, **kwargs):
+        with_gradient.append(torch.is_grad_enabled())
+        return checkpoint(*args, **kwargs)
+
+    class Begins(DASHCallback):
+        def on_rollouts_sampled(self, *args, **kwargs):
+            with_gradient.clear()  # of passes that tried packing
+
+    monkeypatch.setattr("transformers.modeling_utils.checkpoint", noted)
+    run(DASHTrainer, tiny_model, tmp_path, num_iterations=2, gradient_checkpointing=True, callbacks=[Begins()])
+    assert with_gradient and all(with_gradient)
+
+
+class Passes(DASHTrainer):
+    """Counts its passes with a gradient; a clock ticks with each."""
+
+    passes = 0
+
+    def _compute_loss(self, model, inputs):
+        type(self).passes += 1
+        return super()._compute_loss(model, inputs)
+
+
+def test_a_step_s_time_and_synchronisation_are_those_of_all_its_passes(tiny_model, tmp_path, monkeypatch):
+    Passes.passes, waited = 0, []
+    monkeypatch.setattr("time.perf_counter", lambda: float(Passes.passes))
+
+    def prepare(trainer):
+        no_sync = trainer.accelerator.no_sync
+        trainer.accelerator.no_sync = lambda model: waited.append(model) or no_sync(model)
+
+    trainer = run(Passes, tiny_model, tmp_path, prepare=prepare, max_tokens_per_microbatch=30, constant=0.0)
+    monkeypatch.undo()
+    assert Passes.passes > 6 and trainer.state.log_history[0]["step_time"] == Passes.passes
+    assert len(waited) == Passes.passes - 1, "gradients are synchronised with the last one"
+
+
+def test_ranks_wait_as_long_as_collectives_do(tiny_model, tmp_path):
+    assert run(Built, tiny_model, tmp_path, ddp_timeout=77).ranks._timeout == 77
+
+
+def test_a_gradient_that_deepspeed_applied_though_it_is_not_finite(tiny_model, tmp_path, monkeypatch):
+    trainer = run(DASHTrainer, tiny_model, tmp_path)
+    monkeypatch.setattr(type(trainer.accelerator), "distributed_type", DistributedType.DEEPSPEED)
+    with pytest.raises(RuntimeError, match="DeepSpeed applied a gradient that is not finite"):
+        trainer._get_grad_norm(trainer.model, math.nan)
+
+
+def test_names_of_weights_are_the_server_s():
+    pool = object.__new__(VLLMPool)
+    for name in ("base_model.model.lm_head.modules_to_save.default.weight", "_fsdp_wrapped_module.lm_head.weight"):
+        assert pool._plain_name(name) == "lm_head.weight"
+
+
+def test_figures_of_the_sampler_leave_out_what_it_did_not_report():
+    sampled, old = torch.tensor([[-1.0, torch.nan, -3.0]]), torch.tensor([[-1.5, -2.0, -3.0]])
+    figures = sampler_metrics(sampled, old, torch.ones(1, 3), torch.ones(1, 3), gather=lambda values: values)
+    assert figures["sampling/sampling_logp_difference/mean"] == 0.25
