@@ -493,7 +493,6 @@ def test_zero3_two_ranks_and_all_servers_lost(launched, servers):
         assert rank["steps"] == 2 and rank["moved"] > 1e-4
         assert max(rank["differences"]) < 1e-4 and len(rank["differences"]) == 2
         assert rank["windows"][1]["oldest"] == rank["windows"][1]["newest"] == 1
-        assert rank["synced"] == -1  # the end of training may load its best model
         error, message = rank["error"]
         assert error == "PoolError" and servers.urls[0] in message and rank["seconds"] < 20.0
 

@@ -206,7 +206,6 @@ def two_steps(model: str, output: Path, **settings: Any) -> tuple[Any, dict[str,
         "moved": max((value.cpu() - before[name]).abs().max().item() for name, value in whole(trainer).items()),
         "differences": [log[key] for log in trainer.state.log_history if key in log],
         "windows": watch.windows,
-        "synced": trainer._last_loaded_step,
     }
 
 

@@ -6,7 +6,7 @@
     python tools/mutations.py run                  # runs, for each mutation, the tests that cover its line
 
 A mutation is *killed* when one of its tests fails or runs out of time, and *survives* otherwise. If no recorded test
-covers the line (it runs in a process that ended without saving), all tests that cover its file run.
+covers the line (it runs in a process that ended without saving), all tests that cover its file run, or its folder.
 
 `tools/mutations.json` holds the drawn lines as text, so that a mutation still applies after its line moved. If a line
 was rewritten, edit its entry to the line that took its place. An entry with `equivalent` gives the reason why no test
@@ -163,15 +163,16 @@ def record(extra: list[str]) -> None:
 
 
 def covering(data: Any, mutation: dict[str, Any], line: int) -> list[str]:
-    """Node ids of the tests that run `line` of the file, or any of its lines."""
-    measured = next((path for path in data.measured_files() if path.endswith("/" + mutation["path"])), None)
-    contexts = data.contexts_by_lineno(measured) if measured else {}
+    """Node ids of the tests that run `line` of the file, or else any of its lines, or else any of its folder."""
 
-    def tests(found: list[str]) -> set[str]:
-        names = {name for context in found for name in context.split("|")} - {""}
+    def tests(path: str, line: int | None = None) -> set[str]:
+        files = [data.contexts_by_lineno(file) for file in data.measured_files() if f"/{path}" in file]
+        found = [names for lines in files for at, names in lines.items() if line in (None, at)]
+        names = {name for contexts in found for context in contexts for name in context.split("|")} - {""}
         return {re.sub(r" \((setup|call|teardown)\)$", "", name) for name in names}  # without pytest's phase
 
-    return sorted(tests(contexts.get(line, [])) or tests([name for names in contexts.values() for name in names]))
+    path = mutation["path"]
+    return sorted(tests(path, line) or tests(path) or tests(path.rpartition("/")[0] + "/"))
 
 
 def outcome(mutation: dict[str, Any], data: Any, seconds: dict[str, float], limit: float) -> str:

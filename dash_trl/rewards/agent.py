@@ -272,7 +272,8 @@ class RewardTeam:
     def cancel(self) -> None:
         """Nobody waits for what has begun."""
         for request in self._begun:
-            request.cancel()
+            if request.pending:
+                request.cancel()
 
     def start(self, request: Request, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Starts all per-sample functions on some rows of a request, from row `first` on, without waiting."""

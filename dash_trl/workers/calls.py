@@ -154,6 +154,11 @@ class Request:
         if last:
             self._complete.put(group)
 
+    @property
+    def pending(self) -> bool:
+        """Some group is not complete."""
+        return any(self._functions_left)
+
     def next_groups(self, *, wait: bool = True) -> list[int]:
         """Numbers of the groups that are complete and were not handed out before.
 
