@@ -101,6 +101,7 @@ from dash_trl.seams import (
     withhold_rewards,
 )
 from dash_trl.update import (
+    NO_LOG_PROB,
     Filtered,
     MicroBatch,
     ModelPasses,
@@ -250,6 +251,8 @@ class DASHTrainer(GRPOTrainer):
             self.recorder.log(staleness_metrics(version, self.state.global_step, self.ranks.gather))
         own = self.ranks.own(len(examples))
         tokens = {name: value.cpu() for name, value in sampled.items() if name in SAMPLED_FIELDS}
+        if (log_probs := tokens.get("sampling_per_token_logps")) is not None:
+            tokens["sampling_per_token_logps"] = log_probs.masked_fill(log_probs <= NO_LOG_PROB, torch.nan)
         rollouts = RolloutBatch(
             **tokens,
             group=torch.arange(own.start, own.stop) // self.num_generations,
@@ -500,7 +503,7 @@ class DASHTrainer(GRPOTrainer):
     def _wait_for_rest(self) -> None:
         """Wait for the rest of a window that comes in parts; from then on it is an ordinary window."""
         if self._arriving is not None:
-            self._to_training_mode()  # an evaluation has left it otherwise
+            self.model.train()  # an evaluation has left it otherwise
             ran = self._arriving.rows
             self._window, self._arriving = self._arriving.whole(), None
             self._schedule.window_is_whole(ran, self._window.lengths)
@@ -627,9 +630,13 @@ class DASHTrainer(GRPOTrainer):
 
     def _to_training_mode(self) -> None:
         """As Transformers' step does, but before a window is sampled: some optimizers swap the weights for it."""
+        after_evaluation = not self.model_wrapped.training
         self.model_wrapped.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # within accelerate's
+        if callable(getattr(optimizer, "train", None)):
+            optimizer.train()
+            if after_evaluation:
+                self._last_loaded_step = -1  # TRL's: vLLM may have the weights of the evaluation
 
     def _look_at_servers(self) -> None:
         """Between passes: rows of later windows that have come may be scored meanwhile."""
@@ -913,8 +920,9 @@ class DASHTrainer(GRPOTrainer):
             self._head_hook.remove()
         self._head_hook = forget_plain_passes(self.model_wrapped)
         if self._passes.padding_free:
-            # The policy as it trains: `torch_compile` traces another way through it than the plain model takes.
-            models = [self.model_wrapped, *self._models()[1:]]
+            models = self._models()
+            if self.args.torch_compile:  # a trace may take another way through the policy
+                models[0] = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=True)
             flaws = [flaw for flaw in map(self._packing_flaw, models) if flaw]
             if self.ranks.sum(torch.tensor(len(flaws))):  # all ranks pad if one has to
                 self._passes.padded_because = next(iter(flaws), "of what another rank found")
@@ -959,7 +967,8 @@ class DASHTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # First: it may fail, which shall leave no half of a checkpoint, and callbacks may draw random numbers in it.
-        self._wait_for_rest()
+        if not self.args.save_only_model:
+            self._wait_for_rest()
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -1024,7 +1033,12 @@ class DASHTrainer(GRPOTrainer):
         return [callback for callback in self.callback_handler.callbacks if isinstance(callback, DASHCallback)]
 
     def _call(self, callback: DASHCallback, event: str, rollouts: RolloutBatch) -> None:
-        before = rollouts.tensors()
+        before, loss_mask = rollouts.tensors(), rollouts.loss_mask.clone()
         extras = {"model": self.model, "processing_class": self.processing_class, "trainer": self}
         getattr(callback, event)(self.args, self.state, self.control, rollouts, **extras)
         rollouts.validate(like=before, culprit=f"{type(callback).__name__}.{event}")
+        if event != "on_rollouts_sampled" and not torch.equal(loss_mask, rollouts.loss_mask):
+            raise ValueError(
+                f"{type(callback).__name__}.{event} changed which tokens the loss counts, after their number was taken "
+                "for its normaliser. Change completion_mask and tool_mask in on_rollouts_sampled."
+            )

@@ -68,6 +68,15 @@ def test_greedy_is_the_argmax_whatever_the_neighbours(model, tokenizer):
         assert text == tokenizer.decode(ids[start:], skip_special_tokens=True)
 
 
+def test_a_tokenizer_without_padding_pads_with_an_end(model, tiny_model):
+    """Prompts of different lengths are sampled as each one alone."""
+    bare = AutoTokenizer.from_pretrained(tiny_model, pad_token=None)
+    assert bare.pad_token_id is None
+    settings = {"temperature": 0, "max_new_tokens": 4}
+    alone = [texts for prompt in PROMPTS for texts in sample_completions(model, bare, [prompt], **settings)]
+    assert sample_completions(model, bare, PROMPTS, **settings) == alone
+
+
 def test_samples_are_the_model_s_own_distribution(model, tokenizer):
     """Top-k, top-p and penalties of the model's generation config are off; the frequencies are the probabilities."""
     model.generation_config.top_k, model.generation_config.top_p = 1, 0.1

@@ -49,7 +49,9 @@ def check_arguments(
     check_model(model, args, others.get("peft_config"))
 
 
-# Options of sampling that change the distribution, and the values with which they do not; temperature is known.
+# Options of transformers' `generate` that leave the distribution as it is.
+HARMLESS = ("cache_implementation", "cache_config", "use_cache", "disable_compile", "compile_config")
+# Options of sampling that change it, and the values with which they do not; temperature is known.
 UNTRUNCATED = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
 
 
@@ -74,8 +76,8 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
             f"async_level={args.async_level} with a rollout_func: it samples when it is called, so that nothing can be "
             "sampled ahead. Leave async_level at 0, or rollout_func out."
         )
-    asked = {name: getattr(args, name) for name in UNTRUNCATED} | (args.generation_kwargs or {})
-    truncated = {name: asked[name] for name, none in UNTRUNCATED.items() if asked[name] not in none}
+    truncated = {name: value for name, none in UNTRUNCATED.items() if (value := getattr(args, name)) not in none}
+    truncated |= {name: value for name, value in (args.generation_kwargs or {}).items() if name not in HARMLESS}
     if truncated and not args.use_vllm:
         raise ValueError(
             f"async_level={args.async_level} with {truncated}: transformers' generate then samples from another "

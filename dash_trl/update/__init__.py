@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dash_trl.update.filtering import Filtered, filter_rows
     from dash_trl.update.isolation import computing_dtype, evaluating, isolation_flaw
     from dash_trl.update.losses import (
+        NO_LOG_PROB,
         OFF_POLICY_LOSSES,
         ScaledCoefficient,
         behaviour_log_probs,
