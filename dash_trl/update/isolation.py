@@ -78,10 +78,9 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def computing_dtype(model: Any) -> torch.dtype:
-    """In which a model computes: autocast's, or that of its weights."""
-    weight = next(model.parameters())
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    """In which a transformers model computes: autocast's, or that of its weights."""
+    device = next(model.parameters()).device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
 
 
 @contextmanager
