@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 FILE = "DASH_TRL_SLOW_TOKENS"  # the environment variable that names it
-SECONDS = 0.05  # without work: a server is not starved of its core, and hears of a pause at once
+SECONDS = 0.2  # without work: a server is not starved of its core, and hears of a pause at once
 
 
 class SlowTokens(LogitsProcessor):

@@ -40,7 +40,7 @@ def misbehave(completion: str, gold: str) -> float:
 
 def impatient(completion: str, gold: str) -> float:
     """`score_answer` with less CPU time, for the workers."""
-    with mock.patch.object(math_reward, "CPU_SECONDS", 0.5):
+    with mock.patch.object(math_reward, "CPU_SECONDS", 1.5):
         return score_answer(completion, gold)
 
 
