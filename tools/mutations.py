@@ -168,7 +168,7 @@ def covering(data: Any, mutation: dict[str, Any], line: int) -> list[str]:
     def tests(path: str, line: int | None = None) -> set[str]:
         files = [data.contexts_by_lineno(file) for file in data.measured_files() if f"/{path}" in file]
         found = [names for lines in files for at, names in lines.items() if line in (None, at)]
-        names = {name for contexts in found for context in contexts for name in context.split("|")} - {""}
+        names = {name for contexts in found for name in contexts} - {""}
         return {re.sub(r" \((setup|call|teardown)\)$", "", name) for name in names}  # without pytest's phase
 
     path = mutation["path"]
@@ -203,6 +203,8 @@ def outcome(mutation: dict[str, Any], data: Any, seconds: dict[str, float], limi
     if done.returncode == 0:
         return f"SURVIVED {len(tests)} tests in {took:.0f} s"
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode == 4:  # pytest does not know a name that was recorded
+        return f"not run: {done.stderr.strip().splitlines()[-1]}"
     return f"killed in {took:.0f} s: {failed[0][:150] if failed else f'exit {done.returncode}'}"
 
 
