@@ -79,6 +79,58 @@ def test_every_row_runs_once_though_the_accumulation_is_cut(cut):
         assert sorted(row for passes in ran for one in passes for row in one.micro_batch.rows[rank]) == list(range(16))
 
 
+class CutsSteps(TrainerCallback):
+    """Ends the epoch after a micro-step of an optimizer step: `cuts` names the step, once for each time."""
+
+    def __init__(self, cuts):
+        self.cuts, self.steps = list(cuts), max(cuts, default=0) + 1
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step in self.cuts:
+            self.cuts.remove(state.global_step)
+            control.should_epoch_stop = True
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.steps
+
+
+class RowsThatRan(DASHTrainer):
+    def _compute_loss(self, model, inputs):
+        rows = zip(inputs["completion_ids"], inputs["completion_mask"].bool(), strict=True)
+        self.rows = [*getattr(self, "rows", []), *(ids[mask].tolist() for ids, mask in rows if mask.any())]
+        return super()._compute_loss(model, inputs)
+
+
+@pytest.mark.parametrize(("per_window", "cuts"), [(4, [0, 0]), (6, [0, 1])])
+def test_mini_runs_every_row_once_though_steps_are_cut_while_rewards_are_awaited(
+    start, tiny_model, tmp_path, per_window, cuts
+):
+    """Each cut makes an optimizer step longer by a micro-step."""
+
+    def trained(piped):
+        settings = {"steps_per_generation": per_window, "gradient_accumulation_steps": 2, "max_steps": 9}
+        settings |= {"reward": RewardAgent(odd), "reward_pipeline": piped, "gradient_filter_threshold": None}
+        settings |= {"dataset": prompts(per_window), "callbacks": [CutsSteps(cuts)], "learning_rate": 0.1}
+        return run(RowsThatRan, tiny_model, tmp_path, **settings)
+
+    plain, piped = trained(False), trained(True)
+    assert len(plain.rows) == 4 * per_window and sorted(piped.rows) == sorted(plain.rows)
+    if len(set(cuts)) == 1:  # else the order of arrival decides which step takes a row
+        updates_are_equal(start, plain, piped)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo"])
+def test_rows_that_run_after_a_cut_are_divided_by_all_that_the_step_keeps(start, tiny_model, tmp_path, loss_type):
+    """The update is that of an uncut run: the next window, of which the step takes the first rows, has no signal."""
+
+    def trained(cuts):
+        settings = {"filter_denominator": "kept", "loss_type": loss_type, "max_tokens_per_microbatch": 30}
+        settings |= {"dataset": prompts(8), "max_steps": 3, "callbacks": [CutsSteps(cuts)], "learning_rate": 0.1}
+        return run(DASHTrainer, tiny_model, tmp_path, reward=ScriptedReward(silent=[1]), **settings)
+
+    updates_are_equal(start, trained([]), trained([0]))
+
+
 def test_the_adapter_that_training_began_with_is_the_reference(tiny_model, tmp_path):
     torch.manual_seed(1)
     adapter = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")

@@ -70,6 +70,7 @@ class Schedule:
         self.rows_per_step = rows_per_step
         self.pack = pack
         self.optimizer_step = range(0)
+        self._uncut = 0  # where `optimizer_step` would begin, had no callback cut it
         self.ran_model = False  # on any rank, in this optimizer step
         self.segments: list[Segment] = []  # of this optimizer step, with and without survivors
         self._global_step, self._completed = -1, 0
@@ -87,6 +88,9 @@ class Schedule:
         Args:
             global_step: optimizer steps before it.
         """
+        cut = global_step == self._global_step and step < self.optimizer_step.stop
+        if not cut:
+            self._uncut = step
         if global_step != self._global_step:
             self._global_step, self._completed = global_step, step
             self.ran_model = False
@@ -131,9 +135,12 @@ class Schedule:
         """
         planned: list[MicroBatch] = []
         if step not in self._planned:
-            steps = range(step, self.share(step).stop)
+            share = self.share(step)
+            steps = range(step, share.stop)
             left = self._left(step, lengths, micro_steps=len(steps))
-            plan = self._plan(step, left, num_items_in_batch, micro_steps=len(steps))
+            first = share.start % self.steps_per_generation * self.rows_per_step
+            whole = lengths[:, first : first + len(share) * self.rows_per_step]
+            plan = self._plan(step, left, num_items_in_batch, micro_steps=len(steps), whole=whole)
             self._planned.update(zip(steps, plan, strict=True))
             planned = [one.micro_batch for passes in plan for one in passes]
         for one in self._planned[step]:
@@ -150,15 +157,16 @@ class Schedule:
         return left[:, : first + micro_steps * self.rows_per_step]
 
     def has_whole_share(self, step: int) -> bool:
-        """The optimizer step takes as much of the window as it should; one that the end of a stream cut takes less."""
+        """The optimizer step takes as much of the window as it should.
+
+        It takes less at the end of a stream, and more if it was cut and rows that other steps should take come with it.
+        """
         return len(self.share(step)) == min(self.accumulation, self.steps_per_generation)
 
     def share(self, step: int) -> range:
-        """The micro-steps of the optimizer step, up to the end of the window in use, in which its rows are used."""
+        """The micro-steps of the optimizer step in which the window in use is used, those before a cut, too."""
         begin = step - step % self.steps_per_generation
-        return range(
-            max(begin, self.optimizer_step.start), min(begin + self.steps_per_generation, self.optimizer_step.stop)
-        )
+        return range(max(begin, self._uncut), min(begin + self.steps_per_generation, self.optimizer_step.stop))
 
     def ends_window(self, step: int) -> bool:
         """The last micro-step of the window in use."""
@@ -172,21 +180,32 @@ class Schedule:
         Args:
             lengths: [R, M, 3] of the part. last: no other part of the share follows.
         """
-        (passes,) = self._plan(step, lengths, num_items_in_batch, micro_steps=1, last=last)
+        (passes,) = self._plan(step, lengths, num_items_in_batch, micro_steps=1, whole=lengths, last=last)
         return passes, [one.micro_batch for one in passes]
 
     def _plan(
-        self, step: int, lengths: Tensor, num_items_in_batch: float, *, micro_steps: int, last: bool = True
+        self,
+        step: int,
+        lengths: Tensor,
+        num_items_in_batch: float,
+        *,
+        micro_steps: int,
+        whole: Tensor,
+        last: bool = True,
     ) -> list[list[Pass]]:
-        """The passes of each of `micro_steps` micro-steps over the rows with a length."""
+        """The passes of each of `micro_steps` micro-steps over the rows with a length.
+
+        Args:
+            whole: the lengths of the segment, those of rows that ran before a cut, too.
+        """
         share, ranks = self.share(step), len(lengths)
         segment = Segment(
             micro_steps=len(share),
             passes=len(share) * ranks,
             all_rows=len(share) * ranks * self.rows_per_step,
             all_tokens=num_items_in_batch * len(share) / self.steps_per_generation,
-            kept_rows=int((lengths[..., 1] > 0).sum()),
-            kept_tokens=int(lengths[..., 2].sum()),
+            kept_rows=int((whole[..., 1] > 0).sum()),
+            kept_tokens=int(whole[..., 2].sum()),
         )
         ends_step = last and share.stop == self.optimizer_step.stop
         plan = self.pack(lengths, micro_steps, ends_step and self.ran_model)
