@@ -176,7 +176,12 @@ def log_generated(trainer: Any, generated: Generated) -> None:
 
 
 def begin_anew(trainer: Any) -> None:
-    """No micro-step has run, no number waits for the next log, and vLLM has no weights of this run."""
+    """No micro-step has run, no number waits for the next log, and vLLM has no weights of this run.
+
+    Nor has the loss scaler (fp16) unscaled gradients, as it has where a step was interrupted.
+    """
+    if (scaler := trainer.accelerator.scaler) is not None:
+        scaler._per_optimizer_states.clear()
     trainer._step, trainer._current_train_step_time, trainer._last_loaded_step = 0, 0.0, -1
     trainer._entropy_window_stats = None
     for pending in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):

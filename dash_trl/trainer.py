@@ -11,12 +11,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sized
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType, is_peft_model
+from accelerate.utils import DistributedType, is_peft_model, send_to_device
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import Trainer
@@ -220,6 +221,8 @@ class DASHTrainer(GRPOTrainer):
             },
         )
         self._prepared = False  # for training, once
+        # The optimizer and the loss scaler → their states before the first run
+        self._untouched: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._head_hook: Any = None
         self._begin_run()
         self._context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -911,9 +914,17 @@ class DASHTrainer(GRPOTrainer):
         models = [self.accelerator.unwrap_model(model) for model in self._models()]
         return [model.get_base_model() if is_peft_model(model) else model for model in models]
 
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Transformers', or that of the run before, as it was before that; the loss scaler (fp16), too."""
+        optimizer = super().create_optimizer(model)
+        for one in (getattr(optimizer, "optimizer", optimizer), self.accelerator.scaler):  # within accelerate's
+            if self._prepared and one in self._untouched:
+                one.load_state_dict(deepcopy(self._untouched[one]))
+            elif hasattr(one, "state_dict"):  # not DeepSpeed's placeholder
+                self._untouched[one] = deepcopy(send_to_device(one.state_dict(), "cpu"))
+        return optimizer
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple:
-        if self._prepared and self.optimizer is not None:  # of the run before
-            self.optimizer.state.clear()
         prepared = super()._prepare_for_training(*args, **kwargs)
         self._prepared = True
         if self._head_hook is not None:

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -385,16 +386,49 @@ def test_an_agent_that_another_trainer_took_over_serves_an_evaluation_of_the_fir
 # ------------------------------------------------------------------------------------------------- one run, and another
 
 
-def test_a_second_run_has_no_moments_of_the_first(tiny_model, tmp_path):
-    class Moments(TrainerCallback):
-        seen: list = []
+class Slows(torch.optim.SGD):
+    """Counts its steps in its groups, as schedule-free optimizers and Prodigy, and in states that it makes first."""
 
-        def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-            self.seen.append(len(optimizer.state_dict()["state"]))
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for group in self.param_groups:
+            group["steps"] = 0
+            self.state |= {weights: {"steps": torch.zeros(())} for weights in group["params"]}
 
-    trainer = run(DASHTrainer, tiny_model, tmp_path, optimizer="adamw_torch", callbacks=[Moments()])
-    trainer.train()
-    assert Moments.seen == [0, 0]
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["lr"] /= group["steps"] + self.state[group["params"][0]]["steps"].add_(1).item()
+        super().step(closure)
+
+
+def test_later_runs_begin_with_the_optimizer_and_loss_scaler_of_the_first(tiny_model, tmp_path):
+    """The third run is interrupted between the unscaling of gradients and the step."""
+    scales, ends = [], []
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            model.load_state_dict(weights)
+            trainer.rollout_func = ScriptedRollouts()
+            torch.manual_seed(0)
+            scales.append(trainer.accelerator.scaler.state_dict())
+
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if len(scales) == 3 and state.global_step == 2:
+                raise KeyboardInterrupt
+
+    trainer = run(Built, tiny_model, tmp_path, callbacks=[Watch()], max_steps=3, max_grad_norm=1.0)
+    weights, accelerator = parameters(trainer.model), trainer.accelerator
+    trainer.optimizer = Slows(trainer.model.parameters(), lr=0.1)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    accelerator.unscale_gradients = lambda: accelerator.scaler.unscale_(trainer.optimizer.optimizer)
+    for _ in range(4):
+        with suppress(KeyboardInterrupt):
+            DASHTrainer.train(trainer)
+        ends.append(parameters(trainer.model))
+    assert scales[1:] == scales[:1] * 3
+    for end in (ends[1], ends[3]):
+        assert relative_difference(weights, ends[0], end)[0] == 0.0
 
 
 def test_the_best_model_is_that_of_later_evaluations(tiny_model, tmp_path):
