@@ -102,6 +102,7 @@ def test_changes_reach_advantages_filter_log_and_loss(tiny_model, tmp_path):
         (lambda r: r.advantages.fill_(torch.nan), "is not finite"),
         (lambda r: setattr(r, "completion_mask", r.completion_mask[:, :1]), "changed its shape"),
         (lambda r: setattr(r, "tool_mask", torch.ones(3, 5)), "was None"),
+        (lambda r: r.completion_mask.mul_(2), "holds 2; a mask is 1 where a token counts, else 0"),
     ],
 )
 def test_a_broken_field_names_the_callback(change, said):

@@ -3,6 +3,7 @@
 import math
 import threading
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -209,6 +210,18 @@ def test_a_callback_s_tool_mask_counts_as_that_of_a_rollout_func(start, tiny_mod
     assert one.state.log_history[0]["loss"] == pytest.approx(other.state.log_history[0]["loss"])
 
 
+class TwiceTheTokens(EverySecondToken):
+    def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs):
+        super().on_rollouts_sampled(args, state, control, rollouts)
+        rollouts.tool_mask *= 2
+
+
+def test_a_mask_of_other_numbers_than_0_and_1_is_refused(tiny_model, tmp_path):
+    said = "TwiceTheTokens.on_rollouts_sampled left `tool_mask` unusable: it holds 2; a mask is 1 where a token counts"
+    with pytest.raises(ValueError, match=said):
+        run(DASHTrainer, tiny_model, tmp_path, callbacks=[TwiceTheTokens()])
+
+
 def test_credit_per_token_in_some_groups_only():
     """The parts of a window, for its log: a row with one number has it at every token."""
 
@@ -228,6 +241,8 @@ def test_credit_per_token_in_some_groups_only():
     per_token = torch.tensor([[1.0, 2.0, 3.0]])
     whole = joined([part(2, torch.tensor([4.0, 5.0])), part(1, per_token)])
     assert whole.advantages.tolist() == [[4.0] * 3, [5.0] * 3, [1.0, 2.0, 3.0]]
+    with pytest.raises(RuntimeError, match="same number of dimensions"):
+        joined([part(1, per_token), replace(part(1, per_token), rewards=torch.zeros(1))])
 
 
 # ---------------------------------------------------------------------------------------------- rewards that come later
@@ -268,6 +283,27 @@ def test_a_checkpoint_from_within_a_step(start, tiny_model, tmp_path, at, settin
     prepare = lambda trainer: setattr(save, "trainer", trainer)  # noqa: E731
     whole = run(DASHTrainer, tiny_model, tmp_path, callbacks=[save], prepare=prepare, **settings)
     rest = run(DASHTrainer, tiny_model, tmp_path / "rest", resume=str(tmp_path / f"checkpoint-{at}"), **settings)
+    updates_are_equal(start, whole, rest)
+
+
+class LaterTokensOfSomeGroups(DASHCallback):
+    per_group = True
+
+    def on_advantages(self, args, state, control, rollouts, **kwargs):
+        if rollouts.group[0] % 2:
+            tokens = torch.arange(rollouts.completion_ids.shape[1])
+            rollouts.advantages = rollouts.advantages.unsqueeze(1) * tokens / 10
+
+
+def test_a_mini_run_with_credit_per_token_in_some_groups_is_resumed(start, tiny_model, tmp_path):
+    """The checkpoint holds four of the five groups, so that both kinds of credit are in it."""
+    settings = {"steps_per_generation": 5, "gradient_accumulation_steps": 1, "max_steps": 5, "learning_rate": 0.1}
+    settings |= {"reward": RewardAgent(odd), "reward_pipeline": True, "gradient_filter_threshold": None}
+    callbacks = [LaterTokensOfSomeGroups()]
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    whole = run(DASHTrainer, tiny_model, tmp_path, callbacks=callbacks, **settings, **saving)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    rest = run(DASHTrainer, tiny_model, tmp_path / "rest", callbacks=callbacks, resume=checkpoint, **settings)
     updates_are_equal(start, whole, rest)
 
 

@@ -132,6 +132,8 @@ class RolloutBatch:
                 reason = f"changed its shape from {tuple(like[name].shape)} to {tuple(now.shape)}"
             elif name not in like:
                 reason = self._misplaced(name, now)
+            if not reason and name.endswith("_mask") and (bad := now[(now != 0) & (now != 1)]).numel():
+                reason = f"holds {bad[0].item()}; a mask is 1 where a token counts, else 0"
             if reason:
                 raise ValueError(
                     f"{culprit} left `{name}` unusable: it {reason}. The batch has {len(self)} rows and "
@@ -267,14 +269,16 @@ def joined(parts: Sequence[Table]) -> Table:
     """The rows of all parts, at least one, as one dataclass; a single part is not copied, since it may be large.
 
     Tensors and lists are concatenated, dataclasses joined; other fields are the first part's. A tensor with fewer
-    columns than another part's is padded, with NaN or, if it has integers, with −1. A tensor with one number per row,
-    beside another part's with several (credit per token in some groups only), is repeated in every column.
+    columns than another part's is padded, with NaN or, if it has integers, with −1. Advantages of a part with one per
+    row, beside another part's with one per token, are repeated in every column.
     """
     if len(parts) == 1:
         return parts[0]
     found: dict[str, Any] = {}
     for name, value in _fields(parts[0]).items():
         values = [getattr(part, name) for part in parts]
+        if name == "advantages":
+            values = _of_tokens(values)
         if isinstance(value, Tensor):
             found[name] = _stacked(values)
         elif isinstance(value, list):
@@ -284,11 +288,14 @@ def joined(parts: Sequence[Table]) -> Table:
     return replace(parts[0], **found)  # type: ignore[type-var]
 
 
+def _of_tokens(advantages: list[Tensor]) -> list[Tensor]:
+    most = max((one.shape[1] for one in advantages if one.dim() == 2), default=0)
+    return [one.unsqueeze(1).expand(-1, most) if most and one.dim() == 1 else one for one in advantages]
+
+
 def _stacked(tables: Sequence[Tensor]) -> Tensor:
-    most = max((table.shape[1] for table in tables if table.dim() == 2), default=0)
-    if most:
-        padding = torch.nan if tables[0].is_floating_point() else -1
-        tables = [table if table.dim() == 2 else table.unsqueeze(1).expand(-1, most) for table in tables]
+    if all(table.dim() == 2 for table in tables):
+        most, padding = max(table.shape[1] for table in tables), torch.nan if tables[0].is_floating_point() else -1
         tables = [torch.nn.functional.pad(table, (0, most - table.shape[1]), value=padding) for table in tables]
     return torch.cat(list(tables))
 
