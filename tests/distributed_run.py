@@ -247,7 +247,7 @@ def test_outcome_value(train, output):
     value, credit = OutcomeValue(min_rollouts=4, min_problems=2), CreditSettings(process_weight="auto")
     callback = ProcessRewardCallback(value, settings=credit, **episodes_of_rank())
     outcomes = torch.arange(64).double() % 2
-    perfect = evidence_of(torch.tensor([[0, 1, 2]] * 64), outcomes.repeat(3, 1).T, outcomes, group_size=4)
+    perfect = evidence_of(torch.tensor([[0, 1, 2]] * 64), outcomes.repeat(3, 1).T, outcomes, outcomes, group_size=4)
     callback.load_state_dict(
         {"worth": {"of": "OutcomeValue", "space": "probability", "evidence": [vars(perfect)], "entropies": []}}
     )

@@ -2,6 +2,7 @@
 
 A row is a dict: `utilities` [(last token, U)], `length`, `outcome`, `advantage` (the outcome's), `valued`, and for gae
 `values`, one per token. A group is a list of rows; a batch a list of groups. Results: one list of floats per row.
+The settings' `unit` is None, or for anchored values what a reward is worth in a group whose outcomes are alike.
 """
 
 import math
@@ -45,6 +46,16 @@ def pooled(group):
     return [utility for row in group if row["valued"] for _, utility in row["utilities"]]
 
 
+def scale(group, spread, s):
+    """What process rewards are divided by; for anchored values 1 / what a reward is worth in the group."""
+    if s["unit"] is None:
+        return max(spread, s["floor"])
+    pairs = [(row["outcome"], row["advantage"]) for row in group if row["valued"]]
+    if len({outcome for outcome, _ in pairs}) < 2:
+        return 1 / s["unit"] if s["unit"] else math.inf
+    return 1 / statistics.linear_regression(*zip(*pairs, strict=True)).slope
+
+
 def with_outcome(row, process, s):
     return [s["outcome"] * row["advantage"] + s["process"] * value for value in process]
 
@@ -56,25 +67,25 @@ def grpo(batch, s):
 def centered_return(batch, s):
     results = []
     for group in batch:
-        scale = max(deviation([sum(u for _, u in row["utilities"]) for row in group if row["valued"]]), s["floor"])
+        divisor = scale(group, deviation([sum(u for _, u in row["utilities"]) for row in group if row["valued"]]), s)
         for row in group:
             others = [to_go(token_rewards(other)) for other in group if other is not row and other["valued"]]
             centred = []
             for t, value in enumerate(to_go(token_rewards(row))):
                 centred.append(value - mean([other[t] if t < len(other) else 0.0 for other in others]))
-            results.append(with_outcome(row, [value / scale for value in centred], s))
+            results.append(with_outcome(row, [value / divisor for value in centred], s))
     return results
 
 
 def episode(batch, s):
     results = []
     for group in batch:
-        scale = max(math.sqrt(mean([u * u for u in pooled(group)])), s["floor"])
+        divisor = scale(group, math.sqrt(mean([u * u for u in pooled(group)])), s)
         for row in group:
             process = [0.0] * row["length"]
             start = 0
             for last, utility in row["utilities"]:
-                process[start : last + 1] = [utility / scale] * (last + 1 - start)
+                process[start : last + 1] = [utility / divisor] * (last + 1 - start)
                 start = last + 1
             results.append(with_outcome(row, process, s))
     return results
@@ -83,11 +94,11 @@ def episode(batch, s):
 def grpo_process(batch, s):
     results = []
     for group in batch:
-        centre, scale = mean(pooled(group)), max(deviation(pooled(group)), s["floor"])
+        centre, divisor = mean(pooled(group)), scale(group, deviation(pooled(group)), s)
         for row in group:
             normalised = [0.0] * row["length"]
             for last, utility in row["utilities"]:
-                normalised[last] = (utility - centre) / scale
+                normalised[last] = (utility - centre) / divisor
             results.append(with_outcome(row, to_go(normalised), s))
     return results
 
@@ -164,11 +175,19 @@ def reinforce_plus_plus_baseline(batch, s):
 
 
 def gae(batch, s):
+    """Episode by episode, the final answer as the last one; all tokens of an episode have its advantage."""
     results = []
     for row in flat(batch):
-        rewards, after = combined(row, {"process": 0.0, "outcome": 1.0}), [*row["values"][1:], 0.0]
-        deltas = [r + s["gamma"] * v - own for r, v, own in zip(rewards, after, row["values"], strict=False)]
-        results.append(discounted(deltas, s["gamma"] * s["lambda"]))
+        starts = [0, *(last + 1 for last, _ in row["utilities"] if last + 1 < row["length"])]
+        values = [row["values"][start] for start in starts] if row["length"] else []
+        steps = [0.0] * len(values)
+        for k in reversed(range(len(values))):
+            if k == len(values) - 1:
+                steps[k] = row["outcome"] - values[k]
+            else:
+                steps[k] = s["gamma"] * values[k + 1] - values[k] + s["gamma"] * s["lambda"] * steps[k + 1]
+        ends = [*starts[1:], row["length"]]
+        results.append([steps[k] for k, end in enumerate(ends[: len(steps)]) for _ in range(starts[k], end)])
     return results
 
 

@@ -28,8 +28,14 @@ CHOSEN = CreditSettings(outcome_weight=0.7, process_weight=1.3, scale_floor=0.1,
 AS_FLOATS = {"outcome": 0.7, "process": 1.3, "floor": 0.1, "gamma": 0.9, "lambda": 0.8}
 
 
-def make_rows(seed: int, count: int, *, missing: float = 0.2, scale: float = 1.0) -> list[dict]:
-    """Rows with random episodes; some values are missing, some rows are empty or unscored."""
+def make_rows(
+    seed: int, count: int, *, missing: float = 0.2, scale: float = 1.0, alike: int | None = None
+) -> list[dict]:
+    """Rows with random episodes; some values are missing, some rows are empty (masked), unscored or without an episode.
+
+    Args:
+        alike: size of the groups, of which every other one has one outcome.
+    """
     generator = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -39,6 +45,9 @@ def make_rows(seed: int, count: int, *, missing: float = 0.2, scale: float = 1.0
         values = [math.nan if generator.random() < missing else scale * generator.random() for _ in boundaries]
         outcome = generator.choice([0.0, 1.0, math.nan])
         rows.append({"length": length, "boundaries": boundaries, "values": values, "outcome": outcome})
+    for i, row in enumerate(rows):
+        if alike and i // alike % 2 == 0 and not math.isnan(row["outcome"]):
+            row["outcome"] = float(i // alike % 4 == 0)
     return rows
 
 
@@ -52,10 +61,14 @@ def as_tables(rows: list[dict]) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return boundaries, values, torch.tensor([row["length"] for row in rows])
 
 
-def as_rewards(rows: list[dict], group_size: int, advantages: list[float] | None = None) -> Rewards:
+def as_rewards(
+    rows: list[dict], group_size: int, advantages: list[float] | None = None, unit: float | None = None
+) -> Rewards:
     boundaries, values, lengths = as_tables(rows)
     width = max(int(lengths.max()), 1)
     outcome = torch.tensor([row["outcome"] for row in rows]).double()
+    if unit is not None:
+        boundaries, values = anchor(boundaries, values, lengths, outcome)
     process, ends, per_token, valued = place_rewards(boundaries, values, lengths, width)
     return Rewards(
         process=process,
@@ -66,6 +79,7 @@ def as_rewards(rows: list[dict], group_size: int, advantages: list[float] | None
         outcome_advantages=outcome.nan_to_num() - 0.25 if advantages is None else torch.tensor(advantages).double(),
         valued=valued & ~outcome.isnan(),
         group_size=group_size,
+        unit=unit,
     )
 
 
@@ -73,8 +87,13 @@ def as_floats(rows: list[dict], rewards: Rewards) -> list[list[dict]]:
     """The same for the reference, which merges episodes and looks up values by itself."""
     plain = []
     for row, advantage in zip(rows, rewards.outcome_advantages.tolist(), strict=True):
-        known = [(b, v) for b, v in zip(row["boundaries"], row["values"], strict=True) if not math.isnan(v)]
-        complete = not math.isnan(row["values"][0]) and not math.isnan(row["values"][-1])
+        at, values = row["boundaries"], row["values"]
+        if rewards.unit is not None:  # the outcome is the value at the row's end
+            at, values = zip(
+                *{**dict(zip(at, values, strict=True)), row["length"]: row["outcome"]}.items(), strict=True
+            )
+        known = [(b, v) for b, v in zip(at, values, strict=True) if not math.isnan(v)]
+        complete = not math.isnan(values[0]) and not math.isnan(values[-1]) and row["length"] > 0
         valued = complete and not math.isnan(row["outcome"])
         utilities = [(b - 1, v - known[i][1]) for i, (b, v) in enumerate(known[1:])] if complete else []
         per_token = [max(((b, v) for b, v in known if b <= t), default=(0, 0.0))[1] for t in range(row["length"])]
@@ -87,13 +106,16 @@ def as_floats(rows: list[dict], rewards: Rewards) -> list[list[dict]]:
     return [plain[i : i + size] for i in range(0, len(plain), size)]
 
 
+@pytest.mark.parametrize("unit", [None, 2.5, 0.0])
 @pytest.mark.parametrize("name", ESTIMATORS)
-@pytest.mark.parametrize(("seed", "group_size", "groups"), [(0, 2, 3), (1, 4, 2), (2, 5, 1), (3, 2, 3), (4, 4, 2)])
-def test_estimators_are_their_definitions(name, seed, group_size, groups):
-    rows = make_rows(seed, group_size * groups)
-    rewards = as_rewards(rows, group_size)
+@pytest.mark.parametrize(("seed", "group_size", "groups"), [(0, 2, 3), (1, 4, 4), (2, 5, 1), (3, 8, 5)])
+def test_estimators_are_their_definitions(name, seed, group_size, groups, unit):
+    """Anchored, too: then every other group has one outcome."""
+    rows = make_rows(seed, group_size * groups, alike=None if unit is None else group_size)
+    rewards = as_rewards(rows, group_size, unit=unit)
     credit = ESTIMATORS[name](rewards, CHOSEN)
-    expected = process_reference.credit(getattr(process_reference, name), as_floats(rows, rewards), AS_FLOATS)
+    settings = {**AS_FLOATS, "unit": unit}
+    expected = process_reference.credit(getattr(process_reference, name), as_floats(rows, rewards), settings)
     for i, floats in enumerate(expected):
         assert credit[i, : len(floats)].tolist() == pytest.approx(floats, abs=1e-9), (i, rows[i])
         assert not credit[i, len(floats) :].any()
@@ -145,8 +167,9 @@ def test_the_credit_of_own_rows_is_that_among_the_rows_of_all(name, seed):
         rows[8:] = [{**row, "values": [math.nan] * len(row["values"])} for row in rows[8:]]
     if seed % 3 == 1:
         rows[:8] = [{**row, "length": 0, "boundaries": [0], "values": [0.5]} for row in rows[:8]]
-    rewards = as_rewards(rows, 4)
+    rewards = as_rewards(rows, 4, unit=[None, 2.5, 2.5][seed])
     credit = torch.cat(on_two_ranks(rewards, lambda own, rows: ESTIMATORS[name](own, CHOSEN)))
+    assert credit.isfinite().all()
     torch.testing.assert_close(credit, ESTIMATORS[name](rewards, CHOSEN), atol=1e-12, rtol=1e-12)
 
 
@@ -190,15 +213,60 @@ def test_utilities_telescope_and_merge_over_missing_values(boundaries, values, u
     assert process.count_nonzero() == len(utilities)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_an_anchored_value_is_the_outcome_in_the_place_of_the_last_one(seed):
-    rows = make_rows(seed, 12)
-    anchored = [
-        {**row, "values": [*row["values"][:-1], row["outcome"]]} if row["boundaries"][1:] else row for row in rows
+@pytest.mark.parametrize(
+    ("boundaries", "length", "expected"),
+    [
+        ([0, 3, 9], 12, {2: 0.3 - 0.1, 8: 0.9 - 0.3, 11: 1 - 0.9}),  # the final answer is paid for the outcome
+        ([0, 3, 12], 12, {2: 0.3 - 0.1, 11: 1 - 0.3}),  # nothing comes after b_n
+        ([0], 12, {11: 1 - 0.1}),  # a row without an episode
+        ([0], 0, {}),
+    ],
+)
+def test_an_anchored_row_ends_with_its_outcome(boundaries, length, expected):
+    values = torch.tensor([[0.1, 0.3, 0.9][: len(boundaries)]]).double()
+    lengths = torch.tensor([length])
+    boundaries, values = anchor(torch.tensor([boundaries]), values, lengths, torch.tensor([1.0]))
+    process, ends, _, valued = place_rewards(boundaries, values, lengths, 12)
+    assert {i: process[0, i].item() for i in ends[0].nonzero().flatten().tolist()} == pytest.approx(expected)
+    assert bool(valued) == bool(expected)
+
+
+def test_a_group_that_fails_is_paid_in_the_unit_of_others():
+    """With all outcomes alike, V's moves count as in a group of different outcomes, and a flat V pays nothing."""
+    rows = [{"length": 9, "boundaries": [0, 4], "values": [0.4, 0.4 + 0.1 * i], "outcome": 0.0} for i in range(4)]
+    direct = [{"length": 3, "boundaries": [0], "values": [0.4], "outcome": 0.0}, *rows[1:]]
+    for group in (rows, direct):
+        credit = ESTIMATORS["centered_return"](as_rewards(group, 4, [0.0] * 4, unit=2.0), CreditSettings())
+        assert credit[:, 0].abs().max() < 1e-12  # all are worth the same at first: none is better by saying it at once
+    credit = ESTIMATORS["centered_return"](as_rewards(rows, 4, [0.0] * 4, unit=2.0), CreditSettings())
+    assert credit[:, 4].tolist() == pytest.approx([2 * (0.15 - 0.1 * i) * 4 / 3 for i in range(4)])
+
+
+def test_a_masked_row_is_no_baseline():
+    rows = [{"length": 5, "boundaries": [0, 3], "values": [0.4, 0.5], "outcome": 0.0}] * 4
+    masked = [*rows, *[{**rows[0], "length": 0, "boundaries": [0], "values": [0.4]}] * 4]
+    for unit in (None, 2.0):
+        credit = ESTIMATORS["centered_return"](as_rewards(masked, 8, [0.0] * 8, unit=unit), CreditSettings())
+        assert credit.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("w", "pays"), [(0.0, lambda o, v: o), (1.0, lambda o, v: o - v), (0.25, lambda o, v: o - v / 4)]
+)
+def test_the_weights_of_auto_pay_the_outcome_less_its_share_of_v(w, pays):
+    """With G large, where the own row in GRPO's mean does not count; σ is the outcomes'."""
+    draw, size = random.Random(0), 4000
+    rows = [
+        {"length": 6, "boundaries": [0, 2, 4], "values": [0.5, draw.random(), draw.random()], "outcome": float(i % 2)}
+        for i in range(size)
     ]
-    boundaries, values, _ = as_tables(rows)
-    found = anchor(boundaries, values, torch.tensor([row["outcome"] for row in rows]))
-    torch.testing.assert_close(found, as_tables(anchored)[1], equal_nan=True)
+    outcome = [row["outcome"] for row in rows]
+    advantages = [(one - fmean(outcome)) / stdev(outcome) for one in outcome]
+    settings = CreditSettings(outcome_weight=1 - w, process_weight=w)
+    credit = ESTIMATORS["centered_return"](as_rewards(rows, size, advantages, unit=1.0), settings)[:, 3].tolist()
+    expected = [pays(row["outcome"], row["values"][1]) for row in rows]
+    expected = [(one - fmean(expected)) / stdev(outcome) for one in expected]
+    assert credit == pytest.approx(expected, abs=2e-3)
 
 
 def test_the_numbers_of_the_post():

@@ -151,7 +151,15 @@ def test_solved_groups_and_failed_rewards_are_not_valued(tiny_model, tmp_path):
 def test_rows_that_are_not_valued(skip, expected):
     """Groups of equal positive rewards, and unscored rows."""
     outcomes = torch.tensor([1.0, 1.0, 1.0, math.nan, 0.0, 0.0, -1.0, -1.0])
-    assert callback(skip_solved=skip)._skipped(outcomes, 2).int().tolist() == expected
+    assert callback(skip_solved=skip)._skipped(outcomes, torch.ones(1), 2).int().tolist() == expected
+
+
+@pytest.mark.parametrize(("reward", "solved"), [(None, [1, 0, 0]), (1.0, [1, 1, 0]), (2.0, [0, 0, 0])])
+def test_a_group_that_shares_a_bonus_is_not_solved(reward, solved):
+    """Two functions with the weights 1 and 0.1: all is right, all but the form, the form alone."""
+    outcomes = torch.tensor([1.1, 1.1, 1.0, 1.0, 0.1, 0.1])
+    skipped = callback(solved_reward=reward)._skipped(outcomes, torch.tensor([1.0, 0.1, -0.5]), 2)
+    assert skipped[::2].int().tolist() == solved
 
 
 def test_an_anchored_value_leaves_the_last_episode_the_outcome(tiny_model, tmp_path, monkeypatch, caplog):
@@ -171,10 +179,9 @@ def test_an_anchored_value_leaves_the_last_episode_the_outcome(tiny_model, tmp_p
     train(tiny_model, tmp_path, process, reward=ScriptedReward(constant=0.0), max_steps=4)
     assert caplog.text.count("one advantage") == 1 and len(seen) == 4
     for rewards in seen:
-        paid = rewards.process.count_nonzero(dim=1)
-        assert torch.equal(paid, rewards.ends.any(dim=1).long()) and paid.sum() > 4
-        assert torch.equal(rewards.process.sum(dim=1), paid * (rewards.outcome - 0.25))
-        assert rewards.process[torch.arange(16), rewards.ends.cumsum(dim=1).argmax(dim=1)].count_nonzero() == paid.sum()
+        valued, ends = rewards.valued, rewards.mask.sum(dim=1) - 1
+        assert valued.sum() > 4 and torch.equal(rewards.process.sum(dim=1), valued * (rewards.outcome - 0.25))
+        assert torch.equal(rewards.process.nonzero()[:, 1], ends[valued])
 
 
 # ---------------------------------------------------------------------------------------------------------- mistakes
@@ -195,8 +202,13 @@ MISTAKES = [
     (dict(estimator=an_estimator), r"estimator=<function an_estimator .*ESTIMATORS\['mine'\] = function"),
     (dict(estimator="gae"), r"gae.* pass value=AnswerLogProbValue\(space='probability'\)"),
     (dict(estimator="gae", value=lambda requests, trainer: []), "says so by an attribute, space = 'probability'"),
-    (dict(estimator="gae", value=OutcomeValue(space="reward")), "gae.* have to be probabilities"),
-    (dict(anchored=True), r"a value whose space is 'log': it puts the outcome .* pass OutcomeValue\(\)"),
+    (dict(anchored=True), r"a value whose space is 'log': it makes the outcome .* pass OutcomeValue\(\)"),
+    (dict(settings=AUTO), r"process_weight='auto' with anchored=None and a value whose space is 'log'"),
+    (dict(settings=AUTO, value=MonteCarloValue(), anchored=False), "process_weight='auto' with anchored=False"),
+    (
+        dict(settings=CreditSettings(scale_floor=0.3), value=OutcomeValue(), anchored=True),
+        "scale_floor=0.3 does nothing with anchored values",
+    ),
     (dict(anchored=True, estimator="gae", value=OutcomeValue()), r"anchored=True with estimator='gae'.* \(gae, grpo\)"),
     # the settings
     (

@@ -39,8 +39,10 @@ def rollouts(seed, groups=16, size=4, *, signal=1.0, missing=0.0, outcomes=(0.0,
 
 
 def evidence(rows, size=4) -> Evidence:
+    """With three times the outcome for an advantage."""
     boundaries, values, _ = as_tables([{"boundaries": b, "values": v, "length": 60} for b, v, _ in rows])
-    return evidence_of(boundaries, values, torch.tensor([row[2] for row in rows]).double(), group_size=size)
+    outcomes = torch.tensor([row[2] for row in rows]).double()
+    return evidence_of(boundaries, values, outcomes, 3 * outcomes.nan_to_num(), group_size=size)
 
 
 def watch(*windows) -> Watch:
@@ -120,12 +122,12 @@ def test_the_intervals_hold_the_truth_as_often_as_they_say(signal):
     many = joined([evidence(rollouts(seed, 400, signal=signal)) for seed in range(2)])
     mixed = many.of_groups(many.pairs.nonzero().flatten())
     share = float(mixed.won.sum() / mixed.pairs.sum())
-    vv, vy, yy = mixed.products.sum(dim=0).tolist()
+    vv, vy, _ = mixed.products.sum(dim=0).tolist()
     draws, above = torch.Generator().manual_seed(0), [0, 0]
     for _ in range(400):
         one = watch(mixed.of_groups(torch.randint(len(mixed.pairs), (20,), generator=draws)))
         above[0] += one.figures()["process/concordance_low"] > share
-        above[1] += one.weight() > max(vy, 0) ** 2 / (vv * yy)
+        above[1] += one.weight() > max(vy / vv, 0)
     assert 2 <= above[0] <= 16 and above[1] <= 16
     assert above[1] >= 4 or not signal
 
@@ -161,7 +163,7 @@ def with_outcomes(*outcomes):
         (with_outcomes(NAN, 1.0), 0.0),  # nothing to compare it with
         ([(row[0][:2], row[1][:2], row[2]) for row in CERTAIN], 0.0),  # no inner boundary
         (rollouts(0, 40, signal=0.0), 0.0),
-        (rollouts(1, 400, signal=0.12), 0.0),  # something, but under 0.02
+        (rollouts(1, 400, signal=0.1), 0.0),  # something, but under 0.02
     ],
 )
 def test_the_weight_of_what_v_is_worth(rows, weight):
@@ -185,12 +187,18 @@ def test_a_state_is_the_whole_of_it():
     assert other.full and other.figures() == one.figures() and other.weight() == one.weight() > 0
 
 
+def test_the_unit_is_what_an_outcome_was_paid_in_groups_of_different_ones():
+    """Three times the outcome, in each window; and 0 where no group has different ones."""
+    assert watch(rollouts(0), rollouts(1, missing=0.3)).unit() == pytest.approx(3)
+    assert watch().unit() == watch(with_outcomes(1.0)).unit() == watch(with_outcomes(0.1, 0.1 + 1e-8)).unit() == 0
+
+
 def test_parts_are_joined_as_tables_of_other_widths():
-    one = Evidence(torch.tensor([[1.0]]), torch.tensor([[1]]), torch.tensor([1.0]))
-    other = Evidence(torch.tensor([[2.0, 3.0]]), torch.tensor([[2, 3]]), torch.tensor([2.0, 3.0]))
+    one = Evidence(torch.tensor([[1.0]]), torch.tensor([[1]]), torch.tensor([1.0]), torch.tensor([1.0]))
+    other = Evidence(torch.tensor([[2.0, 3.0]]), torch.tensor([[2, 3]]), torch.tensor([2.0]), torch.tensor([2.0]))
     whole = joined([one, other])
     assert repr(whole.pairs.tolist()) == "[[1.0, nan], [2.0, 3.0]]"
-    assert whole.won.tolist() == [[1, -1], [2, 3]] and whole.products.tolist() == [1.0, 2.0, 3.0]
+    assert whole.won.tolist() == [[1, -1], [2, 3]] and whole.products.tolist() == [1.0, 2.0]
     assert joined([one]) is one
 
 

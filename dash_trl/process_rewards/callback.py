@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from numbers import Number
 from typing import Any
@@ -21,7 +21,9 @@ from dash_trl.callbacks import DASHCallback
 from dash_trl.distributed import Ranks
 from dash_trl.process_rewards.arguments import named
 from dash_trl.process_rewards.credit import (
+    ALIKE,
     ESTIMATORS,
+    FLOORS,
     SETTINGS,
     CreditSettings,
     Rewards,
@@ -73,7 +75,8 @@ class ProcessRewardCallback(DASHCallback):
         trainer = DASHTrainer(..., callbacks=[ProcessRewardCallback()])
 
     Values are computed once per rollout, in the sampling phase, before the filter. A problem that no completion solves
-    can still teach: its completions differ in progress, so the filter keeps them.
+    can still teach: its completions differ in progress, so the filter keeps them. Anchored values pay there in the unit
+    of the windows before (`credit._scaled`), and nothing in the first window.
 
     Args:
         value: estimates V(prefix); default `AnswerLogProbValue()`.
@@ -82,11 +85,13 @@ class ProcessRewardCallback(DASHCallback):
             that learns with process_weight="auto", so that it pays as much as it was worth, and nothing at first.
         markers, max_episode_tokens, min_episode_tokens, final_answer: see `Segmenter`.
         answer_column: dataset column with the accepted answer, a text or a list of texts; for values that need it.
-        skip_solved: no values for groups whose rewards are all the same and positive: nothing is left to learn there.
-            A value that learns, `OutcomeValue`, learns from them all the same.
-        anchored: whether the outcome takes the place of V_n, so that all that V pays is outcome − V_0; see
+        skip_solved: no values for groups whose completions all have one reward, at least `solved_reward`: nothing is
+            left to learn there. A value that learns, `OutcomeValue`, learns from them all the same.
+        solved_reward: weighted sum of the rewards of a solved completion. Default: the sum of the positive
+            `reward_weights`, as of functions whose highest reward is 1.
+        anchored: whether the outcome is the last value, so that all that V pays is outcome − V_0; see
             `dash_trl.process_rewards.credit.anchor`. Default: with a value that learns, where it keeps a V that the
-            policy has learned to please from paying without an outcome.
+            policy has learned to please from paying without an outcome; and for process_weight="auto".
     Raises:
         ValueError: for an unknown estimator, and settings that it or the value does not bear; at the start of training
             for impossible episodes; in training without the answer column or servers, and for values that a function of
@@ -105,6 +110,7 @@ class ProcessRewardCallback(DASHCallback):
         final_answer: str = FINAL_ANSWER,
         answer_column: str = "answer",
         skip_solved: bool = True,
+        solved_reward: float | None = None,
         anchored: bool | None = None,
     ):
         if estimator not in ESTIMATORS:
@@ -120,45 +126,62 @@ class ProcessRewardCallback(DASHCallback):
                 "estimator is estimator='...', words before an answer are AnswerLogProbValue('...')."
             )
         space = getattr(self.value, "space", None)
-        if estimator == "gae" and space != "probability":
+        in_its_unit = space in ("probability", "reward")
+        if estimator == "gae" and not in_its_unit:
             raise ValueError(
-                "estimator='gae' compares values with the outcome, so they have to be probabilities: pass "
+                "estimator='gae' compares values with the outcome, so they have to be in its unit: pass "
                 "value=AnswerLogProbValue(space='probability'), MonteCarloValue() or OutcomeValue(); one of your own "
-                "says so by an attribute, space = 'probability'."
+                "says so by an attribute, space = 'probability' or 'reward'."
             )
-        can_be_anchored = space in ("probability", "reward") and estimator not in WITHOUT_UTILITIES
+        can_be_anchored = in_its_unit and estimator not in WITHOUT_UTILITIES
         if anchored and not can_be_anchored:
             raise ValueError(
-                f"anchored=True with estimator={estimator!r} and a value whose space is {space!r}: it puts the outcome "
-                f"in the place of V_n. Estimators that use no U ({', '.join(WITHOUT_UTILITIES)}) go without, and the "
+                f"anchored=True with estimator={estimator!r} and a value whose space is {space!r}: it makes the "
+                f"outcome the last value. Estimators that use no U ({', '.join(WITHOUT_UTILITIES)}) go without, and the "
                 "value has to be in the outcome's unit: pass OutcomeValue(), MonteCarloValue() or "
                 "AnswerLogProbValue(space='probability'); one of your own says so by an attribute, space = "
                 "'probability' or 'reward'."
             )
         self._learns = hasattr(self.value, "learn")
-        self.anchored = self._learns and can_be_anchored if anchored is None else anchored
         if settings is None:
-            settings = CreditSettings(process_weight="auto" if self._learns and _is_weighed(estimator) else 1.0)
+            pays_its_worth = self._learns and _is_weighed(estimator) and anchored is not False
+            settings = CreditSettings(process_weight="auto" if pays_its_worth else 1.0)
         check_settings(estimator, settings)
+        self._auto = settings.process_weight == "auto"
+        self.anchored = can_be_anchored and (self._learns or self._auto) if anchored is None else anchored
+        if self._auto and not self.anchored:
+            raise ValueError(
+                f"process_weight='auto' with anchored={anchored} and a value whose space is {space!r}: V earns its "
+                "weight by what it takes off the outcome's variance, so it has to be anchored, and in the outcome's "
+                "unit. Leave anchored out and pass OutcomeValue(), MonteCarloValue() or "
+                "AnswerLogProbValue(space='probability'), or give a weight as a number."
+            )
+        if self.anchored and settings.scale_floor is not None:
+            raise ValueError(
+                f"scale_floor={settings.scale_floor} does nothing with anchored values, which are paid in the unit of "
+                "the outcome advantages. Leave it out."
+            )
+        if settings.scale_floor is None:
+            settings = replace(settings, scale_floor=FLOORS.get(str(space), FLOORS["log"]))
         self.estimator, self.settings = estimator, settings
         if self._learns:
             self._warn_of_losses(anchored)
         self.per_group = estimator in PER_GROUP
         self.needs_log_probs = getattr(self.value, "needs_log_probs", False)
         self._needs_answers = getattr(self.value, "needs_answers", True)
-        self._auto = settings.process_weight == "auto"
         # Whose worth is watched: that of the same value in another space would be other numbers.
-        self._watched = {"of": named(self.value), "space": space}
+        self._watched = {"of": named(self.value), "space": space, "fields": [one.name for one in fields(Evidence)]}
         self.segmentation: dict[str, Any] = {
             "markers": markers,
             "max_episode_tokens": max_episode_tokens,
             "min_episode_tokens": min_episode_tokens,
             "final_answer": final_answer,
         }
-        self.answer_column, self.skip_solved = answer_column, skip_solved
+        self.answer_column, self.skip_solved, self.solved_reward = answer_column, skip_solved, solved_reward
         # Of the last generation batch, for a look at it: each row's boundaries and values.
         self.last: list[tuple[tuple[int, ...], list[float]]] = []
         self._weight = 0.0  # of the process part in this window, if it is "auto"
+        self._unit = 0.0  # the advantage of a reward of 1 in the windows before
         self._logged_entropy: float | None = None
         self._diagnostics = Diagnostics()
         self._watch = Watch()
@@ -216,6 +239,8 @@ class ProcessRewardCallback(DASHCallback):
             self.last, self._seconds = [], 0.0  # that the window's parts took
             if self._auto:
                 self._weight = trainer.ranks.agree(self._watch.weight, from_main=True)
+            if self.anchored:
+                self._unit = trainer.ranks.agree(self._watch.unit, from_main=True)
         part, credit = self._part(rollouts, trainer)
         if self._pays:  # else they stay as they are, to the bit
             rollouts.advantages = credit.float()
@@ -236,7 +261,7 @@ class ProcessRewardCallback(DASHCallback):
 
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
         outcomes = gather(outcome)
-        skipped = self._skipped(outcomes, group_size)
+        skipped = self._skipped(outcomes, trainer.reward_weights, group_size)
         requests, found, entropy = self._values(rollouts, skipped[mine], outcome, trainer)
         paid = [
             ((0,), [math.nan]) if skip else (request.boundaries, row)
@@ -247,8 +272,8 @@ class ProcessRewardCallback(DASHCallback):
         boundaries = gather(_table([at for at, _ in paid], -1), pad=-1)
         values = gather(_table([row for _, row in paid], math.nan), pad=math.nan).double()
         lengths = gather(rollouts.completion_mask.sum(dim=1))
-        earned = anchor(boundaries, values, outcomes.double()) if self.anchored else values
-        process, ends, per_token, valued = place_rewards(boundaries, earned, lengths, width)
+        paid_at, earned = anchor(boundaries, values, lengths, outcomes) if self.anchored else (boundaries, values)
+        process, ends, per_token, valued = place_rewards(paid_at, earned, lengths, width)
         rewards = Rewards(
             process=process,
             ends=ends,
@@ -258,6 +283,7 @@ class ProcessRewardCallback(DASHCallback):
             outcome_advantages=gather(rollouts.advantages).double(),
             valued=valued & ~outcomes.isnan(),
             group_size=group_size,
+            unit=self._unit if self.anchored else None,
             sum_over_ranks=partial(_sum, ranks) if alone else _as_it_is,
         )
         credit = ranks.agree(partial(self._credit, rewards))
@@ -268,7 +294,9 @@ class ProcessRewardCallback(DASHCallback):
             values=values,
             skipped=skipped,
             groups=gather(rollouts.group)[::group_size],
-            evidence=evidence_of(boundaries, values, rewards.outcome, group_size=group_size),
+            evidence=evidence_of(
+                boundaries, values, rewards.outcome, rewards.outcome_advantages, group_size=group_size
+            ),
             entropy=entropy,
             alone=alone,
         ), credit[mine, :columns]
@@ -290,10 +318,11 @@ class ProcessRewardCallback(DASHCallback):
             mean = worth.get("process/entropy", self._logged_entropy) if self.needs_log_probs else None
             self._diagnostics.watch(worth, full=self._watch.full, entropy=mean)
 
-    def _skipped(self, outcomes: Tensor, group_size: int) -> Tensor:
+    def _skipped(self, outcomes: Tensor, weights: Tensor, group_size: int) -> Tensor:
         """[N] bool: unscored rows, and rows of solved groups."""
         groups = outcomes.view(-1, group_size)
-        solved = (groups == groups[:, :1]).all(dim=1) & (groups[:, 0] > 0) & self.skip_solved
+        highest = float(weights.clamp(min=0).sum()) if self.solved_reward is None else self.solved_reward
+        solved = (groups == groups[:, :1]).all(dim=1) & (groups[:, 0] > highest - ALIKE) & self.skip_solved
         return solved.repeat_interleave(group_size) | outcomes.isnan()
 
     def _values(
@@ -353,7 +382,9 @@ class ProcessRewardCallback(DASHCallback):
         """[N, T]: the estimator's."""
         if not self._pays:
             return ESTIMATORS["grpo"](rewards, CreditSettings())  # for a look at it
-        settings = replace(self.settings, process_weight=self._weight) if self._auto else self.settings
+        settings = self.settings
+        if self._auto:  # (1 − w)·outcome + w·(outcome − V) = outcome − w·V
+            settings = replace(settings, outcome_weight=1 - self._weight, process_weight=self._weight)
         credit = ESTIMATORS[self.estimator](rewards, settings)
         rows, tokens = rewards.mask.shape
         check_tensor(f"What estimator={self.estimator!r} returned", credit, "floats", N=rows, T=tokens)

@@ -22,6 +22,9 @@ from torch import Tensor
 
 from dash_trl.update import check_tensor
 
+# Lowest spread that process rewards are divided by, for each space of V, where no `scale_floor` is given.
+FLOORS = {"log": 0.1, "probability": 0.01, "reward": 0.01}
+ALIKE = 1e-5  # a group whose outcomes differ by less has one outcome: sums of rewards times weights are float32
 # What estimators from elsewhere add: the post's formula to the standard deviation, verl's whitening to the variance.
 STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
@@ -38,9 +41,11 @@ class Rewards:
         mask: [N, T] bool, True = a token of the completion; each row's tokens come first.
         outcome: [N], the weighted sum of a row's rewards; NaN = unscored.
         outcome_advantages: [N], the trainer's.
-        valued: [N] bool; False = no process reward (V_0 or V_n is missing, or the row is unscored): the row gets its
-            outcome advantage and is left out of baselines and scales.
+        valued: [N] bool; False = no process reward (V_0 or V_n is missing, or the row is unscored, or has no token):
+            the row gets its outcome advantage and is left out of baselines and scales.
         group_size: G, dividing N.
+        unit: for anchored values, the advantage that a reward of 1 has in a group whose outcomes are alike; None = the
+            values are not anchored.
         sum_over_ranks: float64 of any shape → its sum over the ranks, for statistics of the whole batch; the identity
             where all rows are here. To be called as often on every rank, also on one without a valued row.
     Raises:
@@ -55,6 +60,7 @@ class Rewards:
     outcome_advantages: Tensor
     valued: Tensor
     group_size: int
+    unit: float | None = None
     sum_over_ranks: Callable[[Tensor], Tensor] = field(default=lambda sums: sums)
 
     def __post_init__(self) -> None:
@@ -73,19 +79,19 @@ class CreditSettings:
     """Which estimator has which of them: `SETTINGS`.
 
     Args:
-        outcome_weight, process_weight: >= 0, of the two parts of the advantage. process_weight="auto": as much as V was
-            worth in the windows before, the lower end of the interval of r² between V and outcome (`worth.Watch`).
-            While that is 0, the advantages are exactly those without the callback, whatever the estimator.
+        outcome_weight, process_weight: >= 0, of the two parts of the advantage. process_weight="auto", for anchored
+            values: the weight w that V earned in the windows before (`worth.Watch`), and 1 − w for the outcome. While w
+            is 0, the advantages are exactly those without the callback, whatever the estimator.
         scale_floor: > 0, lowest spread that process rewards are divided by, in the unit of V. Where V hardly moves, its
-            noise is not worth an advantage of 1.
-        gamma, lam: in [0, 1], discount and trace.
+            noise is not worth an advantage of 1. None: 0.1 for log-probs, 0.01 for other values (`FLOORS`).
+        gamma: in [0, 1], discount per token; for `gae` per episode. lam: in [0, 1], trace per episode.
     Raises:
         ValueError: for a number outside of its range; for an outcome_weight beside "auto".
     """
 
     outcome_weight: float = 1.0
     process_weight: float | Literal["auto"] = 1.0
-    scale_floor: float = 0.1
+    scale_floor: float | None = None
     gamma: float = 1.0
     lam: float = 0.95
 
@@ -93,11 +99,12 @@ class CreditSettings:
         auto = self.process_weight == "auto"
         if auto and self.outcome_weight != 1:
             raise ValueError(
-                f"outcome_weight={self.outcome_weight!r} beside process_weight='auto', which leaves the advantages as "
-                "they are while V is worth nothing: leave outcome_weight at 1, or give both weights as numbers."
+                f"outcome_weight={self.outcome_weight!r} beside process_weight='auto', which sets both weights by what "
+                "V is worth: leave outcome_weight at 1, or give both weights as numbers."
             )
         weights = (self.outcome_weight, 0.0 if auto else self.process_weight)
-        right = all(not isinstance(weight, str) and weight >= 0 for weight in weights) and self.scale_floor > 0
+        right = all(not isinstance(weight, str) and weight >= 0 for weight in weights)
+        right &= self.scale_floor is None or self.scale_floor > 0
         if not (right and 0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
             raise ValueError(
                 f"{self} is out of range: weights are >= 0 (process_weight='auto' weighs by what V is worth), "
@@ -105,19 +112,25 @@ class CreditSettings:
             )
 
 
-def anchor(boundaries: Tensor, values: Tensor, outcomes: Tensor) -> Tensor:
-    """[N, K]: `values` with each row's outcome in the place of V_n, so that U_n = outcome − V_{n−1}.
+def anchor(boundaries: Tensor, values: Tensor, lengths: Tensor, outcomes: Tensor) -> tuple[Tensor, Tensor]:
+    """Boundaries and values [N, K+1] with the end of each row for one more boundary, whose value is the outcome.
 
-    Then ΣU = outcome − V_0, however V moves in between: what a V that was made to look good pays in one episode, the
-    last one takes back. With all U known it is the return of VinePPO (arXiv 2410.01679, eq. 5), whose terminal state
-    has no value but a reward. A row without an episode has no V_n.
+    The final answer becomes an episode: U_{n+1} = outcome − V_n, and ΣU = outcome − V_0, however V moves in between.
+    What a V that was made to look good pays in one episode, a later one takes back. With all U known it is the return
+    of VinePPO (arXiv 2410.01679, eq. 5), whose terminal state has no value but a reward. Where nothing comes after
+    b_n, the outcome takes the place of V_n.
 
     Args:
-        boundaries: [N, K] int, padded with −1. values: [N, K], NaN = missing. outcomes: [N], NaN = unscored.
+        boundaries: [N, K] int, padded with −1. values: [N, K], NaN = missing. lengths: [N] completion tokens.
+        outcomes: [N], NaN = unscored.
     """
-    last = (boundaries >= 0).sum(dim=1, keepdim=True) - 1
-    at = (torch.arange(boundaries.shape[1]) == last) & (last > 0)
-    return torch.where(at, outcomes.unsqueeze(1).to(values.dtype), values)
+    boundaries = torch.nn.functional.pad(boundaries, (0, 1), value=-1)
+    values = torch.nn.functional.pad(values, (0, 1), value=torch.nan)
+    count = (boundaries >= 0).sum(dim=1)
+    last = boundaries.gather(1, (count - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    end = torch.arange(boundaries.shape[1]) == torch.where(last == lengths, count - 1, count).unsqueeze(1)
+    outcomes = outcomes.unsqueeze(1).to(values.dtype)
+    return torch.where(end, lengths.unsqueeze(1), boundaries), torch.where(end, outcomes, values)
 
 
 def place_rewards(
@@ -126,7 +139,7 @@ def place_rewards(
     """Values at boundaries → (process, ends, values, valued) of `Rewards`.
 
     U_i = V_i − V_{i−1}, so that ΣU = V_n − V_0. A missing interior value merges its two episodes; a row without V_0 or
-    V_n is not valued.
+    V_n, or without a token (a masked completion), is not valued.
 
     Args:
         boundaries: [N, K] int, padded with −1. values: [N, K], NaN or infinite = missing.
@@ -140,7 +153,7 @@ def place_rewards(
     present = boundaries >= 0
     known = present & values.isfinite()
     last = present.sum(dim=1, keepdim=True) - 1
-    valued = known[:, :1].any(dim=1) & (known & (number == last)).any(dim=1)
+    valued = known[:, :1].any(dim=1) & (known & (number == last)).any(dim=1) & (lengths > 0).any(dim=1)
     known &= valued.unsqueeze(1)
 
     before = torch.where(known, number, 0).cummax(dim=1).values[:, :-1]  # the last known boundary before each
@@ -167,35 +180,38 @@ def grpo(rewards: Rewards, settings: CreditSettings) -> Tensor:
 
 
 def centered_return(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = w_o·A_outcome + w_p·(R_t − mean_{j≠i} R_{j,t}) / max(σ, floor).
+    """A_t = w_o·A_outcome + w_p·(R_t − mean_{j≠i} R_{j,t}) / σ.
 
-    R_{j,t} is 0 after the end of row j; σ is the standard deviation of the group's totals ΣU. The baseline depends on
-    other rows only, so the policy gradient stays unbiased. Our default; keeps all laws.
+    R_{j,t} is 0 after the end of row j; σ is the standard deviation of the group's totals ΣU, at least the floor; for
+    anchored values see `_scaled`. The baseline depends on other rows only, so it leaves the policy gradient unbiased;
+    σ contains the row itself, as GRPO's does, which weighs groups. Our default; keeps all laws.
     """
     returns = _returns_to_go(rewards.process)
     centred = returns.sub_(_mean_of_others(returns, rewards))
-    scale = _pooled(rewards.process.sum(dim=1, keepdim=True), rewards.valued.unsqueeze(1), rewards)[1]
-    return _with_outcome(centred.div_(scale.clamp(min=settings.scale_floor)), rewards, settings)
+    std = _pooled(rewards.process.sum(dim=1, keepdim=True), rewards.valued.unsqueeze(1), rewards)[1]
+    return _with_outcome(_scaled(centred, std, rewards, settings), rewards, settings)
 
 
 def episode(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = w_o·A_outcome + w_p·U_k / max(σ, floor) for the tokens of episode k (VinePPO, arXiv 2410.01679, eq. 5).
+    """A_t = w_o·A_outcome + w_p·U_k / σ for the tokens of episode k (VinePPO, arXiv 2410.01679, eq. 5).
 
-    σ is the root mean square of the group's U. Breaks law 1: two halves of an episode get half its credit each.
+    σ is the root mean square of the group's U, at least the floor; for anchored values see `_scaled`. Breaks law 1: two
+    halves of an episode get half its credit each.
     """
     own = spread_over_episodes(rewards.process, rewards.ends)
-    scale = _pooled(rewards.process, rewards.ends, rewards, centre=False)[1]
-    return _with_outcome(own.div_(scale.clamp(min=settings.scale_floor)), rewards, settings)
+    rms = _pooled(rewards.process, rewards.ends, rewards, centre=False)[1]
+    return _with_outcome(_scaled(own, rms, rewards, settings), rewards, settings)
 
 
 def grpo_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = w_o·A_outcome + w_p·Σ_{s ≥ t} (U_s − μ) / max(σ, floor) over episode ends s.
+    """A_t = w_o·A_outcome + w_p·Σ_{s ≥ t} (U_s − μ) / σ over episode ends s.
 
-    The post's remedy for mixed scales: outcome and process are normalised apart, μ and σ over all U of the group, then
-    cumulated. Breaks laws 1 and 2: a row of n episodes pays n·μ/σ on its first token, so the number of episodes counts.
+    The post's remedy for mixed scales: outcome and process are normalised apart, μ and σ over all U of the group (σ at
+    least the floor; for anchored values see `_scaled`), then cumulated. Breaks laws 1 and 2: a row of n episodes pays
+    n·μ/σ on its first token, so the number of episodes counts.
     """
     mean, std = _pooled(rewards.process, rewards.ends, rewards)
-    normalised = (rewards.process - mean).div_(std.clamp(min=settings.scale_floor)).masked_fill_(~rewards.ends, 0)
+    normalised = _scaled(rewards.process - mean, std, rewards, settings).masked_fill_(~rewards.ends, 0)
     return _with_outcome(_returns_to_go(normalised), rewards, settings)
 
 
@@ -216,7 +232,9 @@ def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = W(Σ_sources Σ_{s ≥ t} (r_s·n/(n−1) − b)), b = Σ_j mean_j / (n−1), over the places of each source.
 
     PRIME (arXiv 2502.01456, eq. 5): leave-one-out per source (outcome: the last token; process: episode ends), then
-    W, the whitening over the batch. Breaks laws 1 (b is paid per episode), 2, 5 and 6 (whitening mixes the sources).
+    W, the whitening over the batch. PRIME's reward model scores every token, and its b is taken at all of them; here
+    the process has rewards at episode ends only, and b is taken there. Breaks laws 1 (b is paid per episode), 2, 5 and
+    6 (whitening mixes the sources).
     """
     last = torch.zeros_like(rewards.mask)
     last[_last_token(rewards)] = True
@@ -244,7 +262,8 @@ def reinforce_plus_plus(rewards: Rewards, settings: CreditSettings) -> Tensor:
     Breaks laws 1 (W is over tokens, so that another split is another mean), 2, 5 and 6: W mixes outcome and process,
     and knows no groups.
     """
-    return _or_outcome(_whitened(_discounted(_combined(rewards, settings), settings.gamma), rewards), rewards, settings)
+    returns = _discounted(_combined(rewards, settings), torch.full_like(rewards.process, settings.gamma))
+    return _or_outcome(_whitened(returns, rewards), rewards, settings)
 
 
 def reinforce_plus_plus_baseline(rewards: Rewards, settings: CreditSettings) -> Tensor:
@@ -258,24 +277,27 @@ def reinforce_plus_plus_baseline(rewards: Rewards, settings: CreditSettings) -> 
     baseline = _pooled(combined.sum(dim=1, keepdim=True), rewards.valued.unsqueeze(1), rewards)[0]
     row, token = _last_token(rewards)
     combined[row, token] -= baseline[row, 0]
-    return _or_outcome(_whitened(_discounted(combined, settings.gamma), rewards), rewards, settings)
+    returns = _discounted(combined, torch.full_like(combined, settings.gamma))
+    return _or_outcome(_whitened(returns, rewards), rewards, settings)
 
 
 def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = δ_t + γλ·A_{t+1}, δ_t = r_t + γ·V_{t+1} − V_t, V(prefix) as the critic (GAE, arXiv 1506.02438, eq. 16).
+    """A_k = δ_k + γλ·A_{k+1}, δ_k = r_k + γ·V_k − V_{k−1}, over episodes k, V(prefix) as the critic (arXiv 1506.02438).
 
-    r is the outcome on the last token, V_t the value at the last boundary before token t, a probability of success, 0
-    after the end. Not whitened: a row that did what its values promised has no advantage; choose
+    An episode is a step, and all its tokens have its A; so is the final answer, whose r is the outcome and after which
+    V is 0. V is in the outcome's unit. Not whitened: a row that did what its values promised has no advantage; choose
     `gradient_filter_threshold` in the unit of the reward. Outcome and process are one here, the outcome minus what V
-    expected of it, so that it has no weights. Breaks laws 1 (λ counts tokens), 2 (the outcome is paid for on the last
+    expected of it, so that it has no weights. Breaks laws 1 (λ counts episodes), 2 (the outcome is paid for on the last
     token), 3 (V is compared with the outcome), 5 and 6.
     """
     values = rewards.values.masked_fill(~rewards.mask, 0)
-    deltas = values.neg()
-    deltas[:, :-1].add_(values[:, 1:], alpha=settings.gamma)
+    after = torch.nn.functional.pad(values, (0, 1))[:, 1:]
+    one = values.new_ones(())
+    deltas = torch.where(rewards.ends, settings.gamma, one) * after - values
     row, token = _last_token(rewards)
-    deltas[row, token] += rewards.outcome.nan_to_num()[row]
-    return _or_outcome(_discounted(deltas, settings.gamma * settings.lam), rewards, CreditSettings())
+    deltas[row, token] = rewards.outcome.nan_to_num()[row] - values[row, token]
+    discounts = torch.where(rewards.ends, settings.gamma * settings.lam, one)
+    return _or_outcome(_discounted(deltas, discounts), rewards, CreditSettings())
 
 
 ESTIMATORS: dict[str, Callable[[Rewards, CreditSettings], Tensor]] = {
@@ -357,14 +379,49 @@ def _last_token(rewards: Rewards) -> tuple[Tensor, Tensor]:
     return row, lengths[row] - 1
 
 
-def _discounted(values: Tensor, discount: float) -> Tensor:
-    """[N, T]: G_t = v_t + discount·G_{t+1}."""
-    if discount == 1.0:
+def _discounted(values: Tensor, discounts: Tensor) -> Tensor:
+    """[N, T]: G_t = v_t + d_t·G_{t+1}, with discounts d [N, T]."""
+    if (discounts == 1).all():
         return _returns_to_go(values)
-    sums = values.t().contiguous()  # [T, N]: a token of all rows is one run of memory
+    sums, discounts = values.t().contiguous(), discounts.t().contiguous()  # [T, N]: a token of all rows is one run
     for t in reversed(range(len(sums) - 1)):
-        sums[t].add_(sums[t + 1], alpha=discount)
+        sums[t].addcmul_(sums[t + 1], discounts[t])
     return sums.t().contiguous()
+
+
+def _scaled(values: Tensor, spread: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """Process rewards in the unit of the outcome advantages; in the memory of `values`.
+
+    Not anchored: divided by their own spread [N, 1], at least the floor. Anchored ones are in the outcome's unit: a
+    group's outcome advantages A say what a reward is worth there, Σ A_i·Δo_i / Σ Δo_i², which is 1/σ of GRPO, so that
+    w_o = 1 − w and w_p = w pay (outcome − w·V) / σ. Where all outcomes of a group are alike, A says nothing, and a
+    reward is worth what it was in the groups of other outcomes (`Rewards.unit`): a problem that nobody solves is paid
+    for its progress, and the noise of V counts no more than elsewhere.
+    """
+    if rewards.unit is None:
+        floor = FLOORS["log"] if settings.scale_floor is None else settings.scale_floor
+        return values.div_(spread.clamp(min=floor))
+    products, squares, alike = outcome_units(
+        rewards.outcome, rewards.outcome_advantages, rewards.valued, rewards.group_size
+    )
+    unit = torch.where(alike, rewards.unit, products / squares)
+    return values.mul_(unit.repeat_interleave(rewards.group_size).unsqueeze(1))
+
+
+def outcome_units(outcome: Tensor, advantages: Tensor, used: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Σ A·Δo and Σ Δo² over the used rows of each group, Δo from their mean; and whether their outcomes are alike.
+
+    Args:
+        outcome, advantages: [N], A and o; NaN where not used. used: [N] bool.
+    Returns:
+        float64, float64 and bool, each [N / group_size].
+    """
+    used = used.view(-1, group_size)
+    of_used = outcome.double().view(-1, group_size).masked_fill(~used, 0)
+    mean = of_used.sum(dim=1, keepdim=True) / used.sum(dim=1, keepdim=True).clamp(min=1)
+    centred = (of_used - mean).masked_fill(~used, 0)
+    products = (centred * advantages.double().view(-1, group_size)).sum(dim=1)
+    return products, centred.square().sum(dim=1), centred.abs().amax(dim=1) < ALIKE
 
 
 def _returns_to_go(values: Tensor) -> Tensor:

@@ -101,7 +101,8 @@ class Segmenter:
         markers: texts that begin an episode where they begin a word; or a function: text → character positions.
         max_episode_tokens: before the fallback cuts. min_episode_tokens: a boundary nearer to the one before, or to
             the final answer, is left out.
-        final_answer: regular expression; its last match begins the final answer.
+        final_answer: regular expression; its last match begins the final answer, and with it those before that are
+            nearer than `min_episode_tokens` to the next one: "The answer is $\\boxed{72}$" begins at "The".
     Raises:
         ValueError: for impossible settings, and a tokenizer that is not fast.
     """
@@ -162,8 +163,10 @@ class Segmenter:
             byte = len(text[:character].encode("utf-8", "surrogateescape"))
             return bisect_right(starts, byte, hi=written) - 1 if byte < starts[-1] else written
 
-        answers = [match.start() for match in self._final_answer.finditer(text)]
-        end = token_at(answers[-1]) if answers else written
+        answers = [token_at(match.start()) for match in self._final_answer.finditer(text)]
+        end = answers.pop() if answers else written
+        while answers and end - answers[-1] < self._shortest:
+            end = answers.pop()
         if callable(self._markers):
             cuts = [position for position in self._markers(text) if 0 <= position <= len(text)]
         else:

@@ -54,7 +54,7 @@ class MonteCarloValue:
         num_rollouts: K, at least 1.
     """
 
-    space = "probability"
+    space = "reward"
     needs_answers = False
 
     def __init__(self, num_rollouts: int = 9):

@@ -110,7 +110,10 @@ class AnswerLogProbValue:
     The "log-probability approximation" of "Training-Free Process Rewards for LLM RL". Deviations: the force prompt and
     the answer are tokenised together, so that the answer's tokens are those that the model would write; a token's
     log-prob is floored at `FLOOR` before the mean, which bounds U without breaking its telescoping sum; several
-    accepted answers count together (logsumexp).
+    accepted answers count together, as min(0, logsumexp of their means).
+
+    The mean makes long answers comparable with short ones, and V no log P(answer): exp(V) is the geometric mean of the
+    tokens' probabilities, above the answer's where it has several tokens.
 
     Args:
         force_prompt: text after the prefix, at whose end the answer is expected. By default `\\nThe answer is `, and
@@ -118,7 +121,7 @@ class AnswerLogProbValue:
             completion is `<think>`. Prefixes end before half a tag. Other tags of thoughts need a force prompt of
             their own, which is used as it is at every boundary.
         closing: text after the answer that is scored, too, e.g. "}" or "<|im_end|>": "4" is then no good for "42".
-        space: "log", or "probability" (exp of the mean).
+        space: "log", or "probability": exp(V), the geometric mean per token.
         max_tokens_per_pass: budget of one model pass, prompts included, and 32 of each scored token; a larger tree gets
             a pass of its own.
     Raises:

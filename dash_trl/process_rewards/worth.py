@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dash_trl.process_rewards.credit import outcome_units
 from dash_trl.rollout import joined
 
 WINDOWS = 8  # the last ones that are looked at, as `OutcomeValue` fits
 LEAST_GROUPS = 8  # mixed ones, without which there is no interval, and no weight
 LEAST_WEIGHT = 0.02  # a smaller one is 0: it would move little but noise
-SURELY = 1 - 1e-12  # a correlation above it is taken for this: Fisher's z has no number for 1
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,27 @@ class Evidence:
             larger V in the mean of its inner boundaries, ties half.
         products: [M, 3], ΣΔV², ΣΔVΔy, ΣΔy² with Δ from the group's mean; 0 where outcomes do not differ. A rollout
             counts 1, and so do all its boundaries together.
+        units: [M, 2], ΣAΔy, ΣΔy² over all scored rollouts with A the outcome advantage; 0 where outcomes are alike.
     """
 
     pairs: Tensor
     won: Tensor
     products: Tensor
+    units: Tensor
 
     def of_groups(self, groups: Tensor) -> Evidence:
         """Of the given groups (indices), in that order."""
-        return Evidence(self.pairs[groups], self.won[groups], self.products[groups])
+        return Evidence(self.pairs[groups], self.won[groups], self.products[groups], self.units[groups])
 
 
-def evidence_of(boundaries: Tensor, values: Tensor, outcomes: Tensor, *, group_size: int) -> Evidence:
+def evidence_of(
+    boundaries: Tensor, values: Tensor, outcomes: Tensor, advantages: Tensor, *, group_size: int
+) -> Evidence:
     """What the groups of a window, or of a part of it, say of V.
 
     Args:
         boundaries: [N, K] int, padded with −1. values: [N, K], NaN = missing. outcomes: [N], NaN = unscored.
+        advantages: [N], of the outcomes.
         group_size: G, dividing N.
     """
     number, scored = torch.arange(boundaries.shape[1]), ~outcomes.isnan()
@@ -77,7 +82,9 @@ def evidence_of(boundaries: Tensor, values: Tensor, outcomes: Tensor, *, group_s
     dv, dy = v - v_centre, (y_of - y_centre).view(-1, 1)
     products = torch.stack([(share * cells).sum(dim=1) for cells in (dv * dv, dv * dy, dy * dy)], dim=1)
     products = products.view(-1, group_size, 3).sum(dim=1) * (count > 0).unsqueeze(1)
-    return Evidence(pairs=count.double(), won=won, products=products)
+    *sums, alike = outcome_units(outcomes, advantages, scored, group_size)
+    units = torch.stack(sums, dim=1) * ~alike.unsqueeze(1)
+    return Evidence(pairs=count.double(), won=won, products=products, units=units)
 
 
 def interval(groups: Tensor, figure: Callable[[Tensor], Tensor]) -> tuple[float, float]:
@@ -129,10 +136,11 @@ class Watch:
         return found
 
     def weight(self) -> float:
-        """The lower end of r², 0 … 1: r correlates V and outcome, both centred in their group, over mixed groups.
+        """The lower end of β, 0 … 1, the slope of the outcome over V, both centred in their group, over mixed groups.
 
-        Its interval is that of Fisher's z. Exactly 0 for fewer than `LEAST_GROUPS`, where the interval holds 0 or lies
-        below, and under `LEAST_WEIGHT`.
+        V is a control variate of the outcome: of all (outcome − w·V), that with w = β varies least. A V that is right
+        has β = 1, and one that is noise has 0. Exactly 0 for fewer than `LEAST_GROUPS`, where the interval holds 0 or
+        lies below, and under `LEAST_WEIGHT`.
         """
         if not self._windows:
             return 0.0
@@ -140,9 +148,16 @@ class Watch:
         products = products[products[:, 2] > 0]
         if len(products) < LEAST_GROUPS:
             return 0.0
-        z, margin = interval(products, _fisher)
-        squared = math.tanh(max(0.0, z - margin)) ** 2
-        return squared if squared >= LEAST_WEIGHT else 0.0
+        slope, margin = interval(products, _slope)
+        low = min(slope - margin, 1.0)
+        return low if low >= LEAST_WEIGHT else 0.0
+
+    def unit(self) -> float:
+        """The advantage that a reward of 1 has had in groups of different outcomes; 0 without such a group."""
+        if not self._windows:
+            return 0.0
+        products, squares = joined(self._windows).units.sum(dim=0).tolist()
+        return products / squares if squares else 0.0
 
     def state_dict(self) -> list[dict[str, Tensor]]:
         """Its tensors are never changed."""
@@ -158,7 +173,7 @@ def _log_odds(sums: Tensor) -> Tensor:
     return ((won + 0.5) / (pairs - won + 0.5)).log()
 
 
-def _fisher(sums: Tensor) -> Tensor:
-    """atanh(r); 0 where V does not move."""
-    vv, vy, yy = sums.unbind(-1)
-    return (vy / (vv * yy).sqrt()).nan_to_num(0.0, 0.0, 0.0).clamp(-SURELY, SURELY).atanh()
+def _slope(sums: Tensor) -> Tensor:
+    """β; 0 where V does not move."""
+    vv, vy, _ = sums.unbind(-1)
+    return (vy / vv).nan_to_num(0.0, 0.0, 0.0)
