@@ -248,9 +248,9 @@ def test_outcome_value(train, output):
     callback = ProcessRewardCallback(value, settings=credit, **episodes_of_rank())
     outcomes = torch.arange(64).double() % 2
     perfect = evidence_of(torch.tensor([[0, 1, 2]] * 64), outcomes.repeat(3, 1).T, outcomes, outcomes, group_size=4)
-    callback.load_state_dict(
-        {"worth": {"of": "OutcomeValue", "space": "probability", "evidence": [vars(perfect)], "entropies": []}}
-    )
+    state = callback.state_dict()
+    state["worth"]["evidence"] = [vars(perfect)]
+    callback.load_state_dict(state)
     settings = {"reward": Reward(constant=0.2), "callbacks": [callback], "max_steps": 3, **SAVED}
     logged = train(output=output / "outcome", **settings).state.log_history
     windows, worth = value.state_dict()["windows"], worth_of(callback)

@@ -113,6 +113,9 @@ def test_the_final_answer_is_no_episode():
         assert pieces[-1].strip() == answer
     pieces, bounds = cut("The answer is 4")
     assert bounds == [0] and pieces == ["The answer is 4"]
+    for answer in ("The final answer is $\\boxed{72}$.", "The answer is 72.\n#### 72"):  # announced, then written
+        text = f"So x is 4. The answer is 5? {30 * 'No, '}{answer}"
+        assert cut(text, min_episode_tokens=32)[0][-1].strip() == answer
 
 
 @pytest.mark.parametrize("end", [True, False])

@@ -182,6 +182,9 @@ def test_an_anchored_value_leaves_the_last_episode_the_outcome(tiny_model, tmp_p
         valued, ends = rewards.valued, rewards.mask.sum(dim=1) - 1
         assert valued.sum() > 4 and torch.equal(rewards.process.sum(dim=1), valued * (rewards.outcome - 0.25))
         assert torch.equal(rewards.process.nonzero()[:, 1], ends[valued])
+    centred = (seen[0].outcome.view(-1, 4) - seen[0].outcome.view(-1, 4).mean(dim=1, keepdim=True)).flatten()
+    paid = (seen[0].outcome_advantages * centred).sum() / centred.square().sum()
+    assert seen[0].unit == 0 < seen[1].unit == pytest.approx(float(paid)), "of the windows before"
 
 
 # ---------------------------------------------------------------------------------------------------------- mistakes

@@ -137,8 +137,8 @@ class ProcessRewardCallback(DASHCallback):
         if anchored and not can_be_anchored:
             raise ValueError(
                 f"anchored=True with estimator={estimator!r} and a value whose space is {space!r}: it makes the "
-                f"outcome the last value. Estimators that use no U ({', '.join(WITHOUT_UTILITIES)}) go without, and the "
-                "value has to be in the outcome's unit: pass OutcomeValue(), MonteCarloValue() or "
+                f"outcome the last value. Estimators that use no U ({', '.join(WITHOUT_UTILITIES)}) go without, and "
+                "the value has to be in the outcome's unit: pass OutcomeValue(), MonteCarloValue() or "
                 "AnswerLogProbValue(space='probability'); one of your own says so by an attribute, space = "
                 "'probability' or 'reward'."
             )
