@@ -178,10 +178,7 @@ def test_a_state_of_rewards_is_refused_where_probabilities_are_fitted():
 
 
 CRITIC = "estimator='gae' takes OutcomeValue for its critic at once"
-FREE = (
-    "anchored=False with OutcomeValue, which learns while it pays",
-    "process_weight=0.5 pays by OutcomeValue, whatever that is worth",
-)
+FREE = ("anchored=False with OutcomeValue, which learns while it pays",)
 FREELY = {"anchored": False, "settings": CreditSettings(process_weight=0.5)}
 
 
@@ -190,7 +187,7 @@ FREELY = {"anchored": False, "settings": CreditSettings(process_weight=0.5)}
     [
         (OutcomeValue(), {}, True, "auto", ()),
         (OutcomeValue(), FREELY, False, 0.5, FREE),
-        (OutcomeValue(), {"settings": CreditSettings(process_weight=0)}, True, 0, ()),
+        (OutcomeValue(), {"settings": CreditSettings(process_weight=1)}, True, 1, ()),
         (OutcomeValue(), {"estimator": "episode"}, True, "auto", ()),
         (OutcomeValue(), {"estimator": "grpo"}, False, 1.0, ()),
         (OutcomeValue(), {"estimator": "gae"}, False, 1.0, (CRITIC,)),

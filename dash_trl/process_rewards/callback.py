@@ -392,7 +392,7 @@ class ProcessRewardCallback(DASHCallback):
 
     def _warn_of_losses(self, anchored: bool | None) -> None:
         """Of what has learned less than by the outcome alone, with a value that learns."""
-        name, weight = named(self.value), self.settings.process_weight
+        name = named(self.value)
         if anchored is False and self.estimator not in WITHOUT_UTILITIES:
             logger.warning(
                 f"anchored=False with {name}, which learns while it pays: what it pays is bound to no outcome, and a "
@@ -402,12 +402,6 @@ class ProcessRewardCallback(DASHCallback):
             logger.warning(
                 f"estimator='gae' takes {name} for its critic at once, whatever that is worth, and has learned slower "
                 "with it than by the outcome alone (docs/process_rewards.md). Use 'centered_return'."
-            )
-        elif _is_weighed(self.estimator) and weight not in ("auto", 0):
-            logger.warning(
-                f"process_weight={weight} pays by {name}, whatever that is worth, and policies whose errors are "
-                "confident have unlearned all with a weight of 1, anchored or not (docs/process_rewards.md). Leave it "
-                "out for 'auto'."
             )
 
 
