@@ -772,9 +772,9 @@ class DASHTrainer(GRPOTrainer):
 
     def _join_agents(self) -> RewardTeam:
         """Those that compute rewards here."""
-        agents = dict.fromkeys(func.agent for func in self.reward_funcs if isinstance(func, AgentReward))
+        functions = [func for func in self.reward_funcs if isinstance(func, AgentReward)]
         size = weakref.WeakMethod(self._group_size)  # an agent may outlive the trainer, and its model
-        return RewardTeam(list(agents), self.ranks.count, lambda: (size() or int)())
+        return RewardTeam(functions, self.ranks.count, lambda: (size() or int)())
 
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval

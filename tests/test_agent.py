@@ -294,7 +294,7 @@ def test_the_same_completions_once_more():
     """In a notebook; TRL makes new lists. Another agent's function is asked with them."""
     first, second = (lambda completion, answer: answer), (lambda completion, answer: -answer)
     agent, of_another = RewardAgent([first, second]), RewardAgent(lambda completion, answer: 10 * answer)
-    RewardTeam([agent, of_another])
+    RewardTeam([*agent.own, *of_another.own])
     texts = {"prompts": ["p", "p"], "completions": ["a", "b"], "completion_ids": [[1], [2]]}
     one, other = agent.rewards
     assert one(**texts, answer=[1, 2]) == [1, 2] and one(**texts, answer=[3, 4]) == [3, 4]
@@ -302,6 +302,25 @@ def test_the_same_completions_once_more():
     assert of_another.rewards[0](**texts, answer=[3, 4]) == [30, 40]
     agent.close()
     of_another.close()
+
+
+def test_a_function_that_no_trainer_uses():
+    """It is not called, no batch is kept for it, and it can be called all the same."""
+
+    class Batch(list):
+        """One of which it can be seen that it is gone."""
+
+    called = []
+    with RewardAgent([lambda completion: called.append(completion) or 1.0, lambda completion: 2.0]) as agent:
+        unused, used = agent.rewards
+        RewardTeam([used])
+        batch = {"prompts": ["p"], "completion_ids": [[1]]}
+        completions = Batch(["a"])
+        assert used(**batch, completions=completions) == [2.0] and not called
+        kept = weakref.ref(completions)
+        del completions
+        assert kept() is None
+        assert unused(**batch, completions=["b"]) == [1.0] and called == ["b"]
 
 
 BATCH = {"prompts": ["p"] * 8, "completions": ["c"] * 8}

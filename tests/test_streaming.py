@@ -284,7 +284,7 @@ ASKED = [{"prompt": "p", "number": one, "completion": f"[{one}]", "completion_id
 def test_a_group_may_come_in_parts_and_in_any_order(rows, same):
     decoder = SimpleNamespace(completions=lambda prompts, ids, rows: list(map(str, rows)))
     with RewardAgent(lambda completion, number: float(number)) as agent:
-        early = EarlyRewards(RewardTeam([agent]), 4, wanted=True)
+        early = EarlyRewards(RewardTeam(agent.own), 4, wanted=True)
         early.begin(7, [{"prompt": "p", "number": number} for number in range(6)], [[1]] * 6, decoder)
         for first in (4, 2, 0):
             early.take(7, first, [[first], [first + 1]])

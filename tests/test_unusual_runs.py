@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 
@@ -354,14 +355,29 @@ def test_a_failure_while_a_checkpoint_waits_leaves_none(tiny_model, tmp_path):
     assert not (tmp_path / "checkpoint-1").exists()
 
 
-@pytest.mark.parametrize("order", [(1, 0), (1,)])
-def test_columns_and_weights_are_those_of_reward_funcs(start, tiny_model, tmp_path, order):
-    def trained(piped):
-        rewards = RewardAgent([odd, long]).rewards
-        settings = {"reward_weights": [0.25, 1.0][: len(order)], "reward_pipeline": piped}
-        return run(DASHTrainer, tiny_model, tmp_path, reward=[rewards[i] for i in order], **settings)
+@pytest.mark.parametrize("piped", [False, True])
+@pytest.mark.parametrize("order", [(1, 0), (1,), (1, 0, 1)])
+def test_columns_and_weights_are_those_of_reward_funcs(start, tiny_model, tmp_path, order, piped):
+    """What a trainer has of an agent is called once for each completion, whatever its place, and nothing else is."""
+    calls, functions = Counter(), [odd, long]
 
-    updates_are_equal(start, trained(False), trained(True))
+    def noted(number):
+        def reward(completion, completion_ids):
+            calls[number] += 1
+            return functions[number](completion, completion_ids)
+
+        return reward
+
+    def trls(function):
+        return lambda completion_ids, **_: [function(None, ids) for ids in completion_ids]
+
+    settings = {"reward_weights": [0.25, 1.0, 0.5][: len(order)]}
+    rewards = RewardAgent([noted(0), noted(1)]).rewards
+    ours = {"reward_pipeline": piped, "gradient_filter_threshold": 0.0}
+    one = run(DASHTrainer, tiny_model, tmp_path, reward=[rewards[i] for i in order], **settings, **ours)
+    other = run(GRPOTrainer, tiny_model, tmp_path, reward=[trls(functions[i]) for i in order], **settings)
+    updates_are_equal(start, one, other)
+    assert calls == dict.fromkeys(order, 16)
 
 
 @pytest.mark.parametrize("piped", [False, True])

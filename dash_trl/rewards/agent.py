@@ -98,7 +98,7 @@ class RewardAgent:
                 _check_backend(one.form, backend)
                 self.own.append(one)
             self.rewards.append(one)
-        self.team = RewardTeam([self])  # a trainer makes one of all its agents
+        self.team = RewardTeam(self.own)  # a trainer makes one of all the functions that it uses
         self.ranks = 1  # processes of the run, whose limits these are
         self._backends: dict[Lane, Backend] = {}
         self._closes = dict.fromkeys(one.form.close for one in self.own if one.form.close is not None)
@@ -128,18 +128,21 @@ class RewardAgent:
             if one.form.batch:
                 raise ValueError(f"'{one.name}' has TRL's form: only a trainer can call it, with the whole batch.")
         request = Request(len(self.own), len(rows), group_size)
-        self.start(request, 0, 0, rows)
+        self.start(request, {one: one.number for one in self.own}, 0, rows)
         return request
 
-    def start(self, request: Request, function: int, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Starts the per-sample functions on some rows, without waiting.
+    def start(
+        self, request: Request, functions: Mapping[AgentReward, int], first: int, rows: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Starts the per-sample functions among some of the agent's on some rows, without waiting.
 
         Args:
-            request: gets the outcomes, of the functions from number `function` on, at the rows from `first` on.
+            request: gets the outcomes, at the rows from `first` on.
+            functions: with their numbers in the request.
             rows: see `submit`.
         """
         calls: dict[Lane, list[Call]] = {}
-        for number, one in enumerate(self.own, function):
+        for one, number in functions.items():
             if one.form.batch:
                 continue
             made = calls.setdefault(self._lane(one.form), [])
@@ -154,13 +157,13 @@ class RewardAgent:
         for lane, made in calls.items():
             self._start(lane, made)
 
-    def start_batch(self, request: Request, function: int, batch: Mapping[str, Any]) -> None:
-        """Starts the functions of TRL's form on the whole batch, as TRL calls them.
+    def start_batch(self, request: Request, functions: Mapping[AgentReward, int], batch: Mapping[str, Any]) -> None:
+        """As `start`, the functions of TRL's form on the whole batch, as TRL calls them.
 
         TRL's logs belong to the main thread: what a function writes there on another one is kept until then.
         """
         rows = len(batch["completions"])
-        for number, one in enumerate(self.own, function):
+        for one, number in functions.items():
             if one.form.batch:
                 logged: list[tuple[str, tuple]] = []
                 later = {name: partial(note_call, logged, name) for name in LOGS}
@@ -236,36 +239,38 @@ def _end(backends: dict[Lane, Backend], opened: dict[Callable[[], Any], None]) -
 
 
 class RewardTeam:
-    """Agents whose functions begin together; a group is complete when all of them have spoken of it.
+    """Functions of agents that begin together; a group is complete when all of them have spoken of it.
+
+    The other functions of these agents are not called.
 
     Args:
-        agents: of a trainer, each once. ranks: processes of the run.
-        group_size: of the batches that TRL calls the functions with.
+        functions: as TRL calls them with a batch. One that is there twice makes its calls once, for both.
+        ranks: processes of the run. group_size: of the batches that TRL calls the functions with.
     """
 
-    def __init__(self, agents: Sequence[RewardAgent], ranks: int = 1, group_size: Callable[[], int] = lambda: 1):
-        self.agents = list(agents)
+    def __init__(self, functions: Sequence[AgentReward], ranks: int = 1, group_size: Callable[[], int] = lambda: 1):
         self._group_size = group_size
-        counts = [len(agent.own) for agent in agents]
-        self._first = {id(agent): sum(counts[:i]) for i, agent in enumerate(agents)}  # of its functions
-        self._functions = sum(counts)
+        self._numbers: dict[RewardAgent, dict[AgentReward, int]] = {}  # in a request
+        for number, one in enumerate(dict.fromkeys(functions)):
+            self._numbers.setdefault(one.agent, {})[one] = number
+        self._calls = [self._number(one) for one in functions]
         self._request: Request | None = None
         self._completions: Any = None  # of the batch that the request is for
-        self._left: set[int] = set()  # functions that TRL has not called with it
+        self._left: list[int] = []  # the calls that TRL has not made with it
         self._ranks = ranks
         self._begun: weakref.WeakSet[Request] = weakref.WeakSet()
         self.join()
 
     def join(self) -> None:
         """The agents are this team's from now on; another trainer's may have used them in between."""
-        for agent in self.agents:
+        for agent in self._numbers:
             agent.team, agent.ranks = self, self._ranks
             for one in agent.own:
                 one.group_size = self._group_size
 
     def begin(self, rows: int, group_size: int) -> Request:
         """Of so many rows, whose functions are started by `start`, and of TRL's form by the call that TRL makes."""
-        request = Request(self._functions, rows, group_size)
+        request = Request(len(set(self._calls)), rows, group_size)
         self._begun.add(request)
         return request
 
@@ -277,14 +282,14 @@ class RewardTeam:
 
     def start(self, request: Request, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Starts all per-sample functions on some rows of a request, from row `first` on, without waiting."""
-        for agent in self.agents:
-            agent.start(request, self._first[id(agent)], first, rows)
+        for agent, functions in self._numbers.items():
+            agent.start(request, functions, first, rows)
 
     def rewards(self, request: Request, functions: Sequence[AgentReward], rows: Sequence[int]) -> Tensor:
         """[rows, F] float32 of rows whose groups are complete. NaN = does not apply; a row where one failed is NaN.
 
         Args:
-            functions: F, the columns, in any order; all of the team's agents, some of whose functions may be missing.
+            functions: F, the columns, in any order; each is one of the team's.
         """
         columns = [request.outcomes[self._number(one)] for one in functions]
         scores = [[score_of(outcomes[row]) for outcomes in columns] for row in rows]
@@ -293,23 +298,25 @@ class RewardTeam:
 
     def hand_over(self, request: Request, completions: Any) -> None:
         """The functions that TRL calls with these completions take their outcomes from a request that has begun."""
-        self._request, self._completions, self._left = request, completions, set(range(self._functions))
+        self._request, self._completions, self._left = request, completions, self._calls.copy()
 
     def _number(self, one: AgentReward) -> int:
-        return self._first[id(one.agent)] + one.number
+        return self._numbers[one.agent][one.agent.own[one.number]]  # of a copy, too
 
     def outcomes(self, one: AgentReward, batch: Mapping[str, Any]) -> list[Any]:
         """Of a function, when all are there. The first that TRL calls with a batch starts all of them."""
+        if one.agent.own[one.number] not in self._numbers[one.agent]:  # a trainer uses others of the agent
+            return RewardTeam(one.agent.own).outcomes(one, batch)
         request, number = self._request, self._number(one)
         if request is None or self._completions is not batch["completions"] or number not in self._left:
             rows = _rows(batch)
             request = self.begin(len(rows), one.group_size())
             self.hand_over(request, batch["completions"])
-            for agent in self.agents:
-                agent.start_batch(request, self._first[id(agent)], batch)
+            for agent, functions in self._numbers.items():
+                agent.start_batch(request, functions, batch)
             self.start(request, 0, rows)
         request.wait()
-        self._left.discard(number)
+        self._left.remove(number)
         if not self._left:
             self._request = self._completions = None
         return request.outcomes[number]
