@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
 from dash_trl import DASHConfig, DASHTrainer
-from dash_trl.checks.arguments import check_async
+from dash_trl.checks.arguments import check_arguments, check_async
 from dash_trl.checks.models import check_model
 from dash_trl.checks.prompts import check_dataset, checked_rollouts
 from dash_trl.config import CHOICES
@@ -315,6 +315,24 @@ def test_a_misspelt_estimator():
 def test_stale_rollouts_with_a_loss_for_fresh_ones_are_warned_of(settings, is_said, caplog):
     check_async(config(async_level=1, **SERVER, **settings), False, False)
     assert ("async_level=1 trains on rollouts of older weights" in caplog.text) == is_said == bool(caplog.records)
+
+
+@pytest.mark.parametrize(
+    "settings, is_said",
+    [
+        ({"top_p": 0.9}, True),
+        ({"generation_kwargs": {"top_k": 5}, "vllm_importance_sampling_mode": "sequence_truncate"}, True),
+        ({"top_p": 0.9, "vllm_importance_sampling_mode": "token_truncate"}, False),
+        ({"top_p": 0.9, "vllm_importance_sampling_correction": False}, False),
+        ({"top_p": 0.9, "loss_type": "aipo"}, False),
+        ({"top_p": 0.9, "use_vllm": False}, False),
+        ({"top_p": 0.9, "generation_kwargs": {"top_p": 1.0}}, False),
+        ({"temperature": 0.7}, False),
+    ],
+)
+def test_truncated_sampling_with_a_correction_of_sequences_is_warned_of(settings, is_said, tiny_model, caplog):
+    check_arguments(tiny_model, config(**{"use_vllm": True, **settings}), prompts(16), None, None, {})
+    assert ("0.98 for each is 0.00004 for 500" in caplog.text) == is_said == bool(caplog.records)
 
 
 def test_a_server_that_is_not_there(tmp_path, tiny_model):

@@ -251,6 +251,48 @@ def test_a_row_across_a_sync_is_of_the_old_weights_up_to_a_token_and_then_of_the
     assert largest_difference(model, rows, completions, log_probs) <= 1e-4
 
 
+def drawn_from(logits: Tensor, seen: list[int], sampling: dict[str, Any]) -> Tensor:
+    """[V], log-probs of what a token is drawn from; `seen`: the tokens before it. Penalty, temperature, min_p, k, p."""
+    known = torch.tensor(sorted(set(seen)))
+    penalty = sampling.get("repetition_penalty", 1.0)
+    logits = logits.index_copy(0, known, torch.where(logits > 0, logits / penalty, logits * penalty)[known])
+    probs = (logits / sampling.get("temperature", 1.0)).softmax(0)
+    probs = probs * (probs >= sampling.get("min_p", 0.0) * probs.max())
+    order = probs.argsort(descending=True)[: sampling.get("top_k", len(probs))]
+    share = probs[order] / probs[order].sum()
+    order = order[share.cumsum(0) - share < sampling.get("top_p", 1.0)]
+    kept = torch.zeros_like(probs).index_copy(0, order, probs[order])
+    return (kept / kept.sum()).log()
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {"top_p": 0.9},
+    {"top_k": 5, "temperature": 0.7},
+    {"repetition_penalty": 1.2, "temperature": 1.3, "min_p": 0.02, "top_k": 20, "top_p": 0.9},
+]
+
+
+def test_sampled_log_probs_are_those_of_the_truncated_distribution(model, pool, monkeypatch):
+    """Of what the server drew from, not of what the model would have chosen from."""
+    pool.max_completion_length = 16
+    pool.sync_weights()
+    rows = prompts(pool, 4, 4)
+    for sampling in SAMPLING:
+        with monkeypatch.context() as patch:
+            for name, value in sampling.items():
+                patch.setattr(pool, name, value)
+            _, completions, log_probs, _ = pool.generate(rows, None, 4)
+        for prompt, completion, reported in zip(rows, completions, log_probs, strict=True):
+            ids = prompt + completion
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids])).logits[0]
+            expected = torch.stack(
+                [drawn_from(logits[t - 1], ids[:t], sampling)[ids[t]] for t in range(len(prompt), len(ids))]
+            )
+            assert (expected - torch.tensor(reported).squeeze(1)).abs().max() <= 1e-4, sampling
+        assert largest_difference(model, rows, completions, log_probs) > 0.05, sampling
+
+
 def test_values_of_a_server_are_the_policys(model, pool):
     """`ServerValue` against `AnswerLogProbValue`."""
     change(model, 7)

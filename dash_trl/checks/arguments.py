@@ -46,6 +46,7 @@ def check_arguments(
     check_dataset(train_dataset, "train_dataset", own_rollouts)
     check_dataset(eval_dataset, "eval_dataset", own_rollouts)
     check_batch(train_dataset, args)
+    check_correction(args)
     check_model(model, args, others.get("peft_config"))
 
 
@@ -92,6 +93,21 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
             "taken for those of the current weights (correction=False), or most long sequences are left out "
             "(mode='sequence_mask', TRL's default; off_policy/clipped_share tells). Use loss_type='aipo', or "
             "'decoupled_ppo' (docs/async.md)."
+        )
+
+
+def check_correction(args: DASHConfig) -> None:
+    """Warn if TRL's correction would weigh whole sequences by how another distribution than the policy's sampled."""
+    options = {**{name: getattr(args, name) for name in UNTRUNCATED}, **(args.generation_kwargs or {})}
+    truncated = {name: options[name] for name, none in UNTRUNCATED.items() if options[name] not in none}
+    mode = args.vllm_importance_sampling_mode
+    corrected = args.vllm_importance_sampling_correction and args.loss_type not in OFF_POLICY_LOSSES
+    if truncated and args.use_vllm and corrected and mode.startswith("sequence"):
+        logger.warning(
+            f"{truncated} with vllm_importance_sampling_mode={mode!r}: vLLM's log-probs are those of the distribution "
+            "that these options leave, the policy's those of its whole one, and the correction multiplies the loss of "
+            "a sequence by the ratio of the two for all of its tokens: 0.98 for each is 0.00004 for 500. Leave these "
+            "options out, or use vllm_importance_sampling_mode='token_truncate' or loss_type='aipo' (docs/async.md)."
         )
 
 

@@ -138,11 +138,12 @@ class OffPolicyMetrics:
 
     With r = π/μ of a token, π the policy that the step changes and μ the sampler's probability:
 
-        off_policy/ratio_mean       the mean of r; 1 is expected, since E_μ[r] = 1
+        off_policy/ratio_mean       the mean of r; 1 is expected, since E_μ[r] = 1 if μ can sample every token
         off_policy/clipped_share    how many have r > bound
         off_policy/kl               the mean of r − 1 − log r: the k3 estimator of KL(μ‖π), never below 0
 
-    (http://joschu.net/blog/kl-approx.html) It costs no pass: it sees the log-probs that TRL's loss asks for. Tokens
+    (http://joschu.net/blog/kl-approx.html) With top_p, top_k or min_p E_μ[r] is the probability Z that they leave, and
+    the last one's mean is KL(μ‖π) − (1 − Z). It costs no pass: it sees the log-probs that TRL's loss asks for. Tokens
     whose μ the sampler did not report are left out.
 
     Args:
