@@ -35,6 +35,7 @@ from dash_trl.checks import (
     check_prompt,
     check_prompt_lengths,
     check_rewards,
+    check_tied_adapter,
     checked_rollouts,
 )
 from dash_trl.config import DASHConfig
@@ -185,6 +186,8 @@ class DASHTrainer(GRPOTrainer):
         check_rewards(reward_funcs, args, train_dataset, eval_dataset, own_rollouts)
         with without_client(args) as self._servers:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        if args.use_vllm:
+            check_tied_adapter(self.model)
         if self._servers:
             install(self)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModel, AutoModelForCausalLM, ProcessorMixin, Qwen2VLConfig, T5Config
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, ProcessorMixin, Qwen2VLConfig, T5Config
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
@@ -25,7 +25,7 @@ from dash_trl.checks.models import check_model
 from dash_trl.checks.prompts import check_dataset, checked_rollouts
 from dash_trl.config import CHOICES
 from dash_trl.sampling.weights.file import FileWeights
-from tests.tiny import ScriptedReward, prompts
+from tests.tiny import ScriptedReward, prompts, save_tiny_model
 
 SERVER = {"vllm_server_urls": ["http://localhost:8000"]}
 
@@ -333,6 +333,27 @@ def test_stale_rollouts_with_a_loss_for_fresh_ones_are_warned_of(settings, is_sa
 def test_truncated_sampling_with_a_correction_of_sequences_is_warned_of(settings, is_said, tiny_model, caplog):
     check_arguments(tiny_model, config(**{"use_vllm": True, **settings}), prompts(16), None, None, {})
     assert ("0.98 for each is 0.00004 for 500" in caplog.text) == is_said == bool(caplog.records)
+
+
+@pytest.mark.parametrize(
+    "settings, refused",
+    [
+        ({"modules_to_save": ["embed_tokens"]}, True),
+        ({"modules_to_save": ["lm_head"]}, True),
+        ({"target_modules": ["embed_tokens"]}, True),
+        ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, False),
+        ({"modules_to_save": ["norm"]}, False),
+    ],
+)
+def test_an_adapter_that_parts_tied_embeddings(settings, refused, tmp_path):
+    """vLLM could not follow it. With a server that is not there, which is looked for afterwards."""
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, tie_word_embeddings=True))
+    adapted = get_peft_model(model, LoraConfig(**{"target_modules": ["q_proj"], **settings}))
+    given = {"processing_class": AutoTokenizer.from_pretrained(tmp_path)}
+    args = config(vllm_server_urls=["http://127.0.0.1:9"], vllm_server_timeout=0.1)
+    error, said = (ValueError, "set modules_to_save=") if refused else (RuntimeError, "did not answer")
+    with pytest.raises(error, match=said):
+        build(adapted, args=args, **given)
 
 
 def test_a_server_that_is_not_there(tmp_path, tiny_model):

@@ -293,6 +293,22 @@ def test_sampled_log_probs_are_those_of_the_truncated_distribution(model, pool, 
         assert largest_difference(model, rows, completions, log_probs) > 0.05, sampling
 
 
+def test_modules_that_an_adapter_trains_whole_reach_the_servers(servers, model, tmp_path):
+    """Tied embeddings and linear layers, under the names of the base model, without the copies of TRL's reference."""
+    config = LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens", "down_proj"], ensure_weight_tying=True
+    )
+    adapted = get_peft_model(copy.deepcopy(model), config)
+    adapted.add_adapter("ref", config)
+    pool = make_pool(servers.urls, adapted, tmp_path)
+    pool.sync_weights()  # with its proof
+    change(adapted, 4)
+    pool.sync_weights()
+    rows = prompts(pool, 4, 4)
+    _, completions, log_probs, _ = pool.generate(rows, None, 4)
+    assert largest_difference(adapted, rows, completions, log_probs) <= 1e-4
+
+
 def test_values_of_a_server_are_the_policys(model, pool):
     """`ServerValue` against `AnswerLogProbValue`."""
     change(model, 7)

@@ -6,7 +6,7 @@ from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
     from dash_trl.checks.arguments import check_arguments, check_callbacks, check_estimator, check_pipeline
-    from dash_trl.checks.models import check_model
+    from dash_trl.checks.models import check_model, check_tied_adapter
     from dash_trl.checks.prompts import (
         check_first_step,
         check_prompt,

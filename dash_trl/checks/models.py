@@ -3,6 +3,7 @@
 from typing import Any
 
 import transformers
+from accelerate.utils import is_peft_model
 from transformers import AutoConfig
 
 from dash_trl.config import DASHConfig
@@ -41,4 +42,22 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
             f"No parameter of the {type(model).__name__} requires a gradient, so there is nothing to train. Load an "
             "adapter with PeftModel.from_pretrained(..., is_trainable=True), pass a peft_config, or call "
             "model.requires_grad_()."
+        )
+
+
+def check_tied_adapter(model: Any) -> None:
+    """Refuse an adapter that gives a model with tied embeddings two weights in their place: vLLM has one for both."""
+    if not is_peft_model(model) or not model.config.get_text_config().tie_word_embeddings:
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = model.get_base_model()
+    ends = base.get_input_embeddings(), base.get_output_embeddings()
+    weights = {id(getattr(end, "weight", None)) for end in ends}
+    if len(weights) > 1 or any(isinstance(end, BaseTunerLayer) for end in ends):
+        raise ValueError(
+            f"The adapter trains the embeddings or the LM head of a {type(base).__name__} in which they are one weight "
+            "(tie_word_embeddings=True). vLLM has one for both, so that it would sample from another policy. Leave "
+            "them out of target_modules and modules_to_save, or set modules_to_save=['embed_tokens'] and "
+            "ensure_weight_tying=True, which trains one weight for both."
         )

@@ -236,7 +236,8 @@ class VLLMPool(VLLMGeneration):
     def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All parameters, merged and whole, for the next version."""
         self._steps[self.pool.fleet.version + 1] = self.step()
-        return self._iter_named_params()
+        # Modules that the adapter trains whole have the model's names now; TRL's copies of them, adapter "ref", do not.
+        return ((name, value) for name, value in self._iter_named_params() if ".modules_to_save." not in name)
 
     def _plain_name(self, name: str) -> str:
         """The name of a parameter for a server, as TRL makes it of the name in a wrapped model."""
