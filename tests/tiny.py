@@ -161,8 +161,8 @@ class Snapshots(TrainerCallback):
 
 def relative_difference(start: dict, one: dict, other: dict) -> tuple[float, float]:
     """(largest difference of the two updates relative to the largest update, largest update)."""
-    update = max((one[name] - start[name]).abs().max().item() for name in start)
-    difference = max((one[name] - other[name]).abs().max().item() for name in start)
+    update = torch.stack([(one[name] - start[name]).abs().max() for name in start]).max().item()  # NaN if one is
+    difference = torch.stack([(one[name] - other[name]).abs().max() for name in start]).max().item()
     return difference / max(update, 1e-30), update
 
 
