@@ -64,7 +64,11 @@ SAME_UPDATE = 1e-4  # relative to its largest entry: passes over other rows roun
 MEASURABLE = 1e-3, 10.0  # sizes of an update; beyond, the run has diverged, and rounding grows with it
 OFF_POLICY = ("aipo", "decoupled_ppo")
 PATIENCE = 120  # seconds that a rank waits for the others, in a collective too
+EVALUATION = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompts(4 * RANKS)}
+EVALUATION |= {"per_device_eval_batch_size": 4}
 Settings = dict[str, Any]
+Compare = Callable[[Settings, str, Path], str]
+KINDS: dict[str, tuple[Any, Compare]] = {}
 
 
 class RolloutsByPrompt:
@@ -136,6 +140,7 @@ def settings(draw: Any, piped: bool | None = False, mini: bool = True, **own: An
     cuts = draw(st.lists(st.integers(1, last), max_size=last // epoch, unique=True))  # each may cost an epoch
     case = {
         **shape,
+        "num_generations_eval": group,
         "prompts": count,
         "max_steps": max_steps + len(cuts) * -(-epoch // per_step),
         "reward_pipeline": piped,
@@ -144,6 +149,8 @@ def settings(draw: Any, piped: bool | None = False, mini: bool = True, **own: An
         "mask_truncated_completions": draw(st.booleans()),
         **{name: draw(strategy) for name, strategy in own.items()},
     }
+    if case["loss_type"] == "aipo":
+        case["beta"] = 0.0
     if "at" in case:  # a window begins after it
         case["at"] = 1 + case["at"] % (last // every * every // per_step)
     hypothesis.assume(not case.get("stream") or epoch >= per_step)  # else it ends before the first step
@@ -172,9 +179,8 @@ class Between(TrainerCallback):
         self.ended += [state.global_step] * control.should_epoch_stop
 
     def last_within_an_epoch(self, step: int) -> int:
-        """The last optimizer step up to this one from which a run goes on; Transformers begins no epoch there."""
-        last = min(step, self.trainer.state.global_step - 1)
-        return max({0, *range(1, last + 1)} - set(self.ended))
+        """The last optimizer step up to this one at whose end no epoch was ended: resumed there, it would go on."""
+        return max({*range(min(step + 1, self.trainer.state.global_step))} - set(self.ended))
 
 
 def trained(kind: Any, model: str, folder: Path, **arguments: Any) -> Any:
@@ -209,9 +215,14 @@ def same_update(model: str, one: Any, other: Any, tolerance: float, after: int =
 
 
 # --------------------------------------------------------------------------------------------------------- kinds
-# Each compares the runs of a case, and says why the case was vacuous; "" if it was not.
 
-TRL = settings(
+
+def kind(**strategies: Any) -> Callable[[Compare], Compare]:
+    """Of a function that compares the runs of a case, and says why the case was vacuous; "" if it was not."""
+    return lambda compare: KINDS.setdefault(compare.__name__, (settings(**strategies), compare))[1]
+
+
+@kind(
     loss_type=st.sampled_from(["dapo", "grpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]),
     scale_rewards=st.sampled_from(["group", "batch", "none"]),
     delta=st.sampled_from([None, 1.3]),
@@ -221,8 +232,6 @@ TRL = settings(
     gradient_filter_threshold=st.sampled_from([0.0, None]),
     max_tokens_per_microbatch=st.sampled_from([None, 40, 400]),
 )
-
-
 def trl(arguments: Settings, model: str, folder: Path) -> str:
     names = "gradient_filter_threshold", "max_tokens_per_microbatch", "reward_pipeline"
     own = {name: arguments.pop(name) for name in names}
@@ -238,7 +247,7 @@ def trl(arguments: Settings, model: str, folder: Path) -> str:
     return same_update(model, one, other, SAME_UPDATE)
 
 
-RESUMED = settings(
+@kind(
     piped=None,
     loss_type=st.sampled_from(["dapo", "grpo", "bnpo", "sapo", "cispo"]),
     beta=st.sampled_from([0.0, 0.1]),
@@ -249,37 +258,24 @@ RESUMED = settings(
     at=st.integers(0, 29),
     within=st.booleans(),
 )
-
-
 def resumed(arguments: Settings, model: str, folder: Path) -> str:
     at, within, piped = arguments.pop("at"), arguments.pop("within"), arguments["reward_pipeline"]
     arguments |= {"rollouts": RolloutsByPrompt(False), "reward": ScriptedReward(constant=0.2)}
-    sampled = arguments["rollouts"].steps  # a window that begins in the step is sampled again, by other random numbers
+    # A step that is repeated draws other random numbers for a window, and after a cut for an epoch, that begins in it.
+    within, sampled = within and not arguments["cuts"], arguments["rollouts"].steps
     saving = {"saves": lambda step: within and step == at and step not in sampled}
     saving |= {"save_strategy": "steps", "save_steps": 1}
-    if piped:  # the sum of gradients rounds by what came when, which Adam would magnify
-        arguments |= {"filter_denominator": "all", "learning_rate": 0.1}
-        arguments["reward"] = RewardAgent(reward, max_concurrency=1)
-    else:
-        arguments["optimizer"] = "adamw_torch"
+    if piped:
+        own = {"reward": RewardAgent(reward, max_concurrency=1), "filter_denominator": "all", "learning_rate": 0.1}
+    else:  # with the pipeline, sums round by what came when, which Adam would magnify
+        own = {"optimizer": "adamw_torch"}
+    arguments |= own
     whole = trained(DASHTrainer, model, folder / "whole", **arguments, **saving)
-    at = whole.between.last_within_an_epoch(at)
-    if not at:
+    if not (at := whole.between.last_within_an_epoch(at)):
         return "no checkpoint"
-    checkpoint = str(folder / "whole" / f"checkpoint-{at}")
-    rest = trained(DASHTrainer, model, folder / "rest", **arguments, resume=checkpoint)
+    rest = trained(DASHTrainer, model, folder / "rest", **arguments, resume=f"{folder}/whole/checkpoint-{at}")
     assert rest.state.global_step == whole.state.global_step
     return same_update(model, whole, rest, SAME_UPDATE if piped else 0.0, after=at)
-
-
-EVALUATION = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
-EVALUATED = settings(
-    piped=None,
-    loss_type=st.sampled_from(["dapo", "grpo", "bnpo", *OFF_POLICY]),
-    beta=st.sampled_from([0.0, 0.1]),
-    max_tokens_per_microbatch=st.sampled_from([None, 60]),
-    save_strategy=st.sampled_from(["no", "steps"]),
-)
 
 
 class WithoutDraws(DASHTrainer):
@@ -292,16 +288,19 @@ class WithoutDraws(DASHTrainer):
         return found
 
 
+@kind(
+    piped=None,
+    loss_type=st.sampled_from(["dapo", "grpo", "bnpo", *OFF_POLICY]),
+    beta=st.sampled_from([0.0, 0.1]),
+    max_tokens_per_microbatch=st.sampled_from([None, 60]),
+    save_strategy=st.sampled_from(["no", "steps"]),
+)
 def evaluated(arguments: Settings, model: str, folder: Path) -> str:
-    if arguments["loss_type"] == "aipo":
-        arguments["beta"] = 0.0
-    between = {**EVALUATION, "eval_dataset": prompts(4 * RANKS), "save_steps": 1}
-    between["save_strategy"] = arguments.pop("save_strategy")
+    between = {**EVALUATION, "save_strategy": arguments.pop("save_strategy"), "save_steps": 1}
     arguments |= {
         "rollouts": RolloutsByPrompt(arguments["loss_type"] in OFF_POLICY),
         "reward": RewardAgent(reward, max_concurrency=1),
         "learning_rate": 0.1,
-        "num_generations_eval": arguments["num_generations"],
     }
     plain, other = (trained(WithoutDraws, model, folder, **arguments, **others) for others in ({}, between))
     same, close = (SAME_UPDATE, 1e-3) if arguments["reward_pipeline"] else (0.0, 0.0)
@@ -311,18 +310,6 @@ def evaluated(arguments: Settings, model: str, folder: Path) -> str:
     for one, another in zip(figures(plain), figures(other), strict=True):
         assert another == pytest.approx(one, abs=close, rel=close, nan_ok=True)
     return vacuous
-
-
-PIPELINE = settings(
-    piped=True,
-    mini=False,  # in Mini the order of arrival decides which optimizer step takes a row
-    loss_type=st.sampled_from(["dapo", "grpo", "bnpo", "dr_grpo", "sapo", "cispo", *OFF_POLICY]),
-    beta=st.sampled_from([0.0, 0.1]),
-    gradient_filter_threshold=st.sampled_from([0.1, 0.0, None]),
-    max_tokens_per_microbatch=st.sampled_from([None, 40]),
-    advantage_estimator=st.sampled_from(["grpo", "rloo", "opo"]),
-    masked=st.booleans(),
-)
 
 
 class Watch(DASHCallback):
@@ -343,10 +330,18 @@ class Watch(DASHCallback):
         self.parts += 1
 
 
+@kind(
+    piped=True,
+    mini=False,  # in Mini the order of arrival decides which optimizer step takes a row
+    loss_type=st.sampled_from(["dapo", "grpo", "bnpo", "dr_grpo", "sapo", "cispo", *OFF_POLICY]),
+    beta=st.sampled_from([0.0, 0.1]),
+    gradient_filter_threshold=st.sampled_from([0.1, 0.0, None]),
+    max_tokens_per_microbatch=st.sampled_from([None, 40]),
+    advantage_estimator=st.sampled_from(["grpo", "rloo", "opo"]),
+    masked=st.booleans(),
+)
 def pipeline(arguments: Settings, model: str, folder: Path) -> str:
     watch = Watch(arguments.pop("masked"))
-    if arguments["loss_type"] == "aipo":
-        arguments["beta"] = 0.0
     arguments |= {"learning_rate": 0.1, "callbacks": [watch]}
     arguments["rollouts"] = RolloutsByPrompt(arguments["loss_type"] in OFF_POLICY)
     arguments["reward"] = RewardAgent(slow_reward)
@@ -359,21 +354,18 @@ def pipeline(arguments: Settings, model: str, folder: Path) -> str:
     return vacuous or ("" if watch.parts > len(watch.windows) else "all came at once")
 
 
-AHEAD = settings(
+@kind(
     piped=None,
     loss_type=st.sampled_from(["dapo", "grpo", *OFF_POLICY]),
     max_completion_length=st.sampled_from([3, 1, 6]),
     evaluates=st.booleans(),
     at=st.integers(0, 29),
 )
-
-
 def ahead(arguments: Settings, model: str, folder: Path) -> str:
     at = arguments.pop("at")
     if arguments.pop("evaluates"):
-        arguments |= {**EVALUATION, "eval_dataset": prompts(4 * RANKS)}
+        arguments |= EVALUATION
     arguments |= {"in_process": True, "learning_rate": 0.1, "save_strategy": "steps", "save_steps": 1}
-    arguments["num_generations_eval"] = arguments["num_generations"]
     on_policy = {**arguments, "reward_pipeline": False}
     on_policy |= {"loss_type": "dapo"} if arguments["loss_type"] in OFF_POLICY else {}
 
@@ -385,21 +377,11 @@ def ahead(arguments: Settings, model: str, folder: Path) -> str:
 
     seen, done = windows(folder / "ahead", async_level=1, **arguments)
     assert seen == windows(folder / "plain", **on_policy)[0]
-    at = done.between.last_within_an_epoch(at)
-    if not at:
+    if not (at := done.between.last_within_an_epoch(at)):
         return "no checkpoint"
-    rest, _ = windows(folder / "rest", async_level=1, resume=str(folder / "ahead" / f"checkpoint-{at}"), **arguments)
+    rest, _ = windows(folder / "rest", async_level=1, resume=f"{folder}/ahead/checkpoint-{at}", **arguments)
     assert rest == [window for window in seen if window[0] >= at]
     return "" if len(seen) > 1 and rest else "no window"
-
-
-KINDS: dict[str, tuple[Any, Callable[[Settings, str, Path], str]]] = {
-    "trl": (TRL, trl),
-    "resumed": (RESUMED, resumed),
-    "evaluated": (EVALUATED, evaluated),
-    "pipeline": (PIPELINE, pipeline),
-    "ahead": (AHEAD, ahead),
-}
 
 
 def on_all_ranks(kind: str, case: Settings, model: str, folder: Path) -> str:
@@ -476,8 +458,8 @@ def main() -> int:
             try:
                 check(kind, 10, seed, model, folder, counts)
             except Exception:  # Hypothesis has added the settings to it
-                traceback.print_exc()
                 failed = 1
+                traceback.print_exc()
         print(f"After seed {seed}:", flush=True)
         for kind in args.only:
             vacuous = {reason: count for (one, reason), count in counts.items() if one == kind and reason}
