@@ -5,9 +5,9 @@
 
 What `python examples/value_quality` measures, for more values: 4 responses of each of 64 problems (of 32 longer ones
 of the second task), cut at their lines; from every boundary K = 32 completions are sampled with the model itself, and
-their share of right answers is the truth.
+their share of right answers is the truth. The figures are of the inner boundaries.
 The rows: the boundary's number (the rival); force prompts; `OutcomeValue` by the number of rollouts, of other problems,
-that it is fitted to; and, with all of these, by the numbers that it is fitted with.
+that it is fitted to; and, with all of these, by the numbers that it is fitted with; last, what a perfect V would reach.
 """
 
 import logging
@@ -167,7 +167,7 @@ def main(task: str, plot: Path | None) -> dict[str, Any]:
         sampled = time.perf_counter() - started
         found = {"task": task, **measure(candidates(), study, plan, sampler.model, checkpoint.tokenizer)}
     harness.say("all", {"seconds": time.perf_counter() - started, "of the samples": sampled, **found})
-    print(figures.table(found["estimators"]))
+    print(figures.table(found))
     if plot:
         figures.plot(found, plot, title=task)
     return found

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import statistics
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from dash_trl.evaluation import Draw, LocalSampler
 from dash_trl.process_rewards import OutcomeValue, ValueRequest
 from examples.value_quality.candidates import saved, stage, with_log_probs
 from examples.value_quality.command import ValueQualityArguments, main
-from examples.value_quality.figures import auc, by_group, calibration, figures_of, spearman
+from examples.value_quality.figures import auc, by_group, calibration, ceiling, figures_of, spearman
 from examples.value_quality.study import Plan, choose
 
 PROBLEMS = [{"problem": f"{i} + {i}", "answer": str(2 * i)} for i in range(30)]
@@ -114,6 +115,7 @@ def test_embedded_and_then_other_values_of_the_same_samples(capsys, caplog, monk
     names = ["position", "answer, 'The answer is <|im_end|>'", "outcome, 128 rollouts", "outcome, 160 rollouts"]
     assert list(found["estimators"]) == names and found["responses"] == 24 and found["without_truth"] == 0
     assert found["estimators"]["outcome, 160 rollouts"]["spearman"] > 0.4
+    assert found["estimators"]["outcome, 160 rollouts"]["spearman"] < found["ceiling"]["spearman"] < 1
     assert found["estimators"][names[1]]["brier"] is None and found["estimators"][names[2]]["brier"] < 0.3
     for row in found["values"]:  # boundaries are lines: 7+5=12
         assert len(row["boundaries"]) == len(row["truth"]) == len(row[names[2]]) > 1
@@ -122,7 +124,7 @@ def test_embedded_and_then_other_values_of_the_same_samples(capsys, caplog, monk
     assert caplog.text.index("This samples") < caplog.text.index("boundaries: ")
     lines = capsys.readouterr().out.splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("V "))
-    assert [line.split("  ")[0] for line in lines[header + 1 : header + 5]] == names
+    assert [line.split("  ")[0] for line in lines[header + 1 : header + 6]] == [*names, "ceiling of K = 4"]
     assert Path("out/value_quality.png").read_bytes().startswith(b"\x89PNG")
 
     monkeypatch.setattr(LocalSampler, "_generate", None)  # nothing is sampled any more
@@ -132,11 +134,13 @@ def test_embedded_and_then_other_values_of_the_same_samples(capsys, caplog, monk
 
 
 def test_the_truth_is_met_by_who_knows_it(study):
-    """What is rewarded is known behind the first boundary."""
+    """What is rewarded is known behind the first boundary, which the figures leave out."""
     perfect, backwards = (study["estimators"][f"my_values.{name}"] for name in ("Perfect", "backwards"))
     assert (perfect["spearman"], perfect["spearman_within"]) == (pytest.approx(1), pytest.approx(1))
     assert perfect["auc"] == perfect["auc_within"] == 1 and perfect["brier"] == pytest.approx(0, abs=1e-24)
-    assert perfect["calibration_error"] == pytest.approx(0, abs=1e-12) and perfect["missing"] == 30
+    assert perfect["calibration_error"] == pytest.approx(0, abs=1e-12) and perfect["missing"] == 0
+    assert perfect["boundaries"] == sum(max(0, len(row["boundaries"]) - 2) for row in study["values"])
+    assert study["ceiling"]["spearman"] == study["ceiling"]["spearman_within"] == pytest.approx(1)
     assert backwards["spearman_within"] == pytest.approx(-1) and backwards["auc"] == 0 and backwards["brier"] is None
     for row in study["values"]:
         assert row["my_values.Perfect"][1:] == pytest.approx(row["truth"][1:])
@@ -252,11 +256,16 @@ def test_every_prefix_has_room_of_its_own(loaded):
 
 
 def test_figures_are_of_known_truths_and_values():
-    """Two problems by hand; NaN is left out, U spans one boundary."""
+    """Two problems by hand; NaN is left out, U spans one boundary; the first and the last boundary change nothing."""
+
+    def whole(rows, first=0.3, last=0.9):
+        return [[first, *row, last] for row in rows]
+
     nan = math.nan
     values = [[0.1, 0.2, 0.9], [0.4, nan, 0.3], [0.5, 0.6, 0.8]]
     truth = [[0.0, 0.5, 1.0], [0.2, 0.6, 0.1], [0.5, nan, 0.25]]
-    found = figures_of(values, truth, [0, 0, 1], probabilities=True)
+    found = figures_of(whole(values), whole(truth), [0, 0, 1], probabilities=True)
+    assert figures_of(whole(values, nan, 0.1), whole(truth, 0.7, 0.2), [0, 0, 1], probabilities=True) == found
     assert (found["missing"], found["boundaries"]) == (1, 8)
     # all: (.1 0) (.2 .5) (.9 1) (.4 .2) (.3 .1) (.5 .5) (.8 .25); the ranks are 0 1 6 3 2 4 5 and 0 4.5 6 2 1 4.5 3
     assert found["spearman"] == pytest.approx(18.5 / math.sqrt(28 * 27.5))
@@ -266,9 +275,26 @@ def test_figures_are_of_known_truths_and_values():
     assert found["u_spearman"] is None  # U is 0.1, 0.7 of 0.5, 0.5: no more differences are known
     errors = [0.1, 0.3, 0.1, 0.2, 0.2, 0.0, 0.55]
     assert found["brier"] == pytest.approx(sum(error**2 for error in errors) / 7)
-    assert figures_of(values, truth, [0, 0, 1], probabilities=False)["brier"] is None
-    moves = figures_of([[0.0, 0.1, 0.4, 0.9]], [[0.0, 0.3, 0.4, 1.0]], [0], probabilities=True)
+    assert figures_of(whole(values), whole(truth), [0, 0, 1], probabilities=False)["brier"] is None
+    moves = figures_of(whole([[0.0, 0.1, 0.4, 0.9]]), whole([[0.0, 0.3, 0.4, 1.0]]), [0], probabilities=True)
     assert moves["u_spearman"] == moves["u_spearman_within"] == pytest.approx(0.5)  # the ranks are 0 1 2 and 1 0 2
+
+
+def test_the_ceiling_is_what_a_perfect_value_reaches():
+    generator = random.Random(0)
+    problems = [response // 4 for response in range(160)]
+    chances = [[generator.random() for _ in range(10)] for _ in problems]
+    rewards = [[[float(generator.random() < p) for _ in range(8)] for p in row] for row in chances]
+    truth, even, odd = (
+        [[statistics.fmean(one[part]) for one in row] for row in rewards]
+        for part in (slice(None), slice(0, None, 2), slice(1, None, 2))
+    )
+    perfect, found = figures_of(chances, truth, problems, probabilities=True), ceiling(even, odd, problems)
+    assert {name: perfect[name] for name in found} == pytest.approx(found, rel=0.03) and 0.8 < found["spearman"] < 0.95
+    assert list(ceiling(truth, truth, problems).values()) == pytest.approx([1.0] * 4)
+    opposite = [[-one for one in row] for row in truth]
+    assert list(ceiling(truth, opposite, problems).values()) == [0.0] * 4
+    assert list(ceiling([[1.0]], [[1.0]], [0]).values()) == [None] * 4
 
 
 def test_the_interval_is_over_problems():

@@ -22,7 +22,7 @@ from dash_trl.distributed import Ranks
 from dash_trl.process_rewards import FEATURES, MonteCarloValue, OutcomeValue, ServerValue, ValueRequest, checked_values
 from dash_trl.rollout import STATES, load_states
 from dash_trl.update import evaluating
-from examples.value_quality.figures import figures_of
+from examples.value_quality.figures import ceiling, figures_of
 from examples.value_quality.study import Plan, Study
 
 
@@ -167,6 +167,7 @@ def measure(candidates: Sequence[Candidate], study: Study, plan: Plan, model: An
         "without_truth": len(truth) - len(known),
         "mean_truth": math.fsum(known) / len(known) if known else None,
         "estimators": estimators,
+        "ceiling": {"num_rollouts": plan.num_rollouts, **ceiling(*study.halves, problems)},
         "values": rows,
     }
 

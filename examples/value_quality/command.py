@@ -175,7 +175,7 @@ def value_quality(model: str, arguments: ValueQualityArguments) -> None:
     figures, picture = folder / "value_quality.json", folder / "value_quality.png"
     figures.write_text(json.dumps({**found, "settings": {**settings, **vars(plan)}}, indent=2) + "\n")
     plot(found, picture, title=Path(model).name)
-    print(f"\n{table(found['estimators'])}\n\nfigures: {figures}\nplot:    {picture}")
+    print(f"\n{table(found)}\n\nfigures: {figures}\nplot:    {picture}")
 
 
 def _unseen(problems: Any, candidates: Sequence[Candidate], tokenizer: Any) -> list[Any]:

@@ -2,6 +2,8 @@
 
 values V_rk, truths y_rk of response r, boundary k ──► Spearman's ρ, AUC, Brier score, … over all and within problems
 
+They are of the inner boundaries, b_1 … b_{n−1}: before b_0 nothing is written, behind b_n nothing is left to decide.
+
 Letters: R responses.
 """
 
@@ -93,24 +95,26 @@ def figures_of(
     probabilities: bool,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """The figures, as JSON; None where there is nothing to measure.
+    """The figures of the inner boundaries, as JSON; None where there is nothing to measure.
 
     Args:
-        values, truth: R lists, one number per boundary; NaN is missing. A boundary without a truth is left out.
+        values, truth: R lists, one number per boundary, the first and the last among them; NaN is missing. A boundary
+            without a truth is left out.
         problems: [R], of each response.
         probabilities: whether both are, so that they can be compared as numbers.
         seed: of the interval.
     Returns:
-        spearman, auc, u_spearman: over all boundaries; …_within: the mean over the problems in which it is defined,
+        spearman, auc, u_spearman: over all problems; …_within: the mean over the problems in which it is defined,
             spearman_within_interval: its 95 % bootstrap interval over them. AUC is of the truths above ½; U of the
-            differences from one boundary to the next.
+            differences from one inner boundary to the next.
         those of `calibration`: of probabilities.
-        missing: boundaries without a value. boundaries: all with a truth.
+        missing: inner boundaries without a value. boundaries: all of them with a truth.
     """
     points, moves = [], []  # (problem, V, y) of each boundary, (problem, ΔV, Δy) from each to the next
     for problem, row, true in zip(problems, values, truth, strict=True):
-        points += [(problem, v, y) for v, y in zip(row, true, strict=True)]
-        for (v, y), (next_v, next_y) in pairwise(zip(row, true, strict=True)):
+        inner = list(zip(row, true, strict=True))[1:-1]
+        points += [(problem, v, y) for v, y in inner]
+        for (v, y), (next_v, next_y) in pairwise(inner):
             moves.append((problem, next_v - v, next_y - y))
     group, v, y = _known(points)
     u_group, u, du = _known(moves)
@@ -131,6 +135,33 @@ def figures_of(
     }
 
 
+def ceiling(
+    even: Sequence[Sequence[float]], odd: Sequence[Sequence[float]], problems: Sequence[int]
+) -> dict[str, float | None]:
+    """Spearman's ρ of a perfect V, estimated: it is less than 1, since the truth is a mean of K noisy rewards.
+
+        r_K = 2ρ / (1 + ρ),  ceiling = √r_K        ρ: of the means of one half of the rollouts with those of the other
+
+    r_K is the reliability of twice as many rollouts (Spearman 1910, Brown 1910); its root is the correlation with what
+    the rewards are without noise (attenuation: Spearman 1904). Both are exact for Pearson's correlation. For that of
+    ranks, and its mean over problems, they are approximate: in simulations with K = 32 the ceiling is right to 0.03,
+    but up to 0.05 too high where problems have few boundaries, many of them with truths near 0, and up to 0.1 off
+    where the truths hardly differ.
+
+    Args:
+        even, odd: R lists each, as `truth` in `figures_of`: the mean reward of every second rollout, and of the others.
+        problems: [R], of each response.
+    Returns:
+        The figures of `figures_of` that are correlations; None where the halves have none, 0 where they do not agree.
+    """
+    of_halves = figures_of(even, odd, problems, probabilities=False)
+    found = {}
+    for name in ("spearman", "spearman_within", "u_spearman", "u_spearman_within"):
+        rho = of_halves[name]
+        found[name] = None if rho is None else math.sqrt(2 * max(0.0, rho) / (1 + max(0.0, rho)))
+    return found
+
+
 def _known(rows: Iterable[tuple[int, float, float]]) -> list[list[Any]]:
     """The three columns of the rows in which nothing is missing."""
     known = [row for row in rows if not math.isnan(row[1] + row[2])]
@@ -141,12 +172,17 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line per estimator; the 95 % interval in brackets."""
+def table(found: Mapping[str, Any]) -> str:
+    """A line per estimator, the 95 % interval in brackets, and one of the ceiling.
+
+    Args:
+        found: what `measure` returns.
+    """
     rows = [["V", *COLUMNS]]
-    for name, figures in results.items():
-        cells = [_cell(figures[key]) for key in COLUMNS.values()]
-        if (interval := figures["spearman_within_interval"]) is not None:
+    of_ceiling = {f"ceiling of K = {found['ceiling']['num_rollouts']}": found["ceiling"]}
+    for name, figures in {**found["estimators"], **of_ceiling}.items():
+        cells = [_cell(figures.get(key)) for key in COLUMNS.values()]
+        if (interval := figures.get("spearman_within_interval")) is not None:
             cells[1] += f" [{interval[0]:.2f}, {interval[1]:.2f}]"
         rows.append([name, *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

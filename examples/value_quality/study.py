@@ -72,12 +72,14 @@ class Study:
     Attributes:
         requests: one per response, those of a problem adjacent.
         truth: of each response, per boundary the mean reward of K completions, NaN where all of them failed.
+        halves: as the truth, of every second one of the K that did not fail, and of the others.
         lessons, lesson_outcomes: rollouts of other problems, and their rewards, None where they failed.
         probabilities: whether all rewards lie in 0 … 1.
     """
 
     requests: list[ValueRequest]
     truth: list[list[float]]
+    halves: tuple[list[list[float]], list[list[float]]]
     lessons: list[ValueRequest]
     lesson_outcomes: list[float | None]
     probabilities: bool
@@ -215,11 +217,14 @@ def collect(
         others = to_fit[: plan.fit_problems]
         lessons, lesson_outcomes = source.responses(others, FIT_SAMPLES, ROLLOUTS, of_files[ROLLOUTS], segmenter)
 
-    # Where a response was cut short there is nothing to complete: its own reward is the truth.
-    truth = [
-        [math.nan if outcome is None else outcome for _ in request.boundaries]
-        for request, outcome in zip(requests, outcomes, strict=True)
-    ]
+    # Where a response was cut short there is nothing to complete: its own reward is the truth, and both halves of it.
+    truth, even, odd = (
+        [
+            [math.nan if outcome is None else outcome for _ in request.boundaries]
+            for request, outcome in zip(requests, outcomes, strict=True)
+        ]
+        for _ in range(3)
+    )
     places = [(boundary, r, k) for r, one in enumerate(requests) for k, boundary in enumerate(one.boundaries)]
     unfinished = sorted(place for place in places if place[0] < plan.max_completion_length)
     most = sum(plan.max_completion_length - boundary for boundary, _, _ in unfinished)
@@ -237,10 +242,11 @@ def collect(
     asked = [(requests[r], boundary) for boundary, r, _ in unfinished]
     for (_, r, k), samples in zip(unfinished, source.scored(asked, plan.num_rollouts, TRUTH, of_truth), strict=True):
         scored = [one["reward"] for one in samples if one["reward"] is not None]
-        truth[r][k] = math.fsum(scored) / len(scored) if scored else math.nan
+        for means, of in ((truth, scored), (even, scored[::2]), (odd, scored[1::2])):
+            means[r][k] = math.fsum(of) / len(of) if of else math.nan
         rewards += scored
     probabilities = all(one is None or 0 <= one <= 1 for one in rewards)
-    return Study(requests, truth, lessons, lesson_outcomes, probabilities)
+    return Study(requests, truth, (even, odd), lessons, lesson_outcomes, probabilities)
 
 
 def _settings_of_files(
