@@ -1,7 +1,4 @@
-"""The state machine of the servers: its laws under any order of events, and the stories that it was made for."""
-
-from hypothesis import example, given
-from hypothesis import strategies as st
+"""The state machine of the servers, in the stories that it was made for."""
 
 from dash_trl.sampling.health import FAILURES_UNTIL_DEAD, SEQUENCES_PER_SERVER, Fleet, State
 
@@ -15,59 +12,6 @@ def ready(*urls: str, version: int = 1) -> Fleet:
         fleet.answered(url)
         fleet.refitted(url, version, 0.0)
     return fleet
-
-
-EVENTS = st.sampled_from(
-    ["begin", "started", "served", "failed", "gone", "abandoned", "answered", "refitted", "refitted old"]
-    + ["refit_failed", "new"]
-)
-
-
-@given(st.lists(st.tuples(EVENTS, st.sampled_from([A, B])), max_size=60))
-@example([("answered", A), ("refitted", A), ("started", A), ("begin", A)])  # a second batch while the first is in work
-@example([("answered", A), ("refitted", A), ("begin", A)])
-def test_only_a_server_that_was_just_seen_with_the_current_weights_is_given_a_prompt(events):
-    """The reference: the version that each was last seen with, forgotten at its failure, in death, and where work
-    arrives (a batch, or what another one had) while it has none.
-    """
-    fleet, now, version = Fleet([A, B]), 0.0, 0
-    seen: dict[str, int | None] = {A: None, B: None}
-    work: dict[str, set[int]] = {A: set(), B: set()}
-    for number, (event, url) in enumerate(events):
-        now += 1.0
-        before = fleet.servers[url].state
-        if event in ("served", "abandoned", "failed", "gone"):
-            work[url].discard(number - 1)
-        if event in ("begin", "failed", "gone", "refit_failed"):
-            seen = {one: seen[one] if work[one] else None for one in seen}
-        if event == "begin":
-            fleet.look_around(now)
-        elif event == "started":
-            fleet.started(url, number, 10, 1)
-            work[url].add(number)
-        elif event in ("served", "abandoned"):
-            getattr(fleet, event)(url, number - 1)
-        elif event in ("failed", "gone"):
-            fleet.failed(url, number - 1, "broken", now, gone=event == "gone")
-            seen[url] = None
-        elif event == "answered":
-            fleet.answered(url)
-        elif event.startswith("refitted"):
-            given = version - (event == "refitted old")
-            fleet.refitted(url, given, now)
-            if before == State.REFITTING:
-                seen[url] = given
-        elif event == "refit_failed":
-            fleet.refit_failed(url, "no", now)
-            seen[url] = None
-        else:
-            version += 1
-            fleet.new_version(version, now)
-        if before == State.DEAD:  # back only through refitting
-            assert fleet.servers[url].state in (State.DEAD, State.REFITTING)
-        chosen = fleet.choose(1)
-        assert chosen is None or seen[chosen] == version
-        assert not (chosen and fleet.lost(0.0, now + 10.0, 10.0))
 
 
 def test_a_failure_makes_a_server_suspect_and_three_in_a_row_dead():
