@@ -1,9 +1,6 @@
 """A resumed run equals an uninterrupted one: parameters, window, order of the prompts; or it says that it cannot."""
 
-import math
-import random
 import shutil
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -234,55 +231,46 @@ def test_ranks_agree():
     assert one_run([None, None], 2, "checkpoint-1") is None
 
 
-def batches_of_an_epoch(shapes):
-    """The prompts behind each micro-batch of an epoch: TRL's order, written out."""
-    order = list(range(shapes.prompts))
-    random.Random(shapes.shuffle_seed).shuffle(order)
-    rows = shapes.processes * shapes.per_device_train_batch_size * shapes.steps_per_generation
-    size = rows // shapes.num_generations
-    windows = [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
-    return order, [window for window in windows for _ in range(shapes.steps_per_generation * shapes.num_iterations)]
+HALVED = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
+LARGER = {"per_device_train_batch_size": 8}  # windows of 16 prompts, where SHAPES has 8 in 4 micro-batches
 
 
-def test_the_rule_against_lists_of_prompts():
-    """Over random changes of shapes and steps: a run goes on if and only if no prompt is lost or used twice."""
-    choose, counts = random.Random(0), Counter()
-    for _ in range(1000):
-        pair = []
-        for _ in range(2):
-            sizes = {"per_device_train_batch_size": choose.choice([4, 8]), "processes": choose.choice([1, 2])}
-            sizes |= {"gradient_accumulation_steps": choose.choice([1, 2, 4])}
-            sizes |= {"steps_per_generation": choose.choice([1, 2, 4, 8]), "num_iterations": choose.choice([1, 1, 2])}
-            sizes |= {"prompts": choose.choice([64, 64, 64, 72]), "shuffle_seed": choose.choice([0, 0, 0, 1])}
-            pair.append(replace(SHAPES, **sizes))
-        (old, new), global_step = pair, choose.randint(1, 20)
-        (old_order, old_batches), (new_order, new_batches) = map(batches_of_an_epoch, pair)
-        per_epoch = [
-            math.ceil(len(batches) / shapes.gradient_accumulation_steps)
-            for batches, shapes in ((old_batches, old), (new_batches, new))
-        ]
-        # As `_inner_training_loop` counts: optimizer steps of an epoch, the last of which may be shorter.
-        (old_epoch, old_steps), (new_epoch, new_steps) = (divmod(global_step, steps) for steps in per_epoch)
-        taken, skipped = old_steps * old.gradient_accumulation_steps, new_steps * new.gradient_accumulation_steps
-        position = old.position(old_epoch + taken / len(old_batches), max_steps=20)
-        assert position == (old_epoch, taken)
+@pytest.mark.parametrize(
+    ("old", "used", "new", "start", "verdict"),
+    [  # (epoch, micro-batches) that were used by the old shapes; at which Transformers would go on with the new ones
+        ({}, (0, 6), {}, (0, 6), "old"),
+        ({}, (0, 8), HALVED, (0, 4), "new"),
+        ({}, (0, 8), HALVED, (0, 2), "refused"),  # prompts used twice
+        ({}, (0, 8), HALVED, (0, 6), "refused"),  # lost
+        ({}, (0, 8), HALVED, (0, 3), "refused"),  # within a window
+        ({}, (0, 6), HALVED, (0, 4), "new"),  # the rest of a window whose prompts were used is thrown away
+        ({}, (0, 8), LARGER, (0, 4), "new"),
+        ({}, (0, 8), LARGER, (0, 8), "refused"),
+        (LARGER, (0, 4), {}, (0, 8), "new"),
+        ({}, (0, 8), {"processes": 1}, (0, 16), "new"),
+        ({}, (0, 8), {"processes": 1}, (0, 8), "refused"),
+        ({"num_iterations": 2}, (0, 8), {}, (0, 4), "new"),
+        ({"num_iterations": 2}, (0, 8), {}, (0, 8), "refused"),
+        ({}, (0, 4), {"num_iterations": 2}, (0, 8), "new"),
+        ({}, (1, 8), HALVED, (0, 4), "refused"),  # of another epoch
+        ({}, (0, 8), {"prompts": 72}, (0, 8), "refused"),  # in another order
+        ({}, (0, 8), {"shuffle_seed": 1}, (0, 8), "refused"),
+        ({}, (1, 0), {"prompts": 72}, (1, 0), "new"),
+        ({}, (1, 0), {"shuffle_seed": 1}, (1, 0), "new"),
+    ],
+)
+def test_a_run_goes_on_where_no_prompt_is_lost_or_used_twice(old, used, new, start, verdict):
+    saved = SavedRun(replace(SHAPES, **old), position=used, step=4, skipped_steps=0, window=None)
+    for ignore in (False, True):
+        refused = verdict == "refused" and not ignore
+        with pytest.raises(ValueError, match="would be lost, or used twice") if refused else nullcontext():
+            now = replace(SHAPES, **new)
+            reason = why_a_new_window(saved, now, start, checkpoint="c", ignore_data_skip=ignore)
+            assert (reason is None) == (verdict == "old")
 
-        used = {prompt for batch in old_batches[:taken] for prompt in batch}
-        rest = {prompt for batch in new_batches[skipped:] for prompt in batch}
-        exact = old_epoch == new_epoch and not used & rest and used == {p for b in new_batches[:skipped] for p in b}
-        exact &= old_order == new_order or not used
-        verdicts = []
-        for ignore in (False, True):
-            start = (new_epoch, 0 if ignore else skipped)
-            saved = SavedRun(old, position=position, step=4, skipped_steps=0, window=None)
-            try:
-                reason = why_a_new_window(saved, new, start, checkpoint="c", ignore_data_skip=ignore)
-                verdicts.append("old" if reason is None else "new")
-            except ValueError:
-                verdicts.append("refused")
-        if old == new:
-            assert verdicts == ["old", "old"]
-        else:
-            assert verdicts == ["new" if exact else "refused", "new"], (old, new, global_step)
-        counts[verdicts[0]] += 1
-    assert min(counts[verdict] for verdict in ("old", "new", "refused")) > 3, counts
+
+def test_a_position_is_counted_in_micro_batches():
+    assert SHAPES.position(1.25, max_steps=1) == (1, 8)
+    assert replace(SHAPES, num_iterations=3).position(2.25, max_steps=1) == (2, 24)
+    assert replace(SHAPES, prompts=207).position(0.29, max_steps=1) == (0, 29)  # of 100; 28.999999999999996 in floats
+    assert replace(SHAPES, prompts=None).position(0.5, max_steps=20) == (0, 40)
