@@ -126,23 +126,6 @@ def importance_ratio(old, sampling, mask, mode, low, high):
     return result
 
 
-def off_policy_loss(loss, policy, proximal, sampler, advantages, tokens, *, bound, low=0.2, high=0.2):
-    """−(1/N) Σ of a loss per token; rows of log-probs, advantages per token, `tokens` is N."""
-    total = []
-    for rows in zip(policy, proximal, sampler, advantages, strict=True):
-        for pi, prox, mu, advantage in zip(*rows, strict=True):
-            ratio = math.exp(pi - mu)
-            if loss == "aipo":
-                total.append(min(ratio, bound) * advantage)
-            elif loss == "aipo, detached":
-                total.append(min(ratio, bound) * advantage * pi)
-            else:
-                u = math.exp(pi - prox)
-                clipped = min(max(u, 1 - low), 1 + high)
-                total.append(min(math.exp(prox - mu), bound) * min(u * advantage, clipped * advantage))
-    return -math.fsum(total) / tokens
-
-
 def off_policy_figures(policy, sampler, bound):
     """(mean ratio, share above the bound, k3 of KL(sampler ‖ policy)); a NaN counts nowhere."""
     ratios = [

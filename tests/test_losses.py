@@ -1,4 +1,4 @@
-"""The losses for old rollouts: against Python floats and autograd of their formulas, through a run of the trainer."""
+"""The losses for old rollouts: against their formulas and autograd of these, through a run of the trainer."""
 
 import math
 from dataclasses import dataclass
@@ -105,6 +105,11 @@ def formula(loss: str, pi: torch.Tensor, prox: torch.Tensor, mu: torch.Tensor, a
     return -((prox - mu).exp().clamp(max=BOUND) * surrogate).sum()
 
 
+def summed(loss: str, *terms: list[Any]) -> torch.Tensor:
+    """Over the rows, each of whose terms are one per token."""
+    return sum(formula(loss, *map(torch.as_tensor, row)) for row in zip(*terms, strict=True))
+
+
 class Scoring(DASHTrainer):
     """Counts the rows that take a pass for old log-probs."""
 
@@ -151,13 +156,13 @@ def test_value_and_gradient(tiny_model, tmp_path, loss, rollouts, denominator, p
     known, sampler, advantages = [row.sampler for row in rows], filled(rows, proximal), [row.advantages for row in rows]
     for before, after, log in zip(watch.steps[1:], watch.steps[2:], logs[2:], strict=False):
         model = with_parameters(tiny_model, before)
-        policy = [row.log_probs(model) for row in rows]
-        value = reference.off_policy_loss(loss, policy, proximal, sampler, advantages, tokens, bound=BOUND)
-        assert log["loss"] == pytest.approx(value, abs=1e-5) and abs(value) > 1e-4
-        for row, *terms in zip(rows, proximal, sampler, advantages, strict=True):
-            (formula(loss, row.differentiable_log_probs(model), *map(torch.tensor, terms)) / tokens).backward()
+        policy = [row.differentiable_log_probs(model) for row in rows]
+        value = summed(loss, policy, proximal, sampler, advantages) / tokens
+        value.backward()
+        assert log["loss"] == pytest.approx(value.item(), abs=1e-5) and abs(value) > 1e-4
         expected = {name: before[name] - rate * value.grad for name, value in model.named_parameters()}
         assert_same_update(before, expected, after)
+        policy = [row.tolist() for row in policy]
         ratio, above, kl = reference.off_policy_figures(policy, known, BOUND)
         if loss == "decoupled_ppo":
             above = reference.off_policy_figures(proximal, known, BOUND)[1]
@@ -183,7 +188,7 @@ def test_evaluation_computes_the_same_loss(tiny_model, tmp_path, loss):
     rows = rows_of(SimpleNamespace(**trainer.batch, loss_mask=trainer.batch["completion_mask"]))
     policy, advantages = [row.log_probs(trainer.model) for row in rows], [row.advantages for row in rows]
     tokens = int(trainer.batch["completion_mask"].sum())
-    expected = reference.off_policy_loss(loss, policy, policy, filled(rows, policy), advantages, tokens, bound=BOUND)
+    expected = summed(loss, policy, policy, filled(rows, policy), advantages).item() / tokens
     assert value == pytest.approx(expected, abs=1e-5) and abs(expected) > 1e-3
 
 
