@@ -59,13 +59,6 @@ def _complete(request: Any) -> dict[str, Any]:
     return {"id": JUDGE_NAME, "object": "chat.completion", "created": 0, "model": JUDGE_NAME, "choices": [choice]}
 
 
-async def _serve(request: web.Request) -> web.Response:
-    try:
-        return web.json_response(_complete(await request.json()))
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        return web.json_response({"error": {"message": f"{type(error).__name__}: {error}"}}, status=400)
-
-
 class EmbeddedJudge:
     """Serves at `url`, on a free port of 127.0.0.1, until `close`."""
 
@@ -75,11 +68,17 @@ class EmbeddedJudge:
 
     async def _start(self) -> int:
         app = web.Application()
-        app.router.add_post("/v1/chat/completions", _serve)
-        self._runner = web.AppRunner(app, access_log=None)
+        app.router.add_post("/v1/chat/completions", self._serve)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         return self._runner.addresses[0][1]
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        try:
+            return web.json_response(_complete(await request.json()))
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            return web.json_response({"error": {"message": f"{type(error).__name__}: {error}"}}, status=400)
 
     def close(self) -> None:
         self._loop.close(self._runner.cleanup)

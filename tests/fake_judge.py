@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
-
-from dash_trl.workers import EventLoop
+from embedded_judge import EmbeddedJudge
 
 
 def chat(content: Any, *, refusal: Any = None, finish_reason: str = "stop", choices: int = 1) -> dict[str, Any]:
@@ -21,7 +20,7 @@ def says(score: Any, explanation: Any = "because") -> dict[str, Any]:
     return chat(json.dumps({"explanation": explanation, "score": score}))
 
 
-class FakeJudge:
+class FakeJudge(EmbeddedJudge):
     """On a free port of 127.0.0.1.
 
     Args:
@@ -34,16 +33,7 @@ class FakeJudge:
         self.keys: list[str | None] = []
         self.given_up = 0  # requests whose client went away
         self.hold = False  # while it is set, no request is answered
-        self._loop = EventLoop()
-        self.url = f"http://127.0.0.1:{self._loop.run(self._start())}/v1"
-
-    async def _start(self) -> int:
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", self._serve)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        return self._runner.addresses[0][1]
+        super().__init__()
 
     async def _serve(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -63,6 +53,3 @@ class FakeJudge:
         if isinstance(content, str):
             return web.Response(status=status, text=content, content_type="text/html")
         return web.json_response(content, status=status)
-
-    def close(self) -> None:
-        self._loop.close(self._runner.cleanup)
