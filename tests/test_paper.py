@@ -38,23 +38,15 @@ def scale(name: str, folder: Path, seeds=(0,), quick: bool = False) -> runner.Sc
 
 
 def test_every_table_of_the_paper_with_figures_of_accuracy_is_there():
-    """Every row has its run, every figure runs of its table. What is said in two tables is the same.
-
-    The paper's own tables differ in one figure: the 0.5B base model's pass@1.
-    """
+    """Every row has its run, every figure runs of its table."""
     assert TABLES == [f"table{number}" for number in (1, 2, 3, 4, 5, 6, 10)]
     assert list(experiments.FIGURES) == [f"figure{number}" for number in (1, 3, 4, 6, 8, 9)]  # 5: the evaluation draws
-    said: dict[tuple[str, str, str], set[float | None]] = {}
     for name, table in experiments.TABLES.items():
         for row in table.rows:
             method = experiments.METHODS[row.method]
             assert method.script is None or experiments.config_of(row.method, row.size).is_file()
             assert method.code == (name in ("table2", "table4")) and row.size in ("0.5", "1.5", "3.0")
-            for column, value in zip(table.columns, row.paper, strict=True):
-                said.setdefault((row.method, row.size, column.title), set()).add(value)
-    assert {key: values for key, values in said.items() if len(values - {None}) > 1} == {
-        ("base_code", "0.5", "pass@1 (%)"): {2.6, 2.3}
-    }
+            assert len(row.paper) == len(table.columns)
     for figure in experiments.FIGURES.values():
         rows = {(row.method, row.size) for row in experiments.TABLES[figure.table].rows}
         assert {(method, size) for method in figure.methods.values() for size in figure.sizes} <= rows
@@ -112,7 +104,8 @@ def test_every_command_parses(name, tmp_path):
             flags += ["--use_cpu", "--bf16=False"]  # where the paper has GPUs
             if script != "sft.py" and name == "paper":
                 flags += ["--per_device_train_batch_size=8"]
-            given, args, _ = train_math.parse(flags, (*TRAINERS[script], ModelConfig), {})
+            given, args, model = train_math.parse(flags, (*TRAINERS[script], ModelConfig), {})
+            (sft.check_arguments if script == "sft.py" else train_math.check_effects)(given, args, model)
             assert args.seed == 0 and Path(args.output_dir).parent == tmp_path / "runs"
             assert (given.time_limit == 9) == any(method in args.output_dir for method in ("multi", "mini"))
             assert getattr(given, "completions", None) is None or "sft_m" in args.output_dir
