@@ -29,15 +29,6 @@ class Limited(TorchDispatchMode):
         return made
 
 
-class Unfused(DASHTrainer):
-    """Log-probs from the logits of all tokens."""
-
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
-        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
-        labels = input_ids[:, -logits_to_keep:].unsqueeze(2)
-        return logits.log_softmax(dim=-1).gather(2, labels).squeeze(2), None, None
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("large"), vocab_size=VOCABULARY, hidden_size=16)
@@ -63,11 +54,3 @@ def train(trainer_class, model, tmp_path, value=False, **settings):
 @pytest.mark.parametrize("settings", [{"prepare": pad}, {"value": True}], ids=["padded", "packed, and values"])
 def test_no_tensor_is_as_large_as_the_logits(settings, model, tmp_path, small_chunks):
     assert train(DASHTrainer, model, tmp_path, **settings).state.global_step == 2
-
-
-def test_the_limit_sees_logits(model, tmp_path, small_chunks, monkeypatch):
-    with pytest.raises(TooLarge, match=f"{VOCABULARY}"):
-        train(Unfused, model, tmp_path, prepare=pad)
-    monkeypatch.setattr("dash_trl.process_rewards.values.LOGITS_TOKENS", 1)
-    with pytest.raises(TooLarge, match=f"{VOCABULARY}"):
-        train(DASHTrainer, model, tmp_path, value=True)
