@@ -130,23 +130,6 @@ def test_with_the_pipeline_the_update_is_the_same(tiny_model, tmp_path, settings
     assert [value for _, value in own[0]] == pytest.approx([value for _, value in own[1]], rel=1e-4, abs=1e-6)
 
 
-def test_every_prompt_once_in_its_order(tiny_model, tmp_path):
-    seen = []
-    for level in (0, 1):
-        trainer = trained(tiny_model, tmp_path, async_level=level, max_steps=5, dataset=prompts(8))
-        seen.append([[example["prompt"] for example in window.examples] for window in trainer.windows])
-    assert seen[0] == seen[1] and len(seen[0]) == 5
-
-
-def test_a_resumed_run_samples_again_what_was_not_trained_on(tiny_model, tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 2}
-    whole = trained(tiny_model, tmp_path, **settings)
-    rest = trained(tiny_model, tmp_path, resume=str(tmp_path / "checkpoint-2"), **settings)
-    assert [window.examples for window in rest.windows] == [window.examples for window in whole.windows[2:]]
-    assert rest.windows[0].policy_version.unique().tolist() == [2]
-    assert rest.state.num_input_tokens_seen > 0
-
-
 def test_a_window_that_was_not_corrected_is_not_gone_on_with(tiny_model, tmp_path):
     """Its rows have no ratio to the sampler, which the loss asks for here."""
     settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 2}
