@@ -151,17 +151,6 @@ def test_float32_sums_of_rewards_are_probabilities():
     assert value.state_dict()["windows"][0]["outcome"].unique().tolist() == [0.0, 1.0]
 
 
-def test_a_state_is_the_whole_of_it():
-    value, trainer = taught(*[rollouts(seed) for seed in range(4)], num_windows=3)
-    state = value.state_dict()
-    other = small(num_windows=3)
-    other.load_state_dict(state)
-    value.learn(*rollouts(4), trainer)
-    assert len(state["windows"]) == 3, "not changed later"
-    other.learn(*rollouts(4), trainer)
-    assert value(rollouts(5)[0], trainer) == other(rollouts(5)[0], trainer)
-
-
 def test_a_state_of_other_features_is_refused():
     value, trainer = taught(rollouts(0, entropies=False))
     other = small()

@@ -181,25 +181,10 @@ def test_old_windows_are_forgotten_though_nothing_new_is_known():
     assert found.weight() == watch().weight() == 0.0 and found.figures() == {}
 
 
-def test_a_state_is_the_whole_of_it():
-    one, other = watch(*[rollouts(seed) for seed in range(WINDOWS + 1)]), Watch()
-    other.load_state_dict(one.state_dict())
-    assert other.full and other.figures() == one.figures() and other.weight() == one.weight() > 0
-
-
 def test_the_unit_is_what_an_outcome_was_paid_in_groups_of_different_ones():
     """Three times the outcome, in each window; and 0 where no group has different ones."""
     assert watch(rollouts(0), rollouts(1, missing=0.3)).unit() == pytest.approx(3)
     assert watch().unit() == watch(with_outcomes(1.0)).unit() == watch(with_outcomes(0.1, 0.1 + 1e-8)).unit() == 0
-
-
-def test_parts_are_joined_as_tables_of_other_widths():
-    one = Evidence(torch.tensor([[1.0]]), torch.tensor([[1]]), torch.tensor([1.0]), torch.tensor([1.0]))
-    other = Evidence(torch.tensor([[2.0, 3.0]]), torch.tensor([[2, 3]]), torch.tensor([2.0]), torch.tensor([2.0]))
-    whole = joined([one, other])
-    assert repr(whole.pairs.tolist()) == "[[1.0, nan], [2.0, 3.0]]"
-    assert whole.won.tolist() == [[1, -1], [2, 3]] and whole.products.tolist() == [1.0, 2.0]
-    assert joined([one]) is one
 
 
 # --------------------------------------------------------------------------------------------------------- warnings
