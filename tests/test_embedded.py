@@ -244,11 +244,6 @@ def test_the_user_s_cache_folder(monkeypatch, set_to, folder):
     assert cache_folder() == Path(folder)
 
 
-def test_the_default_model_is_tiny():
-    model = warm_up._model(arithmetic_tokenizer(), WarmUp())
-    assert sum(parameter.numel() for parameter in model.parameters()) <= 1_500_000
-
-
 # -------------------------------------------------------------------------------------------------------- the programs
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.math_reward import DATA, FILES, canonical, in_box, run
+from benchmarks.math_reward import DATA, FILES, in_box, run
 from dash_trl.rewards import math as math_reward
 from dash_trl.rewards.math import MathAccuracyReward, UnreadableGold, score_answer
 from dash_trl.workers.processes import OutOfWork, default_workers, run_within
@@ -139,13 +139,6 @@ def test_golds(reward, tmp_path, gsm8k, math500, golds):
     report = run(reward, tmp_path)
     assert report["golds"] == golds
     assert report["failures"] == []
-
-
-def test_the_criterion_for_different_golds_tells_values_apart():
-    assert canonical(r"\dfrac{1}{4}") == canonical(r"\frac14") == canonical(".25")
-    assert canonical("10,\\!080") == canonical("10080") == canonical(r"\$10{,}080".replace("{,}", ","))
-    assert canonical("36^\\circ") == canonical("\\$36")
-    assert len({canonical(g) for g in ("1", "-1", "1/2", "x", "(1,2)", "[1,2]", r"\frac{1}{3}")}) == 7
 
 
 # ------------------------------------------------------------------------------------------------ the reward function

@@ -19,6 +19,7 @@ from examples.value_quality.candidates import saved, stage, with_log_probs
 from examples.value_quality.command import ValueQualityArguments, main
 from examples.value_quality.figures import auc, by_group, calibration, ceiling, figures_of, spearman
 from examples.value_quality.study import Plan, choose
+from tests.tiny import write_rows
 
 PROBLEMS = [{"problem": f"{i} + {i}", "answer": str(2 * i)} for i in range(30)]
 SMALL = ("--dataset_test_split", "train", "--num_problems", 6, "--num_samples", 5, "--num_rollouts", 4)
@@ -71,17 +72,15 @@ def folder(tmp_path_factory):
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
         patch.setattr(sys, "path", list(sys.path))
         patch.chdir(folder)
-        write("problems.jsonl", PROBLEMS)
-        write("unanswered.jsonl", [{"prompt": row["problem"], "test_list": ["assert True"]} for row in PROBLEMS])
+        write_rows(Path("problems.jsonl"), PROBLEMS)
+        write_rows(
+            Path("unanswered.jsonl"), [{"prompt": row["problem"], "test_list": ["assert True"]} for row in PROBLEMS]
+        )
         Path("reward.py").write_text(REWARD)
         Path("others.py").write_text(OTHERS)
         Path("my_values.py").write_text(VALUES)
         yield folder
     sys.modules.pop("my_values", None)
-
-
-def write(name: str, rows: list[dict]) -> None:
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def measure(output_dir: str, *arguments: object) -> dict:
