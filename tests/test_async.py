@@ -317,29 +317,6 @@ def test_a_failure_in_flight_is_raised_where_its_window_is_collected(tiny_model,
     assert nothing_in_work(trainers[0])
 
 
-def test_an_interrupted_run_leaves_no_work_to_the_servers_and_can_be_begun_again(tiny_model, tmp_path, fakes):
-    fake, watch, trainers = fakes(), Watch(), []
-
-    def wait(window: int) -> None:
-        if window == 0:
-            fake.wait_for(lambda: len(fake.arrived) >= 3 * GROUPS)
-        elif trainers[0].state.global_step == 2 and not again:
-            fake.hold.clear()
-            raise KeyboardInterrupt
-
-    again: list[bool] = []
-    watch.wait = wait
-    with pytest.raises(KeyboardInterrupt):
-        asynchronous(tiny_model, tmp_path, [fake], 2, max_steps=5, watch=watch, prepare=trainers.append, **STEP)
-    assert nothing_in_work(trainers[0])
-    fake.hold.set()
-    again.append(True)
-    first = [window.prompts for window in watch.windows]
-    watch.windows.clear()
-    trainers[0].train()
-    assert [window.prompts for window in watch.windows][: len(first)] == first and len(watch.windows) == 5
-
-
 def tiny_ids(prompts: Any) -> list[list[int]]:
     texts = prompts["prompt"] if hasattr(prompts, "column_names") else prompts
     return tiny_tokenizer()(text=list(texts))["input_ids"]
