@@ -59,15 +59,16 @@ class DASHConfig(GRPOConfig):
     r"""Configuration of [`DASHTrainer`]: all of [`~trl.GRPOConfig`], and:
 
     Args:
-        gradient_filter_threshold (`float` or `None`, defaults to `0.1`):
-            A row is dropped before any model pass when its largest absolute advantage is under this (the paper's
-            Section 3.5), when that is 0, or when it is unscored. `None` turns filtering off. `0.0` drops only rows
-            without any signal: with `beta=0`, that is exactly GRPO's update. Mind the scale: with
-            `scale_rewards="group"`, one right answer among G has advantages ±O(1); with `"none"`, of ±1/G. In the log,
-            `kl` and `entropy` are then of the survivors, and other than TRL's, which are of all rows.
+        gradient_filter_threshold (`float` or `None`, defaults to `0.0`):
+            A row is dropped before any model pass when its largest absolute advantage is under this, when that is 0, or
+            when it is unscored. `0.0` drops only rows without any signal: with `beta=0`, that is exactly GRPO's update.
+            The paper has 0.1 (Section 3.5). Mind the scale of a value above 0: with `scale_rewards="group"`, one right
+            answer among G has advantages ±O(1); with `"none"`, of ±1/G. `None` turns filtering off. In the log, `kl`
+            and `entropy` are of the survivors, and other than TRL's, which are of all rows.
         filter_denominator (`str`, defaults to `"all"`):
-            What the loss divides by. `"all"`: all rows, dropped ones included, the exact GRPO update. `"kept"`: the
-            survivors only, as in the paper: larger steps when few rows survive.
+            What the loss divides by. `"all"`: all rows, dropped ones included, the exact GRPO update; filtering is then
+            the same as setting small advantages to 0, as in the paper. `"kept"`: the optimizer step's survivors only,
+            so that steps are larger when few rows survive.
         advantage_estimator (`str`, defaults to `"grpo"`):
             How rewards become advantages. `"grpo"`: TRL's, by `scale_rewards` and `multi_objective_aggregation`. Or one
             that does without these two (`dash_trl.update.advantages`): `"rloo"`, `"reinforce_plus_plus"`,
@@ -108,15 +109,16 @@ class DASHConfig(GRPOConfig):
     """
 
     gradient_filter_threshold: float | None = field(
-        default=0.1,
+        default=0.0,
         metadata={
-            "help": "Drop a row before any model pass when its largest absolute advantage is under this. `None`: off."
+            "help": "Drop a row before any model pass when its largest absolute advantage is 0 or under this (the "
+            "paper: 0.1). `None`: off."
         },
     )
     filter_denominator: str = field(
         default="all",
         metadata={
-            "help": "What the loss divides by: 'all' rows (exactly GRPO's update) or the 'kept' ones (the paper's).",
+            "help": "What the loss divides by: 'all' rows (exactly GRPO's update) or the 'kept' ones only.",
             "choices": ["all", "kept"],
         },
     )

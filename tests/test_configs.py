@@ -107,7 +107,7 @@ def test_table_7(path):
         # What the table does not say.
         "loss_type": "dr_grpo",
         "scale_rewards": "group",
-        "filter_denominator": "all" if unfiltered else "kept",
+        "filter_denominator": "all",
         "vllm_importance_sampling_correction": False,
     }
     assert {key: read(path)[key] for key in expected} == expected
@@ -116,10 +116,14 @@ def test_table_7(path):
 
 def test_the_runs_differ_in_nothing_else():
     own = {"output_dir", "model_name_or_path", "learning_rate", "gradient_accumulation_steps", "steps_per_generation"}
-    own |= {"num_iterations", "beta", "gradient_filter_threshold", "filter_denominator"}
+    own |= {"num_iterations", "beta", "gradient_filter_threshold"}
     own |= {"dataset_name", "per_device_train_batch_size"}  # programs; Table 10
     shared = [{key: value for key, value in read(path).items() if key not in own} for path in RUNS]
     assert all(run == shared[0] for run in shared)
+    runs = {path.stem: read(path) for path in RUNS}
+    for suffix in ("", "_code", "_rows4"):  # No-GF lacks the filter, and nothing else
+        dash, no_gf = (runs[f"{method}{suffix}_qwen2.5-0.5b"] for method in ("dash", "no_gf"))
+        assert {key for key in dash if dash[key] != no_gf[key]} == {"output_dir", "gradient_filter_threshold"}
     assert all(list(read(path)) == list(read(RUNS[0])) for path in RUNS)
     for path in RUNS:
         program = "_code_" in path.stem

@@ -88,7 +88,6 @@ def one_token(trainer: Any) -> None:
             "epsilon_high": 0.3,
             "num_iterations": 3,
             "max_steps": 3,
-            "gradient_filter_threshold": 0.0,
             **WITH_POLICY_LOSS,
             "max_tokens_per_microbatch": 30,
         },
@@ -122,6 +121,18 @@ def test_the_update_and_the_log(start, tiny_model, tmp_path, settings):
     assert ("policy_loss" in one) == ("entropy_coef" in settings)
     for one, other in zip(trl.state.log_history, dash.state.log_history, strict=True):
         assert other.get("policy_loss") == pytest.approx(one.get("policy_loss"), abs=1e-5)
+
+
+def test_by_default_rows_of_small_advantages_are_trained_on(start, tiny_model, tmp_path):
+    """The paper's threshold, 0.1, would drop all of these."""
+
+    def graded(completions, **kwargs):
+        return [0.45, 0.55] * (len(completions) // 2)
+
+    settings = {"reward": graded, "scale_rewards": "none", "learning_rate": 10.0}  # advantages of ±0.05
+    ((difference, update),), _, dash = compare(start, tiny_model, tmp_path, **settings)
+    assert update > 1e-3 and difference <= TOLERANCE
+    assert dash.state.log_history[0]["filter/kept_rows"] == 1
 
 
 @pytest.mark.parametrize("silent", [range(0), range(6, 10)], ids=["signal", "none in the step after it"])

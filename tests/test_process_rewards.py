@@ -140,8 +140,7 @@ def test_solved_groups_and_failed_rewards_are_not_valued(tiny_model, tmp_path):
         return [1.0] * 8 + [math.nan, 0.0, 0.0, 0.0] * 2
 
     process = callback(value=Counting(" = ", space="probability"), estimator="gae")
-    # A random model's probabilities, and with them gae's advantages, are far below the filter's 0.1.
-    trainer, rollouts, update = train(tiny_model, tmp_path, process, reward=reward, gradient_filter_threshold=0.0)
+    trainer, rollouts, update = train(tiny_model, tmp_path, process, reward=reward)
     assert asked == [6] and update > 0 and trainer.state.log_history[0]["filter/dropped_unscored"] == 0.125
     assert not rollouts.advantages[:8].any() and not rollouts.advantages[8::4].any()
     assert all(rollouts.advantages[row].any() for row in (9, 13))

@@ -134,7 +134,7 @@ def loss_scale(loss_type: str, denominator: str, *, rows: int, tokens: int, segm
         all:   rows · passes / all_rows   (row means)      tokens · passes / all_tokens   (bnpo)      1 (token sums)
         kept:  rows · passes / kept_rows                   tokens · passes / kept_tokens      all_tokens / kept_tokens
 
-    "all" is exactly GRPO's update, "kept" the paper's (an average over survivors). bnpo divides by the tokens of each
+    "all" is exactly GRPO's update, "kept" an average over the segment's survivors. bnpo divides by the tokens of each
     *local* micro-batch in TRL; here by those of the segment, which differs by design but does not depend on packing.
 
     Args:

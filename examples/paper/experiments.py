@@ -42,8 +42,14 @@ class Method:
 
 STEPS, CODE_STEPS = 40, 20  # optimizer steps of the embedded runs; the learning rate falls to 0 over them
 MICRO_STEPS = 16  # of an embedded optimizer step
-DASH = {"max_steps": STEPS, "beta": 0.04, "loss_type": "dr_grpo", "filter_denominator": "kept"}
-NO_GF = {**DASH, "gradient_filter_threshold": None, "filter_denominator": "all"}
+DASH = {
+    "max_steps": STEPS,
+    "beta": 0.04,
+    "loss_type": "dr_grpo",
+    "filter_denominator": "all",
+    "gradient_filter_threshold": 0.1,
+}
+NO_GF = {**DASH, "gradient_filter_threshold": None}
 GRPO = {**NO_GF, "steps_per_generation": 1}
 ROWS_4 = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": MICRO_STEPS // 2}  # 4 on each of 4 GPUs
 MULTI = {"num_iterations": 3, "max_steps": 3 * STEPS}
