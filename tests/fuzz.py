@@ -448,6 +448,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("outputs/fuzz"), help="a folder that all ranks share")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    os.environ["ACCELERATE_TORCH_DEVICE"] = (
+        "cpu"  # with several ranks accelerate's is cpu:0, which no checkpoint loads to
+    )
     model, folder = save_tiny_model(args.output / f"model-{RANK}"), args.output / "runs"
     PartialState(cpu=True, timeout=timedelta(seconds=PATIENCE))  # then only rank 0 could save it
     if RANK > 0:
