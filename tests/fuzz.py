@@ -104,7 +104,7 @@ def reward(completion_ids: list[int], completion: str, prompt: str) -> float | N
 
 def slow_reward(completion_ids: list[int], completion: str, prompt: str) -> float | None:
     """As `reward`, after a time that puts groups out of order."""
-    time.sleep(random.Random(f"{prompt}{completion_ids}").random() / 60)
+    time.sleep(random.Random(f"{prompt}{completion_ids}").random() / 20)
     return reward(completion_ids, completion, prompt)
 
 
@@ -448,9 +448,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("outputs/fuzz"), help="a folder that all ranks share")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ["ACCELERATE_TORCH_DEVICE"] = (
-        "cpu"  # with several ranks accelerate's is cpu:0, which no checkpoint loads to
-    )
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # not cpu:0, for which torch.load knows no place
     model, folder = save_tiny_model(args.output / f"model-{RANK}"), args.output / "runs"
     PartialState(cpu=True, timeout=timedelta(seconds=PATIENCE))  # then only rank 0 could save it
     if RANK > 0:
