@@ -197,6 +197,15 @@ def forget_overflow(accelerator: Any) -> None:
     """No optimizer step was skipped: of one that is left out, accelerate tells what became of the step before."""
     for optimizer in accelerator._optimizers:
         optimizer._is_overflow = False
+        if optimizer.step_was_skipped:  # by DeepSpeed, whose own optimizer has the flag
+            optimizer.optimizer.overflow = False
+
+
+def step_schedule(accelerator: Any) -> None:
+    """Step a learning-rate schedule of DeepSpeed's configuration, which its engine steps with the optimizer only."""
+    engine = getattr(accelerator.deepspeed_engine_wrapped, "engine", None)
+    if engine is not None and engine.lr_scheduler is not None:
+        engine.lr_scheduler.step()
 
 
 def shuffled(rows: int) -> Tensor:

@@ -100,6 +100,7 @@ from dash_trl.seams import (
     sampled_by,
     seen_as,
     shuffled,
+    step_schedule,
     withhold_rewards,
 )
 from dash_trl.update import (
@@ -656,6 +657,7 @@ class DASHTrainer(GRPOTrainer):
     def _get_grad_norm(self, model, grad_norm=None):
         if not self._schedule.ran_model:
             forget_overflow(self.accelerator)
+            step_schedule(self.accelerator)
             return 0.0
         norm = super()._get_grad_norm(model, grad_norm)  # over all ranks, so that they come to the same verdict
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # has stepped, or skipped, in its backward

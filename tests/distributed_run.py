@@ -349,9 +349,10 @@ def test_the_entropy_bonus(train):
 
 
 def test_silent_and_spoiled_steps(train):
-    """Of AdamW's steps the second has no signal anywhere, the fourth a loss of NaN on one rank.
+    """Of AdamW's steps the second and fourth have no signal anywhere, the third a loss of NaN on one rank.
 
-    Both change nothing on any, in spite of momentum and weight decay; only the fourth counts as skipped.
+    They change nothing on any, in spite of momentum and weight decay; only the third counts as skipped. The fourth
+    moves the learning-rate schedule, though DeepSpeed has held it in the third.
     """
     trainers: list[Any] = []
     snapshots: list[Ends] = []
@@ -363,19 +364,33 @@ def test_silent_and_spoiled_steps(train):
     class SpoiledOnOneRank(DASHTrainer):
         def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
             loss = super()._compute_loss(model, inputs)
-            return loss * float("nan") if RANK == 1 and self.state.global_step == 3 else loss
+            return loss * float("nan") if RANK == 1 and self.state.global_step == 2 else loss
 
     settings = {"optimizer": "adamw_torch", "weight_decay": 0.1, "max_steps": 5, "max_grad_norm": 1.0}
-    settings |= {"callbacks": [Snapshot()], "prepare": trainers.append}
-    reward = ScriptedReward(constant=0.0, silent=[1])
+    settings |= {"callbacks": [Snapshot()], "prepare": trainers.append, "lr_scheduler_type": "linear"}
+    reward = ScriptedReward(constant=0.0, silent=[1, 3])
     trainer = train("tiny", SpoiledOnOneRank, reward=reward, **settings)
     moved = [
         torch.stack([(after[name] - before[name]).abs().max() for name in before]).max().item()
         for before, after in itertools.pairwise(snapshots)
     ]
-    assert moved[0] == moved[2] == 0.0 < min(moved[1], moved[3]) and moved[3] < 1.0
-    counts = [log["skipped_steps"] for log in trainer.state.log_history if "skipped_steps" in log]
-    assert counts == [0, 0, 1, 1], "a step without signal logs none"
+    assert moved[:3] == [0.0] * 3 and 0.0 < moved[3] < 1.0
+    logs = trainer.state.log_history[:5]
+    assert [log.get("skipped_steps") for log in logs] == [0, None, 1, None, 1], "a step without signal logs none"
+    rates = [log["learning_rate"] for log in logs]
+    assert rates[0] > rates[1] > rates[2] >= rates[3] > rates[4]
+
+
+@pytest.mark.skipif(not DEEPSPEED, reason="a schedule of DeepSpeed's configuration")
+def test_a_step_without_signal_moves_deepspeed_s_own_schedule(train):
+    def configure(trainer: Any) -> None:
+        plugin = trainer.accelerator.state.deepspeed_plugin
+        own = {"warmup_min_lr": 0.0, "warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}
+        plugin.hf_ds_config.config["scheduler"] = {"type": "WarmupLR", "params": own}
+
+    settings = {"warmup_steps": 4, "max_steps": 3, "prepare": configure}
+    logs = train(reward=ScriptedReward(constant=0.0, silent=[1]), **settings).state.log_history
+    assert [log["learning_rate"] for log in logs[:3]] == pytest.approx([0.0, 0.25, 0.5])
 
 
 @ON_DDP
