@@ -6,9 +6,10 @@ What is more than a method that is overridden or an attribute that is read; each
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -206,6 +207,13 @@ def step_schedule(accelerator: Any) -> None:
     engine = getattr(accelerator.deepspeed_engine_wrapped, "engine", None)
     if engine is not None and engine.lr_scheduler is not None:
         engine.lr_scheduler.step()
+
+
+def undo_jit_checkpoint(folder: Path) -> None:
+    """Remove what `enable_jit_checkpoint` makes before it saves: a checkpoint's folder with a marker in it."""
+    with suppress(OSError):  # a folder with more in it is a checkpoint, and stays
+        (folder / "checkpoint-is-incomplete.txt").unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def shuffled(rows: int) -> Tensor:

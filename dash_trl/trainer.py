@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from accelerate.utils import DistributedType, is_peft_model, send_to_device
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
@@ -101,6 +103,7 @@ from dash_trl.seams import (
     seen_as,
     shuffled,
     step_schedule,
+    undo_jit_checkpoint,
     withhold_rewards,
 )
 from dash_trl.update import (
@@ -984,7 +987,12 @@ class DASHTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # First: it may fail, which shall leave no half of a checkpoint, and callbacks may draw random numbers in it.
         if not self.args.save_only_model:
-            self._wait_for_rest()
+            try:
+                self._wait_for_rest()
+            except BaseException:
+                folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+                undo_jit_checkpoint(Path(self._get_output_dir(trial), folder))
+                raise
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:

@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer, RewardAgent
@@ -326,8 +327,10 @@ def test_a_checkpoint_does_not_hold_a_window_that_began_after_its_step(tiny_mode
     assert rest.windows == whole.windows[1:]
 
 
-def test_a_failure_while_a_checkpoint_waits_leaves_none(tiny_model, tmp_path):
+@pytest.mark.parametrize("settings", [{"save_strategy": "steps", "save_steps": 1}, {"enable_jit_checkpoint": True}])
+def test_a_failure_while_a_checkpoint_waits_leaves_none(tiny_model, tmp_path, monkeypatch, settings):
     """Half of one would be what `resume_from_checkpoint=True` picks."""
+    monkeypatch.setattr("signal.signal", lambda *args: None)
     stepped = threading.Event()
 
     def fails_late(completion, completion_ids, prompt):
@@ -337,10 +340,12 @@ def test_a_failure_while_a_checkpoint_waits_leaves_none(tiny_model, tmp_path):
         return odd(completion, completion_ids)
 
     class Steps(TrainerCallback):
-        def on_step_end(self, *args, **kwargs):
+        def on_optimizer_step(self, *args, **kwargs):
             stepped.set()
+            for callback in self.callbacks:
+                if isinstance(callback, JITCheckpointCallback):
+                    callback.jit_manager.is_checkpoint_requested = True  # as a SIGTERM does
 
-    settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
     with pytest.raises(RuntimeError, match="on_error='raise'"):
         run(
             DASHTrainer,
@@ -349,10 +354,13 @@ def test_a_failure_while_a_checkpoint_waits_leaves_none(tiny_model, tmp_path):
             reward=RewardAgent(fails_late, on_error="raise"),
             reward_pipeline=True,
             callbacks=[Steps()],
+            prepare=lambda trainer: setattr(Steps, "callbacks", trainer.callback_handler.callbacks),
             shuffle_dataset=False,
+            steps_per_generation=4,
+            gradient_accumulation_steps=1,
             **settings,
         )
-    assert not (tmp_path / "checkpoint-1").exists()
+    assert stepped.is_set() and not (tmp_path / "checkpoint-1").exists()
 
 
 @pytest.mark.parametrize("piped", [False, True])
