@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -491,19 +492,34 @@ def test_later_runs_begin_with_the_optimizer_and_loss_scaler_of_the_first(tiny_m
         assert relative_difference(weights, ends[0], end)[0] == 0.0
 
 
+class FallingReward(ScriptedReward):
+    """Less with every call, by the same for all rows."""
+
+    def __call__(self, **kwargs):
+        return [reward - 2.0 * self.calls for reward in super().__call__(**kwargs)]
+
+
 def test_the_best_model_is_that_of_later_evaluations(tiny_model, tmp_path):
     """TRL hands weights to vLLM once per step; the best model's come without one."""
+    given = []
+
+    def prepare(trainer):
+        trainer.use_vllm = True
+        trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: given.append(parameters(trainer.model)))
+
     settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-    settings |= {"load_best_model_at_end": True, "eval_dataset": prompts(4), "per_device_eval_batch_size": 4}
-    prepare = lambda trainer: vars(trainer).update(_last_loaded_step=0)  # noqa: E731
-
-    class Loads(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            trainer._last_loaded_step = state.global_step
-
-    trainer = run(Built, tiny_model, tmp_path, prepare=prepare, **settings, callbacks=[Loads()])
-    DASHTrainer.train(trainer)
-    assert trainer._last_loaded_step == -1
+    settings |= {
+        "eval_dataset": prompts(4),
+        "per_device_eval_batch_size": 4,
+        "vllm_importance_sampling_correction": False,
+    }
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": True}
+    trainer = run(DASHTrainer, tiny_model, tmp_path, reward=FallingReward(constant=0.3), prepare=prepare, **settings)
+    best, before = parameters(trainer.model), len(given)
+    trainer.evaluate()
+    assert len(given) == before + 1
+    changed = [{name for name, value in best.items() if not value.equal(weights[name])} for weights in given[-2:]]
+    assert changed[0] and not changed[1]
 
 
 def test_a_step_without_signal_after_a_skipped_one_moves_the_schedule(tiny_model, tmp_path):
