@@ -151,7 +151,8 @@ def test_a_value_that_learns_and_a_weight_by_flags():
     callback = process_callback("--value", "outcome", "--process_weight", "0.5", "--estimator", "episode")
     assert isinstance(callback.value, OutcomeValue) and callback.settings.process_weight == 0.5
     assert callback.estimator == "episode"
-    assert process_callback("--process_weight", "auto").settings.process_weight == "auto"
+    flags = ("--value_space", "probability", "--process_weight", "auto")
+    assert process_callback(*flags).settings.process_weight == "auto"
 
 
 @pytest.mark.parametrize(
