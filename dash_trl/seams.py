@@ -204,7 +204,7 @@ def forget_overflow(accelerator: Any) -> None:
 
 def step_schedule(accelerator: Any) -> None:
     """Step a learning-rate schedule of DeepSpeed's configuration, which its engine steps with the optimizer only."""
-    engine = getattr(accelerator.deepspeed_engine_wrapped, "engine", None)
+    engine = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
     if engine is not None and engine.lr_scheduler is not None:
         engine.lr_scheduler.step()
 
