@@ -154,7 +154,6 @@ def settings(draw: Any, piped: bool | None = False, mini: bool = True, **own: An
     if "at" in case:  # a window begins after it
         case["at"] = 1 + case["at"] % (last // every * every // per_step)
     hypothesis.assume(not case.get("stream") or epoch >= per_step)  # else it ends before the first step
-    hypothesis.assume(not (piped and per_window > per_step and case["cuts"]))  # a known flaw, which is being mended
     return case
 
 
