@@ -1,11 +1,10 @@
-"""Advantages against the definition in floats, against TRL, and the properties that must hold for any input."""
+"""Advantages against the definition in floats, and the properties that must hold for any input."""
 
 import json
 import math
 import random
 import re
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer
 from dash_trl.update.advantages import (
@@ -23,7 +21,7 @@ from dash_trl.update.advantages import (
     outcome_advantages,
 )
 from tests import reference
-from tests.tiny import ScriptedReward, run
+from tests.tiny import run
 
 ROOT = Path(__file__).parents[1]
 
@@ -166,36 +164,6 @@ def test_an_estimator_is_chosen_by_its_name(tiny_model, tmp_path):
     lengths = seen.rollouts.completion_mask.sum(dim=1).view(-1, 4).tolist()
     expected = [0.0 if a is None else a for group in reference.opo(scored, lengths) for a in group]
     assert any(expected) and seen.rollouts.advantages.tolist() == pytest.approx(expected, abs=1e-5)
-
-
-class AdvantagesOfTRL(GRPOTrainer):
-    """In place of training: TRL's advantages of a batch, and its rewards, with every scale and aggregation."""
-
-    def _calculate_rewards(self, *args):
-        self.rewards = super()._calculate_rewards(*args)
-        return self.rewards
-
-    def train(self, **kwargs):
-        self.model.train()
-        self.found, examples = {}, [example for example in self.train_dataset.select(range(4)) for _ in range(4)]
-        for self.scale_rewards, self.multi_objective_aggregation in product(SCALES, AGGREGATIONS):
-            advantages = self._generate_and_score_completions(examples)["advantages"]
-            self.found[self.scale_rewards, self.multi_objective_aggregation] = self.rewards, advantages
-
-
-def test_equals_trl(tiny_model, tmp_path):
-    """For rewards with spread in every group."""
-
-    def graded(completion_ids, **kwargs):
-        return [len(ids) / 7 for ids in completion_ids]
-
-    rewards = [graded, ScriptedReward(constant=0.0)]
-    trainer = run(AdvantagesOfTRL, tiny_model, tmp_path, reward=rewards, reward_weights=[1.0, 0.3])
-    assert len(trainer.found) == 6
-    for (scale, aggregation), (rewards, expected) in trainer.found.items():
-        options = {"scale_rewards": scale, "multi_objective_aggregation": aggregation}
-        ours = group_advantages(rewards, torch.tensor([1.0, 0.3]), 4, **options)
-        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
 def python_blocks(path: Path) -> list[str]:
