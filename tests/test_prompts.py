@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TrainerCallback
 
-from dash_trl import DASHCallback, DASHTrainer
+from dash_trl import DASHTrainer
 from dash_trl.rollout import PromptReader, open_epoch
 from tests.tiny import prompts, run
 
@@ -196,32 +196,6 @@ def test_a_callback_ends_an_epoch(tiny_model, tmp_path, rows, data, event):
         assert (walk.seen, walk.windows) == (expected.seen, expected.windows)
         for n in range(3, len(walk.windows)):
             assert walk.announced[n] == walk.windows[n + 1 : n + 1 + walk.level]
-
-
-class Announced(DASHCallback):
-    """The examples of a window are those that were announced when the ones before it began."""
-
-    def __init__(self):
-        self.windows = []
-
-    def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs):
-        trainer = kwargs["trainer"]
-        for ahead in range(1, args.async_level + 1):
-            if len(self.windows) >= ahead:
-                assert rollouts.examples is self.windows[-ahead][1][ahead - 1]
-        self.windows.append((rollouts.examples, trainer._reader.upcoming(trainer._step)))
-
-
-@pytest.mark.parametrize(
-    "data, settings, windows", [(prompts, {"num_iterations": 2}, 3), (stream, {"steps_per_generation": 2}, 12)]
-)
-def test_a_run_trains_on_what_was_announced(tiny_model, tmp_path, data, settings, windows):
-    callback = Announced()
-    trainer = run(
-        DASHTrainer, tiny_model, tmp_path, callbacks=[callback], dataset=data(9), max_steps=6, async_level=2, **settings
-    )
-    assert trainer.state.global_step == 6 and len(callback.windows) == windows
-    assert [len(ahead) for _, ahead in callback.windows[-3:]] == [2, 1, 0]
 
 
 class Stops(TrainerCallback):
