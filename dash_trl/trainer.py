@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType, is_peft_model, send_to_device
+from accelerate.utils import DistributedType, DynamoBackend, is_peft_model, send_to_device
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import Trainer
@@ -213,11 +213,14 @@ class DASHTrainer(GRPOTrainer):
                 partial(checked_rollouts, rollout_func, prompts, trainer)
             )
         adapter = getattr(self.model, "active_peft_config", None)
+        # By `torch_compile`, or by accelerate's own configuration
+        self._compiled = self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
         self._passes = ModelPasses(
             self._text_models(),
             virtual_tokens=getattr(adapter, "is_prompt_learning", False),
             continuous_batching=args.use_transformers_continuous_batching,
             noisy_embeddings=args.neftune_noise_alpha is not None,
+            compiled=self._compiled,
         )
         self._scorer = Scorer(
             self.ranks,
@@ -939,10 +942,7 @@ class DASHTrainer(GRPOTrainer):
             self._head_hook.remove()
         self._head_hook = forget_plain_passes(self.model_wrapped)
         if self._passes.padding_free:
-            models = self._models()
-            if self.args.torch_compile:  # a trace may take another way through the policy
-                models[0] = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=True)
-            flaws = [flaw for flaw in map(self._packing_flaw, models) if flaw]
+            flaws = [flaw for flaw in map(self._packing_flaw, self._models()) if flaw]
             if self.ranks.sum(torch.tensor(len(flaws))):  # all ranks pad if one has to
                 self._passes.padded_because = next(iter(flaws), "of what another rank found")
         if self.accelerator.is_main_process:
@@ -951,10 +951,12 @@ class DASHTrainer(GRPOTrainer):
 
     def _packing_flaw(self, model: Any) -> str | None:
         """Why packed passes of a prepared model would be wrong; a collective under ZeRO-3 and FSDP."""
+        # A trace may take another way through the policy. Unwrapped by accelerate, that would lose DDP's `no_sync`.
+        called = self.model_wrapped if self._compiled and model is self.model else model
         with self.accelerator.autocast():
             return packing_flaw(
-                partial(packed_log_probs, model, flash=self._passes.flash),
-                partial(super()._get_per_token_logps_and_entropies, model),
+                partial(packed_log_probs, called, flash=self._passes.flash),
+                partial(super()._get_per_token_logps_and_entropies, called),
                 model,
                 vocabulary=min(self.model.config.get_text_config().vocab_size, len(self._tokenizer)),
                 device=self.accelerator.device,

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pytest
 import torch
 from accelerate.utils import gather_object
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -48,6 +49,8 @@ from tests.tiny import (
     prompts,
     run,
     save_tiny_model,
+    with_flash_stand_in,
+    without_compiled_ops,
 )
 
 RANK = int(os.environ.get("RANK", 0))
@@ -55,6 +58,8 @@ DEEPSPEED = bool(os.environ.get("ACCELERATE_USE_DEEPSPEED"))
 ON_DDP = pytest.mark.skipif(DEEPSPEED, reason="as without DeepSpeed, where a checkpoint takes seconds")
 SAVED = {"save_strategy": "no" if DEEPSPEED else "steps", "save_steps": 3}
 Ends = dict[str, torch.Tensor]
+if DEEPSPEED:
+    without_compiled_ops()
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +86,7 @@ def models(tiny_model, tmp_path_factory) -> dict[str, tuple[str, Ends]]:
 
 def whole(trainer: Any) -> Ends:
     """The parameters, gathered under ZeRO-3."""
-    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
     context: Any = nullcontext()
     if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
         import deepspeed
@@ -169,6 +174,19 @@ def test_the_update_is_trls(train, name):
     expected = whole(train(model, GRPOTrainer, reward=scripted[0], **settings))
     reward = RewardAgent(Late(silent)) if "reward_pipeline" in ours else scripted[1]
     train(model, expected=expected, reward=reward, **settings, **ours)
+
+
+@ON_DDP
+def test_a_compiled_model(train, tiny_model, monkeypatch):
+    """Packed passes of several samples; rank 1 runs dummies. (Under ZeRO-3 TRL's fused LM head cannot be compiled.)"""
+    waits, no_sync = [], DistributedDataParallel.no_sync
+    rewards = [ScriptedReward(constant=0.3, silent=ON_RANK_1) for _ in range(2)]
+    expected = whole(train(trainer_class=GRPOTrainer, reward=rewards[0]))
+    monkeypatch.setattr(DistributedDataParallel, "no_sync", lambda model: waits.append(model) or no_sync(model))
+    compiled: dict[str, Any] = {"loaded": with_flash_stand_in(tiny_model), "max_tokens_per_microbatch": 60}
+    compiled |= {"torch_compile": True, "torch_compile_backend": "eager"}
+    trainer = train(expected=expected, reward=rewards[1], **compiled)
+    assert trainer.state.log_history[0]["packing/padding_free"] == 1 and waits
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,15 @@ from dash_trl.monitoring import sampler_metrics
 from dash_trl.rollout import CreditedRollouts, joined
 from dash_trl.sampling.trl import VLLMPool
 from dash_trl.update import Schedule, plan_segment
-from tests.tiny import ScriptedReward, ScriptedRollouts, parameters, prompts, relative_difference, run
+from tests.tiny import (
+    ScriptedReward,
+    ScriptedRollouts,
+    parameters,
+    prompts,
+    relative_difference,
+    run,
+    with_flash_stand_in,
+)
 
 
 def odd(completion, completion_ids):
@@ -45,11 +53,15 @@ def updates_are_equal(start, one, other):
 # ------------------------------------------------------------------------------------------- beside the same run of TRL
 
 
-def test_a_compiled_model(start, tiny_model, tmp_path, caplog):
-    """Its packed passes fail while they are traced, so that it is padded."""
-    settings = {"torch_compile": True, "torch_compile_backend": "eager"}
-    updates_are_equal(start, *(run(kind, tiny_model, tmp_path, **settings) for kind in (GRPOTrainer, DASHTrainer)))
-    assert "model passes are padded" in caplog.text
+@pytest.mark.parametrize("backend", ["EAGER", pytest.param("INDUCTOR", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("load", [None, with_flash_stand_in], ids=["sdpa is padded", "flash is packed"])
+def test_a_compiled_model(start, tiny_model, tmp_path, monkeypatch, load, backend):
+    """By the variable that `accelerate launch --dynamo_backend` sets, as `torch_compile` does."""
+    plain = run(GRPOTrainer, tiny_model, tmp_path)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", backend)
+    compiled = run(DASHTrainer, tiny_model, tmp_path, loaded=load and load(tiny_model), max_tokens_per_microbatch=60)
+    updates_are_equal(start, plain, compiled)
+    assert compiled.state.log_history[0]["packing/padding_free"] == (load is not None)
 
 
 class EndsTheEpoch(TrainerCallback):

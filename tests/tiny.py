@@ -16,7 +16,18 @@ from typing import Any, NoReturn
 import torch
 from datasets import Dataset
 from tokenizers import ByteLevelBPETokenizer
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TrainerCallback,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -54,6 +65,37 @@ def save_tiny_model(directory: Path, model_class: Any = Qwen2ForCausalLM, config
     model_class(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return str(directory)
+
+
+def without_compiled_ops() -> None:
+    """DeepSpeed runs on PyTorch alone.
+
+    For CPUs it compiles collectives first, which takes minutes beside other work, and PyTorch waits without an end for
+    the lock of a compilation whose process was killed.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {}
+
+
+def packed_by_mask(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
+) -> tuple[Tensor, None]:
+    """Attention with the arguments of FlashAttention's varlen kernels, which take a GPU."""
+    if "cu_seq_lens_q" in settings:
+        position = torch.arange(query.shape[2])
+        sample = torch.bucketize(position, settings["cu_seq_lens_q"][1:].long(), right=True)
+        mask = (sample[:, None] == sample) & (position[:, None] >= position)[None, None]
+    return sdpa_attention_forward(module, query, key, value, mask, **settings)
+
+
+def with_flash_stand_in(model: str) -> Any:
+    """A model that is packed as with FlashAttention."""
+    AttentionInterface.register("flash_stand_in", packed_by_mask)
+    AttentionMaskInterface.register("flash_stand_in", sdpa_mask)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded.config._attn_implementation = "flash_stand_in"
+    return loaded
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:

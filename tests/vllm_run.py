@@ -30,7 +30,7 @@ from dash_trl.embedded.problems import arithmetic_dataset, arithmetic_reward
 from dash_trl.evaluation import open_sampler
 from dash_trl.serve import free_ports
 from tests.distributed_run import equal_on_all_ranks, whole
-from tests.tiny import ScriptedReward, leave, run
+from tests.tiny import ScriptedReward, leave, run, without_compiled_ops
 
 LEVEL, WINDOWS, STEPS_PER_WINDOW = 2, 6, 2
 GROUPS = 4  # of a rank's window
@@ -210,6 +210,7 @@ def two_steps(model: str, output: Path, **settings: Any) -> tuple[Any, dict[str,
 
 
 def zero3(model: str, adapter: str, output: Path, urls: list[str], groups: list[int]) -> None:
+    without_compiled_ops()
     trainer, seen = two_steps(model, output, vllm_server_urls=urls[:1])
     if trainer.accelerator.is_main_process:
         os.killpg(groups[0], signal.SIGKILL)

@@ -231,13 +231,22 @@ class ModelPasses:
             its width is part of the input.
         continuous_batching: samples with paged variants of the attention that a model came with.
         noisy_embeddings: NEFTune adds noise to them, the less the longer a row is.
+        compiled: torch.compile traces SDPA segment by segment: a graph for each number of rows that share a pass, of
+            which it makes 8 before it gives up. FlashAttention takes any number in one graph.
     Attributes:
         padded_because: why passes are padded; `None`: they are padding-free.
     """
 
     def __init__(
-        self, models: Sequence[Any], *, virtual_tokens: bool, continuous_batching: bool, noisy_embeddings: bool
+        self,
+        models: Sequence[Any],
+        *,
+        virtual_tokens: bool,
+        continuous_batching: bool,
+        noisy_embeddings: bool,
+        compiled: bool,
     ):
+        self.flash = "flash" in (models[0].config.get_text_config()._attn_implementation or "")
         self.padded_because: str | None = None
         if continuous_batching:
             self.padded_because = "continuous batching brings its own attention"
@@ -245,9 +254,12 @@ class ModelPasses:
             self.padded_because = "NEFTune's noise depends on the length of a row"
         elif virtual_tokens:
             self.padded_because = "every sample has virtual tokens before it"
+        elif compiled and not self.flash:
+            self.padded_because = (
+                "torch.compile packs with FlashAttention only (it slows packed SDPA down: leave it off)"
+            )
         else:
             self.padded_because = next(filter(None, map(enable_padding_free, models)), None)
-        self.flash = "flash" in (models[0].config.get_text_config()._attn_implementation or "")
         self._name = type(models[0]).__name__
         self._trim_prompts = not virtual_tokens
         self._layout: PackedLayout | None = None  # of the pass that is running; `None`: found from its mask
