@@ -89,9 +89,9 @@ def packed_by_mask(
     return sdpa_attention_forward(module, query, key, value, mask, **settings)
 
 
-def with_flash_stand_in(model: str) -> Any:
+def with_flash_stand_in(model: str, attention: Any = packed_by_mask) -> Any:
     """A model that is packed as with FlashAttention."""
-    AttentionInterface.register("flash_stand_in", packed_by_mask)
+    AttentionInterface.register("flash_stand_in", attention)
     AttentionMaskInterface.register("flash_stand_in", sdpa_mask)
     loaded = AutoModelForCausalLM.from_pretrained(model)
     loaded.config._attn_implementation = "flash_stand_in"
