@@ -636,7 +636,7 @@ class DASHTrainer(GRPOTrainer):
                 self.accelerator.gradient_state._set_sync_gradients(False)
         if is_last:
             self.recorder.end_step()
-            self.recorder.log(self._pass_metrics.of_step(self._schedule.segments))
+            self.recorder.log(self._pass_metrics.of_step(self._schedule.segments.values()))
             if self.use_vllm or self.rollout_func is not None or self._one_ahead:  # whose log-probs may be known
                 self.recorder.log(self._off_policy.of_step(self.ranks.sum))
         return loss

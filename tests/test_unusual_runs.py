@@ -103,6 +103,7 @@ def test_every_row_runs_once_though_the_accumulation_is_cut(cut):
     ran += [schedule.passes(step, lengths, 100.0)[0] for step in range(cut, 4)]
     for rank in range(2):
         assert sorted(row for passes in ran for one in passes for row in one.micro_batch.rows[rank]) == list(range(16))
+    assert [one.micro_steps for one in schedule.segments.values()] == [4]
 
 
 class CutsSteps(TrainerCallback):
@@ -125,6 +126,17 @@ class RowsThatRan(DASHTrainer):
         rows = zip(inputs["completion_ids"], inputs["completion_mask"].bool(), strict=True)
         self.rows = [*getattr(self, "rows", []), *(ids[mask].tolist() for ids, mask in rows if mask.any())]
         return super()._compute_loss(model, inputs)
+
+
+def test_a_step_that_is_cut_behind_a_window_counts_that_window_in_its_log(tiny_model, tmp_path):
+    """Windows of one micro-step: the first optimizer step has three of them instead of two."""
+    settings = {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "entropy_coef": 0.1, "beta": 0.0}
+    settings |= {"max_steps": 9, "dataset": prompts(4), "loss_type": "dapo"}
+    trl, ours = (
+        run(kind, tiny_model, tmp_path, callbacks=[CutsSteps([0])], **settings).state.log_history[0]
+        for kind in (GRPOTrainer, DASHTrainer)
+    )
+    assert abs(trl["policy_loss"]) > 1e-3 and ours["policy_loss"] == pytest.approx(trl["policy_loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize(("per_window", "cuts"), [(4, [0, 0]), (6, [0, 1])])

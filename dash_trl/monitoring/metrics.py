@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -271,7 +271,7 @@ class PassMetrics:
                 self._sums[name] += value * count
                 self._counts[name] += count
 
-    def of_step(self, segments: Sequence[Segment]) -> dict[str, float]:
+    def of_step(self, segments: Collection[Segment]) -> dict[str, float]:
         """The figures of an optimizer step that consists of `segments`; begins anew."""
         clipped = sum(one.all_rows if self.per_row else one.all_tokens for one in segments)
         micro_steps = sum(one.micro_steps for one in segments)

@@ -72,7 +72,7 @@ class Schedule:
         self.optimizer_step = range(0)
         self._uncut = 0  # where `optimizer_step` would begin, had no callback cut it
         self.ran_model = False  # on any rank, in this optimizer step
-        self.segments: list[Segment] = []  # of this optimizer step, with and without survivors
+        self.segments: dict[int, Segment] = {}  # of this optimizer step, by their first micro-step; silent ones, too
         self._global_step, self._completed = -1, 0
         self._sampled_at: int | None = None
         self._planned: dict[int, list[Pass]] = {}
@@ -94,8 +94,8 @@ class Schedule:
         if global_step != self._global_step:
             self._global_step, self._completed = global_step, step
             self.ran_model = False
+            self.segments = {}
         self.optimizer_step = range(step, step + micro_steps)
-        self.segments = []
         self._planned.clear()
 
     def is_last(self, step: int) -> bool:
@@ -210,7 +210,7 @@ class Schedule:
         ends_step = last and share.stop == self.optimizer_step.stop
         plan = self.pack(lengths, micro_steps, ends_step and self.ran_model)
         if last:
-            self.segments.append(segment)
+            self.segments[share.start] = segment  # once more after a cut within it
         self.ran_model |= any(plan)
         return [_passes(micro_batches, segment, lengths) for micro_batches in plan]
 
