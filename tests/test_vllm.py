@@ -51,7 +51,7 @@ class Pair:
 
     def __init__(self, model: str, folder: Path):
         self.model, self.folder, self.slow = model, folder, folder / "slow"
-        self.ports = free_ports(2, 8100)
+        self.ports = free_ports(2, 10000 + os.getpid() % 10000)  # not those of another suite that begins now, too
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
         self.commands = [self.start(number) for number in range(2)]
 
