@@ -203,7 +203,8 @@ def outcome(mutation: dict[str, Any], data: Any, seconds: dict[str, float], limi
     if done.returncode == 0:
         return f"SURVIVED {len(tests)} tests in {took:.0f} s"
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if done.returncode == 4:  # pytest does not know a name that was recorded
+    # pytest does not know a name that was recorded; if a test's file cannot be imported, it finds no collectors
+    if done.returncode == 4 and "found no collectors" not in done.stderr:
         return f"not run: {done.stderr.strip().splitlines()[-1]}"
     return f"killed in {took:.0f} s: {failed[0][:150] if failed else f'exit {done.returncode}'}"
 
