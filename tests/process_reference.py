@@ -30,8 +30,13 @@ def deviation(values):
 
 
 def credit(estimator, batch, s):
-    """By one of the functions below; a row that is not valued has its outcome advantage."""
-    weight = 1.0 if estimator in (gae, grpo) else s["outcome"]  # those two have no weights
+    """By one of the functions below; a row that is not valued has its outcome advantage.
+
+    With both weights where values are anchored, since the process part of the other rows pays the outcome, too.
+    """
+    weight = s["outcome"] + (0.0 if s["unit"] is None else s["process"])
+    if estimator in (gae, grpo):  # those two have no weights
+        weight = 1.0
     return [
         values if row["valued"] else [weight * row["advantage"]] * row["length"]
         for row, values in zip(flat(batch), estimator(batch, s), strict=True)

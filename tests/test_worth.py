@@ -13,6 +13,7 @@ from dash_trl.process_rewards import ESTIMATORS, AnswerLogProbValue
 from dash_trl.process_rewards.diagnostics import Diagnostics
 from dash_trl.process_rewards.worth import LEAST_GROUPS, WINDOWS, Evidence, Watch, evidence_of, interval, student
 from dash_trl.rollout import joined
+from dash_trl.update import group_advantages
 from tests.test_credit import as_tables
 from tests.test_outcome_value import AUTO, Knows, callback, logged, train
 from tests.tiny import ScriptedReward, parameters, run
@@ -269,6 +270,25 @@ def test_the_weight_is_that_of_the_windows_before(tiny_model, tmp_path, monkeypa
     assert [advantages.dim() for advantages in windows.advantages] == [1 + (weight > 0) for weight in weights]
     assert logged(trainer, "process/concordance")[-1] > 0.8 > 0.5 < logged(trainer, "process/concordance_low")[-1]
     assert process._diagnostics.entropies == [], "a value that is not made of the policy's confidence"
+
+
+def test_rows_whose_v_is_lost_keep_their_outcome_advantage(tiny_model, tmp_path):
+    """As where too few rollouts fail for a fit, though the windows before have given V a weight."""
+
+    class Lost(Knows):
+        calls = 0
+
+        def __call__(self, requests, trainer):
+            self.calls += 1
+            values = super().__call__(requests, trainer)
+            return values if self.calls < 5 else [[NAN] * len(row) for row in values]
+
+    process = callback(Lost(), settings=AUTO)
+    trainer, windows = train(tiny_model, tmp_path, process, **{**SILENT, "max_steps": 5})
+    assert logged(trainer, "process/weight")[-1] > 0 == logged(trainer, "process/valued_rows")[-1]
+    last = windows.rollouts[-1]
+    outcome = group_advantages(last.rewards, torch.ones(1), 4).unsqueeze(1) * last.completion_mask
+    assert outcome.any() and torch.equal(windows.advantages[-1], outcome)
 
 
 def mine(requests, trainer):

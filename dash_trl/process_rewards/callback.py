@@ -76,7 +76,7 @@ class ProcessRewardCallback(DASHCallback):
 
     Values are computed once per rollout, in the sampling phase, before the filter. A problem that no completion solves
     can still teach: its completions differ in progress, so the filter keeps them. Anchored values pay there in the unit
-    of the windows before (`credit._scaled`), and nothing in the first window.
+    of the windows before (`credit._scaled`), and nothing while no group of these had different outcomes.
 
     Args:
         value: estimates V(prefix); default `AnswerLogProbValue()`.

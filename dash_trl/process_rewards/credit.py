@@ -42,7 +42,7 @@ class Rewards:
         outcome: [N], the weighted sum of a row's rewards; NaN = unscored.
         outcome_advantages: [N], the trainer's.
         valued: [N] bool; False = no process reward (V_0 or V_n is missing, or the row is unscored, or has no token):
-            the row gets its outcome advantage and is left out of baselines and scales.
+            the row gets its outcome advantage (`_outcome_part`) and is left out of baselines and scales.
         group_size: G, dividing N.
         unit: for anchored values, the advantage that a reward of 1 has in a group whose outcomes are alike; None = the
             values are not anchored.
@@ -297,7 +297,7 @@ def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
     row, token = _last_token(rewards)
     deltas[row, token] = rewards.outcome.nan_to_num()[row] - values[row, token]
     discounts = torch.where(rewards.ends, settings.gamma * settings.lam, one)
-    return _or_outcome(_discounted(deltas, discounts), rewards, CreditSettings())
+    return _or_outcome(_discounted(deltas, discounts), rewards, CreditSettings(process_weight=0))
 
 
 ESTIMATORS: dict[str, Callable[[Rewards, CreditSettings], Tensor]] = {
@@ -352,16 +352,29 @@ def _broadcast(per_row: Tensor, rewards: Rewards) -> Tensor:
 
 
 def _with_outcome(process: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """w_o·A_outcome + w_p·process, the second on valued rows only; in the memory of `process`."""
+    """`_outcome_part` + w_p·process, the second on valued rows only; in the memory of `process`."""
     process.mul_(float(settings.process_weight) * rewards.valued.double().unsqueeze(1))
-    process.add_(settings.outcome_weight * rewards.outcome_advantages.unsqueeze(1))
+    process.add_(_outcome_part(rewards, settings))
     return process.masked_fill_(~rewards.mask, 0)
 
 
 def _or_outcome(advantages: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """`advantages` on valued rows, w_o·A_outcome on the others."""
-    outcome = settings.outcome_weight * rewards.outcome_advantages.unsqueeze(1)
+    """`advantages` on valued rows, `_outcome_part` on the others."""
+    outcome = _outcome_part(rewards, settings)
     return torch.where(rewards.valued.unsqueeze(1), advantages, outcome).masked_fill_(~rewards.mask, 0)
+
+
+def _outcome_part(rewards: Rewards, settings: CreditSettings) -> Tensor:
+    """[N, 1]: w_o·A_outcome.
+
+    An anchored process part pays the outcome, too. So a row that is not valued gets (w_o + w_p)·A_outcome there, as if
+    its V did not move; with process_weight="auto" that is A_outcome.
+    """
+    weight = alone = settings.outcome_weight
+    if rewards.unit is not None:
+        alone += float(settings.process_weight)
+    outcome = rewards.outcome_advantages
+    return torch.where(rewards.valued, weight * outcome, alone * outcome).unsqueeze(1)
 
 
 def _combined(rewards: Rewards, settings: CreditSettings) -> Tensor:
