@@ -321,6 +321,20 @@ def test_solved_groups_teach_and_are_not_paid_for_and_unscored_rows_do_not_teach
         assert request.entropies == pytest.approx(policy.entropy().tolist(), abs=1e-5)
 
 
+def test_masked_completions_do_not_teach(tiny_model, tmp_path):
+    """Their prefixes are unknown: their outcomes would be in V_0, the mean outcome, and in no V behind it."""
+    process = callback(FittedAndKnown())
+    trainer, windows = train(tiny_model, tmp_path, process, mask_truncated_completions=True, max_steps=2)
+    written = [rollouts.completion_mask.any(dim=1) for rollouts in windows.rollouts]
+    outcomes = torch.cat([rollouts.rewards[rows, 0] for rollouts, rows in zip(windows.rollouts, written, strict=True)])
+    taught = torch.cat([window["outcome"] for window in process.value.state_dict()["windows"]])
+    assert torch.equal(taught.float(), outcomes) and len(taught) < 32
+    (base,) = {values[0] for values, row in zip(windows.values[1], written[1], strict=True) if row}
+    masked = [values for values, row in zip(windows.values[1], written[1], strict=True) if not row]
+    assert base == pytest.approx((float(taught[: int(written[0].sum())].mean()) + 0.5) / 2)  # half is `Knows`'
+    assert masked and all(len(one) == 1 and math.isnan(one[0]) for one in masked)
+
+
 @ONE_WINDOW_OR_TWO
 def test_a_window_that_comes_in_parts_teaches_once(tiny_model, tmp_path, shapes):
     from dash_trl import RewardAgent

@@ -27,6 +27,7 @@ from dash_trl.process_rewards import (
 from dash_trl.process_rewards.callback import accepted_answers
 from dash_trl.process_rewards.diagnostics import Diagnostics
 from dash_trl.process_rewards.picture import credit_html
+from dash_trl.update import weighted_rewards
 from tests.test_credit import as_rewards, make_rows
 from tests.tiny import ScriptedReward, parameters, relative_difference, run, tiny_tokenizer
 
@@ -146,19 +147,33 @@ def test_solved_groups_and_failed_rewards_are_not_valued(tiny_model, tmp_path):
     assert all(rollouts.advantages[row].any() for row in (9, 13))
 
 
-@pytest.mark.parametrize(("skip", "expected"), [(True, [1, 1, 0, 1, 0, 0, 0, 0]), (False, [0, 0, 0, 1, 0, 0, 0, 0])])
+def skipped(rewards: list, weights: list, lengths: list | None = None, **arguments) -> list[int]:
+    """Which rows of groups of two are not valued; NaN = the function does not apply."""
+    process, table, weights = callback(**arguments), torch.tensor(rewards), torch.tensor(weights)
+    highest = process._highest(SimpleNamespace(rewards=table), weights)
+    written = torch.tensor([3] * len(table) if lengths is None else lengths)
+    return process._skipped(weighted_rewards(table, weights), highest, written, 2).int().tolist()
+
+
+@pytest.mark.parametrize(("skip", "expected"), [(True, [1, 1, 0, 1, 0, 0, 0, 1]), (False, [0, 0, 0, 1, 0, 0, 0, 1])])
 def test_rows_that_are_not_valued(skip, expected):
-    """Groups of equal positive rewards, and unscored rows."""
-    outcomes = torch.tensor([1.0, 1.0, 1.0, math.nan, 0.0, 0.0, -1.0, -1.0])
-    assert callback(skip_solved=skip)._skipped(outcomes, torch.ones(1), 2).int().tolist() == expected
+    """Groups of equal positive rewards, unscored rows, and rows without a token."""
+    rewards = [[1.0], [1.0], [1.0], [math.nan], [0.0], [0.0], [-1.0], [-1.0]]
+    assert skipped(rewards, [1.0], [3] * 7 + [0], skip_solved=skip) == expected
 
 
 @pytest.mark.parametrize(("reward", "solved"), [(None, [1, 0, 0]), (1.0, [1, 1, 0]), (2.0, [0, 0, 0])])
 def test_a_group_that_shares_a_bonus_is_not_solved(reward, solved):
     """Two functions with the weights 1 and 0.1: all is right, all but the form, the form alone."""
-    outcomes = torch.tensor([1.1, 1.1, 1.0, 1.0, 0.1, 0.1])
-    skipped = callback(solved_reward=reward)._skipped(outcomes, torch.tensor([1.0, 0.1, -0.5]), 2)
-    assert skipped[::2].int().tolist() == solved
+    rewards = [[1.0, 1.0, 0.0]] * 2 + [[1.0, 0.0, 0.0]] * 2 + [[0.0, 1.0, 0.0]] * 2
+    assert skipped(rewards, [1.0, 0.1, -0.5], solved_reward=reward)[::2] == solved
+
+
+def test_a_group_is_solved_by_the_functions_that_apply_to_it():
+    """As in a run on mathematics and programs, each with a function of its own."""
+    nan = math.nan
+    rewards = [[1.0, nan]] * 2 + [[nan, 1.0]] * 2 + [[1.0, 0.0]] * 2 + [[nan, 0.5]] * 2
+    assert skipped(rewards, [1.0, 1.0])[::2] == [1, 1, 0, 0]
 
 
 def test_an_anchored_value_leaves_the_last_episode_the_outcome(tiny_model, tmp_path, monkeypatch, caplog):

@@ -88,7 +88,8 @@ class ProcessRewardCallback(DASHCallback):
         skip_solved: no values for groups whose completions all have one reward, at least `solved_reward`: nothing is
             left to learn there. A value that learns, `OutcomeValue`, learns from them all the same.
         solved_reward: weighted sum of the rewards of a solved completion. Default: the sum of the positive
-            `reward_weights`, as of functions whose highest reward is 1.
+            `reward_weights` of the functions that apply to it (whose reward is not NaN), as of functions whose highest
+            reward is 1.
         anchored: whether the outcome is the last value, so that all that V pays is outcome − V_0; see
             `dash_trl.process_rewards.credit.anchor`. Default: with a value that learns, where it keeps a V that the
             policy has learned to please from paying without an outcome; and for process_weight="auto".
@@ -260,8 +261,8 @@ class ProcessRewardCallback(DASHCallback):
         width = max(columns, 1) if alone else max(1, *ranks.gather_object(columns))
 
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
-        outcomes = gather(outcome)
-        skipped = self._skipped(outcomes, trainer.reward_weights, group_size)
+        outcomes, lengths = gather(outcome), gather(rollouts.completion_mask.sum(dim=1))
+        skipped = self._skipped(outcomes, gather(self._highest(rollouts, trainer.reward_weights)), lengths, group_size)
         requests, found, entropy = self._values(rollouts, skipped[mine], outcome, trainer)
         paid = [
             ((0,), [math.nan]) if skip else (request.boundaries, row)
@@ -271,7 +272,6 @@ class ProcessRewardCallback(DASHCallback):
 
         boundaries = gather(_table([at for at, _ in paid], -1), pad=-1)
         values = gather(_table([row for _, row in paid], math.nan), pad=math.nan).double()
-        lengths = gather(rollouts.completion_mask.sum(dim=1))
         paid_at, earned = anchor(boundaries, values, lengths, outcomes) if self.anchored else (boundaries, values)
         process, ends, per_token, valued = place_rewards(paid_at, earned, lengths, width)
         rewards = Rewards(
@@ -318,21 +318,28 @@ class ProcessRewardCallback(DASHCallback):
             mean = worth.get("process/entropy", self._logged_entropy) if self.needs_log_probs else None
             self._diagnostics.watch(worth, full=self._watch.full, entropy=mean)
 
-    def _skipped(self, outcomes: Tensor, weights: Tensor, group_size: int) -> Tensor:
-        """[N] bool: unscored rows, and rows of solved groups."""
-        groups = outcomes.view(-1, group_size)
-        highest = float(weights.clamp(min=0).sum()) if self.solved_reward is None else self.solved_reward
-        solved = (groups == groups[:, :1]).all(dim=1) & (groups[:, 0] > highest - ALIKE) & self.skip_solved
-        return solved.repeat_interleave(group_size) | outcomes.isnan()
+    def _highest(self, rollouts: CreditedRollouts, weights: Tensor) -> Tensor:
+        """[B]: the weighted sum of a row's rewards that makes it a solved one."""
+        applies = ~rollouts.rewards.isnan()
+        if self.solved_reward is not None:
+            return torch.full(applies.shape[:1], float(self.solved_reward))
+        return (applies * weights.to(applies.device).clamp(min=0)).sum(dim=1)
+
+    def _skipped(self, outcomes: Tensor, highest: Tensor, lengths: Tensor, group_size: int) -> Tensor:
+        """[N] bool: unscored rows, rows without a token (masked completions), and rows of solved groups."""
+        groups, solved = (cells.view(-1, group_size) for cells in (outcomes, outcomes > highest - ALIKE))
+        solved = (groups == groups[:, :1]).all(dim=1) & solved.all(dim=1) & self.skip_solved
+        return solved.repeat_interleave(group_size) | outcomes.isnan() | (lengths == 0)
 
     def _values(
         self, rollouts: CreditedRollouts, skipped: Tensor, outcome: Tensor, trainer: Any
     ) -> tuple[list[ValueRequest], list[list[float]], Tensor]:
         """What this rank asked for and found, and the entropies' [1, 2] sum and number, as far as known.
 
-        A skipped row that V learns from has boundaries, too.
+        A skipped row that V learns from has boundaries, too. From a row without a token it does not learn: no prefix of
+        such rows is known, so that their outcomes would be in V_0 alone.
         """
-        learned = ~outcome.isnan() & self._learns
+        learned = ~outcome.isnan() & rollouts.completion_mask.any(dim=1) & self._learns
         asked = ~skipped | learned
         log_probs, entropies = _log_probs(rollouts, asked, trainer) if self.needs_log_probs else (None, None)
         requests = trainer.ranks.agree(partial(self._requests, rollouts, asked, log_probs, entropies))
