@@ -116,6 +116,9 @@ def test_the_final_answer_is_no_episode():
     for answer in ("The final answer is $\\boxed{72}$.", "The answer is 72.\n#### 72"):  # announced, then written
         text = f"So x is 4. The answer is 5? {30 * 'No, '}{answer}"
         assert cut(text, min_episode_tokens=32)[0][-1].strip() == answer
+    for answer in ("The final answer is $\\boxed{72}$.", "The answer is: **\\boxed{72}**", "The answer is\n\n#### 72"):
+        text = f"So x is 4. The answer is 5? No. {answer}"  # however short an episode may be
+        assert cut(text)[0][-1].strip() == answer
 
 
 @pytest.mark.parametrize("end", [True, False])

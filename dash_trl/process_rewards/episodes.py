@@ -42,6 +42,7 @@ EPISODE_MARKERS = (
 FINAL_ANSWER = r"(?i:\b(?:the\s+)?(?:final\s+)?answer\s+is)|\\boxed\b|####"
 
 _BOXED_AS_BOUNDARY = re.compile(r"(?<!\\)(?:\\\\)*\\boxed")
+_WORD = re.compile(r"\w")
 _SENTENCE_END = re.compile(r"[.!?。！？][\"'”’)\]]*\s+|\n+")
 
 Markers = Sequence[str] | Callable[[str], Iterable[int]]
@@ -101,8 +102,9 @@ class Segmenter:
         markers: texts that begin an episode where they begin a word; or a function: text → character positions.
         max_episode_tokens: before the fallback cuts. min_episode_tokens: a boundary nearer to the one before, or to
             the final answer, is left out.
-        final_answer: regular expression; its last match begins the final answer, and with it those before that are
-            nearer than `min_episode_tokens` to the next one: "The answer is $\\boxed{72}$" begins at "The".
+        final_answer: regular expression; its last match begins the final answer, and with it those before that have no
+            word between them and the next one, or are nearer than `min_episode_tokens` to it: "The answer is
+            $\\boxed{72}$" begins at "The".
     Raises:
         ValueError: for impossible settings, and a tokenizer that is not fast.
     """
@@ -163,10 +165,14 @@ class Segmenter:
             byte = len(text[:character].encode("utf-8", "surrogateescape"))
             return bisect_right(starts, byte, hi=written) - 1 if byte < starts[-1] else written
 
-        answers = [token_at(match.start()) for match in self._final_answer.finditer(text)]
-        end = answers.pop() if answers else written
-        while answers and end - answers[-1] < self._shortest:
-            end = answers.pop()
+        answers = list(self._final_answer.finditer(text))
+        begins = [token_at(answer.start()) for answer in answers]
+        while len(begins) > 1:
+            last, before = answers.pop(), answers[-1]
+            if begins[-1] - begins[-2] >= self._shortest and _WORD.search(text, before.end(), last.start()):
+                break
+            begins.pop()
+        end = begins[-1] if begins else written
         if callable(self._markers):
             cuts = [position for position in self._markers(text) if 0 <= position <= len(text)]
         else:
