@@ -360,6 +360,7 @@ HEALTHY = {
     "asked": (1.0, 0.0),
     "process/valued_rows": (1.0, 0.0),
     "structured where several": (0.9, 0.3),
+    "advantage/mean": (0.0, 1.0),
     "added": (0.0, 0.5),
     "outcome": (0.0, 1.0),
 }
@@ -373,8 +374,11 @@ NONE_VALUED = {"process/valued_rows": (0.0, 0.0), "structured where several": (m
         ({}, {"estimator": "rloo"}, "one advantage"),
         ({"structured where several": (0.0, 0.0)}, {}, "one advantage"),
         ({"structured where several": (0.0, 0.0)}, {"pays": False}, ""),
+        # Anchored, while no problem has been solved: nothing is paid.
+        ({"structured where several": (0.0, 0.0), "advantage/mean": (0.0, 0.0)}, {}, ""),
         ({"added": (0.0, 0.009)}, {}, "drowned"),
         ({"added": (0.0, 0.009)}, {"pays": False}, ""),
+        ({"added": (0.0, 0.009)}, {"auto": True}, ""),
         ({"added": (0.0, 0.011)}, {}, ""),
         ({}, {"seconds": 1e9}, "V(prefix) takes"),
         (NONE_VALUED, {}, "No row has a value"),

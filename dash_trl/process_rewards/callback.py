@@ -312,7 +312,9 @@ class ProcessRewardCallback(DASHCallback):
         seconds = self._seconds + time.perf_counter() - started
         figures = batch_figures(window.rewards, window.boundaries, window.values, window.credit, skipped=window.skipped)
         trainer.recorder.log({**process_metrics(figures), **worth, "time/values": seconds})
-        self._diagnostics.check(figures, seconds=seconds, estimator=self.estimator, ready=ready, pays=self._pays)
+        self._diagnostics.check(
+            figures, seconds=seconds, estimator=self.estimator, ready=ready, pays=self._pays, auto=self._auto
+        )
         weighs = self.estimator != "grpo" and self.settings.process_weight != 0
         if self._pays and weighs and figures["process/valued_rows"][0]:
             mean = worth.get("process/entropy", self._logged_entropy) if self.needs_log_probs else None

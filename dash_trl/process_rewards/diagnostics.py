@@ -86,12 +86,22 @@ class Diagnostics:
         self._last = -math.inf  # seconds, at the window before
         self.entropies: list[float] = []  # of the first `PATIENCE` windows that were paid by V
 
-    def check(self, figures: Figures, *, seconds: float, estimator: str, ready: bool = True, pays: bool = True) -> None:
+    def check(
+        self,
+        figures: Figures,
+        *,
+        seconds: float,
+        estimator: str,
+        ready: bool = True,
+        pays: bool = True,
+        auto: bool = False,
+    ) -> None:
         """
         Args:
             figures: `batch_figures`. seconds: that the values took. estimator: its name.
             ready: False while the value estimator has too little to go by, so that values are missing by intent.
             pays: False while nothing is paid by V, by intent.
+            auto: V is paid what it is worth: a small weight is no mistake.
         """
         now = time.perf_counter()
         between, self._last = now - self._last, now
@@ -105,14 +115,15 @@ class Diagnostics:
                 "No row has a value at its beginning and its end, so that there is no process reward: are the answers "
                 "empty, or does the value estimator give NaN only? process/missing_values in the log is their share.",
             )
-        if pays and not math.isnan(several_structured):
+        # Where no token has an advantage, the filter's metrics say so.
+        if pays and figures["advantage/mean"][1] > 0 and not math.isnan(several_structured):
             self._note(
                 "structure",
                 estimator in SCALAR_ESTIMATORS or several_structured == 0,
                 f"All tokens of every row have one advantage: estimator={estimator!r} loses the structure of the "
                 "process rewards. Use 'centered_return', 'episode' or another per-token estimator.",
             )
-        if pays and valued:
+        if pays and valued and not auto:
             self._note(
                 "scale",
                 process < DROWNED * outcome,
