@@ -400,7 +400,7 @@ class ProcessRewardCallback(DASHCallback):
         return credit
 
     def _warn_of_losses(self, anchored: bool | None) -> None:
-        """Of what has learned less than by the outcome alone, with a value that learns."""
+        """Of what pays a value that learns by more than it has shown to be worth."""
         name = named(self.value)
         if anchored is False and self.estimator not in WITHOUT_UTILITIES:
             logger.warning(
@@ -409,8 +409,8 @@ class ProcessRewardCallback(DASHCallback):
             )
         if self.estimator == "gae":
             logger.warning(
-                f"estimator='gae' takes {name} for its critic at once, whatever that is worth, and has learned slower "
-                "with it than by the outcome alone (docs/process_rewards.md). Use 'centered_return'."
+                f"estimator='gae' takes {name} for its critic at once, whatever that is worth. 'centered_return' pays "
+                "what it was worth in the windows before."
             )
 
 
