@@ -1,6 +1,6 @@
 """Is V(prefix) worth anything? Against Monte Carlo success on the embedded tasks, where truth is cheap.
 
-    python benchmarks/value_quality.py --json value_quality.json                       # ~2 minutes on one core
+    python benchmarks/value_quality.py --json value_quality.json                       # 2 to 4 minutes on one core
     python benchmarks/value_quality.py --task confident --json confident.json        # a model sure of its errors
 
 What `python examples/value_quality` measures, for more values: 4 responses of each of 64 problems (of 32 longer ones

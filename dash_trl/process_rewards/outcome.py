@@ -49,8 +49,8 @@ class OutcomeValue:
     It needs no answers and no reward model: the outcomes of a run's own rollouts, and the log-probs of their tokens,
     as the sampler reports them. If it reports none (transformers' `generate`), log-probs and entropies come from one
     forward pass over all scored rows, a third of what training on them costs. `process_rewards.features` has the
-    numbers, `process_rewards.fit` the fit: logistic with squares and products. All scored rows teach, those of
-    solved groups too, and each rollout counts 1.
+    numbers, `process_rewards.fit` the fit: logistic with squares and products. All scored rows that have tokens teach,
+    those of solved groups too, and each rollout counts 1.
 
     - A window is valued by a fit that has not seen its outcomes, and teaches afterwards.
     - V(b_0) is the mean outcome of the buffer: the empty prefix has no log-probs, so that this is what a fit to it
