@@ -289,8 +289,9 @@ def test_models_that_are_right(tiny_model, checkpoints):
 
 def test_data_that_are_right():
     check_dataset(of(1, 2), "train_dataset", own_rollouts=True)
-    check_dataset(of([{"role": "user", "content": "1 + 1"}]), "train_dataset")
-    check_dataset({"stream": IterableDataset.from_generator(lambda: iter([{"prompt": 1}]))}, "eval_dataset")
+    check_dataset(of([{"role": "user", "content": "1 + 1"}]), "train_dataset", own_rollouts=False)
+    stream = IterableDataset.from_generator(lambda: iter([{"prompt": 1}]))
+    check_dataset({"stream": stream}, "eval_dataset", own_rollouts=False)
 
 
 def test_a_misspelt_estimator():

@@ -9,7 +9,7 @@ from dash_trl.config import DASHConfig
 from dash_trl.update import OFF_POLICY_LOSSES
 
 
-def check_dataset(dataset: Any, name: str, own_rollouts: bool = False) -> None:
+def check_dataset(dataset: Any, name: str, own_rollouts: bool) -> None:
     """Refuse a dataset that is empty, has images, or has no `prompt` column, or no prompt in its first row.
 
     The other rows are checked as they are sampled.
