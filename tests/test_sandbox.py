@@ -1,6 +1,7 @@
 """The sandbox: each attack is contained and scored as failed, and the next program is scored as if there was none."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,20 @@ from pathlib import Path
 import pytest
 
 from dash_trl.sandbox.box import PROTECTS, Sandbox
+from dash_trl.sandbox.confinement import (
+    ARCHITECTURES,
+    CLONE,
+    CLONE3,
+    FCNTL,
+    IOCTL,
+    KILL,
+    PRCTL,
+    PRLIMIT,
+    REFUSED,
+    REFUSED_IN_THE_OPEN,
+    SOCKET,
+    TGKILL,
+)
 from tests.attacks import FILES, FORGED, LEFT_BEHIND, OUTWARD, TOO_MUCH, UNSCORED
 from tests.test_workers import ends
 
@@ -272,3 +287,19 @@ def test_packages_of_an_environment_in_tmp(kind, monkeypatch):
         with Sandbox(isolation=kind, **LIMITS) as box:
             verdict = box.run(program, tests)
     assert verdict.right, verdict
+
+
+@pytest.mark.parametrize(
+    ("column", "header"), [(0, "x86_64-linux-gnu/asm/unistd_64.h"), (1, "asm-generic/unistd.h")], ids=ARCHITECTURES
+)
+def test_the_numbers_of_system_calls_are_the_kernel_s(column, header):
+    path = Path("/usr/include", header)
+    if not path.exists():
+        pytest.skip("the kernel's headers are not installed")
+    known = re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)$", path.read_text(), re.MULTILINE)
+    known = {name: int(number) for name, number in known}
+    refused = {name: numbers[column] for name, numbers in {**REFUSED, **REFUSED_IN_THE_OPEN}.items()}
+    named = {"clone": CLONE, "clone3": CLONE3, "kill": KILL, "tgkill": TGKILL, "prctl": PRCTL}
+    named |= {"prlimit64": PRLIMIT, "fcntl": FCNTL, "ioctl": IOCTL, "socket": SOCKET}
+    refused |= {name: numbers[column] for name, numbers in named.items()}
+    assert {name: known.get(name, number) for name, number in refused.items()} == refused  # headers may be older
