@@ -26,6 +26,7 @@ from dash_trl.sampling.weights.file import FileWeights
 from dash_trl.sampling.weights.nccl import NCCLWeights
 from dash_trl.sampling.weights.proof import check_probe, model_log_probs, probe_tokens, scale_linear
 from dash_trl.sampling.weights.snapshot import Snapshot, WeightMismatch
+from tests.tiny import said
 
 A, B, MODULUS = 0x2545F4914F6CDD1E - (1 << 61), 0x1E3779B97F4A7C15, 1 << 64
 
@@ -250,7 +251,7 @@ def test_the_probe_finds_a_server_that_computes_with_old_weights(caplog):
     model, ids = qwen2(), probe_tokens(300)
     plain, expected = model_log_probs(model, ids, 1.0), model_log_probs(model, ids, 0.5)
     check_probe(expected, plain, {"http://a": expected.tolist()}, torch.float32)
-    assert not caplog.records
+    assert not said(caplog)
     for wrong in (plain, expected * float("nan")):
         with pytest.raises(WeightMismatch, match="http://b holds the weights that it was given but computes with"):
             check_probe(expected, plain, {"http://a": expected.tolist(), "http://b": wrong.tolist()}, torch.float32)

@@ -300,6 +300,11 @@ def run(
     return trainer
 
 
+def said(caplog: Any) -> str:
+    """What the package logged: of a connection that another test has left, asyncio complains at any time."""
+    return "\n".join(one.getMessage() for one in caplog.records if one.name.startswith("dash_trl"))
+
+
 def leave(code: int = 0) -> NoReturn:
     """The end of a rank's process; with a failure it does not wait for the others.
 
