@@ -6,7 +6,8 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from dash_trl.seams import Decoder, Instead, begin_anew, count_pass_time, relog_advantages, sample, sampled_by
+from dash_trl.seams import Decoder, Instead, begin_anew, count_pass_time, relog_advantages, sample, sampled_by, seen_as
+from dash_trl.update import OFF_POLICY_LOSSES, trl_settings
 from tests.tiny import prompts, run, tiny_tokenizer
 
 
@@ -55,6 +56,24 @@ def test_sampling_is_trls_without_its_model_passes(tiny_model, tmp_path, monkeyp
 @pytest.fixture(scope="module")
 def trainer(tiny_model, tmp_path_factory):
     return run(GRPOTrainer, tiny_model, tmp_path_factory.mktemp("trl"), max_steps=2)
+
+
+@pytest.mark.parametrize("loss_type", OFF_POLICY_LOSSES)
+@pytest.mark.parametrize("detached", [False, True])
+def test_the_settings_of_our_losses_are_trls(trainer, loss_type, detached):
+    """Attributes that its loss reads; `use_vllm` means there that there is a correction, and nothing else."""
+    settings = trl_settings(loss_type, delta=8.0, detached=detached)
+    methods = (GRPOTrainer._compute_loss, GRPOTrainer._generate_and_score_completions)
+    source = "".join(map(inspect.getsource, methods))
+    for name in settings:
+        place = "args.delta" if name == "delta" else name
+        assert f"self.{place}" in source and hasattr(trainer.args if name == "delta" else trainer, name)
+    correction = "self.use_vllm and self.vllm_importance_sampling_correction"
+    assert source.count("self.use_vllm") == source.count(correction) > 0
+    seen = seen_as(trainer, settings)
+    assert seen.loss_type in ("dapo", "cispo") and seen.args.delta == settings.get("delta")
+    assert seen.args.steps_per_generation == 4 and seen_as(trainer, {}) is trainer
+    assert trainer.args.delta is None and trl_settings("dapo", delta=8.0, detached=detached) == {}
 
 
 TEMPLATE = {  # of a model that shows what it thinks; the prompt has opened that

@@ -255,9 +255,7 @@ class ModelPasses:
         elif virtual_tokens:
             self.padded_because = "every sample has virtual tokens before it"
         elif compiled and not self.flash:
-            self.padded_because = (
-                "torch.compile packs with FlashAttention only (it slows packed SDPA down: leave it off)"
-            )
+            self.padded_because = "torch.compile would trace packed SDPA anew for each number of rows (leave it off)"
         else:
             self.padded_because = next(filter(None, map(enable_padding_free, models)), None)
         self._name = type(models[0]).__name__
