@@ -39,6 +39,7 @@ from dash_trl.process_rewards import (
 from dash_trl.process_rewards.worth import evidence_of
 from dash_trl.rewards.failures import watch
 from dash_trl.sampling.weights.proof import model_log_probs
+from tests.test_contract import SCENARIOS, check_contract
 from tests.tiny import (
     ScriptedReward,
     ScriptedRollouts,
@@ -174,6 +175,12 @@ def test_the_update_is_trls(train, name):
     expected = whole(train(model, GRPOTrainer, reward=scripted[0], **settings))
     reward = RewardAgent(Late(silent)) if "reward_pipeline" in ours else scripted[1]
     train(model, expected=expected, reward=reward, **settings, **ours)
+
+
+@ON_DDP
+@pytest.mark.parametrize("name", ["env_mask, conversational", "clipped, with a reference"])
+def test_everything_that_trl_logs(tiny_model, output, name):
+    check_contract(tiny_model, output / name, SCENARIOS[name])
 
 
 @ON_DDP
