@@ -33,10 +33,10 @@ def step_times(trainer_class: Any, accumulation: int, settings: dict[str, Any]) 
     generation, decoded = [0.0] * (1 + COUNTED_STEPS), [0] * (1 + COUNTED_STEPS)
 
     class Timed(trainer_class):
-        def _generate(self, prompts: list) -> tuple:
-            output, seconds = harness.timed(super()._generate, prompts)
+        def _generate_single_turn(self, *args: Any) -> tuple:
+            output, seconds = harness.timed(super()._generate_single_turn, *args)
             generation[self.state.global_step] += seconds
-            decoded[self.state.global_step] += max(map(len, output[1]))
+            decoded[self.state.global_step] += max(map(len, output[0]))
             return output
 
     clock = harness.Clock()

@@ -26,7 +26,9 @@ import statistics
 import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import harness
 import torch
@@ -99,10 +101,11 @@ def run(loss: str, level: int, seed: int, rate: float, steps: int) -> dict[str, 
     started = time.process_time()
     settings = {"seed": seed, "max_steps": steps, "learning_rate": rate, **options}
     settings |= {"gradient_accumulation_steps": PROMPTS, "max_completion_length": LONGEST}
-    trainer = harness.embedded_trainer(settings, rollout_func=Stale(embedded_model(), level, seed))
-    if loss_settings is not None:
-        trainer._loss_settings = loss_settings
-    trainer.train()
+    with ExitStack() as patches:
+        for module in ("assembly", "trainer") if loss_settings is not None else ():
+            patches.enter_context(patch(f"dash_trl.{module}.loss_settings", lambda *args, **kwargs: loss_settings))
+        trainer = harness.embedded_trainer(settings, rollout_func=Stale(embedded_model(), level, seed))
+        trainer.train()
     log = trainer.state.log_history
     sampling = {"num_samples": SAMPLES, "max_new_tokens": LONGEST, "batch_size": 256}
     final = harness.accuracy(trainer.model, trainer.processing_class, **sampling)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -12,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from dash_trl.config import DASHConfig
 
 if TYPE_CHECKING:
+    from dash_trl.distributed import Ranks
     from dash_trl.rollout import CreditedRollouts, RolloutBatch, ScoredRollouts
 
 ROLLOUT_EVENTS = ("on_rollouts_sampled", "on_rewards", "on_advantages")
@@ -92,6 +94,36 @@ class DASHCallback(TrainerCallback):
         **kwargs,
     ) -> None:
         """`rollouts.advantages`, [B], is there to be changed, or replaced by [B, T] for per-token credit."""
+
+
+def dispatch(
+    event: str,
+    rollouts: RolloutBatch,
+    callbacks: Iterable[DASHCallback],
+    ranks: Ranks,
+    arguments: tuple[Any, Any, Any],
+    others: Mapping[str, Any],
+) -> None:
+    """Hand the rollouts to each callback; what fails on one rank is an error on all.
+
+    Args:
+        arguments: `args`, `state`, `control`. others: the keyword arguments.
+    Raises:
+        ValueError: a callback left a field unusable, or took tokens out of the loss after they had been counted.
+    """
+    for callback in callbacks:
+        ranks.agree(partial(_call, callback, event, rollouts, arguments, others))
+
+
+def _call(callback: DASHCallback, event: str, rollouts: RolloutBatch, arguments: tuple, others: Mapping) -> None:
+    before, loss_mask = rollouts.tensors(), rollouts.loss_mask.clone()
+    getattr(callback, event)(*arguments, rollouts, **others)
+    rollouts.validate(like=before, culprit=f"{type(callback).__name__}.{event}")
+    if event != "on_rollouts_sampled" and not (loss_mask == rollouts.loss_mask).all():
+        raise ValueError(
+            f"{type(callback).__name__}.{event} changed which tokens the loss counts, after their number was taken "
+            "for its normaliser. Change completion_mask and tool_mask in on_rollouts_sampled."
+        )
 
 
 def _named(callbacks: Iterable[DASHCallback]) -> Iterator[tuple[str, DASHCallback]]:

@@ -1,122 +1,40 @@
-"""TRL's internals that DASH reads or sets: its model passes while it samples, its step counter, its logs.
+"""TRL's internals that DASH reads or sets: the settings of its loss, its step counter, the weights that vLLM has.
 
 What is more than a method that is overridden or an attribute that is read; each with a contract test on a plain
 `GRPOTrainer` (`tests/test_seams.py`), so that a new TRL that changes one fails there.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import send_to_device
 from torch import Tensor
-from trl.trainer.utils import nanstd, shuffle_sequence_dict
+from trl.trainer.utils import shuffle_sequence_dict
 
 from dash_trl.update import ScaledCoefficient
 
 
-class Instead:
-    """An object as one of its own methods sees it, with other values of some attributes.
-
-    What the method sets is set on the object; the object itself never has the other values.
-    """
-
-    def __init__(self, target: Any, **values: Any):
-        vars(self).update(_target=target, _values=values)
-
-    def __getattr__(self, name: str) -> Any:  # what is not found here
-        values = vars(self)["_values"]
-        return values[name] if name in values else getattr(vars(self)["_target"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(vars(self)["_target"], name, value)
-
-
-def sample(trainer: Any, examples: list[dict[str, Any]], method: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """TRL's sampling and scoring without its model passes, which wait until the filter has spoken.
-
-    Args:
-        method: `_generate_and_score_completions`, TRL's or of a class between, not bound to the trainer.
-    """
-    muted = Instead(
-        trainer,
-        beta=0.0,
-        vllm_importance_sampling_correction=False,
-        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (None, None, None),
-    )
-    return method(muted, examples)
-
-
-class Decoder:
-    """TRL's decoding: of some rows of a batch as soon as they have come, and each row once.
-
-    Args:
-        method: `_generate`, TRL's or of a class between, not bound to the trainer.
-    """
-
-    def __init__(self, trainer: Any, method: Callable[..., tuple]):
-        self._texts: dict[tuple, str] = {}
-        self._messages: dict[tuple, Any] = {}
-        tokenizer = Instead(
-            trainer._tokenizer,
-            batch_decode=self._batch_decode,
-            decode=lambda ids, **settings: self._batch_decode([ids], **settings)[0],
-            parse_response=self._parse_response,
-        )
-        self._tokenizer, self._method = trainer._tokenizer, method
-        self._trainer = Instead(trainer, processing_class=tokenizer, _tokenizer=tokenizer)
-
-    def completions(
-        self, prompts: list[Any], prompt_ids: Sequence[list[int]], completion_ids: list[list[int]]
-    ) -> list[Any]:
-        """Of rows that have been sampled, as they are in what `generate` returns; the trainer is as it was."""
-        alone = Instead(
-            self._trainer,
-            accelerator=SimpleNamespace(device="cpu", gather=lambda rows: rows),
-            state=SimpleNamespace(num_input_tokens_seen=0),
-            _metrics=defaultdict(lambda: defaultdict(list)),
-            _tokenize_prompts=lambda *args: (prompt_ids, None, {}),
-            _generate_single_turn=lambda *args: (completion_ids, None),
-        )
-        return self._method(alone, prompts)[3]
-
-    def generate(self, prompts: list[Any]) -> tuple:
-        """The method on the whole batch; what was decoded is not decoded again."""
-        return self._method(self._trainer, prompts)
-
-    def _batch_decode(self, sequences: Sequence[list[int]], **settings: Any) -> list[str]:
-        rows = [tuple(ids) for ids in sequences]
-        new = [list(ids) for ids in dict.fromkeys(rows) if ids not in self._texts]
-        if new:
-            texts = self._tokenizer.batch_decode(new, **settings)
-            self._texts.update(zip(map(tuple, new), texts, strict=True))
-        return [self._texts[ids] for ids in rows]
-
-    def _parse_response(self, ids: list[int], **settings: Any) -> Any:
-        row = tuple(settings.get("prefix", ())), tuple(ids)
-        if row not in self._messages:
-            self._messages[row] = self._tokenizer.parse_response(ids, **settings)
-        return deepcopy(self._messages[row])  # TRL changes it
-
-
-def seen_as(trainer: Any, settings: dict[str, Any]) -> Any:
-    """The trainer as one of TRL's methods sees it that computes with other settings; itself where there are none.
+@contextmanager
+def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
+    """Within it TRL computes with other settings.
 
     Args:
         settings: attributes of the trainer, and `delta`, which TRL reads from its `args`.
     """
-    if not settings:
-        return trainer
-    others = {name: value for name, value in settings.items() if name != "delta"}
-    if "delta" in settings:
-        others["args"] = Instead(trainer.args, delta=settings["delta"])
-    return Instead(trainer, **others)
+    others = {name: (trainer.args if name == "delta" else trainer, value) for name, value in settings.items()}
+    before = {name: getattr(holder, name) for name, (holder, _) in others.items()}
+    for name, (holder, value) in others.items():
+        setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        for name, (holder, _) in others.items():
+            setattr(holder, name, before[name])
 
 
 @contextmanager
@@ -132,48 +50,41 @@ def regularized(trainer: Any, scale: float) -> Iterator[None]:
         trainer.entropy_coef = float(trainer.entropy_coef)  # TRL may have adapted it
 
 
-def sampled_by(trainer: Any, rows: int) -> Tensor:
-    """[rows, 2] int64: the optimizer steps of the oldest and newest weights that sampled the last batch."""
-    own = getattr(getattr(trainer, "vllm_generation", None), "policy_version", None)  # of a `VLLMPool`
-    if own is not None and trainer.rollout_func is None:
-        return own
-    step = trainer._last_loaded_step if trainer.use_vllm else trainer.state.global_step
-    return torch.full((rows, 2), step)
+def weights_of(trainer: Any) -> int:
+    """The optimizer step of the weights by which the trainer samples now."""
+    return trainer._last_loaded_step if trainer.use_vllm else trainer.state.global_step
 
 
-@dataclass(frozen=True)
-class Generated:
-    """What `_generate` returned for a window before its time, and what it logged.
+def sync_weights(trainer: Any) -> None:
+    """Give vLLM the weights of now, if it has others, as TRL does before a `rollout_func`."""
+    if trainer.use_vllm and trainer.state.global_step != trainer._last_loaded_step:
+        trainer.vllm_generation.sync_weights()
+        trainer._last_loaded_step = trainer.state.global_step
+
+
+def vllm_is_behind(trainer: Any) -> None:
+    """vLLM has other weights than the model, though no optimizer step was made since it got them."""
+    trainer._last_loaded_step = -1
+
+
+class FirstStates:
+    """The states of optimizer and loss scaler before the first run. Each later run begins with them.
 
     Attributes:
-        policy_version: [B, 2], see `sampled_by`. tokens: by which it counted up those of the run.
+        have_trained: a run was prepared before.
     """
 
-    output: tuple[Any, ...]
-    policy_version: Tensor
-    metrics: dict[str, list[float]]
-    tokens: int
+    def __init__(self) -> None:
+        self.have_trained = False
+        self._states: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
-
-def generate_apart(trainer: Any, generate: Callable[[Any], tuple[Any, ...]]) -> Generated:
-    """Rollouts of a window that has not begun, without a trace in the logs of the one that has.
-
-    Args:
-        generate: TRL's `_generate` for its prompts, not bound to the trainer.
-    """
-    seen, metrics = trainer.state.num_input_tokens_seen, {**trainer._metrics, "train": defaultdict(list)}
-    output = generate(Instead(trainer, _metrics=metrics))
-    tokens, trainer.state.num_input_tokens_seen = trainer.state.num_input_tokens_seen - seen, seen
-    return Generated(output, sampled_by(trainer, len(output[0])), metrics["train"], tokens)
-
-
-def log_generated(trainer: Any, generated: Generated) -> None:
-    """Its window has begun: what it logged is logged."""
-    metrics = trainer._metrics["train"]
-    for name, values in generated.metrics.items():
-        metrics[name].extend(values)
-    trainer.state.num_input_tokens_seen += generated.tokens
-    metrics["num_tokens"] = [trainer.state.num_input_tokens_seen]
+    def restore(self, optimizer: Any, scaler: Any) -> None:
+        """Keeps the states before the first run; gives them back before each later one."""
+        for one in (getattr(optimizer, "optimizer", optimizer), scaler):  # within accelerate's
+            if self.have_trained and one in self._states:
+                one.load_state_dict(deepcopy(self._states[one]))
+            elif hasattr(one, "state_dict"):  # not DeepSpeed's placeholder
+                self._states[one] = deepcopy(send_to_device(one.state_dict(), "cpu"))
 
 
 def begin_anew(trainer: Any) -> None:
@@ -192,6 +103,22 @@ def begin_anew(trainer: Any) -> None:
 def count_pass_time(trainer: Any, seconds: float) -> None:
     """Seconds of a micro-step's earlier passes: TRL times the last one only."""
     trainer._current_train_step_time += seconds
+
+
+def to_training_mode(trainer: Any) -> None:
+    """As Transformers' step does, but before a window is sampled: some optimizers swap the weights for it."""
+    after_evaluation = not trainer.model_wrapped.training
+    trainer.model_wrapped.train()
+    optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # within accelerate's
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()
+        if after_evaluation:
+            vllm_is_behind(trainer)  # it may have the weights of the evaluation
+
+
+def leave_out_step(accelerator: Any) -> None:
+    """No optimizer step follows: accelerate's optimizer steps only if gradients are synchronised."""
+    accelerator.gradient_state._set_sync_gradients(False)
 
 
 def forget_overflow(accelerator: Any) -> None:
@@ -219,69 +146,3 @@ def undo_jit_checkpoint(folder: Path) -> None:
 def shuffled(rows: int) -> Tensor:
     """[rows] int64: the order in which TRL's shuffle hands rows to the micro-steps; draws its random numbers."""
     return shuffle_sequence_dict({"row": torch.arange(rows)})["row"]
-
-
-def withhold_rewards(trainer: Any) -> dict[str, list[Any]]:
-    """What TRL logged of the last batch without its rewards is not logged, its table of completions neither.
-
-    Returns:
-        The prompts and completions of all ranks, for `relog_rewards`.
-    """
-    metrics, logs = trainer._metrics["train"], trainer._logs
-    for name in _reward_metrics(trainer):
-        metrics[name].pop()
-        if not metrics[name]:
-            del metrics[name]
-    withheld = {name: list(logs[name]) for name in ("prompt", "completion")}
-    for logged in (*logs["rewards"].values(), *(logs[name] for name in (*withheld, "advantages"))):
-        logged.clear()
-    logs["extra"].clear()
-    return withheld
-
-
-def _reward_metrics(trainer: Any) -> list[str]:
-    functions = [f"rewards/{name}/{figure}" for name in trainer.reward_func_names for figure in ("mean", "std")]
-    return [*functions, "reward", "reward_std", "frac_reward_zero_std"]
-
-
-def relog_rewards(trainer: Any, rewards: Tensor, withheld: dict[str, list[Any]]) -> None:
-    """A batch with its rewards, and with what reward functions logged; its advantages are left to `relog_advantages`.
-
-    Args:
-        rewards: [N, F], the rows of all ranks; NaN = not applicable or unscored. withheld: see `withhold_rewards`.
-    """
-    metrics, logs = trainer._metrics["train"], trainer._logs
-    for name, rows in withheld.items():  # the tables have room for one batch: an evaluation's rows leave them
-        logs[name].extend(rows)
-    logs["advantages"].extend([torch.nan] * len(rewards))
-    for number, name in enumerate(trainer.reward_func_names):
-        column = rewards[:, number]
-        metrics[f"rewards/{name}/mean"].append(column.nanmean().item())
-        metrics[f"rewards/{name}/std"].append(nanstd(column).item())
-        logs["rewards"][name].extend(column.tolist())
-    total = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
-    total[rewards.isnan().all(dim=1)] = torch.nan
-    metrics["reward"].append(total.nanmean().item())
-    metrics["reward_std"].append(nanstd(total).item())
-    metrics["frac_reward_zero_std"].append(torch.nan)
-
-    own = len(rewards) // trainer.accelerator.num_processes
-    for column in sorted(set(gather_object(list(trainer._pending_extra_logs)))):
-        logs["extra"][column].extend(gather_object(trainer._pending_extra_logs.get(column, [None] * own)))
-    for name in sorted(set(gather_object(list(trainer._pending_metrics)))):
-        values = [one for rank in gather_object([trainer._pending_metrics.get(name, [])]) for one in rank]
-        metrics[name].append(sum(values) / len(values))
-    trainer._pending_extra_logs.clear()
-    trainer._pending_metrics.clear()
-
-
-def relog_advantages(trainer: Any, advantages: list[float], zero_std: Tensor) -> None:
-    """The window's advantages in place of those that TRL logged from its own.
-
-    Args:
-        advantages: of the rows of all ranks. zero_std: [groups] bool, True = the group has no signal.
-    """
-    logged = trainer._logs["advantages"]
-    for i, value in enumerate(reversed(advantages), 1):
-        logged[-i] = value
-    trainer._metrics["train"]["frac_reward_zero_std"][-1] = zero_std.float().mean().item()

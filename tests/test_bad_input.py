@@ -333,7 +333,7 @@ def test_stale_rollouts_with_a_loss_for_fresh_ones_are_warned_of(settings, is_sa
 )
 def test_truncated_sampling_with_a_correction_of_sequences_is_warned_of(settings, is_said, tiny_model, caplog):
     check_arguments(tiny_model, config(**{"use_vllm": True, **settings}), prompts(16), None, None, {})
-    assert ("0.98 for each is 0.00004 for 500" in caplog.text) == is_said == bool(caplog.records)
+    assert ("0.98 for each is 0.00004 for 500" in caplog.text) == is_said
 
 
 @pytest.mark.parametrize(
@@ -385,14 +385,16 @@ def test_prompts_are_looked_at_as_they_are_sampled(trainer, prompt):
         trainer._tokenize_prompts(["1 + 1", prompt])
 
 
-def test_a_prompt_that_fills_the_context(trainer):
+def test_a_prompt_that_fills_the_context(trainer, monkeypatch):
     """Each of the 20 characters is a token of its own."""
-    trainer._context = 20
+    config = trainer.model.config
+    monkeypatch.setattr(config, "max_position_embeddings", 20)
     with pytest.raises(ValueError, match="A prompt has 20 tokens, but the model's context is 20"):
         trainer._tokenize_prompts(["x", "x" * 20])
-    for context, prompt in ((21, "x" * 20), (None, "x" * 3000)):
-        trainer._context = context
-        assert len(trainer._tokenize_prompts(["x", prompt])[0][1]) == len(prompt)
+    monkeypatch.setattr(config, "max_position_embeddings", 21)
+    assert len(trainer._tokenize_prompts(["x", "x" * 20])[0][1]) == 20
+    monkeypatch.setattr(type(trainer), "context_length", None)  # of a model without positions
+    assert len(trainer._tokenize_prompts(["x", "x" * 3000])[0][1]) == 3000
 
 
 def test_continuous_batching_keeps_the_attention_of_the_model(trainer):
@@ -414,6 +416,8 @@ ROLLOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "none, with decoupled PPO": ({}, DECOUPLED, "loss_type='decoupled_ppo' needs the sampler's log-probs"),
     "none to correct": ({}, {"use_vllm": True}, "vllm_importance_sampling_correction=True needs the"),
     "of too few tokens": ({"logprobs": [[-1.0], [-1.0]]}, AIPO, "of other lengths .*one for each token.*, NaN where"),
+    "an env_mask of too few tokens": ({"env_mask": [[1], [1]]}, {}, "env_mask that does not fit completion_ids"),
+    "an env_mask of other values": ({"env_mask": [[1], [0, 2]]}, {}, "return 1 for each token of the policy"),
     "of too few rows": ({"logprobs": [[-1.0]]}, {}, "logprobs of other lengths than completion_ids"),
 }
 
@@ -430,7 +434,7 @@ def test_rollouts_of_a_users_function(mistake):
     )
     with pytest.raises(ValueError, match=said):
         checked_rollouts(lambda *_: {**right, "logprobs": None, **changed}, ["a", "b"], trainer)
-    known = {**right, "logprobs": [[-1.0], [-1.0, float("nan")]], "env_mask": IDS}
+    known = {**right, "logprobs": [[-1.0], [-1.0, float("nan")]], "env_mask": [[1], [0, 1]]}
     assert checked_rollouts(lambda *_: known, ["a", "b"], trainer) == known
 
 
@@ -441,4 +445,4 @@ def test_the_trainer_looks_at_them_and_at_rewards(tiny_model):
         trainer.rollout_func(["a", "b"], trainer)
     trainer.reward_funcs[0].func = lambda **kwargs: [1.0]
     with pytest.raises(ValueError, match="'ScriptedReward'|'scripted' returned 1 rewards for 2 completions"):
-        trainer._take_rewards([{}, {}], ["a", "b"], ["c", "d"], IDS)
+        trainer._calculate_rewards([{}, {}], ["a", "b"], ["c", "d"], IDS)

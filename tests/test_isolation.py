@@ -28,6 +28,7 @@ from dash_trl.process_rewards import AnswerLogProbValue
 from dash_trl.process_rewards.tree import tree_attention, tree_flaw
 from dash_trl.update.isolation import isolation_flaw
 from dash_trl.update.padding_free import (
+    ModelPasses,
     PackedLayout,
     enable_padding_free,
     packed_log_probs,
@@ -156,12 +157,16 @@ def test_the_update_is_trls(name, tmp_path, caplog):
     assert [one.config._attn_implementation for one in (dash.model, dash.ref_model)] == ["sdpa"] * 2
 
 
-def test_a_reference_model_that_sees_more_is_padded_with_the_policy(tiny_model, tmp_path):
-    class Trainer(DASHTrainer):
-        def _packing_flaw(self, model):
-            return "it does" if model is self.ref_model else super()._packing_flaw(model)
+def test_a_reference_model_that_sees_more_is_padded_with_the_policy(tiny_model, tmp_path, monkeypatch):
+    flaw, tried = ModelPasses._flaw, []
 
-    assert not run(Trainer, tiny_model, tmp_path, beta=0.04)._passes.padding_free
+    def of_the_second(passes, called, model, *others):
+        tried.append(model)
+        return "it does" if len(tried) == 2 else flaw(passes, called, model, *others)
+
+    monkeypatch.setattr(ModelPasses, "_flaw", of_the_second)
+    trainer = run(DASHTrainer, tiny_model, tmp_path, beta=0.04)
+    assert not trainer._passes.padding_free and tried == [trainer.model, trainer.ref_model]
 
 
 def test_values_of_a_model_without_trees(tiny_model, tmp_path, caplog):

@@ -115,9 +115,11 @@ class Scoring(DASHTrainer):
 
     scored = 0
 
-    def _logps(self, model, inputs):
-        self.scored += int(inputs["completion_mask"].any(dim=1).sum())
-        return super()._logps(model, inputs)
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
+        if not torch.is_grad_enabled():
+            self.scored += int(attention_mask[:, -logits_to_keep:].any(dim=1).sum())
+        batch = model, input_ids, attention_mask, logits_to_keep
+        return super()._get_per_token_logps_and_entropies(*batch, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -174,21 +176,23 @@ def test_value_and_gradient(tiny_model, tmp_path, loss, rollouts, denominator, p
 
 
 class Evaluated(DASHTrainer):
-    def _generate_and_score_completions(self, inputs):
-        self.batch = super()._generate_and_score_completions(inputs)
-        return self.batch
+    def _compute_loss(self, model, inputs):
+        self.batch = self.batch if model.training else inputs
+        return super()._compute_loss(model, inputs)
+
+    batch = None
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_evaluation_computes_the_same_loss(tiny_model, tmp_path, loss):
-    """TRL samples and scores there; without us it would take its own log-probs for the sampler's."""
+def test_evaluation_takes_the_policy_for_the_sampler(tiny_model, tmp_path, loss):
+    """TRL samples and rewards there, and the completions are the policy's own: π = π_prox = μ."""
     rollouts = ScriptedRollouts(noise=0.7, unknown=0.1 if loss != "decoupled_ppo" else 0.0)
     trainer = run(Evaluated, tiny_model, tmp_path, rollouts=rollouts, learning_rate=0.1, **LOSSES[loss])
     value = trainer.evaluate(prompts(2))["eval_loss"]
     rows = rows_of(SimpleNamespace(**trainer.batch, loss_mask=trainer.batch["completion_mask"]))
     policy, advantages = [row.log_probs(trainer.model) for row in rows], [row.advantages for row in rows]
     tokens = int(trainer.batch["completion_mask"].sum())
-    expected = summed(loss, policy, policy, filled(rows, policy), advantages).item() / tokens
+    expected = summed(loss, policy, policy, policy, advantages).item() / tokens
     assert value == pytest.approx(expected, abs=1e-5) and abs(expected) > 1e-3
 
 
@@ -206,7 +210,8 @@ def test_what_the_user_wrote_stays(tiny_model, tmp_path):
 @pytest.mark.parametrize("correction", [True, False])
 def test_trls_correction_is_off_with_a_word_about_it(tiny_model, tmp_path, monkeypatch, caplog, correction):
     """No server is needed to be told; who has set it to False is not told."""
-    monkeypatch.setattr("dash_trl.trainer.install", lambda trainer: setattr(trainer, "use_vllm", True))
+    installed = {"use_vllm": True, "vllm_generation": None}
+    monkeypatch.setattr("dash_trl.trainer.install", lambda trainer: vars(trainer).update(installed))
     settings = {"vllm_server_urls": ["http://127.0.0.1:9"], "vllm_importance_sampling_correction": correction}
     with caplog.at_level("WARNING", logger="dash_trl"):
         run(Built, tiny_model, tmp_path, loss_type="aipo", **settings)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dash_trl import DASHTrainer, ProcessRewardCallback
+from dash_trl.assembly import new_rewards
 from dash_trl.distributed import Ranks
 from dash_trl.process_rewards import MonteCarloValue, ValueRequest
 from dash_trl.rewards.failures import watch
@@ -71,6 +72,12 @@ def trained(tiny_model, tmp_path_factory):
     return run(DASHTrainer, tiny_model, tmp_path_factory.mktemp("run"), max_completion_length=LONGEST, **reward_funcs)
 
 
+def rewarded_by(trainer, monkeypatch, *functions):
+    """The trainer has other reward functions."""
+    monkeypatch.setattr(trainer, "reward_funcs", [watch(func, func.__name__) for func in functions])
+    monkeypatch.setattr(trainer, "_rewards", new_rewards(trainer, DASHTrainer))
+
+
 @pytest.fixture
 def trainer(trained, monkeypatch):
     """Its sampler is `rest`; `trainer.sampled` holds the (rows, longest rest) of each batch."""
@@ -94,7 +101,7 @@ def test_a_value_is_the_mean_reward_of_k_rollouts_and_batches_are_no_larger_than
         seen.append(len(completion_ids))
         return even(completion_ids)
 
-    monkeypatch.setattr(trainer, "reward_funcs", [watch(counting, "even"), trainer.reward_funcs[1]])
+    rewarded_by(trainer, monkeypatch, counting, third)
     check(MonteCarloValue(k)(requests, trainer), requests, k)
     assert MonteCarloValue(k)([ValueRequest((5,), (6,), (), example=EXAMPLE)], trainer) == [[]]
     assert sum(len(ids) for ids, _ in trainer.sampled) % k == 0
@@ -124,7 +131,7 @@ def test_no_rollout_is_longer_than_the_trainer_s_completions(trainer):
 def test_rollouts_end_with_the_context(where, trainer, monkeypatch):
     context = 14
     if where == "model":
-        monkeypatch.setattr(trainer, "_context", context)
+        monkeypatch.setattr(type(trainer), "context_length", context)
     else:
         monkeypatch.setattr(trainer.args, "vllm_max_model_length", context)
     requests = random_requests(longest=18)
@@ -190,9 +197,7 @@ def test_a_failed_reward_leaves_its_rollout_out_though_another_function_scored_i
     def inapplicable(completion_ids, **kwargs):
         return [None if len(ids) % 2 else 2.0 for ids in completion_ids]
 
-    watched = [watch(failing, "failing"), watch(inapplicable, "inapplicable")]
-    monkeypatch.setattr(trainer, "reward_funcs", watched)
-    before = [{**vars(func), "_warned": func.name == "failing"} for func in watched]  # said once, in all
+    rewarded_by(trainer, monkeypatch, failing, inapplicable)
 
     def reward(ids):
         return None if ids[0] == 4 or sum(ids) % 3 == 0 else 1.0 + (0.0 if len(ids) % 2 else 0.5 * 2.0)
@@ -202,7 +207,6 @@ def test_a_failed_reward_leaves_its_rollout_out_though_another_function_scored_i
         values = MonteCarloValue(3)(requests, trainer)
         check(values, requests, 3, reward)
         assert all(map(math.isnan, values[0])) and not all(map(math.isnan, values[1]))
-        assert [vars(func) for func in watched] == before and trainer.reward_funcs == watched
     assert caplog.text.count("The reward function 'failing' returned nan") == 1
 
 
@@ -210,7 +214,7 @@ def test_a_reward_that_always_raises_is_no_value_and_not_the_end(trainer, monkey
     def broken(**kwargs):
         raise OSError("no connection")
 
-    monkeypatch.setattr(trainer, "reward_funcs", [watch(broken, "broken"), trainer.reward_funcs[1]])
+    rewarded_by(trainer, monkeypatch, broken, third)
     values = MonteCarloValue(2)(random_requests(), trainer)
     assert all(math.isnan(value) for row in values for value in row)
 

@@ -20,12 +20,12 @@ def alternating(completion, completion_ids):
 class Watched(DASHTrainer):
     """Keeps each window's rollouts, and the weights of each step."""
 
-    def _sample(self, examples):
-        if self.state.global_step >= len(getattr(self, "weights", [])):
-            self.weights = [*getattr(self, "weights", []), parameters(self.model)]
-        sampled, items = super()._sample(examples)
-        self.windows = [*getattr(self, "windows", []), sampled]
-        return sampled, items
+    def _dispatch(self, event, rollouts):
+        if event == "on_rollouts_sampled":
+            if self.state.global_step >= len(getattr(self, "weights", [])):
+                self.weights = [*getattr(self, "weights", []), parameters(self.model)]
+            self.windows = [*getattr(self, "windows", []), rollouts]
+        super()._dispatch(event, rollouts)
 
 
 def trained(model, tmp_path, trainer_class=Watched, reward=alternating, **settings):

@@ -11,7 +11,7 @@ import torch
 
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardAgent
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
-from tests.tiny import assert_same_update, parameters, prompts, run
+from tests.tiny import ScriptedRollouts, assert_same_update, parameters, prompts, run
 
 SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4, "max_steps": 1}
 ROUNDING = {"tolerance": 5e-6}  # of the update, in other passes
@@ -74,11 +74,15 @@ def test_the_update_is_the_one_without_it(tiny_model, tmp_path, settings):
     assert list(piped._logs["advantages"]) == pytest.approx(list(plain._logs["advantages"]), abs=1e-5)
 
 
-class Numbered(DASHTrainer):
-    """Reward functions see each row's number; the update of each step is kept."""
+class NumberedRollouts(ScriptedRollouts):
+    """Reward functions see each row's number."""
 
-    def _calculate_rewards(self, inputs, *args):
-        return super()._calculate_rewards([{**example, "row": row} for row, example in enumerate(inputs)], *args)
+    def __call__(self, prompts, trainer):
+        return {**super().__call__(prompts, trainer), "row": list(range(len(prompts)))}
+
+
+class Numbered(DASHTrainer):
+    """The update of each step is kept."""
 
     def log(self, logs, *args):
         self.ends = [*getattr(self, "ends", []), parameters(self.model)]
@@ -128,9 +132,9 @@ MINI = {**SHAPES, "steps_per_generation": 4, "gradient_accumulation_steps": 1, "
 
 def mini(model, tmp_path, reward=None, trainer_class=Numbered, **settings):
     reward = RewardAgent(reward or InOrder(ORDER), timeout=120)
-    data = prompts(64).add_column("row", [0] * 64)
+    rollouts = NumberedRollouts(noise=0.1 if settings.pop("logprobs", False) else None)
     settings = {**MINI, "reward_pipeline": True, **settings}
-    return run(trainer_class, model, tmp_path, reward=reward, dataset=data, **settings)
+    return run(trainer_class, model, tmp_path, reward=reward, rollouts=rollouts, **settings)
 
 
 @pytest.mark.parametrize(("event", "settings"), [("backward", SHAPES), ("step", {"max_steps": 4})])
@@ -177,7 +181,7 @@ def test_mini_fills_optimizer_steps_in_the_order_of_arrival(settings, tiny_model
         settings |= {"vllm_importance_sampling_mode": "token_truncate"}
     piped = mini(tiny_model, tmp_path, **settings) if settings else piped[0]
     order = torch.tensor([4 * group + row for group in ORDER for row in range(4)])
-    monkeypatch.setattr("dash_trl.trainer.shuffled", lambda rows: order)
+    monkeypatch.setattr("dash_trl.assembly.shuffled", lambda rows: order)
     plain = mini(tiny_model, tmp_path, reward_pipeline=False, **settings)
     start, steps = parameters(tiny_model), 8 // settings.get("gradient_accumulation_steps", 1)
     assert len(piped.ends) == len(plain.ends) == steps + 1
@@ -285,7 +289,7 @@ def test_a_checkpoint_within_a_window_is_one_of_training(tiny_model, tmp_path):
 
 
 def test_a_window_comes_into_the_table_with_its_rewards(tiny_model, tmp_path):
-    """Not before; and not into the rows of an evaluation that came meanwhile."""
+    """Not before: until then the table is that of the window before, and not of an evaluation that came meanwhile."""
 
     def texts(completion, completion_ids):
         return float(len(completion_ids)), {"text": completion}
@@ -298,4 +302,4 @@ def test_a_window_comes_into_the_table_with_its_rewards(tiny_model, tmp_path):
         table = pandas.read_parquet(tmp_path / "completions" / f"completions_{step:05d}.parquet")
         assert list(table.get("texts/text", [])) == list(table["completion"])
         rows[step] = len(table)
-    assert rows == {1: 0, 3: 4, 4: 16, 5: 0, 8: 16}
+    assert rows == {1: 0, 3: 4, 4: 16, 5: 16, 8: 16}

@@ -133,13 +133,13 @@ WIDER = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "st
 
 def test_other_shapes_go_on_at_the_first_unused_prompt(tiny_model, tmp_path, caplog, saved):
     windows, output, _ = saved
-    with caplog.at_level("WARNING", logger="dash_trl.trainer"):
+    with caplog.at_level("WARNING", logger="dash_trl.checkpoints"):
         checkpoint = str(output / "checkpoint-2")
         seen, trainer = recorded(tiny_model, tmp_path, checkpoint, **WIDER, max_steps=6)
     assert seen == windows[1:]
     norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log][2:]
     assert len(norms) == 4 and min(norms) > 0.1
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "dash_trl.trainer"]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "dash_trl.checkpoints"]
     assert "per_device_train_batch_size=4 (now 8), gradient_accumulation_steps=4 (now 2)" in said
     assert (
         "after prompt 8 of epoch 0, with 0 of 8 micro-batches of its window left; training goes on with a new" in said

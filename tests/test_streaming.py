@@ -2,7 +2,6 @@
 
 import math
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from dash_trl.rewards import EarlyRewards, RewardTeam
 from dash_trl.sampling.pool import ServerPool
 from tests.fake_server import factory
 from tests.test_async import GROUPS, SECONDS, STEP, Dated, Watch, asynchronous, nothing_in_work
-from tests.tiny import parameters, prompts, relative_difference, save_tiny_model
+from tests.tiny import parameters, prompts, relative_difference, said, save_tiny_model
 from tests.vllm_run import wait_until
 
 ROWS = 4 * GROUPS  # of a window
@@ -67,12 +66,11 @@ class Unstreamed(DASHTrainer):
 
     def _begin_run(self) -> None:
         super()._begin_run()
-        self._early.wanted, self.sampled = False, []
+        self.sampled = []
 
-    def _generate(self, prompts):
-        output = super()._generate(prompts)
-        self.sampled += zip(prompts, output[3], output[1], strict=True)
-        return output
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        self.sampled += zip(prompts, completions, completion_ids_list, strict=True)
+        return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
 
 def trained(model: str, output: Any, servers: list[Any], level: int = 0, **settings: Any) -> Any:
@@ -109,18 +107,17 @@ def test_the_next_window_s_rewards_begin_while_this_one_is_trained_on(tiny_model
     assert len(reward.rows) == 3 * ROWS
 
 
-def noted_requests(trainer: Any) -> list[Any]:
-    """Those that its reward team begins from now on."""
-    join, requests = trainer._join_agents, []
+@pytest.fixture
+def requests(monkeypatch) -> list[Any]:
+    """Those that reward teams begin."""
+    begin, found = RewardTeam.begin, []
 
-    def noted() -> Any:
-        team = join()
-        begin = team.begin
-        team.begin = lambda *args: requests.append(begin(*args)) or requests[-1]
-        return team
+    def noted(*args: Any) -> Any:
+        found.append(begin(*args))
+        return found[-1]
 
-    trainer._join_agents = noted
-    return requests
+    monkeypatch.setattr(RewardTeam, "begin", noted)
+    return found
 
 
 def chat_model(directory: Any) -> str:
@@ -147,7 +144,8 @@ def test_rewards_and_updates_are_what_they_were(settings, tiny_model, tmp_path, 
         model, texts = chat_model(tmp_path / "model"), [[{"role": "user", "content": text}] for text in texts]
     settings["dataset"] = Dataset.from_dict({"prompt": texts, "answer": list(range(16))})
     options = settings.pop("servers", ({},))
-    plain, _ = trained(model, tmp_path, [server()], trainer_class=Unstreamed, **settings)
+    together = {**settings, "reward_pipeline": False}
+    plain, _ = trained(model, tmp_path, [server()], trainer_class=Unstreamed, **together)
     streamed, reward = trained(model, tmp_path, [server(**one) for one in options], **settings)
 
     asked = [(row["prompt"], row["completion"], row["completion_ids"]) for row in reward.rows]
@@ -161,13 +159,12 @@ def test_rewards_and_updates_are_what_they_were(settings, tiny_model, tmp_path, 
     assert size > 1e-2 and difference <= (5e-6 if "reward_pipeline" in settings else 0.0)
 
 
-def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(tiny_model, tmp_path, server):
+def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(tiny_model, tmp_path, server, requests):
     """Window 1 is decoded while window 0 is trained on. No work is left, and no call that waits."""
-    trainers, requests, watch = [], [], NextIsSampled()
+    trainers, watch = [], NextIsSampled()
 
     def prepare(trainer: Any) -> None:
         trainers.append(trainer)
-        requests.append(noted_requests(trainer))
         decode, rows = trainer.processing_class.batch_decode, []
 
         def breaks(sequences, **settings):
@@ -181,8 +178,8 @@ def test_what_cannot_be_decoded_is_raised_where_its_window_is_collected(tiny_mod
     with pytest.raises(ValueError, match="no such token"):
         trained(tiny_model, tmp_path, [server()], 1, watch=watch, prepare=prepare, max_steps=4)
     assert trainers[0].state.global_step == 1 and len(watch.windows) == 1
-    assert nothing_in_work(trainers[0]) and not trainers[0]._early
-    _, failed, *others = requests[0]
+    assert nothing_in_work(trainers[0]) and not trainers[0]._rewards.early
+    _, failed, *others = requests
     assert all(request.stop.is_set() for request in (failed, *others))
 
 
@@ -191,18 +188,18 @@ class EndsTheFirstEpoch(NextIsSampled):
         control.should_epoch_stop = state.global_step == 2
 
 
-def test_windows_that_were_announced_and_do_not_come_are_thrown_away(tiny_model, tmp_path, server, caplog):
+def test_windows_that_were_announced_and_do_not_come_are_thrown_away(tiny_model, tmp_path, server, caplog, requests):
     """A callback ends the epoch: the next one's prompts come, as without async_level; the calls are cancelled."""
-    orders, requests = [], []
+    orders, cancelled = [], []
     for level in (0, 2):
-        settings = {"watch": EndsTheFirstEpoch(), "prepare": lambda trainer: requests.append(noted_requests(trainer))}
-        settings |= {"max_steps": 5, "dataset": prompts(12)}  # 3 windows of an epoch
+        settings = {"watch": EndsTheFirstEpoch(), "max_steps": 5, "dataset": prompts(12)}  # 3 windows of an epoch
+        requests.clear()
         trainer, _ = trained(tiny_model, tmp_path, [server()], level, **settings)
+        cancelled.append([request.stop.is_set() for request in requests].count(True))
         orders.append([window.prompts for window in settings["watch"].windows])
         assert nothing_in_work(trainer)
     assert orders[0] == orders[1] and len(orders[0]) == 5
-    cancelled = [[request.stop.is_set() for request in begun].count(True) for begun in requests]
-    assert cancelled == [0, len(requests[1]) - 5] and len(requests[1]) > 5
+    assert cancelled == [0, len(requests) - 5] and len(requests) > 5
     assert caplog.text.count("Window 2 has other prompts than those that were read ahead for it") == 1
     assert caplog.text.count("thrown away") == 1
 
@@ -223,9 +220,9 @@ def test_who_cannot_take_a_result_leaves_no_work(server):
     end.set()
 
 
-def test_an_interrupted_run_leaves_no_calls_and_can_be_begun_again(tiny_model, tmp_path, server):
+def test_an_interrupted_run_leaves_no_calls_and_can_be_begun_again(tiny_model, tmp_path, server, requests):
     """While window 0 is trained on, the rewards of window 1 have begun, and wait until the run has ended."""
-    end, trainers, begun, early = threading.Event(), [], [], []
+    end, trainers, begun = threading.Event(), [], []
 
     class Waits(Reward):
         def compute_score(self, **row):
@@ -241,16 +238,14 @@ def test_an_interrupted_run_leaves_no_calls_and_can_be_begun_again(tiny_model, t
     def interrupt(window: int) -> None:
         with reward.changed:
             assert reward.changed.wait_for(lambda: len(begun) > ROWS, SECONDS)
-        early.extend(one.request for one in trainers[0]._early._windows.values())
         raise KeyboardInterrupt
 
     watch.wait = interrupt
     with pytest.raises(KeyboardInterrupt):
         settings = {"watch": watch, "prepare": trainers.append, "max_steps": 3, "reward_pipeline": True}
         trained(tiny_model, tmp_path, [server()], 1, reward=reward, **settings)
-    early.append(trainers[0]._awaited[0])
-    assert len(early) == 2 and all(request.stop.is_set() or not request.pending for request in early)
-    assert nothing_in_work(trainers[0]) and not trainers[0]._early
+    assert len(requests) == 2 and all(request.stop.is_set() or not request.pending for request in requests)
+    assert nothing_in_work(trainers[0]) and not trainers[0]._rewards.early
     end.set()
     watch.wait = lambda window: None
     trainers[0].train()
@@ -264,34 +259,18 @@ def test_rows_that_a_subclass_changes_are_asked_of_as_they_are(tiny_model, tmp_p
         def _calculate_rewards(self, inputs, *known):
             return super()._calculate_rewards([{**example, "answer": -1} for example in inputs], *known)
 
-    _, reward = trained(tiny_model, tmp_path, [server()], trainer_class=Marked, max_steps=3)
-    assert [row["answer"] for row in reward.rows[-2 * ROWS :]] == [-1] * 2 * ROWS
-    assert sum("not those that were sampled" in record.message for record in caplog.records) == 1
+    _, reward = trained(tiny_model, tmp_path, [server()], trainer_class=Marked, max_steps=2)
+    assert [row["answer"] for row in reward.rows] == [-1] * 2 * ROWS
+    assert "Marked overrides _calculate_rewards" in said(caplog)
 
 
-ASKED = [{"prompt": "p", "number": one, "completion": f"[{one}]", "completion_ids": [one]} for one in range(6)]
-
-
-@pytest.mark.parametrize(
-    ("rows", "same"),
-    [
-        (ASKED, True),
-        (ASKED[:5], False),
-        ([*ASKED[:5], {**ASKED[5], "more": 1}], False),
-        ([*ASKED[:5], {**ASKED[5], "completion": "another"}], False),
-    ],
-)
-def test_a_group_may_come_in_parts_and_in_any_order(rows, same):
-    decoder = SimpleNamespace(completions=lambda prompts, ids, rows: list(map(str, rows)))
+def test_a_group_may_come_in_parts_and_in_any_order():
     with RewardAgent(lambda completion, number: float(number)) as agent:
         early = EarlyRewards(RewardTeam(agent.own), 4, wanted=True)
-        early.begin(7, [{"prompt": "p", "number": number} for number in range(6)], [[1]] * 6, decoder)
+        early.begin(7, [{"prompt": "p", "number": number} for number in range(6)])
         for first in (4, 2, 0):
-            early.take(7, first, [[first], [first + 1]])
-        said: list[str] = []
-        request = early.claim(7, rows, said.append)
-        assert len(said) == (not same) and early.wanted == same and not early
-        if request is not None:
-            request.wait()
-            assert [score.value for score in request.outcomes[0]] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-        assert (request is not None) == same
+            early.take(7, first, [[first], [first + 1]], ["", ""])
+        request = early.claim(7)
+        request.wait()
+        assert [score.value for score in request.outcomes[0]] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+        assert not early and early.claim(7) is None

@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.checks.arguments import check_arguments, check_callbacks, check_estimator, check_pipeline
+    from dash_trl.checks.arguments import (
+        check_another_run,
+        check_arguments,
+        check_callbacks,
+        check_pipeline,
+        check_subclass,
+    )
     from dash_trl.checks.models import check_model, check_tied_adapter
     from dash_trl.checks.prompts import (
         check_first_step,

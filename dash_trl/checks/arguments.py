@@ -98,6 +98,11 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
 
 def check_correction(args: DASHConfig) -> None:
     """Warn if TRL's correction would weigh whole sequences by how another distribution than the policy's sampled."""
+    if args.loss_type == "aipo" and args.use_vllm and args.vllm_importance_sampling_correction:
+        logger.warning(
+            "vllm_importance_sampling_correction=True is TRL's default and is off here: loss_type='aipo' weighs "
+            "tokens by their ratio to the sampler itself. Set it to False, and this is not said."
+        )
     options = {**{name: getattr(args, name) for name in UNTRUNCATED}, **(args.generation_kwargs or {})}
     truncated = {name: options[name] for name, none in UNTRUNCATED.items() if options[name] not in none}
     mode = args.vllm_importance_sampling_mode
@@ -123,16 +128,31 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
                 )
 
 
-def check_pipeline(trainer: Any, base: type, callbacks: Iterable[Any]) -> None:
+def check_another_run(have_trained: bool, deepspeed: bool) -> None:
+    """Refuse a second `train()` with DeepSpeed."""
+    if have_trained and deepspeed:
+        raise ValueError(
+            "train() was called a second time, but DeepSpeed's engine of the first is gone, and Transformers makes no "
+            "other for the same trainer. Make a new DASHTrainer; resume from a checkpoint if it should go on."
+        )
+
+
+def check_pipeline(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
     """Refuse what would see a few groups of a window at a time and does not say that it may (`per_group = True`).
 
     Args:
-        base: whose `compute_advantages` may.
+        base: `DASHTrainer`, whose own methods may.
     """
     if getattr(trainer, "aux_loss_enabled", False):
         raise ValueError(
             "reward_pipeline=True with a router loss, which is shared out over all rows that are kept, while the "
             "pipeline trains on groups before it knows the others' rewards. Leave one of the two out."
+        )
+    if type(trainer)._calculate_rewards is not base._calculate_rewards:
+        raise ValueError(
+            f"reward_pipeline=True trains on groups as their rewards come, and {type(trainer).__name__}."
+            "_calculate_rewards would be called after that. Change rewards in a DASHCallback (on_rewards, with "
+            "per_group = True), or leave the pipeline out."
         )
     judged = [(type(trainer), base, ["compute_advantages"], type(trainer).compute_advantages)]
     judged += [(type(one), DASHCallback, ["on_rewards", "on_advantages"], one) for one in callbacks]
@@ -146,8 +166,22 @@ def check_pipeline(trainer: Any, base: type, callbacks: Iterable[Any]) -> None:
             )
 
 
-def check_estimator(kind: type) -> None:
-    """Refuse a trainer's `compute_advantage` that nothing calls: GRPO's estimator would train in its place."""
+# Methods of TRL's that sample in training, which `dash_trl.collect` does.
+NOT_CALLED = ("_generate", "_generate_and_score_completions")
+
+
+def check_subclass(kind: type, base: type) -> None:
+    """Refuse a trainer's methods that nothing calls: what `base` does would be done in their place.
+
+    Args:
+        base: `DASHTrainer`.
+    """
+    for name in NOT_CALLED:
+        if getattr(kind, name) is not getattr(base, name):
+            raise ValueError(
+                f"{kind.__name__}.{name} would not be called in training, which samples by itself. Sample in a "
+                "rollout_func, change rollouts in a DASHCallback (on_rollouts_sampled), or override compute_advantages."
+            )
     for name in vars(kind):
         if "compute_advantages" not in vars(kind) and misspelt(name, ["compute_advantages"]) and name[0] != "_":
             raise ValueError(

@@ -24,7 +24,7 @@ def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any
         if not isinstance(one, AgentReward):
             continue
         for columns in known:
-            if isinstance(columns, list) and not one.form.batch:
+            if isinstance(columns, list) and not (one.form.batch or own_rollouts):  # a rollout_func may add columns
                 one.form.check_columns(columns)
         if one.form.post_process is not None:
             _check_groups(

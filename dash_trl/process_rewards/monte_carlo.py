@@ -6,7 +6,6 @@ A call is as large as the trainer's own generation batch. The ranks divide the p
 the same calls, and none waits for one that has more to ask.
 """
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
+from dash_trl.collect import decoded
 from dash_trl.process_rewards.values import ValueRequest, server_pool
-from dash_trl.rewards import AgentReward, WatchedReward, failed_rows, raise_mistakes, unscored
 from dash_trl.update import weighted_rewards
 
 
@@ -72,8 +71,7 @@ class MonteCarloValue:
         for (call, mine), sampled in zip(calls, self._continuations(calls, trainer), strict=True):
             rows = self._repeat(mine)
             completions = [[*row.completion, *ids[: row.room]] for row, ids in zip(rows, sampled, strict=True)]
-            examples = [row.request.example or {} for row in rows]
-            rewards = _rewards(trainer, examples, completions, group_size=self.num_rollouts)
+            rewards = _rewards(trainer, rows, completions, group_size=self.num_rollouts)
             total = weighted_rewards(rewards, trainer.reward_weights)
             for prefix, mean in zip(call, total.view(-1, self.num_rollouts).nanmean(dim=1).tolist(), strict=True):
                 means[prefix.rank, prefix.row, prefix.boundary] = mean
@@ -120,7 +118,7 @@ class MonteCarloValue:
 
 def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:
     """Where the trainer's own completions would end, at `max_completion_length` or with the context."""
-    contexts = [length for length in (trainer._context, trainer.args.vllm_max_model_length) if length]
+    contexts = [length for length in (trainer.context_length, trainer.args.vllm_max_model_length) if length]
     left = [trainer.max_completion_length, *(length - len(request.prompt_ids) for length in contexts)]
     return max(0, min(left) - boundary)
 
@@ -140,38 +138,24 @@ def _at_most(tokens: int, trainer: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _rewards(
-    trainer: Any, examples: list[dict[str, Any]], completion_ids: list[list[int]], group_size: int
-) -> torch.Tensor:
+def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[int]], group_size: int) -> torch.Tensor:
     """[N, F], the rows of all ranks, by TRL's own method; NaN = not applicable, a row of NaN is unscored."""
+    examples = [row.request.example or {} for row in rows]
     prompts = [example["prompt"] for example in examples]
-    texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    conversational = not isinstance(prompts[0], str)
-    completions = [[{"role": "assistant", "content": text}] if conversational else text for text in texts]
-    trainer._reward_team.join()
-    with _apart(trainer):
-        for func in trainer.reward_funcs:
-            if isinstance(func, AgentReward):
-                func.group_size = lambda: group_size
-        rewards = GRPOTrainer._calculate_rewards(trainer, examples, prompts, completions, completion_ids)
-        trainer.ranks.agree(partial(raise_mistakes, trainer.reward_funcs))
-        failed, _ = failed_rows(trainer.reward_funcs, rewards, trainer.accelerator.gather)
-    return unscored(rewards, failed)
+    prompt_ids = [list(row.request.prompt_ids) for row in rows]
+    completions = decoded(trainer._tokenizer, prompts, prompt_ids, completion_ids)
+    ask = partial(GRPOTrainer._calculate_rewards, trainer, examples, prompts, completions, completion_ids)
+    with _unlogged(trainer):
+        return trainer._rewards.of_all(ask, training=False, group_size=group_size)
 
 
 @contextmanager
-def _apart(trainer: Any) -> Iterator[None]:
-    """What reward functions log, and which of them failed, is not taken for news of the trainer's own rollouts."""
-    names = ("reward_funcs", "_pending_extra_logs", "_pending_metrics")
+def _unlogged(trainer: Any) -> Iterator[None]:
+    """What reward functions log is not taken for figures of the trainer's own rollouts."""
+    names = ("_pending_extra_logs", "_pending_metrics")
     before = {name: getattr(trainer, name) for name in names}
-    trainer.reward_funcs = [
-        copy.copy(func) if isinstance(func, WatchedReward) else func for func in trainer.reward_funcs
-    ]
-    trainer._pending_extra_logs, trainer._pending_metrics = defaultdict(list), defaultdict(list)
+    vars(trainer).update({name: defaultdict(list) for name in names})
     try:
         yield
     finally:
-        for func, apart in zip(before["reward_funcs"], trainer.reward_funcs, strict=True):
-            if isinstance(func, WatchedReward):
-                func._warned = apart._warned  # what is said once is not said again
         vars(trainer).update(before)

@@ -261,12 +261,16 @@ class RewardTeam:
         self._begun: weakref.WeakSet[Request] = weakref.WeakSet()
         self.join()
 
-    def join(self) -> None:
-        """The agents are this team's from now on; another trainer's may have used them in between."""
+    def join(self, group_size: int | None = None) -> None:
+        """The agents are this team's from now on; another trainer's may have used them in between.
+
+        Args:
+            group_size: of the next batch, if it is another than the team's.
+        """
         for agent in self._numbers:
             agent.team, agent.ranks = self, self._ranks
             for one in agent.own:
-                one.group_size = self._group_size
+                one.group_size = self._group_size if group_size is None else lambda: group_size
 
     def begin(self, rows: int, group_size: int) -> Request:
         """Of so many rows, whose functions are started by `start`, and of TRL's form by the call that TRL makes."""

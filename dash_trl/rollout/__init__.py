@@ -7,8 +7,8 @@ from dash_trl._lazy import lazy
 if TYPE_CHECKING:
     from dash_trl.rollout.ahead import RunAhead, StaleRollouts
     from dash_trl.rollout.batch import (
+        LOG_PROB_FIELDS,
         SAMPLED_FIELDS,
-        SCORED_FIELDS,
         CreditedRollouts,
         RolloutBatch,
         ScoredRollouts,
@@ -17,6 +17,6 @@ if TYPE_CHECKING:
     )
     from dash_trl.rollout.prompts import EpochOrder, PromptReader, open_epoch
     from dash_trl.rollout.resume import STATES, SavedRun, Shapes, load_states, one_run, why_a_new_window
-    from dash_trl.rollout.window import ArrivingWindow, GenerationWindow, in_parts
+    from dash_trl.rollout.window import GenerationWindow, Window
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -35,7 +35,7 @@ SAMPLED_FIELDS = (
 )
 
 # What model passes find of rows where the loss asks for it.
-SCORED_FIELDS = ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
+LOG_PROB_FIELDS = ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
 
 
 @dataclass(kw_only=True)

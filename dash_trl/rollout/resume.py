@@ -42,16 +42,15 @@ class Shapes:
     sampler_is_old: bool
 
     @classmethod
-    def of(cls, args: Any, *, processes: int, prompts: int | None, one_ahead: bool) -> Shapes:
-        """`one_ahead`: the next window is sampled in process while rewards are awaited, with known log-probs."""
+    def of(cls, args: Any, *, processes: int, prompts: int | None, corrected: bool, sampler_is_old: bool) -> Shapes:
+        """`corrected`: a window has importance-sampling ratios."""
         own = {
             "processes": processes,
             "prompts": prompts,
             "shuffle_seed": args.seed if args.shuffle_dataset else None,
             "beta_above_0": args.beta != 0.0,
-            "vllm_importance_sampling": args.loss_type == "decoupled_ppo"
-            or ((args.use_vllm or one_ahead) and args.vllm_importance_sampling_correction and args.loss_type != "aipo"),
-            "sampler_is_old": args.loss_type == "aipo",
+            "vllm_importance_sampling": corrected,
+            "sampler_is_old": sampler_is_old,
         }
         return cls(**own, **{field.name: getattr(args, field.name) for field in fields(cls) if field.name not in own})
 

@@ -5,14 +5,14 @@ Letters: B rows of a rank, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dash_trl.rollout.batch import CreditedRollouts, Survivors, joined
+from dash_trl.rollout.batch import Survivors, joined
 
 
 @dataclass
@@ -54,21 +54,30 @@ class GenerationWindow:
         return cls(Survivors(**state["rollouts"]), state["lengths"], state["num_items_in_batch"])
 
 
-class ArrivingWindow:
-    """A window whose parts come one by one: iterates over (part, whether it is the last of its optimizer step).
+class Window:
+    """The window in use: its parts come one by one, until it is whole. Iterates over (part, whether a step ends there).
 
     It keeps the parts of the optimizer step that runs: a checkpoint from within the step needs them, too.
 
     Args:
-        parts: see `in_parts`. step: the number of the optimizer step that runs.
+        parts: see `Collector.window`. step: the number of the optimizer step that runs.
     Attributes:
         rows: of a rank, in the parts that have been handed out.
+        whole: all parts as one, without the rows of earlier optimizer steps; `None` before `wait`.
     """
 
     def __init__(self, parts: Iterator[tuple[GenerationWindow, bool]], step: int):
         self.rows = 0
+        self.whole: GenerationWindow | None = None
         self._parts, self._step = parts, step
         self._kept: list[GenerationWindow] = []
+
+    @classmethod
+    def of(cls, whole: GenerationWindow) -> Window:
+        """One that nothing is missing of."""
+        window = cls(iter(()), -1)
+        window.whole = whole
+        return window
 
     def __iter__(self) -> Iterator[tuple[GenerationWindow, bool]]:
         for part, last in self._parts:
@@ -78,41 +87,13 @@ class ArrivingWindow:
 
     def begin_optimizer_step(self, step: int) -> None:
         """Let go of the parts of the optimizer step before, unless it is still the same one."""
-        if step != self._step:
+        if step != self._step and self.whole is None:
             self._step, self._kept = step, []
 
-    def whole(self) -> GenerationWindow:
-        """Wait for all parts: the window without the rows of earlier optimizer steps."""
+    def wait(self) -> GenerationWindow:
+        """Wait for all parts; then it is whole."""
         for _ in self:
             pass
         used = self.rows - sum(part.lengths.shape[1] for part in self._kept)
-        return GenerationWindow.of_parts(used, self._kept)
-
-
-def in_parts(
-    arriving: Iterator[tuple[Tensor, bool]],
-    rows: int,
-    part: Callable[[Tensor], tuple[CreditedRollouts, Tensor, GenerationWindow]],
-    *,
-    when_whole: Callable[[CreditedRollouts, Tensor, Survivors], None],
-) -> Iterator[tuple[GenerationWindow, bool]]:
-    """Of a window whose rewards come in parts: each part's own window, and whether it is the optimizer step's last.
-
-    some groups have come ──► part: reward → credit → filter → score ──► passes of the step that takes them
-                               └──── once all have come: the whole batch, as if it had come at once ──► logs
-
-    Args:
-        arriving: the rows (indices) that have come, and whether they are such last ones.
-        rows: of the batch.
-        part: of these rows what they earn, their advantages by outcome alone, those of all ranks, and what is left.
-        when_whole: called once, before the last part is handed out, with the credit of the batch in its order, and
-            with the outcomes and the survivors of all parts.
-    """
-    parts: list[tuple[Tensor, CreditedRollouts, Tensor, GenerationWindow]] = []
-    for now, last in arriving:
-        parts.append((now, *part(now)))
-        order, credited, outcomes, windows = zip(*parts, strict=True)
-        if sum(map(len, order)) == rows:
-            survivors = joined([window.rollouts for window in windows])
-            when_whole(joined(credited).rows(torch.cat(order).argsort()), torch.cat(outcomes), survivors)
-        yield windows[-1], last
+        self.whole, self._kept = GenerationWindow.of_parts(used, self._kept), []
+        return self.whole

@@ -50,8 +50,7 @@ def trl_settings(loss_type: str, *, delta: float, detached: bool) -> dict[str, A
 
     aipo is `dapo` with μ as the old log-probs and r = π/μ: of min(min(r, delta) Â, clip(r, 1 − 1, 1 + δ − 1) Â) both
     terms are min(r, δ) Â, so that the outer minimum, which looks at the sign of Â, has no say. Detached it is `cispo`.
-    Decoupled PPO is `dapo` with TRL's correction, whose ratio is π_prox/μ. That correction is bound to `use_vllm`: here
-    it serves whoever reports log-probs.
+    Decoupled PPO is `dapo` with TRL's correction, whose ratio is π_prox/μ.
 
     Args:
         delta: δ. detached: the form of aipo.
@@ -60,7 +59,7 @@ def trl_settings(loss_type: str, *, delta: float, detached: bool) -> dict[str, A
     """
     if loss_type == "decoupled_ppo":
         correction = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate"}
-        return {"loss_type": "dapo", "use_vllm": True, **correction}
+        return {"loss_type": "dapo", **correction}
     if loss_type != "aipo":
         return {}
     aipo = {"vllm_importance_sampling_correction": False}

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from dash_trl.distributed import Ranks
 from dash_trl.rollout import Survivors
 from dash_trl.update.isolation import computing_dtype, evaluating, isolation_flaw
+from dash_trl.update.zero3 import forget_plain_passes
 
 logger = logging.getLogger(__name__)
 
@@ -258,27 +260,74 @@ class ModelPasses:
             self.padded_because = "torch.compile would trace packed SDPA anew for each number of rows (leave it off)"
         else:
             self.padded_because = next(filter(None, map(enable_padding_free, models)), None)
+        self.compiled = compiled
         self._name = type(models[0]).__name__
         self._trim_prompts = not virtual_tokens
         self._layout: PackedLayout | None = None  # of the pass that is running; `None`: found from its mask
+        self._hook: Any = None
 
     @property
     def padding_free(self) -> bool:
         return self.padded_because is None
 
-    def say(self) -> None:
-        """Warn if passes are padded."""
-        if not self.padding_free:
+    def prepare(
+        self,
+        wrapped: Any,
+        models: Sequence[Any],
+        padded: Callable[..., Any],
+        *,
+        vocabulary: int,
+        device: torch.device,
+        ranks: Ranks,
+    ) -> None:
+        """Try packed passes of models that are prepared for training; warn if passes have to be padded.
+
+        Called on every rank: a trial is a collective under ZeRO-3 and FSDP.
+
+        Args:
+            wrapped: the policy as the training loop calls it. models: the policy and, if there is one, the reference.
+            padded: TRL's method for log-probs.
+            vocabulary: token ids below it are known to model and tokenizer.
+        """
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = forget_plain_passes(wrapped)
+        if self.padding_free:
+            # A trace may take another way through the policy. Unwrapped by accelerate, it would lose DDP's `no_sync`.
+            called = [wrapped if self.compiled and model is models[0] else model for model in models]
+            flaws = [self._flaw(*both, padded, vocabulary, device) for both in zip(called, models, strict=True)]
+            flaws = [flaw for flaw in flaws if flaw]
+            if ranks.sum(torch.tensor(len(flaws))):  # all ranks pad if one has to
+                self.padded_because = next(iter(flaws), "of what another rank found")
+        if not self.padding_free and ranks.rank == 0:
             logger.warning(
                 f"{self._name}: model passes are padded, not padding-free, because {self.padded_because}. The update "
                 "is the same; it takes longer."
             )
+
+    def _flaw(
+        self, called: Any, model: Any, padded: Callable[..., Any], vocabulary: int, device: torch.device
+    ) -> str | None:
+        return packing_flaw(
+            partial(packed_log_probs, called, flash=self.flash),
+            partial(padded, called),
+            model,
+            vocabulary=vocabulary,
+            device=device,
+        )
 
     def inputs(self, survivors: Survivors, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Any]:
         """The inputs of a pass over `rows`, and its `layout`, on the CPU; arguments as in `Survivors.micro_batch`."""
         inputs = survivors.micro_batch(rows, size=size, pad_token_id=pad_token_id, trim_prompts=self._trim_prompts)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         return {**inputs, "layout": PackedLayout.of(mask, inputs["completion_mask"].shape[1])}
+
+    def run(self, log_probs: Callable[..., tuple], model: Any, inputs: dict[str, Any], **kwargs: Any) -> tuple:
+        """What the trainer's method for log-probs finds of `inputs`, which are on the device."""
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        with self.laid_out(inputs):
+            return log_probs(model, ids, mask, inputs["completion_ids"].shape[1], **kwargs)
 
     @contextmanager
     def laid_out(self, inputs: dict[str, Any]) -> Iterator[None]:

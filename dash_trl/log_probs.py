@@ -1,4 +1,4 @@
-"""`Scorer`: what the models say of tokens that have been sampled, by passes without gradient.
+"""`LogProbs`: what the models say of tokens that have been sampled, by passes without gradient.
 
     window ──► micro-batches ──► policy, reference ──► log-probs [B, T] ──► old_per_token_logps, ref_per_token_logps
                                                             │
@@ -8,21 +8,24 @@ Letters: B rows of this rank, T completion tokens, R ranks, S rows of a pass, N 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dash_trl.distributed import Ranks
-from dash_trl.rollout import SCORED_FIELDS, CreditedRollouts, GenerationWindow, RolloutBatch, Survivors
+from dash_trl.monitoring import corrected_share, sampler_metrics
+from dash_trl.rollout import LOG_PROB_FIELDS, CreditedRollouts, GenerationWindow, RolloutBatch, Survivors
 from dash_trl.update import behaviour_log_probs, importance_sampling_ratio, unknown_log_probs
 
 Inputs = dict[str, Any]  # of a model pass, on the device
 
 
 @dataclass(frozen=True)
-class ScoringRules:
+class LogProbRules:
     """What the loss asks for.
 
     Attributes:
@@ -44,38 +47,49 @@ class ScoringRules:
         return ["old_per_token_logps"] * old + ["ref_per_token_logps"] * self.reference
 
 
-class Scorer:
+class LogProbs:
     """Every method is called on every rank at the same point: model passes and gathered lengths are collectives.
 
     Args:
         inputs_of: (window, lengths [R, N, 3]) → of each pass over the rows with a length, this rank's rows of
             `window.rollouts`, at most S, and its inputs.
-        log_probs_of: by the name of the field, the pass that finds it: inputs → [S, T'].
+        policy, reference: the pass of a model, (inputs, compute_entropy=False) → ([S, T'] log-probs, [S, T'] entropies
+            or None, …).
+        log: takes one more value of each figure.
+        timed: a phase whose seconds are logged.
     """
 
     def __init__(
         self,
         ranks: Ranks,
+        rules: LogProbRules,
         inputs_of: Callable[[GenerationWindow, Tensor], Iterator[tuple[list[int], Inputs]]],
-        log_probs_of: dict[str, Callable[[Inputs], Tensor]],
+        *,
+        policy: Callable[..., tuple],
+        reference: Callable[..., tuple],
+        log: Callable[[dict[str, float]], None],
+        timed: Callable[[str], AbstractContextManager[Any]],
     ):
-        self._ranks, self._inputs_of, self._log_probs_of = ranks, inputs_of, log_probs_of
+        self.rules = rules
+        self._ranks, self._inputs_of, self._log, self._timed = ranks, inputs_of, log, timed
+        self._passes = {"old_per_token_logps": policy, "ref_per_token_logps": reference}
 
     @torch.no_grad()
-    def score(self, window: GenerationWindow, rules: ScoringRules) -> None:
+    def of_window(self, window: GenerationWindow) -> None:
         """Old log-probs, importance-sampling ratio and reference log-probs of the survivors, where they are needed.
 
         Of rows whose old log-probs are the sampler's, only those take a pass of which it did not report all.
         """
-        survivors, lengths, names = window.rollouts, window.lengths, rules.names
+        rules, survivors, lengths, names = self.rules, window.rollouts, window.lengths, self.rules.names
         sampled: Any = survivors.sampling_per_token_logps  # the trainer has checked that they are there if rules ask
         if rules.sampler_is_old:
             lengths = self._unknown_rows(window, unknown_log_probs(sampled, survivors.loss_mask).any(dim=1))
 
         def run(inputs: Inputs) -> list[Tensor]:
-            return [self._log_probs_of[name](inputs) for name in names]
+            return [self._passes[name](inputs)[0] for name in names]
 
-        known = dict(zip(names, self._found(window, lengths, run, len(names)), strict=True))
+        with self._timed("logprobs"):
+            known = dict(zip(names, self._found(window, lengths, run, len(names)), strict=True))
         if rules.sampler_is_old:
             known["old_per_token_logps"] = behaviour_log_probs(sampled, known["old_per_token_logps"])
         if rules.correction is not None:
@@ -83,38 +97,52 @@ class Scorer:
             known["importance_sampling_ratio"] = importance_sampling_ratio(*log_probs, **rules.correction)
         window.rollouts = survivors.with_log_probs(**known)
 
-    def scored_at_once(self, rollouts: RolloutBatch, rules: ScoringRules) -> RolloutBatch:
-        """With what `score` finds of all rows: those of later optimizer steps, too, by the weights of the first."""
+    def of_all(self, rollouts: RolloutBatch) -> RolloutBatch:
+        """With what `of_window` finds of all rows: those of later optimizer steps, too, by the weights of the first."""
         nothing = torch.zeros(len(rollouts))
         credited = rollouts.with_rewards(nothing.unsqueeze(1)).with_advantages(nothing)
         rows, window = self._window(credited, rollouts.lengths())
-        self.score(window, rules)
-        found = {name: getattr(window.rollouts, name) for name in SCORED_FIELDS}
+        self.of_window(window)
+        found = {name: getattr(window.rollouts, name) for name in LOG_PROB_FIELDS}
         return rollouts.with_log_probs(
             **{name: _spread(value, rows, len(rollouts)) for name, value in found.items() if value is not None}
         )
 
     @torch.no_grad()
-    def of_sampled(
+    def of_tokens(
         self, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], *, pad_token_id: int
     ) -> list[list[float]]:
         """The policy's log-probs of each completion's tokens."""
         rollouts = Survivors.of_tokens(prompt_ids, completion_ids, pad_token_id=pad_token_id)
-        policy = self._log_probs_of["old_per_token_logps"]
-        (known,) = self._of_rows(rollouts, rollouts.lengths(), lambda inputs: [policy(inputs)], 1)
+        with self._timed("logprobs"):
+            (known,) = self._of_rows(rollouts, rollouts.lengths(), self._passes["old_per_token_logps"], 1)
         return [row[: len(ids)].tolist() for row, ids in zip(known, completion_ids, strict=True)]
 
     @torch.no_grad()
-    def log_probs_and_entropies(
-        self, rollouts: CreditedRollouts, rows: Tensor, both: Callable[[Inputs], tuple]
-    ) -> tuple[Tensor, Tensor]:
-        """[B, T] each, float32, on the CPU: of the loss tokens of some rows; 0 for all others.
+    def with_entropies(self, rollouts: CreditedRollouts, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The policy's log-probs and entropies, [B, T] each, float32, on the CPU; 0 but for the loss tokens of `rows`.
 
         Args:
-            rows: [B] bool. both: the pass, inputs → ([S, T'] log-probs, [S, T'] entropies, …).
+            rows: [B] bool.
         """
+        both = partial(self._passes["old_per_token_logps"], compute_entropy=True)
         log_probs, entropies = self._of_rows(rollouts, rollouts.lengths() * rows.unsqueeze(1), both, 2)
         return log_probs * rollouts.loss_mask, entropies * rollouts.loss_mask
+
+    def log(self, survivors: Survivors) -> None:
+        """How far a window's survivors are from the sampler, and what was made of it."""
+        sampled, mask = survivors.sampling_per_token_logps, survivors.loss_mask
+        old, ratio = survivors.old_per_token_logps, survivors.importance_sampling_ratio
+        if self.rules.sampler_is_old:
+            assert sampled is not None, "checked where it was sampled"
+            rows = unknown_log_probs(sampled, mask).any(dim=1)
+            found, kept = self._ranks.sum(torch.tensor([int(rows.sum()), len(rows)])).tolist()
+            self._log({"off_policy/rescored_rows": found / kept} if kept else {})
+        if ratio is not None:
+            assert old is not None and sampled is not None and self.rules.correction, "of which it was made"
+            self._log(sampler_metrics(sampled, old, ratio, mask, self._ranks.gather))
+            mode = self.rules.correction["mode"]
+            self._log(corrected_share(ratio, old, sampled, mask, mode=mode, reduce_sum=self._ranks.sum))
 
     def _of_rows(
         self, rollouts: CreditedRollouts, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int

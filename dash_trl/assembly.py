@@ -1,0 +1,334 @@
+"""Builds the objects of a run from a `DASHTrainer` and its settings.
+
+    Sampler ─┐
+    Rewards ─┼──► Collector ──► MicroSteps ──► the trainer's training_step
+    LogProbs ┘
+
+Only these functions read the trainer's settings for the objects; the objects themselves get values and functions.
+"""
+
+import logging
+import weakref
+from collections.abc import Iterator, Sized
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils import DynamoBackend, is_peft_model
+from torch import Tensor
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
+
+from dash_trl.checkpoints import Checkpoints
+from dash_trl.collect import (
+    ByFunction,
+    Collector,
+    InProcess,
+    OnServers,
+    Rewards,
+    RowSettings,
+    Sampler,
+    WindowLog,
+    decoded,
+)
+from dash_trl.log_probs import LogProbRules, LogProbs
+from dash_trl.micro_steps import MicroBatches, MicroSteps
+from dash_trl.monitoring import Recorder
+from dash_trl.rollout import GenerationWindow, PromptReader, RunAhead, Shapes, open_epoch
+from dash_trl.seams import shuffled, sync_weights, weights_of
+from dash_trl.update import ModelPasses, Schedule, trl_settings
+
+logger = logging.getLogger(__name__)
+
+
+# ---------------------------------------------------------------------- what is decided once
+
+
+def on_servers(trainer: Any) -> bool:
+    """vLLM servers sample."""
+    return trainer.use_vllm and trainer.vllm_mode == "server" and trainer.rollout_func is None
+
+
+def one_ahead(trainer: Any) -> bool:
+    """This process samples, and samples the next window while it waits for rewards."""
+    return trainer.args.async_level > 0 and not on_servers(trainer) and trainer.rollout_func is None
+
+
+def knows_log_probs(trainer: Any) -> bool:
+    """The sampler's log-probs may be known."""
+    return trainer.use_vllm or trainer.rollout_func is not None or one_ahead(trainer)
+
+
+def loss_settings(trainer: Any, *, training: bool) -> dict[str, Any]:
+    """The attributes with which TRL computes the loss, see `trl_settings`.
+
+    TRL corrects for the sampler only with `use_vllm`. In training, DASH also corrects for another sampler whose
+    log-probs are known.
+    """
+    args = trainer.args
+    settings = trl_settings(args.loss_type, delta=args.aipo_delta, detached=args.aipo_detached)
+    corrected = training and (args.loss_type == "decoupled_ppo" or one_ahead(trainer))
+    return settings | ({"use_vllm": True} if corrected else {})
+
+
+def log_prob_rules(trainer: Any) -> LogProbRules:
+    """Which log-probs the loss needs."""
+    args, settings = trainer.args, loss_settings(trainer, training=True)
+    corrects = settings.get("use_vllm", trainer.use_vllm) and settings.get(
+        "vllm_importance_sampling_correction", trainer.vllm_importance_sampling_correction
+    )
+    correction = {
+        "mode": settings.get("vllm_importance_sampling_mode", trainer.vllm_importance_sampling_mode),
+        "clip_min": trainer.vllm_importance_sampling_clip_min,
+        "clip_max": trainer.vllm_importance_sampling_clip_max,
+    }
+    return LogProbRules(
+        outlives_its_weights=args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0,
+        reference=trainer.beta != 0.0,
+        sampler_is_old=args.loss_type == "aipo",
+        correction=correction if corrects else None,
+    )
+
+
+# ---------------------------------------------------------------------- from prompts to a window
+
+
+def new_reader(trainer: Any) -> PromptReader:
+    args = trainer.args
+    return PromptReader(
+        args.async_level,
+        window_batches=args.steps_per_generation * args.num_iterations,
+        step_batches=args.gradient_accumulation_steps,
+        sized=isinstance(trainer.train_dataset, Sized),
+        open_epoch=lambda epoch: open_epoch(trainer.callback_handler.train_dataloader, epoch),
+    )
+
+
+def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
+    """The one of the three samplers that the settings ask for."""
+    decode, timed = partial(decoded, trainer._tokenizer), trainer.recorder.timed
+
+    def generate(tokenized: tuple[Any, ...]) -> tuple[list[list[int]], Any]:
+        return trainer._generate_single_turn(*tokenized, trainer.num_generations)
+
+    def call_function(prompts: list[Any]) -> dict[str, Any]:
+        sync_weights(trainer)
+        return trainer.rollout_func(prompts, trainer)
+
+    def versions(rows: int) -> Tensor:
+        return torch.full((rows, 2), weights_of(trainer))
+
+    if trainer.rollout_func is not None:
+        return ByFunction(call_function, decode=decode, versions=versions, timed=timed)
+    if on_servers(trainer):
+        return OnServers(
+            trainer.vllm_generation,
+            generate,
+            decode=decode,
+            on_rows=rewards.early.take if rewards.early.wanted else None,
+            timed=timed,
+            figures=trainer.recorder.log,
+            total=trainer.recorder.total,
+            add=trainer.ranks.sum,
+        )
+    own_log_probs = partial(log_probs.of_tokens, pad_token_id=trainer._tokenizer.pad_token_id)
+    return InProcess(
+        generate,
+        decode=decode,
+        versions=versions,
+        on_rows=rewards.early.take,
+        timed=timed,
+        log_probs=own_log_probs if one_ahead(trainer) else None,
+    )
+
+
+def new_rewards(trainer: Any, base: Any) -> Rewards:
+    """The reward functions of a run.
+
+    Args:
+        base: `DASHTrainer`. A subclass that overrides `_calculate_rewards` may change rows: their rewards wait for it.
+    """
+    overridden = type(trainer)._calculate_rewards is not base._calculate_rewards
+    samples_ahead = on_servers(trainer) or one_ahead(trainer)
+    if overridden and samples_ahead and trainer.accelerator.is_main_process:
+        logger.warning(
+            f"{type(trainer).__name__} overrides _calculate_rewards, which may change the rows that rewards are asked "
+            "of: rewards begin when it is called, not while rows are sampled. To change rewards, a DASHCallback "
+            "(on_rewards) does without this."
+        )
+    this = weakref.ref(trainer)  # an agent's worker may outlive the trainer, and must not keep its model in memory
+
+    def group_size() -> int:
+        if (alive := this()) is None:
+            return 0
+        return alive.num_generations if alive.model.training else alive.num_generations_eval
+
+    return Rewards(
+        trainer.ranks,
+        trainer.recorder,
+        trainer.reward_funcs,
+        trainer.reward_func_names,
+        num_generations=trainer.num_generations,
+        group_size=group_size,
+        early=samples_ahead and not overridden,
+        calculate=trainer._calculate_rewards,
+        groups_of_step=lambda: trainer._micro_steps.groups_of_step(trainer._step),
+    )
+
+
+def new_log_probs(trainer: Any) -> LogProbs:
+    micro_batches = new_micro_batches(trainer)
+
+    def inputs_of(window: GenerationWindow, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
+        with disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
+            for rows, inputs in micro_batches.without_gradient(window, lengths):
+                yield rows, trainer._prepare_inputs(inputs)
+
+    def run(model: Any, inputs: dict[str, Any], **kwargs: Any) -> tuple:
+        return trainer._passes.run(trainer._get_per_token_logps_and_entropies, model, inputs, **kwargs)
+
+    def reference(inputs: dict[str, Any]) -> tuple:
+        if trainer.ref_model is not None:
+            return run(trainer.ref_model, inputs)
+        # With PEFT, the reference is the base model, or the adapter that training began with.
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+            return run(trainer.model, inputs)
+
+    return LogProbs(
+        trainer.ranks,
+        log_prob_rules(trainer),
+        inputs_of,
+        policy=lambda inputs, **kwargs: run(trainer.model, inputs, **kwargs),
+        reference=reference,
+        log=trainer.recorder.log,
+        timed=trainer.recorder.timed,
+    )
+
+
+def new_collector(trainer: Any) -> Collector:
+    args, pad_token_id = trainer.args, trainer._tokenizer.pad_token_id
+    log_probs, rewards = new_log_probs(trainer), trainer._rewards
+    samples_ahead = on_servers(trainer) or one_ahead(trainer)
+
+    def count_tokens(tokens: int) -> int:
+        trainer.state.num_input_tokens_seen += tokens
+        return trainer.state.num_input_tokens_seen
+
+    return Collector(
+        trainer.ranks,
+        RowSettings(
+            num_generations=trainer.num_generations,
+            end_ids=frozenset([*trainer.eos_token_ids, pad_token_id]),
+            mask_truncated=trainer.mask_truncated_completions,
+            pad_token_id=pad_token_id,
+            pad_to_multiple_of=trainer.pad_to_multiple_of,
+            threshold=args.gradient_filter_threshold,
+        ),
+        new_sampler(trainer, rewards, log_probs),
+        rewards,
+        log_probs,
+        trainer.recorder,
+        WindowLog(
+            trainer.ranks,
+            figures=trainer.recorder.log,
+            total=trainer.recorder.total,
+            tables=trainer._logs,
+            extra=trainer._pending_extra_logs,
+            metrics=trainer._pending_metrics,
+            names=trainer.reward_func_names,
+            weights=trainer.reward_weights,
+            count_tokens=count_tokens,
+        ),
+        tokenize=trainer._tokenize_prompts if trainer.rollout_func is None else None,
+        upcoming=lambda: trainer._reader.upcoming(trainer._step),
+        ahead=RunAhead(args.async_level if samples_ahead else 0),
+        step=lambda: trainer.state.global_step,
+        dispatch=trainer._dispatch,
+        advantages=trainer._advantages,
+        order=shuffled,
+    )
+
+
+# ---------------------------------------------------------------------- from a window to model passes
+
+
+def new_passes(trainer: Any) -> ModelPasses:
+    models = [trainer.model] if trainer.ref_model is None else [trainer.model, trainer.ref_model]
+    models = [trainer.accelerator.unwrap_model(model) for model in models]
+    adapter = getattr(trainer.model, "active_peft_config", None)
+    return ModelPasses(
+        [model.get_base_model() if is_peft_model(model) else model for model in models],
+        virtual_tokens=getattr(adapter, "is_prompt_learning", False),
+        continuous_batching=trainer.args.use_transformers_continuous_batching,
+        noisy_embeddings=trainer.args.neftune_noise_alpha is not None,
+        # by `torch_compile`, or by accelerate's own configuration
+        compiled=trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
+    )
+
+
+def new_micro_batches(trainer: Any) -> MicroBatches:
+    args = trainer.args
+    return MicroBatches(
+        trainer._passes,
+        trainer.ranks.rank,
+        pad_token_id=trainer._tokenizer.pad_token_id,
+        max_rows=args.per_device_train_batch_size,
+        max_tokens=args.max_tokens_per_microbatch,
+        loss_type=trainer.loss_type,
+        filter_denominator=args.filter_denominator,
+    )
+
+
+def new_micro_steps(trainer: Any) -> MicroSteps:
+    args, micro_batches = trainer.args, new_micro_batches(trainer)
+    return MicroSteps(
+        Schedule(
+            steps_per_generation=args.steps_per_generation,
+            num_iterations=args.num_iterations,
+            accumulation=args.gradient_accumulation_steps,
+            rows_per_step=args.per_device_train_batch_size,
+            pack=micro_batches.plan,
+        ),
+        micro_batches,
+        trainer._collector.window,
+        by_group=args.reward_pipeline,
+        num_generations=trainer.num_generations,
+        log=trainer.recorder.log,
+        to_training=lambda: trainer.model.train(),
+    )
+
+
+# ---------------------------------------------------------------------- what is kept of a run
+
+
+def new_recorder(trainer: Any) -> Recorder:
+    def logged() -> bool:
+        """Whether the optimizer step that runs will be logged, as far as that is known now."""
+        args, state = trainer.args, trainer.state
+        step = state.global_step + 1
+        at_first = step == 1 and args.logging_first_step
+        return args.logging_strategy != "steps" or step % state.logging_steps == 0 or at_first
+
+    return Recorder(
+        trainer._metrics["train"],
+        trainer.accelerator.device,
+        logged,
+        servers=trainer.use_vllm and trainer.vllm_mode == "server",
+        rewards=trainer.args.reward_pipeline,
+    )
+
+
+def new_checkpoints(trainer: Any) -> Checkpoints:
+    dataset, rules = trainer.train_dataset, trainer._collector.log_probs.rules
+
+    def shapes() -> Shapes:
+        return Shapes.of(
+            trainer.args,
+            processes=trainer.ranks.count,
+            prompts=len(dataset) if isinstance(dataset, Sized) else None,
+            corrected=rules.correction is not None,
+            sampler_is_old=rules.sampler_is_old,
+        )
+
+    return Checkpoints(trainer.ranks, shapes, trainer._dash_callbacks)

@@ -1,0 +1,82 @@
+"""`Checkpoints`: saves and restores the window of a run and the states of its callbacks."""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from dash_trl.callbacks import DASHCallback, restore_states, states_of
+from dash_trl.distributed import Ranks
+from dash_trl.rollout import STATES, GenerationWindow, SavedRun, Shapes, load_states, one_run, why_a_new_window
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """What a checkpoint holds of a run beside Transformers' files. Every method is called on every rank.
+
+    Args:
+        shapes: of the run, as it is now. callbacks: that may have a state.
+    """
+
+    def __init__(self, ranks: Ranks, shapes: Callable[[], Shapes], callbacks: Callable[[], list[DASHCallback]]):
+        self._ranks, self._shapes, self._callbacks = ranks, shapes, callbacks
+        self._before: dict[str, Any] = {}  # the callbacks' states, as they were before the optimizer step that runs
+
+    def begin_optimizer_step(self) -> None:
+        self._before = states_of(self._callbacks())
+
+    def save(
+        self,
+        folder: str,
+        *,
+        epoch: float,
+        max_steps: int,
+        step: int,
+        skipped_steps: int,
+        window: GenerationWindow | None,
+        samples_again: bool,
+    ) -> None:
+        """
+        Args:
+            step: see `SavedRun`. window: None where a resumed run does not use it.
+            samples_again: it samples the window in use anew, before which the callbacks' states were others.
+        """
+        shapes = self._shapes()
+        run = SavedRun(shapes, shapes.position(epoch, max_steps), step, skipped_steps, window)
+        run.save(self._file(folder))
+        states = self._before if samples_again else states_of(self._callbacks())
+        if states and self._ranks.rank == 0:
+            torch.save(states, os.path.join(folder, STATES))
+
+    def resume(self, checkpoint: str, start: tuple[int, int], *, ignore_data_skip: bool) -> tuple[SavedRun | None, int]:
+        """Gives the callbacks their states.
+
+        Args:
+            start: (epochs, micro-batches of a rank since) that Transformers takes for used.
+        Returns:
+            The run, where this one goes on in its window, else None and a warning why not; the steps skipped so far.
+        """
+        own = self._ranks.agree(partial(SavedRun.load, self._file(checkpoint)))
+        found = self._ranks.gather_object(own and replace(own, window=None))
+        saved = one_run(found, self._ranks.count, checkpoint)
+        reason = why_a_new_window(
+            saved, self._shapes(), start, checkpoint=checkpoint, ignore_data_skip=ignore_data_skip
+        )
+        states = self._ranks.agree(partial(load_states, checkpoint), main_only=True)
+        for name in self._ranks.agree(partial(restore_states, self._callbacks(), states)):
+            self._warn(f"{checkpoint} holds nothing that {name} has learned; it goes on as it is.")
+        if reason is not None:
+            self._warn(f"{reason}; training goes on with a new generation window.")
+        return None if reason is not None else own, 0 if saved is None else saved.skipped_steps
+
+    def _file(self, folder: str) -> str:
+        return os.path.join(folder, f"generation_window_{self._ranks.rank}.pt")
+
+    def _warn(self, message: str) -> None:
+        if self._ranks.rank == 0:
+            logger.warning(message)

@@ -1,0 +1,14 @@
+"""From prompts to the parts of a window: announce, sample, reward, credit, filter."""
+
+from typing import TYPE_CHECKING
+
+from dash_trl._lazy import lazy
+
+if TYPE_CHECKING:
+    from dash_trl.collect.awaited import Awaited, ByGroup, RewardBatch, Rewards, Together
+    from dash_trl.collect.collector import Collector, Part, RowSettings
+    from dash_trl.collect.decode import Prompts, Sampled, decoded, is_truncated, to_rollouts
+    from dash_trl.collect.log import WindowLog, length_figures, reward_figures
+    from dash_trl.collect.samplers import ByFunction, InProcess, OnServers, Sampler
+
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -1,0 +1,272 @@
+"""`Collector`: the way from prompts to the parts of a window.
+
+    announce ──► sample ──► reward ──► credit ──► filter ──► log-probs ──► part
+                    └── meanwhile: the next window is sampled, and its rewards begin
+
+Letters: B rows of this rank, M of them in a part, N rows of all ranks, R ranks, F reward functions.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dash_trl.collect.awaited import Awaited, RewardBatch, Rewards
+from dash_trl.collect.decode import Prompts, Sampled, is_truncated, to_rollouts
+from dash_trl.collect.log import WindowLog
+from dash_trl.collect.samplers import Sampler
+from dash_trl.distributed import Ranks
+from dash_trl.log_probs import LogProbs
+from dash_trl.monitoring import EmptyWindows, Recorder, filter_metrics, staleness_metrics
+from dash_trl.rollout import (
+    CreditedRollouts,
+    GenerationWindow,
+    RolloutBatch,
+    RunAhead,
+    ScoredRollouts,
+    Survivors,
+    joined,
+)
+from dash_trl.update import Filtered, filter_rows
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """How sampled tokens become rows, and which rows are kept.
+
+    Attributes:
+        num_generations: rows of a group.
+        end_ids: a completion that ends with another token is truncated. mask_truncated: none of its tokens counts.
+        pad_token_id, pad_to_multiple_of: see `to_rollouts`.
+        threshold: `gradient_filter_threshold`.
+    """
+
+    num_generations: int
+    end_ids: frozenset[int]
+    mask_truncated: bool
+    pad_token_id: int
+    pad_to_multiple_of: int | None
+    threshold: float | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Groups of a window whose rewards have come together; all of them where rewards are awaited together.
+
+    Attributes:
+        rows: [M] int64, which rows of the window.
+        rollouts: these rows with their credit, dropped ones included.
+        outcome: [R · M], the advantages of all ranks' rows before callbacks change them: 0 in a silent group.
+        window: the survivors, for the optimizer.
+        ends_step: with it, the optimizer step that runs has all groups that it takes of the window.
+    """
+
+    rows: Tensor
+    rollouts: CreditedRollouts
+    outcome: Tensor
+    window: GenerationWindow
+    ends_step: bool
+
+
+class Collector:
+    """Collects one window after the other. `window` and its parts are the same work on every rank at the same point.
+
+    Args:
+        tokenize: prompts → what TRL's `_tokenize_prompts` returns. None: a `rollout_func` does it.
+        upcoming: this rank's rows of the windows after the one that begins, as far as they may be known.
+        ahead: how far sampling runs ahead.
+        step: the optimizer steps that were taken.
+        dispatch: hands rollouts to callbacks, by the name of an event.
+        advantages: (rewards [N, F], loss tokens [N]) → [N], by outcome alone.
+        order: rows → the order in which micro-steps get them, [rows] int64; draws random numbers.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        settings: RowSettings,
+        sampler: Sampler,
+        rewards: Rewards,
+        log_probs: LogProbs,
+        recorder: Recorder,
+        log: WindowLog,
+        *,
+        tokenize: Callable[[list[Any]], tuple[Any, ...]] | None,
+        upcoming: Callable[[], Sequence[list[dict[str, Any]]]],
+        ahead: RunAhead,
+        step: Callable[[], int],
+        dispatch: Callable[[str, RolloutBatch], None],
+        advantages: Callable[[Tensor, Tensor], Tensor],
+        order: Callable[[int], Tensor],
+    ):
+        self.log_probs = log_probs
+        self._ranks, self._settings, self._recorder, self._log = ranks, settings, recorder, log
+        self._sampler, self._rewards = sampler, rewards
+        self._tokenize, self._upcoming, self._ahead, self._step = tokenize, upcoming, ahead, step
+        self._dispatch, self._advantages, self._order = dispatch, advantages, order
+        self._announced: dict[int, Prompts] = {}  # windows that have not begun
+        self._empty_windows = EmptyWindows(settings.threshold)
+
+    def window(self, examples: list[dict[str, Any]], *, by_group: bool, serves_one_step: bool) -> Iterator[Part]:
+        """Samples the next window and begins its rewards. The iterator that it returns waits for the rewards.
+
+        Args:
+            examples: B rows of the dataset, one for each completion, groups adjacent.
+            by_group: rewards are awaited group by group, not together.
+            serves_one_step: no later optimizer step uses the window.
+        Returns:
+            The parts of the window. Its figures are logged just before the last one.
+        """
+        prompts = self._announce(examples)
+        sampled = self._sampler.take(prompts)
+        rollouts = self._rollouts(prompts, sampled)
+        batch = RewardBatch(rollouts.examples, prompts.prompts, rollouts.completions, sampled.completion_ids)
+        awaited = self._rewards.begin(prompts.window, batch, by_group=by_group)
+        self._sampler.meanwhile()
+        self._dispatch("on_rollouts_sampled", rollouts)
+        num_items = self._ranks.sum(rollouts.loss_mask.sum())  # the normaliser, before any part is known
+        order, find_log_probs = self._order, self.log_probs.of_window
+        if by_group:
+            # Groups run as they come, without a shuffle. Its random numbers are drawn all the same: what is sampled
+            # later does not depend on the pipeline.
+            order(len(rollouts))
+            order = torch.arange
+        if by_group and not serves_one_step:
+            # Later steps, with other weights, use the window, too: its log-probs are those of the weights of now.
+            rollouts, find_log_probs = self.log_probs.of_all(rollouts), _are_known
+        return self._parts(rollouts, num_items, batch, awaited, order, find_log_probs)
+
+    def look(self) -> None:
+        """Between model passes: begins the rewards of those rows of later windows that have come."""
+        self._sampler.look()
+
+    def close(self) -> None:
+        """The run is over, or interrupted: nobody waits for what has begun."""
+        self._forget()
+        self._rewards.cancel()
+
+    # ------------------------------------------------------------------ from prompts to rows
+
+    def _announce(self, examples: list[dict[str, Any]]) -> Prompts:
+        """Tell the sampler the prompts of the window that begins, and of those that may be sampled ahead.
+
+        They are tokenized once: a chat template may tell the time.
+        """
+        number, rows = self._ahead.window + 1, [examples, *self._upcoming()]
+        other = number in self._announced and self._announced[number].examples is not examples
+        if other:
+            if self._ranks.rank == 0:
+                logger.warning(
+                    f"Window {number} has other prompts than those that were read ahead for it, as where a callback "
+                    "ends an epoch. What was sampled ahead is thrown away."
+                )
+            self._forget()
+        known = []
+        not_announced = self._ahead.begin(self._step(), known=len(rows) - 1, anew=other)
+        for window in not_announced:
+            own = rows[window - number]
+            tokenized = () if self._tokenize is None else self._tokenize([row["prompt"] for row in own])
+            known.append(Prompts(window, own, tokenized))
+            self._rewards.early.begin(window, own)
+        self._announced |= {one.window: one for one in known}
+        self._sampler.begin(number, known)
+        return self._announced.pop(number)
+
+    def _forget(self) -> None:
+        """Let go of what is known, sampled or rewarded ahead."""
+        self._announced.clear()
+        self._rewards.early.forget()
+        self._sampler.forget()
+
+    def _rollouts(self, prompts: Prompts, sampled: Sampled) -> RolloutBatch:
+        """This rank's rows, in CPU memory; the log gets the figures of sampling."""
+        own, settings = self._ranks.own(len(prompts.examples)), self._settings
+        self._ranks.agree(partial(self._ahead.check, int(sampled.policy_version.min())))
+        if self._ahead.level:
+            self._recorder.log(staleness_metrics(sampled.policy_version, self._step(), self._ranks.gather))
+        truncated = is_truncated(sampled.completion_ids, settings.end_ids)
+        self._log.sampled(sampled, truncated)
+        self._sampler.log()
+        return to_rollouts(
+            sampled,
+            sampled.examples(prompts.examples),
+            group=torch.arange(own.start, own.stop) // settings.num_generations,
+            pad_token_id=settings.pad_token_id,
+            masked=truncated if settings.mask_truncated else None,
+            pad_to_multiple_of=settings.pad_to_multiple_of,
+        )
+
+    # ------------------------------------------------------------------ from rewards to parts
+
+    def _parts(
+        self,
+        rollouts: RolloutBatch,
+        num_items: Tensor,
+        batch: RewardBatch,
+        awaited: Awaited,
+        order: Callable[[int], Tensor],
+        find_log_probs: Callable[[GenerationWindow], None],
+    ) -> Iterator[Part]:
+        """Reward → credit → filter → log-probs, of each part.
+
+        Args:
+            num_items: the loss tokens of the window's rows on all ranks, dropped ones included.
+            order: M → the order in which micro-steps get the rows of a part, [M] int64.
+            find_log_probs: adds to the survivors of a part what the loss needs.
+        """
+        parts: list[Part] = []
+        for rows, rewards, ends_step in awaited.parts():
+            credited, outcome = self._credited(rollouts.rows(rows).with_rewards(rewards))
+            window = GenerationWindow(*self._kept(credited, order(len(rows))), num_items)
+            find_log_probs(window)
+            parts.append(Part(rows, credited, outcome, window, ends_step))
+            if sum(len(part.rows) for part in parts) == len(rollouts):
+                self._log_whole(batch, awaited.report(), parts)
+            yield parts[-1]
+
+    def _credited(self, rollouts: ScoredRollouts) -> tuple[CreditedRollouts, Tensor]:
+        """The rows with their advantages, after callbacks; and `Part.outcome`, the advantages before callbacks."""
+        self._dispatch("on_rewards", rollouts)
+        unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have failed a row, too
+        rewards = self._ranks.gather(rollouts.rewards.masked_fill(unscored, torch.nan))
+        outcome = self._advantages(rewards, self._ranks.gather(rollouts.loss_mask.sum(dim=1)))
+        credited = rollouts.with_advantages(outcome[self._ranks.own(len(rollouts))].clone())
+        self._dispatch("on_advantages", credited)
+        return credited, outcome
+
+    def _kept(self, rollouts: CreditedRollouts, order: Tensor) -> tuple[Survivors, Tensor]:
+        """This rank's survivors, and `GenerationWindow.lengths` of all ranks' rows, [R, M, 3]; both in this order."""
+        lengths = rollouts.lengths() * self._verdict(rollouts).keep.unsqueeze(1)  # 0 for a dropped row
+        lengths = lengths[order]
+        survivors = order[lengths[:, 1] > 0]  # by completion tokens: a masked row (TRL's truncated ones) has none
+        return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(rollouts), 3)
+
+    def _verdict(self, rollouts: CreditedRollouts) -> Filtered:
+        return filter_rows(rollouts.advantages, rollouts.loss_mask, rollouts.scored, self._settings.threshold)
+
+    def _log_whole(self, batch: RewardBatch, rewards: Tensor, parts: Sequence[Part]) -> None:
+        """Logs a window whose parts have all come.
+
+        Args:
+            rewards: [N, F], see `Awaited.report`.
+        """
+        order = torch.cat([part.rows for part in parts]).argsort()
+        rollouts = joined([part.rollouts for part in parts]).rows(order)
+        silent = (torch.cat([part.outcome for part in parts]).view(-1, self._settings.num_generations) == 0).all(dim=1)
+        advantages = self._ranks.gather(rollouts.mean_advantages())
+        self._log.rewarded(batch.prompts, batch.completions, rewards, advantages, silent)
+        metrics = filter_metrics(rollouts, self._verdict(rollouts), self._ranks.sum)
+        self._recorder.log(metrics)
+        if self._ranks.rank == 0:
+            self._empty_windows.note(metrics)
+        self.log_probs.log(joined([part.window.rollouts for part in parts]))
+
+
+def _are_known(window: GenerationWindow) -> None:
+    """Nothing to find: the log-probs came with the rows."""

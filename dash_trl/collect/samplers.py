@@ -1,0 +1,204 @@
+"""Who samples a window: this process, a user's function, or vLLM servers.
+
+    begin: prompts are known ──► take: the rows of a window ──► meanwhile: rewards are awaited, and the device is idle
+
+The rows of windows that have not begun yet are handed to `on_rows` as they come, so that their rewards may begin.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dash_trl.collect.decode import Prompts, Sampled
+
+Generate = Callable[[tuple[Any, ...]], tuple[list[list[int]], Any]]  # tokenized prompts → token ids, log-probs or None
+Decode = Callable[[Sequence[Any], Sequence[list[int]], Sequence[list[int]]], list[Any]]  # see `decode.decoded`
+Versions = Callable[[int], Tensor]  # rows → [rows, 2], see `RolloutBatch.policy_version`
+OnRows = Callable[[int, int, list[list[int]], list[Any]], None]  # (window, first row, token ids, completions)
+Timed = Callable[[str], AbstractContextManager[Any]]  # a phase whose seconds are logged
+
+
+class Sampler(Protocol):
+    """All methods but `look` and `forget` are called on every rank at the same point."""
+
+    def begin(self, window: int, known: Sequence[Prompts]) -> None:
+        """A window begins, the next that is taken. `known`: prompts that were not known before, in the order of use."""
+
+    def take(self, prompts: Prompts) -> Sampled:
+        """This rank's rows of the window that has begun; waits for them."""
+
+    def meanwhile(self) -> None:
+        """The device has nothing to do while rewards are awaited."""
+
+    def look(self) -> None:
+        """Hands to `on_rows` what has come of later windows, without waiting."""
+
+    def log(self) -> None:
+        """Figures of the sampler, once a window."""
+
+    def forget(self) -> None:
+        """What is known or sampled ahead is not needed any more."""
+
+
+class ByFunction:
+    """A user's `rollout_func`, which never runs ahead.
+
+    Args:
+        function: prompts → what it returns, checked.
+    """
+
+    def __init__(
+        self, function: Callable[[list[Any]], dict[str, Any]], *, decode: Decode, versions: Versions, timed: Timed
+    ):
+        self._function, self._decode, self._versions, self._timed = function, decode, versions, timed
+
+    def begin(self, window: int, known: Sequence[Prompts]) -> None: ...
+
+    def take(self, prompts: Prompts) -> Sampled:
+        with self._timed("generate"):
+            columns = dict(self._function(deepcopy(prompts.prompts)))
+        prompt_ids, completion_ids, log_probs = (
+            columns.pop(name) for name in ("prompt_ids", "completion_ids", "logprobs")
+        )
+        return Sampled(
+            prompt_ids=prompt_ids,
+            completion_ids=completion_ids,
+            completions=self._decode(prompts.prompts, prompt_ids, completion_ids),
+            policy_version=self._versions(len(completion_ids)),
+            log_probs=log_probs,
+            own_tokens=columns.pop("env_mask", None),
+            columns=columns,
+        )
+
+    def meanwhile(self) -> None: ...
+
+    def look(self) -> None: ...
+
+    def log(self) -> None: ...
+
+    def forget(self) -> None: ...
+
+
+class InProcess:
+    """This process samples, with Transformers or with vLLM inside it; the next window while rewards are awaited.
+
+    Args:
+        log_probs: of tokens that were sampled, where the generator reports none but the loss asks for them.
+    """
+
+    def __init__(
+        self,
+        generate: Generate,
+        *,
+        decode: Decode,
+        versions: Versions,
+        on_rows: OnRows,
+        timed: Timed,
+        log_probs: Callable[[list[list[int]], list[list[int]]], list[list[float]]] | None = None,
+    ):
+        self._generate, self._decode, self._versions = generate, decode, versions
+        self._on_rows, self._timed, self._log_probs = on_rows, timed, log_probs
+        self._known: dict[int, Prompts] = {}  # windows to come
+        self._sampled: dict[int, Sampled] = {}
+
+    def begin(self, window: int, known: Sequence[Prompts]) -> None:
+        self._known |= {one.window: one for one in known}
+        self._known.pop(window, None)
+
+    def take(self, prompts: Prompts) -> Sampled:
+        ahead = self._sampled.pop(prompts.window, None)
+        return self._sample(prompts) if ahead is None else ahead
+
+    def meanwhile(self) -> None:
+        """Samples the windows that are known, by the weights of now; their rewards begin at once."""
+        for window in sorted(self._known):
+            self._sampled[window] = self._sample(self._known.pop(window))
+
+    def _sample(self, prompts: Prompts) -> Sampled:
+        with self._timed("generate"):
+            completion_ids, log_probs = self._generate(prompts.tokenized)
+            completions = self._decode(prompts.prompts, prompts.ids, completion_ids)
+        if log_probs is None and self._log_probs is not None:
+            log_probs = self._log_probs(prompts.ids, completion_ids)
+        self._on_rows(prompts.window, 0, completion_ids, deepcopy(completions))
+        versions = self._versions(len(completion_ids))
+        return Sampled(prompts.ids, completion_ids, completions, versions, log_probs)
+
+    def look(self) -> None: ...
+
+    def log(self) -> None: ...
+
+    def forget(self) -> None:
+        self._known.clear()
+        self._sampled.clear()
+
+
+class OnServers:
+    """vLLM servers sample, as far ahead as prompts are known.
+
+    Args:
+        pool: a `VLLMPool`. generate: asks it, after it has sent the weights where these are new.
+        on_rows: None: nobody asks for rows before their window is taken.
+        figures: takes one more value of each name. total: takes a running total.
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        generate: Generate,
+        *,
+        decode: Decode,
+        on_rows: OnRows | None,
+        timed: Timed,
+        figures: Callable[[dict[str, float]], None],
+        total: Callable[[str, float], None],
+        add: Callable[[Tensor], Tensor],
+    ):
+        self._pool, self._generate, self._decode, self._on_rows, self._timed = pool, generate, decode, on_rows, timed
+        self._figures, self._total, self._add = figures, total, add
+        self._known: dict[int, Prompts] = {}
+        self._completions: dict[int, list[Any]] = {}  # of the rows that have come
+
+    def begin(self, window: int, known: Sequence[Prompts]) -> None:
+        self._known |= {one.window: one for one in known}
+        self._completions |= {one.window: [None] * len(one.examples) for one in known}
+        self._pool.expect(window, {one.window: one.ids for one in known}, None if self._on_rows is None else self._come)
+
+    def take(self, prompts: Prompts) -> Sampled:
+        with self._timed("generate"):
+            completion_ids, log_probs = self._generate(prompts.tokenized)  # meanwhile the pool calls `_come`
+            versions = self._pool.policy_version
+            completions = self._completions.pop(prompts.window)
+            if self._on_rows is None:  # then the pool does not call it
+                completions = self._decode(prompts.prompts, prompts.ids, completion_ids)
+        del self._known[prompts.window]
+        return Sampled(prompts.ids, completion_ids, completions, versions, log_probs)
+
+    def _come(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
+        own, prompts = slice(first, first + len(completion_ids)), self._known[window]
+        completions = self._decode(prompts.prompts[own], prompts.ids[own], completion_ids)
+        self._completions[window][own] = completions
+        assert self._on_rows is not None, "nobody is asked for rows otherwise"
+        self._on_rows(window, first, completion_ids, deepcopy(completions))
+
+    def meanwhile(self) -> None: ...
+
+    def look(self) -> None:
+        if self._on_rows is not None:
+            self._pool.show_finished()
+
+    def log(self) -> None:
+        """Healthy servers as the main process sees them, and sums over the ranks."""
+        healthy, *counts = self._pool.metrics()
+        retried, queued = self._add(torch.tensor(counts)).tolist()
+        self._figures({"servers/healthy": healthy, "async/queued_groups": queued})
+        self._total("servers/retried_requests", retried)
+
+    def forget(self) -> None:
+        self._known.clear()
+        self._completions.clear()
+        self._pool.forget_windows()
