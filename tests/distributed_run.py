@@ -217,10 +217,19 @@ def test_the_update_is_that_of_all_ranks(train, settings):
     train(max_steps=4, **settings)
 
 
-def test_one_step_ahead(train):
+class OtherRows(DASHTrainer):
+    """On one rank rewards are asked of other rows than those that were sampled."""
+
+    def _calculate_rewards(self, inputs: list, *args: Any) -> torch.Tensor:
+        return super()._calculate_rewards([{**one, "rank": 1} for one in inputs] if RANK else inputs, *args)
+
+
+@pytest.mark.parametrize("pipeline", [True, False])
+def test_one_step_ahead(train, pipeline):
     """The next window is sampled in process while rewards are awaited; one rank has no signal."""
     settings = {"in_process": True, "async_level": 1, "loss_type": "aipo", "max_completion_length": 6, "max_steps": 3}
-    trainer = train("tiny", reward=RewardAgent(Late(ON_RANK_1)), reward_pipeline=True, **settings)
+    kind = DASHTrainer if pipeline else OtherRows
+    trainer = train("tiny", kind, reward=RewardAgent(Late(ON_RANK_1)), reward_pipeline=pipeline, **settings)
     behind = [line["async/staleness_max"] for line in trainer.state.log_history if "async/staleness_max" in line]
     assert behind == [0, 1, 1]
 
