@@ -357,11 +357,17 @@ class DASHTrainer(GRPOTrainer):
 
         Args:
             rewards: [N, F], the rows of all ranks, groups adjacent; NaN = not applicable, a row of NaN is unscored.
-            lengths: [N], the loss tokens of each row; `None`: all alike. An override may leave it out.
+            lengths: [N], the loss tokens of each row, which "opo" needs. An override may leave them out.
         Returns:
             [N] floats, finite for scored rows. `dash_trl.update.weighted_rewards` gives one reward per row.
         """
         weights, estimator = self.reward_weights, self.args.advantage_estimator
+        if estimator == "opo" and lengths is None:
+            raise ValueError(
+                "advantage_estimator='opo' weighs rewards by the tokens of their rows, and compute_advantages was "
+                "called without. Give an override the argument, and hand it on: def compute_advantages(self, rewards, "
+                "lengths=None), super().compute_advantages(rewards, lengths)."
+            )
         if estimator != "grpo":
             return outcome_advantages(estimator, rewards, weights, self.num_generations, lengths=lengths)
         scale, aggregation = self.scale_rewards, self.multi_objective_aggregation

@@ -216,6 +216,15 @@ def test_usable_advantages_are_float32_and_0_where_there_is_no_reward():
     assert one.dtype == torch.float32 and one.tolist() == [1.0, -1.0, 0.0, 0.5]
 
 
+def test_opo_does_not_take_rows_for_equally_long(tiny_model, tmp_path):
+    class Halved(DASHTrainer):
+        def compute_advantages(self, rewards):
+            return super().compute_advantages(rewards) / 2
+
+    with pytest.raises(ValueError, match="advantage_estimator='opo' weighs rewards by the tokens of their rows"):
+        run(Halved, tiny_model, tmp_path, advantage_estimator="opo")
+
+
 def test_an_estimator_that_divides_by_0_is_stopped_before_the_update(tiny_model, tmp_path):
     class Standardised(DASHTrainer):
         def compute_advantages(self, rewards):
