@@ -197,7 +197,7 @@ def new_log_probs(trainer: Any) -> LogProbs:
 
     return LogProbs(
         trainer.ranks,
-        log_prob_rules(trainer),
+        partial(log_prob_rules, trainer),
         inputs_of,
         policy=lambda inputs, **kwargs: run(trainer.model, inputs, **kwargs),
         reference=reference,
@@ -215,16 +215,19 @@ def new_collector(trainer: Any) -> Collector:
         trainer.state.num_input_tokens_seen += tokens
         return trainer.state.num_input_tokens_seen
 
-    return Collector(
-        trainer.ranks,
-        RowSettings(
+    def settings() -> RowSettings:
+        return RowSettings(
             num_generations=trainer.num_generations,
             end_ids=frozenset([*trainer.eos_token_ids, pad_token_id]),
             mask_truncated=trainer.mask_truncated_completions,
             pad_token_id=pad_token_id,
             pad_to_multiple_of=trainer.pad_to_multiple_of,
             threshold=args.gradient_filter_threshold,
-        ),
+        )
+
+    return Collector(
+        trainer.ranks,
+        settings,
         new_sampler(trainer, rewards, log_probs),
         rewards,
         log_probs,
@@ -237,12 +240,13 @@ def new_collector(trainer: Any) -> Collector:
             extra=trainer._pending_extra_logs,
             metrics=trainer._pending_metrics,
             names=trainer.reward_func_names,
-            weights=trainer.reward_weights,
+            weights=lambda: trainer.reward_weights,
             count_tokens=count_tokens,
         ),
         tokenize=trainer._tokenize_prompts if trainer.rollout_func is None else None,
         upcoming=lambda: trainer._reader.upcoming(trainer._step),
         ahead=RunAhead(args.async_level if samples_ahead else 0),
+        log_staleness=samples_ahead,
         step=lambda: trainer.state.global_step,
         dispatch=trainer._dispatch,
         advantages=trainer._advantages,

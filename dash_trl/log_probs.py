@@ -51,6 +51,7 @@ class LogProbs:
     """Every method is called on every rank at the same point: model passes and gathered lengths are collectives.
 
     Args:
+        rules: as they are now.
         inputs_of: (window, lengths [R, N, 3]) → of each pass over the rows with a length, this rank's rows of
             `window.rollouts`, at most S, and its inputs.
         policy, reference: the pass of a model, (inputs, compute_entropy=False) → ([S, T'] log-probs, [S, T'] entropies
@@ -62,7 +63,7 @@ class LogProbs:
     def __init__(
         self,
         ranks: Ranks,
-        rules: LogProbRules,
+        rules: Callable[[], LogProbRules],
         inputs_of: Callable[[GenerationWindow, Tensor], Iterator[tuple[list[int], Inputs]]],
         *,
         policy: Callable[..., tuple],
@@ -70,9 +71,13 @@ class LogProbs:
         log: Callable[[dict[str, float]], None],
         timed: Callable[[str], AbstractContextManager[Any]],
     ):
-        self.rules = rules
+        self._rules = rules
         self._ranks, self._inputs_of, self._log, self._timed = ranks, inputs_of, log, timed
         self._passes = {"old_per_token_logps": policy, "ref_per_token_logps": reference}
+
+    @property
+    def rules(self) -> LogProbRules:
+        return self._rules()
 
     @torch.no_grad()
     def of_window(self, window: GenerationWindow) -> None:

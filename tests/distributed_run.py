@@ -485,6 +485,12 @@ class Generating(DASHTrainer):
             self.model.generate = fail_on_rank_1
 
 
+def decoding(trainer: Any) -> None:
+    """Fails on rank 1."""
+    if RANK == 1:
+        trainer._tokenizer.batch_decode = fail_on_rank_1
+
+
 OF_RANK_1 = "KeyError: 'of rank 1'"
 ALONE: dict[str, tuple[Any, dict[str, Any], str]] = {
     "sampled": (DASHTrainer, {"callbacks": [failing("on_rollouts_sampled")]}, OF_RANK_1),
@@ -497,6 +503,7 @@ ALONE: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "rollout_func": (DASHTrainer, {"rollouts": Sampler()}, OF_RANK_1),
     "generation": (Generating, {"in_process": True}, OF_RANK_1),
+    "decoding": (DASHTrainer, {"prepare": decoding}, OF_RANK_1),
     "markers": (
         DASHTrainer,
         {"callbacks": [ProcessRewardCallback(markers=lambda text: None if RANK == 1 and "2 + 2" not in text else [0])]},

@@ -3,10 +3,13 @@
 import math
 import random
 
+import numpy
 import pytest
 import torch
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
+from dash_trl import DASHTrainer
 from dash_trl.collect import Sampled, decoded, is_truncated, length_figures, reward_figures, to_rollouts
 from tests.tiny import EOS, prompts, run, tiny_tokenizer
 
@@ -76,6 +79,52 @@ def test_rows_and_figures_are_those_of_trl(trainer):
     }
     for name, value in figures.items():
         assert [value] == pytest.approx(logged[name], rel=1e-6, nan_ok=True), name
+
+
+def test_a_rollout_func_may_return_tensors(tiny_model, tmp_path):
+    """TRL takes them; a tensor is in no set."""
+
+    def as_tensors(prompts, trainer):
+        columns = rollouts_of(prompts, trainer)
+        names = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
+        return columns | {name: list(map(torch.tensor, columns[name])) for name in names}
+
+    logs = []
+    for rollouts in (rollouts_of, as_tensors):
+        settings = {"rollouts": rollouts, "mask_truncated_completions": True, "reward": [lengths, turns]}
+        found = run(DASHTrainer, tiny_model, tmp_path, **settings).state.log_history[0]
+        logs.append({name: value for name, value in found.items() if "time" not in name})
+    assert 0 < logs[0]["completions/clipped_ratio"] < 1 and logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), numpy.float32(0.5)], ids=["torch", "numpy"])
+def test_a_metric_of_a_reward_function_is_a_float(value, tiny_model, tmp_path):
+    """A checkpoint writes the log as JSON."""
+
+    def measured(completions, log_metric, **columns):
+        log_metric("measured", value)
+        return [0.0, 1.0] * (len(completions) // 2)
+
+    assert type(run(DASHTrainer, tiny_model, tmp_path, reward=measured).state.log_history[0]["measured"]) is float
+
+
+class Changing(TrainerCallback):
+    """After the first step, no row is kept, and rewards count ten times."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        args.gradient_filter_threshold = 1e9
+        self.trainer.reward_weights = torch.tensor([10.0])
+
+
+def test_a_callback_may_change_settings_during_a_run(tiny_model, tmp_path):
+    callback = Changing()
+    settings = {"callbacks": [callback], "max_steps": 2, "constant": 0.0}
+    trainer = run(
+        DASHTrainer, tiny_model, tmp_path, prepare=lambda trainer: setattr(callback, "trainer", trainer), **settings
+    )
+    first, second, *_ = trainer.state.log_history
+    assert first["filter/kept_rows"] > 0 and first["reward"] == pytest.approx(first["rewards/scripted/mean"])
+    assert second["filter/kept_rows"] == 0 and second["reward"] == pytest.approx(10 * second["rewards/scripted/mean"])
 
 
 def test_a_window_whose_completions_are_all_cut_off_has_no_figure_of_others():

@@ -84,7 +84,8 @@ def test_rewards_begin_before_the_last_group_is_sampled(tiny_model, tmp_path, se
     """Its generation waits for the first reward call: for ever, where rewards begin when all rows are there."""
     reward, fake, waited = Reward(), server(), []
     fake.before = lambda number: waited.append(reward.called.wait(SECONDS)) if number == GROUPS else None
-    trained(tiny_model, tmp_path, [fake], reward=reward)
+    trainer, _ = trained(tiny_model, tmp_path, [fake], reward=reward)
+    assert trainer.state.log_history[0]["async/staleness_max"] == 0
     assert waited == [True] and len(reward.rows) == ROWS
 
 

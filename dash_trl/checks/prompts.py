@@ -94,11 +94,12 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
         )
     mask = output.get("env_mask")
     if mask is not None and (
-        list(map(len, mask)) != list(map(len, output["completion_ids"])) or any({*row} - {0, 1} for row in mask)
+        list(map(len, mask)) != list(map(len, output["completion_ids"]))
+        or any({*map(float, row)} - {0, 1} for row in mask)
     ):
         raise ValueError(
-            "rollout_func returned an env_mask that does not fit completion_ids: return 1 for each token of the policy "
-            "and 0 for each of its environment, in as many rows and of the same lengths."
+            "rollout_func returned an env_mask that does not fit completion_ids: return 1 for each token that the "
+            "policy wrote and 0 for each of its environment, in as many rows and of the same lengths."
         )
     return output
 

@@ -78,9 +78,10 @@ class Collector:
     """Collects one window after the other. `window` and its parts are the same work on every rank at the same point.
 
     Args:
+        settings: as they are now; a callback may change some during a run.
         tokenize: prompts → what TRL's `_tokenize_prompts` returns. None: a `rollout_func` does it.
         upcoming: this rank's rows of the windows after the one that begins, as far as they may be known.
-        ahead: how far sampling runs ahead.
+        ahead: how far sampling runs ahead. log_staleness: how old the weights are that sampled.
         step: the optimizer steps that were taken.
         dispatch: hands rollouts to callbacks, by the name of an event.
         advantages: (rewards [N, F], loss tokens [N]) → [N], by outcome alone.
@@ -90,7 +91,7 @@ class Collector:
     def __init__(
         self,
         ranks: Ranks,
-        settings: RowSettings,
+        settings: Callable[[], RowSettings],
         sampler: Sampler,
         rewards: Rewards,
         log_probs: LogProbs,
@@ -100,6 +101,7 @@ class Collector:
         tokenize: Callable[[list[Any]], tuple[Any, ...]] | None,
         upcoming: Callable[[], Sequence[list[dict[str, Any]]]],
         ahead: RunAhead,
+        log_staleness: bool,
         step: Callable[[], int],
         dispatch: Callable[[str, RolloutBatch], None],
         advantages: Callable[[Tensor, Tensor], Tensor],
@@ -111,7 +113,8 @@ class Collector:
         self._tokenize, self._upcoming, self._ahead, self._step = tokenize, upcoming, ahead, step
         self._dispatch, self._advantages, self._order = dispatch, advantages, order
         self._announced: dict[int, Prompts] = {}  # windows that have not begun
-        self._empty_windows = EmptyWindows(settings.threshold)
+        self._log_staleness = log_staleness
+        self._empty_windows = EmptyWindows(settings().threshold)
 
     def window(self, examples: list[dict[str, Any]], *, by_group: bool, serves_one_step: bool) -> Iterator[Part]:
         """Samples the next window and begins its rewards. The iterator that it returns waits for the rewards.
@@ -124,11 +127,11 @@ class Collector:
             The parts of the window. Its figures are logged just before the last one.
         """
         prompts = self._announce(examples)
-        sampled = self._sampler.take(prompts)
+        sampled = self._ranks.agree(partial(self._sampler.take, prompts))  # a rank may fail to decode its rows
         rollouts = self._rollouts(prompts, sampled)
         batch = RewardBatch(rollouts.examples, prompts.prompts, rollouts.completions, sampled.completion_ids)
         awaited = self._rewards.begin(prompts.window, batch, by_group=by_group)
-        self._sampler.meanwhile()
+        self._ranks.agree(self._sampler.meanwhile)
         self._dispatch("on_rollouts_sampled", rollouts)
         num_items = self._ranks.sum(rollouts.loss_mask.sum())  # the normaliser, before any part is known
         order, find_log_probs = self._order, self.log_probs.of_window
@@ -186,9 +189,9 @@ class Collector:
 
     def _rollouts(self, prompts: Prompts, sampled: Sampled) -> RolloutBatch:
         """This rank's rows, in CPU memory; the log gets the figures of sampling."""
-        own, settings = self._ranks.own(len(prompts.examples)), self._settings
+        own, settings = self._ranks.own(len(prompts.examples)), self._settings()
         self._ranks.agree(partial(self._ahead.check, int(sampled.policy_version.min())))
-        if self._ahead.level:
+        if self._log_staleness:
             self._recorder.log(staleness_metrics(sampled.policy_version, self._step(), self._ranks.gather))
         truncated = is_truncated(sampled.completion_ids, settings.end_ids)
         self._log.sampled(sampled, truncated)
@@ -248,7 +251,7 @@ class Collector:
         return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(rollouts), 3)
 
     def _verdict(self, rollouts: CreditedRollouts) -> Filtered:
-        return filter_rows(rollouts.advantages, rollouts.loss_mask, rollouts.scored, self._settings.threshold)
+        return filter_rows(rollouts.advantages, rollouts.loss_mask, rollouts.scored, self._settings().threshold)
 
     def _log_whole(self, batch: RewardBatch, rewards: Tensor, parts: Sequence[Part]) -> None:
         """Logs a window whose parts have all come.
@@ -258,7 +261,9 @@ class Collector:
         """
         order = torch.cat([part.rows for part in parts]).argsort()
         rollouts = joined([part.rollouts for part in parts]).rows(order)
-        silent = (torch.cat([part.outcome for part in parts]).view(-1, self._settings.num_generations) == 0).all(dim=1)
+        silent = (torch.cat([part.outcome for part in parts]).view(-1, self._settings().num_generations) == 0).all(
+            dim=1
+        )
         advantages = self._ranks.gather(rollouts.mean_advantages())
         self._log.rewarded(batch.prompts, batch.completions, rewards, advantages, silent)
         metrics = filter_metrics(rollouts, self._verdict(rollouts), self._ranks.sum)

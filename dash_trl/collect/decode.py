@@ -96,7 +96,7 @@ def decoded(
 
 def is_truncated(completion_ids: Sequence[list[int]], end_ids: Collection[int]) -> Tensor:
     """[B] bool: the completion ends with another token than an end of sequence or padding (`end_ids`)."""
-    return torch.tensor([ids[-1] not in end_ids for ids in completion_ids], dtype=torch.bool)
+    return torch.tensor([int(ids[-1]) not in end_ids for ids in completion_ids], dtype=torch.bool)
 
 
 def to_rollouts(
@@ -118,7 +118,7 @@ def to_rollouts(
     """
 
     def table(rows: Sequence[Sequence[Any]], side: str, padding: float, dtype: torch.dtype = torch.long) -> Tensor:
-        tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+        tensors = [torch.as_tensor(row, dtype=dtype, device="cpu") for row in rows]  # a rollout_func's may be tensors
         return pad(tensors, padding_value=padding, padding_side=side, pad_to_multiple_of=pad_to_multiple_of)
 
     def ones(rows: Sequence[Sequence[Any]], side: str) -> Tensor:

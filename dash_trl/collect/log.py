@@ -49,7 +49,7 @@ class WindowLog:
         tables: TRL's `_logs`: the columns of the table of completions.
         extra, metrics: what reward functions have logged by `log_extra` and `log_metric`, TRL's `_pending_extra_logs`
             and `_pending_metrics`.
-        names, weights: of the F reward functions.
+        names: of the F reward functions. weights: theirs, as they are now.
         count_tokens: adds to the tokens that the run has seen; returns their number.
     """
 
@@ -63,7 +63,7 @@ class WindowLog:
         extra: MutableMapping[str, list[Any]],
         metrics: MutableMapping[str, list[float]],
         names: Sequence[str],
-        weights: Tensor,
+        weights: Callable[[], Tensor],
         count_tokens: Callable[[int], int],
     ):
         self._ranks, self._figures, self._total = ranks, figures, total
@@ -94,7 +94,7 @@ class WindowLog:
             advantages: [N], of all ranks: the mean over a row's loss tokens.
             silent: [groups] bool, the group has no signal.
         """
-        self._figures(reward_figures(rewards, self._names, self._weights))
+        self._figures(reward_figures(rewards, self._names, self._weights()))
         self._figures({"frac_reward_zero_std": silent.float().mean().item()})
         for name, rows in (("prompt", prompts), ("completion", completions)):
             self._tables[name].extend(self._gathered(rows))
@@ -105,7 +105,7 @@ class WindowLog:
         for name in sorted(set(self._gathered(list(self._extra)))):
             self._tables["extra"][name].extend(self._gathered(self._extra.get(name, [None] * len(prompts))))
         for name in sorted(set(self._gathered(list(self._metrics)))):
-            values = self._gathered(self._metrics.get(name, []))
+            values = self._gathered([float(one) for one in self._metrics.get(name, [])])
             self._figures({name: sum(values) / len(values)})
         self._extra.clear()
         self._metrics.clear()
