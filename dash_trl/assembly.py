@@ -107,6 +107,7 @@ def new_reader(trainer: Any) -> PromptReader:
 def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
     """The one of the three samplers that the settings ask for."""
     decode, timed = partial(decoded, trainer._tokenizer), trainer.recorder.timed
+    on_rows = rewards.early.take if rewards.early.wanted else None
 
     def generate(tokenized: tuple[Any, ...]) -> tuple[list[list[int]], Any]:
         return trainer._generate_single_turn(*tokenized, trainer.num_generations)
@@ -125,7 +126,7 @@ def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
             trainer.vllm_generation,
             generate,
             decode=decode,
-            on_rows=rewards.early.take if rewards.early.wanted else None,
+            on_rows=on_rows,
             timed=timed,
             figures=trainer.recorder.log,
             total=trainer.recorder.total,
@@ -136,7 +137,7 @@ def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
         generate,
         decode=decode,
         versions=versions,
-        on_rows=rewards.early.take,
+        on_rows=on_rows,
         timed=timed,
         log_probs=own_log_probs if one_ahead(trainer) else None,
     )

@@ -2,7 +2,8 @@
 
     begin: prompts are known ──► take: the rows of a window ──► meanwhile: rewards are awaited, and the device is idle
 
-The rows of windows that have not begun yet are handed to `on_rows` as they come, so that their rewards may begin.
+Rows are handed to `on_rows` as they come, those of windows that have not begun yet, too: their rewards may begin.
+`on_rows` is None where nobody asks for rows before their window is taken.
 """
 
 from collections.abc import Callable, Sequence
@@ -96,7 +97,7 @@ class InProcess:
         *,
         decode: Decode,
         versions: Versions,
-        on_rows: OnRows,
+        on_rows: OnRows | None,
         timed: Timed,
         log_probs: Callable[[list[list[int]], list[list[int]]], list[list[float]]] | None = None,
     ):
@@ -124,7 +125,8 @@ class InProcess:
             completions = self._decode(prompts.prompts, prompts.ids, completion_ids)
         if log_probs is None and self._log_probs is not None:
             log_probs = self._log_probs(prompts.ids, completion_ids)
-        self._on_rows(prompts.window, 0, completion_ids, deepcopy(completions))
+        if self._on_rows is not None:
+            self._on_rows(prompts.window, 0, completion_ids, deepcopy(completions))
         versions = self._versions(len(completion_ids))
         return Sampled(prompts.ids, completion_ids, completions, versions, log_probs)
 
@@ -142,7 +144,6 @@ class OnServers:
 
     Args:
         pool: a `VLLMPool`. generate: asks it, after it has sent the weights where these are new.
-        on_rows: None: nobody asks for rows before their window is taken.
         figures: takes one more value of each name. total: takes a running total.
     """
 
