@@ -71,6 +71,16 @@ class Changes(Recorder):
             rollouts.advantages[3, 0] = 2.0
 
 
+def test_the_log_has_the_rewards_as_functions_gave_them(tiny_model, tmp_path):
+    class Zeroes(DASHCallback):
+        def on_rewards(self, args, state, control, rollouts, **kwargs):
+            rollouts.rewards[:, 0] = 0.0
+
+    settings = {"callbacks": [Zeroes()], "constant": 0.0}
+    log = run(DASHTrainer, tiny_model, tmp_path, **settings).state.log_history[0]
+    assert log["rewards/scripted/mean"] > 0 and log["filter/kept_rows"] == 0
+
+
 def test_changes_reach_advantages_filter_log_and_loss(tiny_model, tmp_path):
     """An infinite reward is a failed one, whatever the other function says; the rest of the group has its baseline."""
 

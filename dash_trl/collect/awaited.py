@@ -58,7 +58,7 @@ class Together:
         self._rewards: Tensor | None = None
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        rewards = self.report()[self._own].cpu()
+        rewards = self.report()[self._own].to("cpu", copy=True)  # callbacks may change them; the log has the functions'
         yield torch.arange(len(rewards)), rewards, True  # whatever the optimizer step takes of them is there
 
     def report(self) -> Tensor:
