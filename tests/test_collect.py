@@ -2,6 +2,7 @@
 
 import math
 import random
+from contextlib import contextmanager
 
 import numpy
 import pytest
@@ -11,6 +12,7 @@ from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
 from dash_trl.collect import Sampled, decoded, is_truncated, length_figures, reward_figures, to_rollouts
+from dash_trl.monitoring import Recorder
 from tests.tiny import EOS, prompts, run, tiny_tokenizer
 
 
@@ -106,6 +108,26 @@ def test_a_metric_of_a_reward_function_is_a_float(value, tiny_model, tmp_path):
         return [0.0, 1.0] * (len(completions) // 2)
 
     assert type(run(DASHTrainer, tiny_model, tmp_path, reward=measured).state.log_history[0]["measured"]) is float
+
+
+def test_tokenizing_is_a_part_of_generation(tiny_model, tmp_path, monkeypatch):
+    timed, phases, found = Recorder.timed, [], []
+
+    @contextmanager
+    def noted(recorder, phase, **counts):
+        phases.append(phase)
+        with timed(recorder, phase, **counts):
+            yield
+        phases.pop()
+
+    class Tokenizing(DASHTrainer):
+        def _tokenize_prompts(self, prompts):
+            found.append(list(phases))
+            return super()._tokenize_prompts(prompts)
+
+    monkeypatch.setattr(Recorder, "timed", noted)
+    run(Tokenizing, tiny_model, tmp_path, in_process=True, max_completion_length=2)
+    assert found == [["generate"]]
 
 
 class Changing(TrainerCallback):

@@ -174,7 +174,8 @@ class Collector:
         not_announced = self._ahead.begin(self._step(), known=len(rows) - 1, anew=other)
         for window in not_announced:
             own = rows[window - number]
-            tokenized = () if self._tokenize is None else self._tokenize([row["prompt"] for row in own])
+            with self._recorder.timed("generate"):
+                tokenized = () if self._tokenize is None else self._tokenize([row["prompt"] for row in own])
             known.append(Prompts(window, own, tokenized))
             self._rewards.early.begin(window, own)
         self._announced |= {one.window: one for one in known}
