@@ -88,7 +88,7 @@ class FirstStates:
 
 
 def begin_anew(trainer: Any) -> None:
-    """No micro-step has run, no number waits for the next log, and vLLM has no weights of this run.
+    """No micro-step has run, no number waits for the next log, its table is empty, vLLM has no weights of this run.
 
     Nor has the loss scaler (fp16) unscaled gradients, as it has where a step was interrupted.
     """
@@ -98,6 +98,10 @@ def begin_anew(trainer: Any) -> None:
     trainer._entropy_window_stats = None
     for pending in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
         pending.clear()
+    logs = trainer._logs
+    rewards = [logs["rewards"][name] for name in trainer.reward_func_names]  # there from the first table on
+    for column in (logs["prompt"], logs["completion"], logs["advantages"], logs["extra"], *rewards):
+        column.clear()
 
 
 def count_pass_time(trainer: Any, seconds: float) -> None:

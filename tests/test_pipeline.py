@@ -303,3 +303,11 @@ def test_a_window_comes_into_the_table_with_its_rewards(tiny_model, tmp_path):
         assert list(table.get("texts/text", [])) == list(table["completion"])
         rows[step] = len(table)
     assert rows == {1: 0, 3: 4, 4: 16, 5: 16, 8: 16}
+
+
+def test_the_table_of_a_run_does_not_begin_with_the_run_before(tiny_model, tmp_path):
+    """It has a column for each function from the first on."""
+    settings = {**MINI, "reward_pipeline": True, "log_completions": True, "reward": RewardAgent(Delayed())}
+    run(DASHTrainer, tiny_model, tmp_path, **settings).train()
+    table = pandas.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
+    assert len(table) == 0 and "delayed" in table
