@@ -207,9 +207,9 @@ def new_log_probs(trainer: Any) -> LogProbs:
     )
 
 
-def new_collector(trainer: Any) -> Collector:
+def new_collector(trainer: Any, rewards: Rewards) -> Collector:
     args, pad_token_id = trainer.args, trainer._tokenizer.pad_token_id
-    log_probs, rewards = new_log_probs(trainer), trainer._rewards
+    log_probs = new_log_probs(trainer)
     samples_ahead = on_servers(trainer) or one_ahead(trainer)
 
     def count_tokens(tokens: int) -> int:
@@ -285,7 +285,7 @@ def new_micro_batches(trainer: Any) -> MicroBatches:
     )
 
 
-def new_micro_steps(trainer: Any) -> MicroSteps:
+def new_micro_steps(trainer: Any, collector: Collector) -> MicroSteps:
     args, micro_batches = trainer.args, new_micro_batches(trainer)
     return MicroSteps(
         Schedule(
@@ -296,7 +296,7 @@ def new_micro_steps(trainer: Any) -> MicroSteps:
             pack=micro_batches.plan,
         ),
         micro_batches,
-        trainer._collector.window,
+        collector.window,
         by_group=args.reward_pipeline,
         num_generations=trainer.num_generations,
         log=trainer.recorder.log,
@@ -324,8 +324,8 @@ def new_recorder(trainer: Any) -> Recorder:
     )
 
 
-def new_checkpoints(trainer: Any) -> Checkpoints:
-    dataset, rules = trainer.train_dataset, trainer._collector.log_probs.rules
+def new_checkpoints(trainer: Any, log_probs: LogProbs) -> Checkpoints:
+    dataset, rules = trainer.train_dataset, log_probs.rules
 
     def shapes() -> Shapes:
         return Shapes.of(

@@ -160,12 +160,12 @@ class DASHTrainer(GRPOTrainer):
         self.recorder = new_recorder(self)
         self._reader = new_reader(self)
         self._rewards = new_rewards(self, DASHTrainer)
-        self._collector = new_collector(self)
-        self._micro_steps = new_micro_steps(self)
+        self._collector = new_collector(self, self._rewards)
+        self._micro_steps = new_micro_steps(self, self._collector)
         self._pass_metrics = PassMetrics(per_row=self.importance_sampling_level == "sequence")
         self._off_policy = OffPolicyMetrics(self.args.aipo_delta if self.args.loss_type == "aipo" else None)
         self._skipped = SkippedSteps(loss_scaling=self.args.fp16)
-        self._checkpoints = new_checkpoints(self)
+        self._checkpoints = new_checkpoints(self, self._collector.log_probs)
 
     def _resume(self, checkpoint: str, start: tuple[int, int]) -> tuple[int, int]:
         """Go on in the checkpoint's window, if it has one that fits.
@@ -346,7 +346,7 @@ class DASHTrainer(GRPOTrainer):
         return self._rewards.of_all(ask, training=self.model.training)
 
     def _advantages(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """[N], by outcome alone; arguments as in `compute_advantages`."""
+        """What `compute_advantages` returns, checked; an override of it may have no parameter `lengths`."""
         rewards = rewards.to(self.accelerator.device)
         takes_lengths = "lengths" in signature(self.compute_advantages).parameters
         advantages = self.compute_advantages(rewards, **({"lengths": lengths} if takes_lengths else {}))

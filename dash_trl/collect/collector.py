@@ -161,25 +161,25 @@ class Collector:
 
         They are tokenized once: a chat template may tell the time.
         """
-        number, rows = self._ahead.window + 1, [examples, *self._upcoming()]
-        other = number in self._announced and self._announced[number].examples is not examples
-        if other:
+        number, windows = self._ahead.window + 1, [examples, *self._upcoming()]
+        has_changed = number in self._announced and self._announced[number].examples is not examples
+        if has_changed:
             if self._ranks.rank == 0:
                 logger.warning(
                     f"Window {number} has other prompts than those that were read ahead for it, as where a callback "
                     "ends an epoch. What was sampled ahead is thrown away."
                 )
             self._forget()
-        known = []
-        not_announced = self._ahead.begin(self._step(), known=len(rows) - 1, anew=other)
+        new = []
+        not_announced = self._ahead.begin(self._step(), known=len(windows) - 1, anew=has_changed)
         for window in not_announced:
-            own = rows[window - number]
+            own = windows[window - number]
             with self._recorder.timed("generate"):
                 tokenized = () if self._tokenize is None else self._tokenize([row["prompt"] for row in own])
-            known.append(Prompts(window, own, tokenized))
+            new.append(Prompts(window, own, tokenized))
             self._rewards.early.begin(window, own)
-        self._announced |= {one.window: one for one in known}
-        self._sampler.begin(number, known)
+        self._announced |= {one.window: one for one in new}
+        self._sampler.begin(number, new)
         return self._announced.pop(number)
 
     def _forget(self) -> None:
@@ -246,12 +246,12 @@ class Collector:
 
     def _kept(self, rollouts: CreditedRollouts, order: Tensor) -> tuple[Survivors, Tensor]:
         """This rank's survivors, and `GenerationWindow.lengths` of all ranks' rows, [R, M, 3]; both in this order."""
-        lengths = rollouts.lengths() * self._verdict(rollouts).keep.unsqueeze(1)  # 0 for a dropped row
+        lengths = rollouts.lengths() * self._filtered(rollouts).keep.unsqueeze(1)  # 0 for a dropped row
         lengths = lengths[order]
         survivors = order[lengths[:, 1] > 0]  # by completion tokens: a masked row (TRL's truncated ones) has none
         return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(rollouts), 3)
 
-    def _verdict(self, rollouts: CreditedRollouts) -> Filtered:
+    def _filtered(self, rollouts: CreditedRollouts) -> Filtered:
         return filter_rows(rollouts.advantages, rollouts.loss_mask, rollouts.scored, self._settings().threshold)
 
     def _log_whole(self, batch: RewardBatch, rewards: Tensor, parts: Sequence[Part]) -> None:
@@ -267,7 +267,7 @@ class Collector:
         )
         advantages = self._ranks.gather(rollouts.mean_advantages())
         self._log.rewarded(batch.prompts, batch.completions, rewards, advantages, silent)
-        metrics = filter_metrics(rollouts, self._verdict(rollouts), self._ranks.sum)
+        metrics = filter_metrics(rollouts, self._filtered(rollouts), self._ranks.sum)
         self._recorder.log(metrics)
         if self._ranks.rank == 0:
             self._empty_windows.note(metrics)

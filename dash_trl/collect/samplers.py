@@ -26,8 +26,8 @@ Timed = Callable[[str], AbstractContextManager[Any]]  # a phase whose seconds ar
 class Sampler(Protocol):
     """All methods but `look` and `forget` are called on every rank at the same point."""
 
-    def begin(self, window: int, known: Sequence[Prompts]) -> None:
-        """A window begins, the next that is taken. `known`: prompts that were not known before, in the order of use."""
+    def begin(self, window: int, new: Sequence[Prompts]) -> None:
+        """A window begins, the next that is taken. `new`: windows that were not announced before, in the order of use."""
 
     def take(self, prompts: Prompts) -> Sampled:
         """This rank's rows of the window that has begun; waits for them."""
@@ -57,7 +57,7 @@ class ByFunction:
     ):
         self._function, self._decode, self._versions, self._timed = function, decode, versions, timed
 
-    def begin(self, window: int, known: Sequence[Prompts]) -> None: ...
+    def begin(self, window: int, new: Sequence[Prompts]) -> None: ...
 
     def take(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
@@ -106,8 +106,8 @@ class InProcess:
         self._known: dict[int, Prompts] = {}  # windows to come
         self._sampled: dict[int, Sampled] = {}
 
-    def begin(self, window: int, known: Sequence[Prompts]) -> None:
-        self._known |= {one.window: one for one in known}
+    def begin(self, window: int, new: Sequence[Prompts]) -> None:
+        self._known |= {one.window: one for one in new}
         self._known.pop(window, None)
 
     def take(self, prompts: Prompts) -> Sampled:
@@ -164,18 +164,20 @@ class OnServers:
         self._known: dict[int, Prompts] = {}
         self._completions: dict[int, list[Any]] = {}  # of the rows that have come
 
-    def begin(self, window: int, known: Sequence[Prompts]) -> None:
-        self._known |= {one.window: one for one in known}
-        self._completions |= {one.window: [None] * len(one.examples) for one in known}
-        self._pool.expect(window, {one.window: one.ids for one in known}, None if self._on_rows is None else self._come)
+    def begin(self, window: int, new: Sequence[Prompts]) -> None:
+        self._known |= {one.window: one for one in new}
+        if self._on_rows is not None:
+            self._completions |= {one.window: [None] * len(one.examples) for one in new}
+        self._pool.expect(window, {one.window: one.ids for one in new}, None if self._on_rows is None else self._come)
 
     def take(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
             completion_ids, log_probs = self._generate(prompts.tokenized)  # meanwhile the pool calls `_come`
             versions = self._pool.policy_version
-            completions = self._completions.pop(prompts.window)
             if self._on_rows is None:  # then the pool does not call it
                 completions = self._decode(prompts.prompts, prompts.ids, completion_ids)
+            else:
+                completions = self._completions.pop(prompts.window)
         del self._known[prompts.window]
         return Sampled(prompts.ids, completion_ids, completions, versions, log_probs)
 
