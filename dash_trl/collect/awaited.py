@@ -93,8 +93,8 @@ class ByGroup:
 class Rewards:
     """The reward functions of a run: what they say of one window after the other, and which of them fail.
 
-    Whoever waits for a window asks the trainer's `_calculate_rewards`, which a subclass may override. That asks `of_all`,
-    and `of_all` asks TRL's. So an override, TRL's logs and the watch over failures see every window.
+    To wait for a window is to call the trainer's `_calculate_rewards`, which a subclass may override. It calls
+    `of_all`, and `of_all` calls TRL's: an override, TRL's logs and the watch over failures see every window.
 
     Args:
         functions, names: F, in the order of the columns; see `rewards.watch`.

@@ -27,7 +27,7 @@ class Sampler(Protocol):
     """All methods but `look` and `forget` are called on every rank at the same point."""
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
-        """A window begins, the next that is taken. `new`: windows that were not announced before, in the order of use."""
+        """A window begins, the next that is taken. `new`: windows that were not announced before, in order."""
 
     def take(self, prompts: Prompts) -> Sampled:
         """This rank's rows of the window that has begun; waits for them."""
