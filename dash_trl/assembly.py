@@ -251,7 +251,7 @@ def new_collector(trainer: Any, rewards: Rewards) -> Collector:
         step=lambda: trainer.state.global_step,
         dispatch=trainer._dispatch,
         advantages=trainer._advantages,
-        order=shuffled,
+        draw_order=shuffled,
     )
 
 

@@ -59,7 +59,7 @@ class Together:
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
         rewards = self.report()[self._own].to("cpu", copy=True)  # callbacks may change them; the log has the functions'
-        yield torch.arange(len(rewards)), rewards, True  # whatever the optimizer step takes of them is there
+        yield torch.arange(len(rewards)), rewards, True  # the part is the whole window
 
     def report(self) -> Tensor:
         if self._rewards is None:

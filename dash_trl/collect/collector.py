@@ -64,7 +64,7 @@ class Part:
         rollouts: these rows with their credit, dropped ones included.
         outcome: [R · M], the advantages of all ranks' rows before callbacks change them: 0 in a silent group.
         window: the survivors, for the optimizer.
-        ends_step: with it, the optimizer step that runs has all groups that it takes of the window.
+        ends_step: the optimizer step that runs needs no other part of this window.
     """
 
     rows: Tensor
@@ -85,7 +85,7 @@ class Collector:
         step: the optimizer steps that were taken.
         dispatch: hands rollouts to callbacks, by the name of an event.
         advantages: (rewards [N, F], loss tokens [N]) → [N], by outcome alone.
-        order: rows → the order in which micro-steps get them, [rows] int64; draws random numbers.
+        draw_order: rows → the order in which micro-steps get them, [rows] int64; draws random numbers.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class Collector:
         step: Callable[[], int],
         dispatch: Callable[[str, RolloutBatch], None],
         advantages: Callable[[Tensor, Tensor], Tensor],
-        order: Callable[[int], Tensor],
+        draw_order: Callable[[int], Tensor],
     ):
         self.log_probs = log_probs
         self._ranks, self._settings, self._recorder, self._log = ranks, settings, recorder, log
         self._sampler, self._rewards = sampler, rewards
         self._tokenize, self._upcoming, self._ahead, self._step = tokenize, upcoming, ahead, step
-        self._dispatch, self._advantages, self._order = dispatch, advantages, order
+        self._dispatch, self._advantages, self._draw_order = dispatch, advantages, draw_order
         self._announced: dict[int, Prompts] = {}  # windows that have not begun
         self._log_staleness = log_staleness
         self._empty_windows = EmptyWindows(settings().threshold)
@@ -134,16 +134,16 @@ class Collector:
         self._ranks.agree(self._sampler.meanwhile)
         self._dispatch("on_rollouts_sampled", rollouts)
         num_items = self._ranks.sum(rollouts.loss_mask.sum())  # the normaliser, before any part is known
-        order, find_log_probs = self._order, self.log_probs.of_window
+        draw_order, find_log_probs = self._draw_order, self.log_probs.of_window
         if by_group:
             # Groups run as they come, without a shuffle. Its random numbers are drawn all the same: what is sampled
             # later does not depend on the pipeline.
-            order(len(rollouts))
-            order = torch.arange
+            draw_order(len(rollouts))
+            draw_order = torch.arange
         if by_group and not serves_one_step:
             # Later steps, with other weights, use the window, too: its log-probs are those of the weights of now.
             rollouts, find_log_probs = self.log_probs.of_all(rollouts), _are_known
-        return self._parts(rollouts, num_items, batch, awaited, order, find_log_probs)
+        return self._parts(rollouts, num_items, batch, awaited, draw_order, find_log_probs)
 
     def look(self) -> None:
         """Between model passes: begins the rewards of those rows of later windows that have come."""
@@ -162,6 +162,7 @@ class Collector:
         They are tokenized once: a chat template may tell the time.
         """
         number, windows = self._ahead.window + 1, [examples, *self._upcoming()]
+        # The reader hands out the very lists that it announced, on all ranks alike.
         has_changed = number in self._announced and self._announced[number].examples is not examples
         if has_changed:
             if self._ranks.rank == 0:
@@ -214,20 +215,20 @@ class Collector:
         num_items: Tensor,
         batch: RewardBatch,
         awaited: Awaited,
-        order: Callable[[int], Tensor],
+        draw_order: Callable[[int], Tensor],
         find_log_probs: Callable[[GenerationWindow], None],
     ) -> Iterator[Part]:
         """Reward → credit → filter → log-probs, of each part.
 
         Args:
             num_items: the loss tokens of the window's rows on all ranks, dropped ones included.
-            order: M → the order in which micro-steps get the rows of a part, [M] int64.
+            draw_order: M → the order in which micro-steps get the rows of a part, [M] int64.
             find_log_probs: adds to the survivors of a part what the loss needs.
         """
         parts: list[Part] = []
         for rows, rewards, ends_step in awaited.parts():
             credited, outcome = self._credited(rollouts.rows(rows).with_rewards(rewards))
-            window = GenerationWindow(*self._kept(credited, order(len(rows))), num_items)
+            window = GenerationWindow(*self._kept(credited, draw_order(len(rows))), num_items)
             find_log_probs(window)
             parts.append(Part(rows, credited, outcome, window, ends_step))
             if sum(len(part.rows) for part in parts) == len(rollouts):
@@ -245,8 +246,11 @@ class Collector:
         return credited, outcome
 
     def _kept(self, rollouts: CreditedRollouts, order: Tensor) -> tuple[Survivors, Tensor]:
-        """This rank's survivors, and `GenerationWindow.lengths` of all ranks' rows, [R, M, 3]; both in this order."""
-        lengths = rollouts.lengths() * self._filtered(rollouts).keep.unsqueeze(1)  # 0 for a dropped row
+        """This rank's survivors, and all ranks' `GenerationWindow.lengths`; both in this order.
+
+        The lengths are [R, M, 3]: prompt tokens, completion tokens, loss tokens; 0 for a dropped row.
+        """
+        lengths = rollouts.lengths() * self._filtered(rollouts).keep.unsqueeze(1)
         lengths = lengths[order]
         survivors = order[lengths[:, 1] > 0]  # by completion tokens: a masked row (TRL's truncated ones) has none
         return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(rollouts), 3)

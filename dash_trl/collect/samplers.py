@@ -172,7 +172,9 @@ class OnServers:
 
     def take(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
-            completion_ids, log_probs = self._generate(prompts.tokenized)  # meanwhile the pool calls `_come`
+            completion_ids, log_probs = self._generate(
+                prompts.tokenized
+            )  # while it waits, on this thread, the pool calls `_come`
             versions = self._pool.policy_version
             if self._on_rows is None:  # then the pool does not call it
                 completions = self._decode(prompts.prompts, prompts.ids, completion_ids)
