@@ -205,7 +205,7 @@ class DASHTrainer(GRPOTrainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._inner_training_loop(*args, **kwargs)
-        finally:  # also after an interrupt: no server, agent or dataloader worker works on
+        finally:  # also after an interrupt: what waits is dropped, and nobody waits for what still runs
             self._reader.close()
             self._collector.close()
 
@@ -421,7 +421,10 @@ class DASHTrainer(GRPOTrainer):
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Beside the random state of each rank, its window: a resumed run goes on where the checkpoint was taken."""
+        """Beside the random state of each rank, the survivors of its window with their log-probs, and where it stands.
+
+        So a resumed run goes on in the middle of the window. Windows that were sampled ahead are sampled again.
+        """
         super()._save_rng_state(output_dir)
         schedule = self._micro_steps.schedule
         step = schedule.completed(self._step, self.state.global_step)

@@ -223,7 +223,8 @@ class Collector:
         Args:
             num_items: the loss tokens of the window's rows on all ranks, dropped ones included.
             draw_order: M → the order in which micro-steps get the rows of a part, [M] int64.
-            find_log_probs: adds to the survivors of a part what the loss needs.
+            find_log_probs: adds to the survivors of a part the log-probs that the loss needs, see `LogProbRules`: none
+                if one optimizer step uses the window, nothing corrects for the sampler, and beta is 0.
         """
         parts: list[Part] = []
         for rows, rewards, ends_step in awaited.parts():
