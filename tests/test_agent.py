@@ -79,21 +79,29 @@ def test_what_fails_on_an_event_loop_takes_nothing_along(monkeypatch):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_never_more_calls_than_allowed_over_all_ranks(asynchronous):
-    """Nor more than a function allows."""
-    running, most = [], []
+    """Nor more than a function allows. Calls wait until as many run as may."""
+    running, most, full = [], [], threading.Event()
+
+    def begins(number):
+        running.append(number)
+        most.append(len(running))
+        if len(running) >= expected:
+            full.set()
 
     def ends(number):
-        most.append(len(running))
         running.remove(number)
         return 1.0
 
     def waits(completion, number):
-        running.append(number)
+        begins(number)
+        full.wait(60)
         time.sleep(0.002)
         return ends(number)
 
     async def awaits(completion, number):
-        running.append(number)
+        begins(number)
+        while not full.is_set():
+            await asyncio.sleep(0.002)
         await asyncio.sleep(0.002)
         return ends(number)
 
@@ -101,6 +109,7 @@ def test_never_more_calls_than_allowed_over_all_ranks(asynchronous):
     for limit, expected in ((None, 4), (2, 2), (12, 4)):
         reward.max_concurrency = limit
         most.clear()
+        full.clear()
         with RewardAgent(reward, max_concurrency=12) as agent:
             agent.ranks = 3
             (outcomes,) = scores(agent, 64)
