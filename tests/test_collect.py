@@ -3,6 +3,7 @@
 import math
 import random
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -147,6 +148,24 @@ def test_a_callback_may_change_settings_during_a_run(tiny_model, tmp_path):
     first, second, *_ = trainer.state.log_history
     assert first["filter/kept_rows"] > 0 and first["reward"] == pytest.approx(first["rewards/scripted/mean"])
     assert second["filter/kept_rows"] == 0 and second["reward"] == pytest.approx(10 * second["rewards/scripted/mean"])
+
+
+def test_vllm_has_the_weights_of_now_when_a_rollout_func_is_called(tiny_model, tmp_path):
+    """And gets them once for each optimizer step, of which here are two in every window."""
+    synced = []
+    for kind in (GRPOTrainer, DASHTrainer):
+        steps: list[int] = []
+
+        def prepare(trainer, steps=steps):
+            trainer.use_vllm = True
+            trainer._last_loaded_step = -1
+            sync = lambda: steps.append(trainer.state.global_step)  # noqa: E731
+            trainer.vllm_generation = SimpleNamespace(sync_weights=sync)
+
+        settings = {"vllm_importance_sampling_correction": False, "gradient_accumulation_steps": 2}
+        run(kind, tiny_model, tmp_path, prepare=prepare, steps_per_generation=4, max_steps=4, **settings)
+        synced.append(steps)
+    assert synced == [[0, 2], [0, 2]]
 
 
 def test_a_window_whose_completions_are_all_cut_off_has_no_figure_of_others():
