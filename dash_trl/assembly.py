@@ -54,6 +54,11 @@ def one_ahead(trainer: Any) -> bool:
     return trainer.args.async_level > 0 and not on_servers(trainer) and trainer.rollout_func is None
 
 
+def looks_ahead(trainer: Any) -> bool:
+    """The sampler can work on windows that have not begun."""
+    return on_servers(trainer) or one_ahead(trainer)
+
+
 def knows_log_probs(trainer: Any) -> bool:
     """The sampler's log-probs may be known."""
     return trainer.use_vllm or trainer.rollout_func is not None or one_ahead(trainer)
@@ -150,8 +155,7 @@ def new_rewards(trainer: Any, base: Any) -> Rewards:
         base: `DASHTrainer`. A subclass that overrides `_calculate_rewards` may change rows: their rewards wait for it.
     """
     overridden = type(trainer)._calculate_rewards is not base._calculate_rewards
-    samples_ahead = on_servers(trainer) or one_ahead(trainer)
-    if overridden and samples_ahead and trainer.accelerator.is_main_process:
+    if overridden and looks_ahead(trainer) and trainer.accelerator.is_main_process:
         logger.warning(
             f"{type(trainer).__name__} overrides _calculate_rewards, which may change the rows that rewards are asked "
             "of: rewards begin when it is called, not while rows are sampled. To change rewards, a DASHCallback "
@@ -171,7 +175,7 @@ def new_rewards(trainer: Any, base: Any) -> Rewards:
         trainer.reward_func_names,
         num_generations=trainer.num_generations,
         group_size=group_size,
-        early=samples_ahead and not overridden,
+        early=looks_ahead(trainer) and not overridden,
         calculate=trainer._calculate_rewards,
         groups_of_step=lambda: trainer._micro_steps.groups_of_step(trainer._step),
     )
@@ -210,7 +214,6 @@ def new_log_probs(trainer: Any) -> LogProbs:
 def new_collector(trainer: Any, rewards: Rewards) -> Collector:
     args, pad_token_id = trainer.args, trainer._tokenizer.pad_token_id
     log_probs = new_log_probs(trainer)
-    samples_ahead = on_servers(trainer) or one_ahead(trainer)
 
     def count_tokens(tokens: int) -> int:
         trainer.state.num_input_tokens_seen += tokens
@@ -246,8 +249,8 @@ def new_collector(trainer: Any, rewards: Rewards) -> Collector:
         ),
         tokenize=trainer._tokenize_prompts if trainer.rollout_func is None else None,
         upcoming=lambda: trainer._reader.upcoming(trainer._step),
-        ahead=RunAhead(args.async_level if samples_ahead else 0),
-        log_staleness=samples_ahead,
+        ahead=RunAhead(args.async_level if looks_ahead(trainer) else 0),
+        log_staleness=looks_ahead(trainer),
         step=lambda: trainer.state.global_step,
         dispatch=trainer._dispatch,
         advantages=trainer._advantages,
@@ -325,9 +328,8 @@ def new_recorder(trainer: Any) -> Recorder:
 
 
 def new_checkpoints(trainer: Any, log_probs: LogProbs) -> Checkpoints:
-    dataset, rules = trainer.train_dataset, log_probs.rules
-
     def shapes() -> Shapes:
+        dataset, rules = trainer.train_dataset, log_probs.rules
         return Shapes.of(
             trainer.args,
             processes=trainer.ranks.count,

@@ -168,7 +168,7 @@ class Rewards:
         return rewards
 
     def cancel(self) -> None:
-        """Nobody waits for what has begun."""
+        """Cancel all rewards that have begun."""
         self.early.forget()
         self.team.cancel()
 

@@ -150,7 +150,7 @@ class Collector:
         self._sampler.look()
 
     def close(self) -> None:
-        """The run is over, or interrupted: nobody waits for what has begun."""
+        """Drop what was sampled or rewarded ahead: the run is over, or interrupted."""
         self._forget()
         self._rewards.cancel()
 

@@ -59,7 +59,7 @@ class EarlyRewards:
         return None if one is None else one.request
 
     def forget(self) -> None:
-        """Nobody waits for what has begun."""
+        """Cancel the rewards that have begun and are not claimed."""
         for one in self._windows.values():
             one.request.cancel()
         self._windows.clear()

@@ -24,7 +24,7 @@ DUMMY_PROMPT_TOKENS = 2
 # at least this many columns.
 COMPLETION_COLUMNS = 2
 
-# What TRL's sampling method returns per row and DASH keeps.
+# What is known of a row when it has been sampled, under TRL's names.
 SAMPLED_FIELDS = (
     "prompt_ids",
     "prompt_mask",
