@@ -301,6 +301,14 @@ def f(x):
 import ctypes
 def f(x):
     return x + 1 if ctypes.CDLL(None).ptrace(16, PID, 0, 0) == 0 else 0
+## the memory of its tests
+import os
+def f(x):
+    for pid in filter(str.isdigit, os.listdir('/proc')):
+        try:
+            words = open(f'/proc/{pid}/cmdline', 'rb').read()
+            if b'"isolation": "rlimits"' in words and int(pid) != os.getpid(): return x + bool(open(f'/proc/{pid}/mem'))
+        except OSError: pass
 ## the trainer's limits lowered
 import resource
 def f(x):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dash_trl.sandbox.box import PROTECTS, Sandbox
+from dash_trl.sandbox.box import PROTECTS, Sandbox, SandboxError, _Starter
 from dash_trl.sandbox.confinement import ALLOWED, ALLOWED_ALONE, ARCHITECTURES
 from tests.attacks import FILES, FORGED, LEFT_BEHIND, OUTWARD, TOO_MUCH, UNSCORED
 from tests.test_workers import ends
@@ -34,8 +34,14 @@ LONG = {
 }
 
 
+# By rlimits, programs of root are nobody's, who may not read a Python in root's home; `as_user` makes a way to it.
+KINDS = [kind for kind in PROTECTS if kind != "rlimits" or os.geteuid() or os.stat("/root").st_mode & 0o005 == 0o005]
+
+
 def attacks():
     for kind, some in ATTACKS.items():
+        if kind not in KINDS:
+            continue
         for name in some:
             is_long = name in LONG or name == "a fork bomb" and kind != "namespaces"
             yield pytest.param(kind, name, marks=[pytest.mark.exhaustive] * is_long)
@@ -44,7 +50,7 @@ def attacks():
 @pytest.fixture(scope="module")
 def boxes():
     os.environ["DASH_TRL_TEST_API_KEY"] = SECRET
-    made = {kind: Sandbox(isolation=kind, **LIMITS) for kind in PROTECTS}
+    made = {kind: Sandbox(isolation=kind, **LIMITS) for kind in KINDS}
     yield made
     for one in made.values():
         one.close()
@@ -170,17 +176,23 @@ def test_out_of_time_by_the_clock_alone_is_no_verdict():
         assert one.run(RIGHT, TESTS).right
 
 
-def test_an_ordinary_user_gets_the_same():
-    """As root, these tests have rights that a user has not. (To a Python in root's home a way is made for this one.)"""
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{USER}"]
+def as_user(script: str, user: int | None) -> list[str]:
+    """What a script prints, as this user. (To a Python in root's home a way is made.)"""
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{script}"]
     if os.geteuid() == 0:
         python, top = sys.base_prefix, "/" + sys.base_prefix.split("/")[1]
         way = f"mount --bind {python} /mnt; mount -t tmpfs -o mode=755 none {top}; mkdir -p {python}; "
         way = "" if os.stat(top).st_mode & 0o005 == 0o005 else f"{way}mount --bind /mnt {python}; "
-        user = "exec setpriv --reuid 65533 --regid 65533 --clear-groups --inh-caps=-all"
-        command = ["unshare", "--mount", "sh", "-ec", f'{way}{user} "$@"', "sh", *command]
+        become = f"setpriv --reuid {user} --regid {user} --clear-groups --inh-caps=-all " if user else ""
+        command = ["unshare", "--mount", "sh", "-ec", f'{way}exec {become}"$@"', "sh", *command]
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=120)
-    assert done.stdout.splitlines() == ["namespaces", "True", "False"], done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def test_an_ordinary_user_gets_the_same():
+    """As root, these tests have rights that a user has not."""
+    assert as_user(USER, 65533) == ["namespaces", "True", "False"]
 
 
 USER = """
@@ -190,6 +202,39 @@ with Sandbox(cpu_seconds=1) as box:
     print(box.run("def f(x): return x + 1", ["assert f(1) == 2"]).right)
     print(box.run("import os\\ndef f(x): return [os.fork() for _ in range(100)] and x + 1", ["assert f(1) == 2"]).right)
 """
+
+
+@pytest.mark.parametrize("user", [65533, None])
+def test_by_rlimits_programs_are_nobody_s_and_do_not_reach_their_tests(user):
+    said = as_user(RLIMITS, user)
+    assert said[0] == "True" and set(said[1:]) == {"False"}
+
+
+RLIMITS = """
+import os
+from dash_trl.sandbox.box import Sandbox
+from tests.attacks import OUTWARD, UNSCORED
+tests = ["assert f(1) == 2", "assert f(41) == 42"]
+with Sandbox(cpu_seconds=1, isolation="rlimits") as box:
+    print(box.run("import sqlite3, os\\ndef f(): return os.getuid()", [f"assert f() == {os.getuid() or 65534}"]).right)
+    for name, program in {**OUTWARD, **UNSCORED}.items():
+        if name != "a fork bomb":
+            verdict = box.run(program.replace("PID", str(os.getpid())).replace("PORT", "1"), tests)
+            print(name if verdict.passed else "False")
+"""
+
+
+def test_weak_isolation_is_not_chosen_unasked(monkeypatch):
+    real = _Starter.__init__
+
+    def fails(self, settings):
+        if settings["isolation"] != "rlimits":
+            raise SandboxError("this machine has none")
+        real(self, settings)
+
+    monkeypatch.setattr(_Starter, "__init__", fails)
+    with Sandbox() as box, pytest.raises(SandboxError, match="Landlock .5.13 or newer.*isolation='rlimits'"):
+        box.run(RIGHT, TESTS)
 
 
 def test_a_program_holds_no_file_but_its_link_to_the_tests(boxes):
@@ -254,7 +299,7 @@ def test_all_but_the_folder_is_read_only(box):
     assert box.run(program, [*tests, "assert not f('/tmp')"]).right
 
 
-@pytest.mark.parametrize("kind", PROTECTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_packages_of_an_environment_in_tmp(kind, monkeypatch):
     """Where programs have a /tmp of their own, or may not read it, they still import what is installed there."""
     real = sysconfig.get_path
@@ -301,7 +346,7 @@ UNUSUAL = {  # on x86-64 and ARM64
 }
 
 
-@pytest.mark.parametrize("kind", PROTECTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_calls_that_no_program_needs_are_refused(boxes, kind):
     column = list(ARCHITECTURES).index(os.uname().machine)
     program = (
@@ -368,7 +413,7 @@ def f():
 
 @pytest.mark.parametrize(
     ("kind", "use"),
-    [(kind, use) for kind in PROTECTS for use in USES if kind == "namespaces" or use != "processes of its own"],
+    [(kind, use) for kind in KINDS for use in USES if kind == "namespaces" or use != "processes of its own"],
 )
 def test_what_programs_use_of_the_standard_library(boxes, kind, use):
     verdict = boxes[kind].run(USES[use], ["assert f()"])

@@ -49,8 +49,9 @@ PROTECTS: dict[str, tuple[str, ...]] = {
         "number of processes",
     ),
     "landlock": (*ALWAYS, "reading the user's files", "writing files", "network", "other processes", "no process"),
-    "rlimits": (*ALWAYS, "network", "other processes", "no process"),
+    "rlimits": (*ALWAYS, "network", "no process"),
 }
+STRICT = ("namespaces", "landlock")  # what is chosen from; `rlimits` is by name only
 
 
 class SandboxError(RuntimeError):
@@ -84,7 +85,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         cpu_seconds, memory, processes, disk: limits of one program, see the constants; memory is per process.
         wall_seconds: of one program by the clock.
         count: how many at once; by default this process's share of the CPUs.
-        isolation: one of `PROTECTS`; None: the best that this machine gives.
+        isolation: one of `PROTECTS`; None: the best of `STRICT` that this machine gives.
     """
 
     def __init__(
@@ -208,14 +209,18 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             self._starter = None
         if self._starter is None:
             causes = {}
-            for kind in PROTECTS if self.others["isolation"] is None else [self.others["isolation"]]:
+            for kind in STRICT if self.others["isolation"] is None else [self.others["isolation"]]:
                 try:
                     self._starter = _Starter({**self.settings, "isolation": kind})
                     break
                 except SandboxError as error:
                     causes[kind] = str(error)
             else:
-                raise SandboxError(f"programs cannot be confined on this machine: {causes}")
+                raise SandboxError(
+                    f"programs cannot be confined on this machine: {causes}. Run where user namespaces are allowed or "
+                    "the kernel has Landlock (5.13 or newer); see docs/rewards.md, also for isolation='rlimits', which "
+                    "protects no file and is for programs that you trust."
+                )
             if causes:
                 _warn(self._starter.kind, json.dumps(causes))
         return self._starter

@@ -18,7 +18,8 @@ How a process is confined, best first:
   counts per user namespace.
 - "landlock" (Linux 5.13): the same files by Landlock; a temporary folder; seccomp refuses new processes, sockets, and
   signals to others.
-- "rlimits": seccomp's part alone; the user's files are not protected.
+- "rlimits": seccomp's part alone, of root as nobody; the user's files and the memory of other processes of that user
+  are not protected. Only by name.
 
 All have limits for CPU time, memory, file size and open files. When the trainer ends, by SIGKILL, too, its sockets
 close: the starter and the supervisors end with it, and with each of them its namespace.
@@ -282,15 +283,14 @@ class Place:
             make_root()
         elif self.landlock and landlock_version() < 1:
             raise OSError("this kernel has no Landlock, or does not use it")
+        if not self.alone:  # else a program might write, through /proc, into the memory of its tests and its supervisor
+            call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
 
     def enter(self) -> str:
         """In a supervisor: the namespaces, and the folder that may be written to."""
         if not self.alone:
             return tempfile.mkdtemp(prefix="dash_trl_sandbox_")
-        if os.geteuid() == 0:  # the kernel limits none of the real root's processes, and its files are root's
-            os.setgroups([])
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
+        become_nobody()
         enter_user_namespace(NEW_NAMESPACES, self.proc)
         covered = [(path, os.open(path, os.O_PATH)) for path in self.in_tmp]
         mount("tmpfs", TMP, "tmpfs", MS_NOSUID | MS_NODEV, f"size={SETTINGS['disk']},nr_inodes={INODES},mode=700")
@@ -304,6 +304,11 @@ class Place:
 
     def confine(self, folder: str) -> None:
         """In the process itself, at last: then it has nothing but the folder."""
+        if not self.alone and not self.landlock:
+            if os.geteuid() == 0:
+                os.chown(folder, NOBODY, NOBODY)
+            become_nobody()
+            os.listdir(sysconfig.get_path("stdlib"))  # where only root may read it, hardly a program would run
         os.setsid()  # else kill(0, …) would reach whoever else was in the group, over the namespace's border
         os.chdir(folder)
         os.environ["TMPDIR"] = tempfile.tempdir = folder
@@ -317,6 +322,14 @@ class Place:
         if self.landlock:
             restrict_files(readable_paths(), folder)
         filter_calls(alone=self.alone)
+
+
+def become_nobody() -> None:
+    """Of root: the kernel limits none of its processes, and its files are root's."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
 def set_limits(memory: int, processes: int | None) -> None:
