@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from dash_trl.sandbox import confinement
 from dash_trl.sandbox.box import PROTECTS, Sandbox, SandboxError, _Starter
 from dash_trl.sandbox.confinement import ALLOWED, ALLOWED_ALONE, ARCHITECTURES
 from tests.attacks import FILES, FORGED, LEFT_BEHIND, OUTWARD, TOO_MUCH, UNSCORED
@@ -122,6 +123,40 @@ def below(process: int) -> set[int]:
         found |= new
         new = {child for child, parent in parents.items() if parent in new} - found
     return found - {process}
+
+
+def test_the_machine_without_memory_ends_programs_before_the_trainer(boxes):
+    for one in boxes.values():
+        assert one.run(RIGHT, TESTS).right
+        started = [one._starter.process.pid, *below(one._starter.process.pid)]
+        assert {Path(f"/proc/{process}/oom_score_adj").read_text() for process in started} == {"1000\n"}
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_an_older_landlock_empties_no_file(version, tmp_path, monkeypatch):
+    """Those before version 3 do not know of it."""
+    packages, folder = tmp_path / "packages", tmp_path / "folder"
+    for one in (packages, folder):
+        one.mkdir()
+    (packages / "module.py").write_text("untouched")
+    monkeypatch.setattr(confinement, "landlock_version", lambda: version)
+    child = os.fork()
+    if child == 0:
+        try:
+            confinement.call("prctl", confinement.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+            confinement.restrict_files([str(packages)], str(folder))
+            confinement.filter_calls(alone=False)
+            for access in (os.O_RDONLY, os.O_ACCMODE):
+                with suppress(OSError):
+                    os.open(packages / "module.py", access | os.O_TRUNC)
+            with suppress(OSError):
+                os.truncate(packages / "module.py", 0)
+            for _ in range(2):
+                (folder / "own").write_text("x")
+        finally:
+            os._exit((folder / "own").read_text() != "x")
+    assert os.waitpid(child, 0)[1] == 0
+    assert (packages / "module.py").read_text() == "untouched"
 
 
 TRAINER = """

@@ -235,6 +235,10 @@ def conditions(*, alone: bool) -> dict[str, list[Condition]]:
     if not alone:
         limited["kill"] = own
         limited["tgkill"] = [own[0], (2, *own[1][1:])]
+        if landlock_version() < 3:  # it limits writing to a file, but not O_TRUNC without writing
+            kept = (0, 1, 2, 3, os.O_TRUNC | os.O_WRONLY, os.O_TRUNC | os.O_RDWR)
+            limited["open"] = [(1, os.O_TRUNC | os.O_ACCMODE, kept, True)]
+            limited["openat"] = [(2, *limited["open"][0][1:])]
     return limited
 
 
@@ -452,6 +456,8 @@ def try_out(place: Place) -> None:
 def main() -> None:
     channel = socket.socket(fileno=os.dup(0))
     try:
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # all forks inherit it
+            file.write("1000")  # when the machine has no memory left, a program goes before the trainer
         place = Place(SETTINGS["isolation"])
         if place.alone:  # the starter is pid 1 of the namespace, so that nothing in it outlives the starter
             starter = os.fork()
