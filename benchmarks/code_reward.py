@@ -1,12 +1,17 @@
 """The code reward on MBPP+: does each solution pass its tests, and no other's; solutions per second.
 
-    python benchmarks/code_reward.py --json code_reward.json          # about a minute on 2 cores
+    python benchmarks/code_reward.py --json code_reward.json          # about 4 minutes on 2 cores
 
 Each of the 378 solutions is scored by its own tests, and by the next problem's, under the name that these call. Beside
 it what the sandbox costs: the time for a program of one line and one test, against starting Python twice, as a sandbox
 without a waiting process would; and the CPU time of the solutions themselves.
+
+Programs that return a constant or their first argument earn nothing: each is scored by every problem's tests, and by
+the comparison of the hub's MBPP+ over the same inputs. `constant_passes` counts those that pass although the solution
+returns another value for some input.
 """
 
+import ast
 import os
 import subprocess
 import sys
@@ -18,15 +23,59 @@ from typing import Any
 import harness
 
 from dash_trl import CodeReward, load_code_dataset
+from dash_trl.sandbox import Sandbox
 
 DATA = harness.ROOT.parent / "shared" / "data" / "mbppplus"
 TRIVIAL, TRIVIAL_TEST, TRIALS = "def f(x): return x + 1", ["assert f(1) == 2"], 200
+
+CONSTANTS = ("[]", "None", "0", "True", "''", "x")  # x is the first argument
+# The comparison in the scripts of the hub's `evalplus/mbppplus`, in its words.
+HUB = """
+import numpy as np
+from math import inf, nan
+def is_floats(x):
+    if isinstance(x, float): return True
+    if isinstance(x, (list, tuple)): return all(isinstance(i, float) for i in x)
+    if isinstance(x, np.ndarray): return x.dtype == np.float64 or x.dtype == np.float32
+    return False
+def assertion(out, exp, atol):
+    if atol == 0 and is_floats(exp): atol = 1e-6
+    if out != exp and atol != 0: assert np.allclose(out, exp, rtol=1e-07, atol=atol)
+    else: assert out == exp
+"""
+
+
+def hub_test(test: str, name: str) -> str | None:
+    """The script with the hub's comparison; None for one without lists of inputs and results (Mbpp/88)."""
+    lists = {
+        ast.unparse(one.targets[0]): ast.unparse(one) for one in ast.parse(test).body if isinstance(one, ast.Assign)
+    }
+    if not {"inputs", "results"} <= lists.keys():
+        return None
+    loop = f"for inp, exp in zip(inputs, results):\n    assertion({name}(*inp), exp, 0)"
+    return "\n".join([HUB, lists["inputs"], lists["results"], loop])
 
 
 def per_second(pool: ThreadPoolExecutor, function: Callable[[int], Any], count: int) -> tuple[list[Any], float]:
     """(results, calls per second) of function(0), …, function(count - 1)."""
     results, seconds = harness.timed(lambda: list(pool.map(function, range(count))))
     return results, count / seconds
+
+
+def constant_passes(box: Sandbox, solution: str, problem: dict[str, Any]) -> tuple[int, int]:
+    """How many constant programs pass a problem's tests: where the solution returns the same, and where it does not."""
+    name, right, wrong = problem["entry_point"], 0, 0
+    test = hub_test(problem["tests"][0], name)
+    tests = [problem["tests"], *([[test]] if test else [])]
+    for constant in CONSTANTS:
+        program = f"def {name}(x=None, *others): return {constant}"
+        if any(box.run(program, one, name).right for one in tests):
+            same = f"for inp in inputs:\n    x = inp[0]\n    assert {name}(*inp) == {constant}"
+            if test and box.run(solution, [test.rpartition("for inp, exp")[0] + same], name).right:
+                right += 1
+            else:
+                wrong += 1
+    return right, wrong
 
 
 def start_python_twice(_: int) -> None:
@@ -52,6 +101,7 @@ def main(data: Path, workers: int) -> dict[str, Any]:
         own, rate = per_second(pool, lambda i: score(i, i), count)
         other, other_rate = per_second(pool, lambda i: score(i, (i + 1) % count), count)
         cpu = [box.run(codes[i], problems[i]["tests"], problems[i]["entry_point"]).cpu_seconds for i in range(count)]
+        constants = list(pool.map(lambda i: constant_passes(box, codes[i], problems[i]), range(count)))
         _, twice = per_second(pool, start_python_twice, TRIALS)
     figures = {
         "isolation": kind,
@@ -59,6 +109,8 @@ def main(data: Path, workers: int) -> dict[str, Any]:
         "solutions": count,
         "pass_own_tests": own.count(1.0),
         "pass_other_tests": other.count(1.0),
+        "constants_right": sum(right for right, _ in constants),
+        "constant_passes": sum(wrong for _, wrong in constants),
         "solutions_per_s": rate,
         "other_tests_per_s": other_rate,
         "one_line_per_s": trivial,

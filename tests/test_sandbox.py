@@ -292,6 +292,11 @@ ALONE = "import os\ndef f(x): return [os.getpid(), os.getppid(), os.path.exists(
 IS_CLOSE = "def f(x): return x\nclass {}:\n    isclose = staticmethod(lambda *a: True)"
 
 
+EXIT = "import os\ndef f(x): os._exit(0)"
+STOPPED = ("all(map(f, [1]))", "all(map(lambda x: f(x) == 2, [1]))", "list(filter(f, [1])) == []")
+CLOSE = "import numpy as np\nassert np.allclose"
+
+
 @pytest.mark.parametrize(
     ("program", "test"),
     [
@@ -304,6 +309,22 @@ IS_CLOSE = "def f(x): return x\nclass {}:\n    isclose = staticmethod(lambda *a:
         ("def f(x): return 0\ndef isinstance(x, y): return True", "assert isinstance(f(1), str)"),
         (FORGES_AN_ANSWER, "assert all([f(1) == 2])"),
         *[(IS_CLOSE.format(name), f"assert {name}.isclose(f(1), 2)") for name in ("math", "cmath", "np", "numpy")],
+        # an end of the process, or of an iterator, where the test expects something else
+        (EXIT, "try:\n    f(1)\nexcept Exception:\n    pass\nelse:\n    raise AssertionError"),
+        (EXIT, "for x in [1, 2]:\n    try: y = f(x)\n    except Exception: y = 2\n    assert y == 2"),
+        (EXIT, "try:\n    f(1)\nexcept:\n    pass"),
+        *[("def f(x): raise StopIteration", f"assert {test}") for test in STOPPED],
+        # an empty list is close to everything, and a number to all of a list
+        ("def f(x): return []", f"{CLOSE}(f(1), 2.5)"),
+        ("def f(x): return []", f"{CLOSE}(f(1), [2.5])"),
+        ("def f(x): return 0", f"{CLOSE}(f(1), [])"),
+        ("def f(x): return 0", f"{CLOSE}(f(1), [0.0, 0.0])"),
+        ("def f(x): return [[]]", f"{CLOSE}(f(1), [])"),
+        ("import numpy\ndef f(x): return numpy.array([])", f"{CLOSE}(f(1), 2.5)"),
+        ("def f(x): return []", "import numpy as np\nassert np.isclose(f(1), [2.5]).all()"),
+        ("def f(x): return []", "from numpy import allclose\nassert allclose(f(1), 2.5)"),
+        # nothing to call
+        ("f = 5", "try:\n    f(1)\nexcept TypeError:\n    pass"),
     ],
 )
 def test_what_is_wrong(box, program, test):
@@ -319,6 +340,17 @@ def test_what_is_wrong(box, program, test):
         # a module's name for a function that the tests call, and for what they test
         ("def bisect(x): return x", "assert bisect(1) == 1", None),
         ("def math(): pass\nmath.f = lambda x: x", "assert math.f(1) == 1", "math"),
+        # a type as a function, and a dict's views
+        ("f = list", "assert f('ab') == ['a', 'b']", "f"),
+        ("f = int", "assert f('1') == 1 and f() == 0", None),
+        ("def f(x): return x.keys()", "assert f({1: 2, (3, 4): 5}) == {1, (3, 4)}", None),
+        ("def f(x): return x.items()", "assert f({1: [2]}) == {1: [2]}.items()", None),
+        ("def f(x): return sorted(x)", "assert f({1: 2, 3: 4}.values()) == [2, 4]", None),
+        # values of the same shape, and an array against a number
+        ("def f(x): return [0.1 + 0.2, 1]", f"{CLOSE}(f(1), [0.3, 1]) and np.allclose(f(1)[0], 0.3)", None),
+        ("import numpy\ndef f(x): return numpy.zeros((2, 2))", f"{CLOSE}(f(1), 0) and np.isclose(f(1), 0).all()", None),
+        ("def f(x): return []", f"{CLOSE}(f(1), [])", None),
+        ("def f(x): return iter([x])", "x = f(1)\nassert next(x) == 1\nassert next(x, 2) == 2", None),
     ],
 )
 def test_what_is_right(box, program, test, entry_point):
