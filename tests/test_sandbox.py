@@ -323,7 +323,8 @@ CLOSE = "import numpy as np\nassert np.allclose"
         ("import numpy\ndef f(x): return numpy.array([])", f"{CLOSE}(f(1), 2.5)"),
         ("def f(x): return []", "import numpy as np\nassert np.isclose(f(1), [2.5]).all()"),
         ("def f(x): return []", "from numpy import allclose\nassert allclose(f(1), 2.5)"),
-        # nothing to call
+        # nothing to call, or a type by which a function of the tests makes what cannot be sent
+        ("def f(g): return g(object)", "assert f(lambda t: t()) == 3"),
         ("f = 5", "try:\n    f(1)\nexcept TypeError:\n    pass"),
     ],
 )
