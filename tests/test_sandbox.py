@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from dash_trl.sandbox import confinement
-from dash_trl.sandbox.box import PROTECTS, Sandbox, SandboxError, _Starter
+from dash_trl.sandbox.box import PROTECTS, Sandbox, SandboxError, _Starter, is_idle
 from dash_trl.sandbox.confinement import ALLOWED, ALLOWED_ALONE, ARCHITECTURES
-from tests.attacks import FILES, FORGED, LEFT_BEHIND, OUTWARD, TOO_MUCH, UNSCORED
+from tests.attacks import FILES, FORGED, LEFT_BEHIND, OUTWARD, TOO_MUCH, UNSCORED, programs
 from tests.test_workers import ends
 
 SECRET = "the-key-that-nobody-may-read"
@@ -204,11 +204,56 @@ def test_closed_while_a_forked_child_has_its_socket(kind):
     assert starter.returncode == 0, "it had to be killed"
 
 
-def test_out_of_time_by_the_clock_alone_is_no_verdict():
-    with Sandbox(cpu_seconds=1, wall_seconds=1.5) as one:
-        with pytest.raises(TimeoutError, match="more than 1.5 s by the clock, but not more than 1 s of CPU time"):
-            one.run("import time\ndef f(x): time.sleep(600)", TESTS)
-        assert one.run(RIGHT, TESTS).right
+WAITING = programs("""
+## asleep
+import time
+def f(x): time.sleep(600)
+## asleep while it is loaded
+import time
+time.sleep(600)
+## a deadlock
+import threading
+lock = threading.Lock()
+def f(x):
+    with lock, lock: return x + 1
+## a thread that never ends
+import threading, time
+def f(x):
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    time.sleep(600)
+""")
+
+
+@pytest.mark.parametrize("name", WAITING)
+@pytest.mark.parametrize("kind", ["namespaces", "landlock"])
+def test_a_program_that_waits_for_nothing_is_wrong(kind, name, monkeypatch):
+    """Whatever else the machine does: how long it waited for a CPU tells (here: never long enough)."""
+    monkeypatch.setattr("dash_trl.sandbox.box.IDLE", 1e9)
+    with Sandbox(isolation=kind, cpu_seconds=1, wall_seconds=1.5) as one:
+        verdict = one.run(WAITING[name], TESTS)
+        assert (verdict.passed, verdict.right) == (0, False) and "wait for something" in verdict.reason
+        monkeypatch.setattr("dash_trl.sandbox.box.IDLE", 0.0)
+        with pytest.raises(TimeoutError, match="more than 1.5 s by the clock.*: the machine is busy"):
+            one.run(WAITING[name], TESTS)
+
+
+@pytest.mark.parametrize("kind", ["namespaces", "landlock"])
+def test_a_program_whose_folder_is_too_deep_to_remove_is_wrong(boxes, kind):
+    name = f"deep_{os.getpid()}"
+    program = f"import os\ndef f(x):\n    os.mkdir({name!r})\n    os.chdir({name!r})\n"
+    program += "    for _ in range(1200): os.mkdir('d'); os.chdir('d')\n    os._exit(0)"
+    try:
+        verdict = boxes[kind].run(program, TESTS)
+        assert (verdict.passed, verdict.right) == (0, False) and "exit code 0" in verdict.reason, verdict
+    finally:
+        left = [one.parent for one in Path(tempfile.gettempdir()).glob(f"dash_trl_sandbox_*/{name}")]
+        subprocess.run(["rm", "-rf", *left], check=True)
+
+
+def test_what_tells_a_busy_machine_from_a_sleeping_program():
+    assert is_idle(60.0, 0.5, 3.0)
+    assert not is_idle(60.0, 56.0, 0.0) and not is_idle(60.0, 20.0, 20.0)
+    assert not is_idle(60.0, None, 0.0) and not is_idle(60.0, 0.0, None)
 
 
 def as_user(script: str, user: int | None) -> list[str]:

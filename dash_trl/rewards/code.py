@@ -4,8 +4,8 @@
 
 The tests are scripts with asserts that call the program's functions (`load_code_dataset` makes them of MBPP's, MBPP+'s
 and HumanEval's columns). Programs are untrusted: `dash_trl.sandbox.Sandbox` says what holds them. No program, a program
-that does not run, too much CPU time or memory: wrong (0.0). What says nothing about the program (a machine so busy that
-the clock ran out, tests that cannot be run, no sandbox) raises, and the row is unscored.
+that does not run, too much CPU time or memory, one that sleeps: wrong (0.0). What says nothing about the program (a
+machine so busy that the clock ran out, tests that cannot be run, no sandbox) raises, and the row is unscored.
 """
 
 import re

@@ -34,6 +34,7 @@ PROCESSES = 8  # and threads, beside its first
 DISK = 64 << 20  # bytes of all files, which are in memory
 START_SECONDS = 60.0  # for the starter, which imports numpy
 END_SECONDS = 10.0  # for the kernel to clear away what was killed
+IDLE = 0.5  # of the time by the clock: who waits less than this for a CPU is not slow because the machine is busy
 OUT_OF_CPU = 0.5  # of its CPU time, after which a kill is the limit's: the kernel counts ticks, and came at 0.8 of it
 
 # What holds, by kind of isolation, best kind first.
@@ -112,7 +113,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         if not (math.isfinite(wall_seconds) and wall_seconds > cpu_seconds):
             raise ValueError(
                 f"wall_seconds={wall_seconds!r} must be more than cpu_seconds={cpu_seconds}, many times it on a busy "
-                "machine: what only the clock ended is not scored."
+                "machine: what the clock ended for want of a CPU is not scored."
             )
         if isolation is not None and isolation not in PROTECTS:
             raise ValueError(f"isolation={isolation!r} is none of {list(PROTECTS)}.")
@@ -136,7 +137,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
         Raises:
             UnfitTests: a test is no Python, calls nothing of the program, or hands it what cannot be sent to it.
-            TimeoutError: it took longer than `wall_seconds` by the clock, but not its CPU time.
+            TimeoutError: it took longer than `wall_seconds` by the clock, but not its CPU time, and most of it for want
+                of a CPU. A program that sleeps is wrong.
             SandboxError: it could not be run, or something outside ended it.
         """
         job = {"tests": list(tests), "entry_point": entry_point}
@@ -157,6 +159,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                         _wait(one)
 
     def _score(self, program: Any, job: Any, solution: socket.socket, checker: socket.socket, end: float) -> Verdict:
+        asked = False
         try:
             for one, message in ((solution, program), (checker, job)):
                 one.settimeout(max(0.0, end - time.monotonic()))
@@ -170,11 +173,15 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 _end(solution)
             status = _read(solution, end) or {}
         except TimeoutError:
-            raise TimeoutError(
-                f"the program and its tests took more than {self.others['wall_seconds']:g} s by the clock, but not "
-                f"more than {self.settings['cpu_seconds']} s of CPU time: the machine is busy, or they wait for "
-                "something"
-            ) from None
+            of_tests, status = _last(checker), _last(solution)  # the tests first, which else end by themselves
+            wall = self.others["wall_seconds"]
+            reason = (
+                f"the program and its tests took more than {wall:g} s by the clock, but not more than "
+                f"{self.settings['cpu_seconds']} s of CPU time"
+            )
+            if asked and is_idle(wall, status.get("delay"), of_tests.get("delay")):
+                return Verdict(0, 1, f"{reason}: they wait for something", status["cpu"])
+            raise TimeoutError(f"{reason}: the machine is busy") from None
         for side in (status, verdict or {}):
             if "unconfined" in side:
                 raise SandboxError(f"a process could not be confined: {side['unconfined']}")
@@ -322,6 +329,26 @@ def _read(source: socket.socket, end: float) -> dict[str, Any] | None:
     except ConnectionResetError:
         return None
     return None if message is None else json.loads(message)
+
+
+def _last(control: socket.socket) -> dict[str, Any]:
+    """How a side ended that is ended now."""
+    _end(control)
+    message: dict[str, Any] | None = {}
+    with suppress(OSError, ValueError):
+        while message is not None and "cpu" not in message:
+            message = _read(control, time.monotonic() + END_SECONDS)
+    return message or {}
+
+
+def is_idle(wall: float, *delays: float | None) -> bool:
+    """Whether a program and its tests, which took so long, were waiting for something else than a CPU.
+
+    Args:
+        delays: for how many seconds each waited for a CPU; None: unknown.
+    """
+    known = [one for one in delays if one is not None]
+    return len(known) == len(delays) and sum(known) < IDLE * wall
 
 
 def _end(control: socket.socket) -> None:

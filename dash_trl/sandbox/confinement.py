@@ -306,6 +306,24 @@ class Place:
         os.mkdir(TASK_FOLDER)
         return TASK_FOLDER
 
+    def run_delay(self, handle: int) -> float | None:
+        """For how many seconds the process was ready to run, but had no CPU: of the thread with the most. None where
+        the kernel does not say. Its numbers are those of `proc`, which is older than its namespace."""
+
+        def read(path: str) -> str:
+            with open(path, opener=lambda path, flags: os.open(path, flags, dir_fd=self.proc)) as file:
+                return file.read()
+
+        with suppress(OSError, IndexError):  # a thread that has ended meanwhile
+            if read("self/schedstat").split() == ["0"] * 3:
+                return None
+            tasks = f"{read(f'self/fdinfo/{handle}').partition('Pid:')[2].split()[0]}/task"
+            folder = os.open(tasks, os.O_RDONLY, dir_fd=self.proc)
+            threads = os.listdir(folder)
+            os.close(folder)
+            return max(int(read(f"{tasks}/{thread}/schedstat").split()[1]) for thread in threads) / 1e9
+        return None
+
     def confine(self, folder: str) -> None:
         """In the process itself, at last: then it has nothing but the folder."""
         if not self.alone and not self.landlock:
@@ -357,7 +375,8 @@ def set_limits(memory: int, processes: int | None) -> None:
 def supervise(place: Place, control: socket.socket, side: Callable[[], None], keep: list[int]) -> None:
     """Runs side() in a confined process until it ends, or the trainer closes `control`.
 
-    Then writes how it ended to `control`: its exit code or signal and its CPU seconds.
+    Then writes how it ended to `control`: its exit code or signal, its CPU seconds and, where the trainer did not wait
+    for its end, `Place.run_delay`.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -382,13 +401,16 @@ def supervise(place: Place, control: socket.socket, side: Callable[[], None], ke
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     poll.register(control, select.POLLRDHUP)
+    delay = None
     if all(number != handle for number, _ in poll.poll()):
+        delay = place.run_delay(handle)
         os.kill(child, signal.SIGKILL)
     _, status, usage = os.wait4(child, 0)  # pid 1 of a namespace is gone when all of it is
+    code = os.waitstatus_to_exitcode(status)
+    report = {"ended": code, "cpu": usage.ru_utime + usage.ru_stime, "delay": delay}
+    send(control, json.dumps(report).encode())  # before the folder, which a program may have made too deep to remove
     if not place.alone:
         shutil.rmtree(folder, ignore_errors=True)
-    code = os.waitstatus_to_exitcode(status)
-    send(control, json.dumps({"ended": code, "cpu": usage.ru_utime + usage.ru_stime}).encode())
 
 
 def keep_only(numbers: list[int]) -> None:
