@@ -39,6 +39,7 @@ import struct
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -47,6 +48,7 @@ NOBODY = 65534
 TMP = "/tmp"
 TASK_FOLDER = "/tmp/dash_trl_task"  # empty, while /tmp may also hold an environment of the user's
 OPEN_FILES = 64
+LONG = 0.1  # seconds; the trainer waits many times longer before it asks why a process has not ended
 INODES = 4096  # of the temporary folder
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
@@ -401,9 +403,10 @@ def supervise(place: Place, control: socket.socket, side: Callable[[], None], ke
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     poll.register(control, select.POLLRDHUP)
-    delay = None
+    begin, delay = time.monotonic(), None
     if all(number != handle for number, _ in poll.poll()):
-        delay = place.run_delay(handle)
+        if time.monotonic() - begin > LONG:
+            delay = place.run_delay(handle)
         os.kill(child, signal.SIGKILL)
     _, status, usage = os.wait4(child, 0)  # pid 1 of a namespace is gone when all of it is
     code = os.waitstatus_to_exitcode(status)
