@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import math
+import os
+import signal
 import sys
 import threading
 import time
@@ -213,6 +215,23 @@ def test_an_interrupt_starts_nothing_more(monkeypatch, settings):
         again = agent.submit(rows(1))
         again.wait()  # behind all that were waiting, on the same threads
     assert len(started) == 3
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_agent_may_be_used_in_a_process_forked_from_its_own(asynchronous):
+    """As by `notebook_launcher`: the threads of the parent are not there."""
+
+    async def score_async(completion, number):
+        return number
+
+    with RewardAgent(score_async if asynchronous else (lambda completion, number: number)) as agent:
+        scores(agent, 4)
+        child = os.fork()
+        if not child:
+            signal.alarm(20)  # ends what hangs
+            (outcomes,) = scores(agent, 4)
+            os._exit(7 if [one.value for one in outcomes] == [0, 1, 2, 3] else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_agents_that_are_gone_leave_no_threads():

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dash_trl.workers import ray_calls
+from dash_trl.workers import AsyncCalls, GivenUp, RetriedCalls, ThreadCalls, ray_calls
 from dash_trl.workers.calls import Backend, Call
 from dash_trl.workers.process_calls import ProcessCalls, WorkerDied
 from dash_trl.workers.processes import FUNCTIONS_KEPT
@@ -394,6 +394,133 @@ def test_neither_an_alarm_that_a_call_leaves_behind_nor_the_end_of_an_idle_worke
         for _ in range(3):
             (call,) = Sheet(os.getpid, [{}]).run(backend)
             os.kill(call.value, signal.SIGKILL)
+
+
+class Odd:
+    """A score that hangs, exits or fails when it is looked at."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __float__(self) -> float:
+        if self.number == 1:
+            threading.Event().wait()
+        if self.number == 2:
+            sys.exit(3)
+        return 1.0
+
+
+def odd(completion: str, number: int) -> Odd:
+    return Odd(number)
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_reading_a_score_is_a_part_of_its_call(backend):
+    """Rows whose scores hang or exit when they are read are unscored, and take no other along."""
+    from dash_trl.rewards import RewardAgent, Score  # here: each worker imports this file
+
+    with RewardAgent(odd, backend=backend, timeout=2.0, max_concurrency=2) as agent:
+        request = agent.submit([{"prompt": "", "completion": "", "number": i} for i in range(6)])
+        waiting = threading.Thread(target=request.wait, daemon=True)
+        waiting.start()
+        waiting.join(60)
+        (outcomes,) = request.outcomes
+    assert isinstance(outcomes[1], TimeoutError) and isinstance(outcomes[2], (SystemExit, RuntimeError))
+    assert [outcomes[i] for i in (0, 3, 4, 5)] == [Score(1.0)] * 4
+
+
+class OddPickle(Exception):
+    """Reading its pickle calls a function; as a value, and as an error that refuses notes."""
+
+    def __init__(self, *call: object):
+        self.call, self.__notes__ = call, "none"
+
+    def __reduce__(self) -> tuple:
+        return self.call[0], self.call[1:]
+
+
+def odd_pickle(number: int) -> object:
+    odd = {1: OddPickle(sys.exit, 1), 2: OddPickle(time.sleep, 1e6), 3: OddPickle(OddPickle)}.get(number, number)
+    if number in (1, 2):
+        return odd
+    if number in (3, 4):
+        raise OddPickle(sys.exit, 1) if number == 4 else odd
+    return odd
+
+
+def test_pickles_that_exit_or_block_when_they_are_read_cost_their_own_calls():
+    with closing(ProcessCalls(1)) as backend:
+        timeouts = [SOON if i == 2 else MINUTES for i in range(7)]
+        calls = Sheet(odd_pickle, [{"number": i} for i in range(7)], timeouts).run(backend)
+    assert [call.value for call in calls] == [0, None, None, None, None, 5, 6]
+    kinds = [type(call.error).__name__ for call in calls]
+    assert kinds == ["NoneType", "TypeError", "TimeoutError", "OddPickle", "RuntimeError", "NoneType", "NoneType"]
+
+
+async def wait_for(gate: threading.Event) -> None:
+    while not gate.is_set():
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", ["thread", "asyncio", "retried"])
+def test_close_ends_each_call_once_and_nothing_starts_later(kind):
+    """One call runs and two wait; a call that is submitted afterwards does not bring them back."""
+    gate, begun, started = threading.Event(), threading.Event(), []
+
+    def blocks(i: int) -> int:
+        started.append(i)
+        begun.set()
+        gate.wait()
+        return i
+
+    async def awaits(i: int) -> int:
+        started.append(i)
+        begun.set()
+        await wait_for(gate)
+        return i
+
+    backend: Backend = AsyncCalls(1) if kind == "asyncio" else ThreadCalls(1)
+    if kind == "retried":
+        backend = RetriedCalls(backend, (ConnectionError,), 1)
+    function = awaits if kind == "asyncio" else blocks
+    sheet = Sheet(function, [{"i": i} for i in range(3)])
+    backend.submit(sheet.calls)
+    begun.wait(MINUTES)
+    backend.close()
+    assert sorted(sheet.wait()) == [0, 1, 2]
+    assert [type(call.error) for call in sheet.calls] == [GivenUp] * 3
+    gate.set()
+    if kind != "retried":
+        (again,) = Sheet(function, [{"i": 3}]).run(backend)
+        assert again.value == 3 and started == [0, 3]
+        backend.close()
+
+
+def test_late_calls_end_though_no_thread_can_be_started(monkeypatch):
+    """As at the system's limit of threads: no thread takes the place of one that hangs, and the watch goes on."""
+    gate, begun = threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def hangs(i: int) -> None:
+        begun.set()
+        gate.wait()
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "dash_trl call":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    backend = ThreadCalls(1)
+    sheet = Sheet(hangs, [{"i": i} for i in range(3)], SOON)
+    backend.submit(sheet.calls)
+    begun.wait(MINUTES)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert sorted(sheet.wait()) == [0, 1, 2]
+    assert [type(call.error) for call in sheet.calls] == [TimeoutError, RuntimeError, RuntimeError]
+    monkeypatch.undo()
+    gate.set()
+    assert Sheet(lambda i: i, [{"i": 5}]).run(backend)[0].value == 5
+    backend.close()
 
 
 def test_workers_that_do_not_start(capfd):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -101,6 +102,7 @@ class RewardAgent:
         self.team = RewardTeam(self.own)  # a trainer makes one of all the functions that it uses
         self.ranks = 1  # processes of the run, whose limits these are
         self._backends: dict[Lane, Backend] = {}
+        self._process = os.getpid()
         self._closes = dict.fromkeys(one.form.close for one in self.own if one.form.close is not None)
         self._open = dict(self._closes)  # of functions that may have been used since they were closed
         weakref.finalize(self, _end, self._backends, self._open)  # with the agent, and at the latest with the process
@@ -153,7 +155,7 @@ class RewardAgent:
                     self._put(request, one.form, number, row, [error])
                     continue
                 done = partial(self._row_done, request, one.form, number, row)
-                made.append(self._call(request, one.form.function, arguments, done))
+                made.append(self._call(request, one.score, arguments, done))
         for lane, made in calls.items():
             self._start(lane, made)
 
@@ -214,6 +216,9 @@ class RewardAgent:
 
     def _start(self, lane: Lane, calls: Sequence[Call]) -> None:
         self._open.update(self._closes)
+        if self._process != os.getpid():  # forked: the backends' threads are the parent's
+            self._process = os.getpid()
+            self._backends.clear()
         if lane not in self._backends:
             backend = self._make(*lane)
             self._backends[lane] = RetriedCalls(backend, self.transient, self.retries) if self.transient else backend

@@ -1,11 +1,12 @@
 """`AgentReward`: one of an agent's functions as TRL calls it, on the main thread, with the whole batch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from dash_trl.rewards.failures import WatchedReward, described, has_failed
 from dash_trl.rewards.forms import RewardForm, Score
-from dash_trl.rewards.outcomes import score_of
+from dash_trl.rewards.outcomes import score_of, scored, scored_async
 from dash_trl.workers import GivenUp
 
 LOGS = ("log_extra", "log_metric")  # TRL's, handed to reward functions; neither may be called from other threads
@@ -23,12 +24,14 @@ class AgentReward(WatchedReward):
         agent: the `RewardAgent`. number: of the function, among the agent's.
     Attributes:
         group_size: of the batches that TRL calls it with.
+        score: calls a per-sample function and returns a `Score`.
     """
 
     def __init__(self, form: RewardForm, agent: Any, number: int):
         super().__init__(form.function, form.name)
         self.form, self.agent, self.number = form, agent, number
         self.group_size: Callable[[], int] = lambda: 1
+        self.score = partial(scored_async if form.asynchronous else scored, form.function)
         self._texts: set[str] = set()  # columns of the logged completions: once there, they are written always
 
     def __call__(self, /, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:

@@ -21,13 +21,18 @@ def note_call(logged: list[tuple[str, tuple]], name: str, *arguments: Any) -> No
     logged.append((name, arguments))
 
 
+def scored(function: Callable[..., Any], /, **arguments: Any) -> Score:
+    """Calls it and reads its score, within the call's time limit: the returned object may block, or raise anything."""
+    return read_score(function(**arguments))
+
+
+async def scored_async(function: Callable[..., Any], /, **arguments: Any) -> Score:
+    """As `scored`, for a coroutine function."""
+    return read_score(await function(**arguments))
+
+
 def outcome_of(call: Call) -> Score | BaseException:
-    if call.error is not None:
-        return call.error
-    try:
-        return read_score(call.value)
-    except Exception as error:  # whatever a returned object does when it is looked at
-        return error
+    return call.value if call.error is None else call.error
 
 
 def score_of(outcome: Score | BaseException) -> float | None:

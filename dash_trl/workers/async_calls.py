@@ -86,6 +86,7 @@ class _Lane:
         self.out = threading.Event()  # calls are out
         self.running: dict[Call, bool] = {}  # whether its function has begun; in the order of their starts
         self.given_up = False
+        self.closed = False
         self.longest = 0.0  # timeout of any call
 
     def look(self) -> None:
@@ -95,7 +96,7 @@ class _Lane:
 
     def fill(self) -> None:
         """Starts calls that wait, as far as there is room; on the loop's thread."""
-        while self._waiting and len(self.running) < self._count and not self.given_up:
+        while self._waiting and len(self.running) < self._count and not self.given_up and not self.closed:
             call = self._waiting.popleft()
             if not call.cancelled:
                 self.running[call] = False
@@ -158,12 +159,18 @@ class AsyncCalls:
         lane.look()
 
     def close(self) -> None:
-        """Cancels what runs, and ends the loop."""
+        """Calls that wait or run end with `GivenUp`; ends the loop."""
         with self._lock:
             lane, self._lane = self._lane, None
+            calls = list(self._waiting)
+            self._waiting.clear()
         if lane is not None:
+            lane.closed = True
             lane.out.set()  # the watch ends
             lane.loop.close()
+            calls += list(lane.running)  # a blocked loop's, and tasks that were cancelled before they began
+        for call in calls:
+            call.finish(error=GivenUp("the agent was closed"))
 
     def _open_lane(self) -> _Lane:
         lane = self._lane = _Lane(self._count, self._pace, self._waiting)
@@ -185,6 +192,8 @@ class AsyncCalls:
 
     def _abandon(self, lane: _Lane) -> None:
         with self._lock:
+            if self._lane is not lane:  # it was closed
+                return
             self.abandoned += 1
             lane.given_up = True
             calls = list(lane.running.items())
@@ -195,7 +204,7 @@ class AsyncCalls:
             else:
                 left += self._waiting
                 self._waiting.clear()
-            now = self._open_lane() if self._lane is lane else self._lane
+            now = self._open_lane()
         for call in begun:
             call.finish(
                 error=TimeoutError(
@@ -205,8 +214,7 @@ class AsyncCalls:
             )
         for call in left:
             call.finish(error=GivenUp(f"{self.abandoned} event loops hang, so that no more calls are made"))
-        if now is not None:
-            now.look()
+        now.look()
 
 
 class RetriedCalls:
@@ -218,6 +226,7 @@ class RetriedCalls:
 
     def __init__(self, backend: Backend, transient: tuple[type[BaseException], ...], retries: int):
         self._backend, self._loop = backend, EventLoop()
+        self._open: set[Call] = set()
         self._retrying = AsyncRetrying(
             stop=stop_after_attempt(1 + retries),
             wait=wait_random_exponential(max=LONGEST_PAUSE),
@@ -226,12 +235,15 @@ class RetriedCalls:
         )
 
     def submit(self, calls: Sequence[Call]) -> None:
+        self._open.update(calls)
         for call in calls:
             self._loop.start(self._finish(call))
 
     def close(self) -> None:
         self._loop.close()  # first: a call that the backend ends would be made again
         self._backend.close()
+        for call in list(self._open):  # tasks that were cancelled before they began
+            call.finish(error=GivenUp("the agent was closed"))
 
     async def _finish(self, call: Call) -> None:
         try:
@@ -240,6 +252,8 @@ class RetriedCalls:
             call.finish(error=GivenUp("the agent was closed"))
         except BaseException as error:  # SystemExit would end the loop, and with it all other calls
             call.finish(error=error)
+        finally:
+            self._open.discard(call)
 
     async def _attempt(self, call: Call) -> Any:
         ended: Future[Call] = Future()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -53,6 +54,14 @@ class Call:
         if done is not None:
             self.value, self.error = value, error
             done(self)
+
+
+def _renew_lock() -> None:
+    """In a forked process: a thread that is not there may hold it."""
+    Call._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class GivenUp(RuntimeError):

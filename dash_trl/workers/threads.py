@@ -6,11 +6,13 @@
 Python cannot end a thread: one that hangs is left alone until it comes back, if it does.
 """
 
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from dash_trl.workers.calls import Call, GivenUp, Pace
@@ -26,6 +28,7 @@ class _Thread:
         self.call: Call | None = None
         self.deadline = 0.0
         self.given_up = False
+        self.closed = False
 
 
 class ThreadCalls:
@@ -50,37 +53,68 @@ class ThreadCalls:
 
     def submit(self, calls: Sequence[Call]) -> None:
         with self._lock:
+            if self._ending is None:
+                ending = threading.Event()
+                _start(self._watch, ending)
+                self._ending = ending
             self._unfinished += len(calls)
             self._shortest = min([self._shortest, *(call.timeout for call in calls)])
-            if self._ending is None:
-                self._ending = threading.Event()
-                _start(self._watch, self._ending)
-            self._start_threads()
-            waiting = self._waiting
-        for call in calls:  # without the lock, which each call's end needs
-            waiting.put(call)
+            for call in calls:
+                self._waiting.put(call)
+            refused = self._start_threads()
+        for call, error in refused:
+            call.finish(error=error)
 
     def close(self) -> None:
-        """Ends the threads that wait; those in a call end after it."""
+        """Calls that wait or run end with `GivenUp`. Ends the threads that wait; those in a call end after it."""
         with self._lock:
-            for _ in self._threads:
+            threads, calls = self._threads, self._take_waiting()
+            for one in threads:
+                one.closed = True
                 self._waiting.put(None)
             if self._ending is not None:
                 self._ending.set()
-            self._threads, self._waiting, self._ending = set(), queue.SimpleQueue(), None
+            self._threads, self._waiting, self._ending, self._unfinished = set(), queue.SimpleQueue(), None, 0
         self._running.set()
+        for call in [*calls, *(one.call for one in threads)]:
+            if call is not None:
+                call.finish(error=GivenUp("the agent was closed"))
 
-    def _start_threads(self) -> None:
-        """One for each call that finds none free; the lock is held."""
+    def _take_waiting(self) -> list[Call]:
+        """The calls that wait, which wait no more; the lock is held."""
+        calls = []
+        with suppress(queue.Empty):
+            while (call := self._waiting.get_nowait()) is not None:
+                calls.append(call)
+        return calls
+
+    def _start_threads(self) -> list[tuple[Call, Exception]]:
+        """One for each call that finds none free; the lock is held.
+
+        Returns:
+            What is refused, and why: all calls that wait, where the system starts no thread and none is left.
+        """
         for _ in range(min(self._count, self._unfinished) - len(self._threads)):
             one = _Thread(self._waiting)
+            try:
+                _start(self._work, one)
+            except RuntimeError as error:  # at the system's limit of threads
+                calls = [] if self._threads else self._take_waiting()
+                self._unfinished -= len(calls)
+                return [(call, error) for call in calls]
             self._threads.add(one)
-            _start(self._work, one)
+        return []
 
     def _work(self, me: _Thread) -> None:
         while (call := me.calls.get()) is not None:
             value = error = None
-            if call.cancelled:
+            me.deadline, me.call = (
+                math.inf,
+                call,
+            )  # now: `close` ends what a thread has, and a thread looks for `closed`
+            if me.closed:
+                error = GivenUp("the agent was closed")
+            elif call.cancelled:
                 error = GivenUp("nobody waits for it")
             elif self.abandoned >= MOST_ABANDONED:
                 error = GivenUp(f"{self.abandoned} calls hang, so that no more are made")
@@ -91,7 +125,8 @@ class ThreadCalls:
                 if me.given_up:  # it did come back, but late
                     self.abandoned -= 1
                     return
-                self._unfinished -= 1
+                if not me.closed:
+                    self._unfinished -= 1
             call.finish(value, error)
 
     def _make(self, call: Call, me: _Thread) -> tuple[Any, Any]:
@@ -99,7 +134,6 @@ class ThreadCalls:
         if self._pace is not None:
             time.sleep(self._pace.wait_seconds())
         me.deadline = time.monotonic() + call.timeout
-        me.call = call  # last: the watch looks at a thread's deadline when it has a call
         self._running.set()
         try:
             return call.function(**call.arguments), None
@@ -112,7 +146,7 @@ class ThreadCalls:
             self._running.wait()
             self._running.clear()
             now = time.monotonic()
-            late: list[Call] = []
+            late: list[tuple[Call, Exception]] = []
             with self._lock:
                 pause = self._shortest
                 for one in list(self._threads):
@@ -122,15 +156,15 @@ class ThreadCalls:
                         pause = min(pause, one.deadline - now)
                         self._running.set()
                         continue
-                    late.append(one.call)
+                    late.append((one.call, TimeoutError(f"took more than {one.call.timeout:g} s")))
                     one.given_up = True
                     self._threads.remove(one)
                     self.abandoned += 1
                     self._unfinished -= 1
                 if late:
-                    self._start_threads()
-            for call in late:
-                call.finish(error=TimeoutError(f"took more than {call.timeout:g} s"))
+                    late += self._start_threads()
+            for call, error in late:
+                call.finish(error=error)
             ending.wait(min(pause, threading.TIMEOUT_MAX))
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import cloudpickle
@@ -36,6 +37,8 @@ def pack(function: Callable[..., Any]) -> bytes:
         _send_by_value_where_needed(function)
         return cloudpickle.dumps(function)
     except Exception as error:
+        if isinstance(function, functools.partial) and function.args:
+            function = function.args[0]
         name = getattr(function, "__qualname__", None) or type(function).__name__
         raise ValueError(
             f"The function '{name}' cannot be sent to another process ({type(error).__name__}: {error}): it refers to "
@@ -44,11 +47,13 @@ def pack(function: Callable[..., Any]) -> bytes:
         ) from error
 
 
-def _send_by_value_where_needed(function: Callable[..., Any]) -> None:
+def _send_by_value_where_needed(function: Any) -> None:
     """By name would fail over there for a module that this process has loaded from a path."""
 
-    while isinstance(function, functools.partial):
-        function = function.func
+    if isinstance(function, functools.partial):
+        for one in (function.func, *function.args):
+            _send_by_value_where_needed(one)
+        return
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     file = getattr(module, "__file__", None)
     if module is not None and file is not None and _file_of(module.__name__) != file:
@@ -79,11 +84,19 @@ def outcome_of(function: Callable[..., Any], arguments: bytes) -> Outcome:
     try:
         value = function(**pickle.loads(arguments))
         try:
-            return dump(value), "", "", time.perf_counter() - started
-        except Exception as error:
+            return _readable(value), "", "", time.perf_counter() - started
+        except BaseException as error:
             raise TypeError(f"returned a {type(value).__name__}, which cannot be sent back: {error}") from error
     except BaseException as error:  # of a user's function: SystemExit, too
         return failure(error, time.perf_counter() - started)
+
+
+def _readable(value: Any) -> bytes:
+    """As `dump`, and read once here: reading it may fail or block, which must not happen where all calls end."""
+    data = dump(value)
+    if type(value) is not float:
+        pickle.loads(data)
+    return data
 
 
 def failure(error: BaseException, seconds: float = 0.0) -> Outcome:
@@ -94,8 +107,8 @@ def failure(error: BaseException, seconds: float = 0.0) -> Outcome:
     trace = "".join(traceback.format_exception(type(error), error, frames)) if frames else ""
     try:
         # What is no Exception, such as SystemExit, would end whoever looks at it: it goes as text.
-        payload = dump(error) if isinstance(error, Exception) else b""
-    except Exception:
+        payload = _readable(error) if isinstance(error, Exception) else b""
+    except BaseException:
         payload = b""
     return payload, text[:TEXT_CHARS], trace[-TRACEBACK_CHARS:], seconds
 
@@ -105,13 +118,14 @@ def finish(call: Call, outcome: Outcome) -> None:
     payload, text, trace, _ = outcome
     try:
         value = pickle.loads(payload)
-    except Exception as unreadable:
+    except BaseException as unreadable:  # SystemExit, too, which would end all other calls
         text = text or f"its value cannot be read: {type(unreadable).__name__}: {unreadable}"
         value = None
     if text:
         error = value if isinstance(value, Exception) else RuntimeError(text)
-        if trace:
-            error.add_note(f"In its worker:\n{trace}")
+        with suppress(Exception):  # an error may refuse notes
+            if trace:
+                error.add_note(f"In its worker:\n{trace}")
         call.finish(error=error)
     else:
         call.finish(value)
