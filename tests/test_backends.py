@@ -496,6 +496,27 @@ def test_close_ends_each_call_once_and_nothing_starts_later(kind):
         backend.close()
 
 
+def test_many_late_calls_at_once_wait_until_threads_come_back(monkeypatch):
+    """As where a server answers late for a while: those that were late have no value, and the others are made then."""
+    monkeypatch.setattr("dash_trl.workers.threads.MOST_ABANDONED", 4)
+    monkeypatch.setattr("dash_trl.workers.threads.PATIENCE", 1000)
+    gate = threading.Event()
+
+    def late(i: int) -> int:
+        if i < 4:
+            gate.wait()
+        return i
+
+    with closing(ThreadCalls(4)) as backend:
+        sheet = Sheet(late, [{"i": i} for i in range(12)], [SOON] * 4 + [MINUTES] * 8)
+        backend.submit(sheet.calls)
+        first = sheet.wait(4)
+        gate.set()
+        assert sorted(first) == [0, 1, 2, 3] and sorted(sheet.wait(8)) == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert all(isinstance(call.error, TimeoutError) for call in sheet.calls[:4])
+    assert [call.value for call in sheet.calls[4:]] == [4, 5, 6, 7, 8, 9, 10, 11]
+
+
 def test_late_calls_end_though_no_thread_can_be_started(monkeypatch):
     """As at the system's limit of threads: no thread takes the place of one that hangs, and the watch goes on."""
     gate, begun = threading.Event(), threading.Event()

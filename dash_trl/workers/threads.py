@@ -17,7 +17,8 @@ from typing import Any
 
 from dash_trl.workers.calls import Call, GivenUp, Pace
 
-MOST_ABANDONED = 64  # threads that hang at the same time: beyond, a function is broken, and memory runs out
+MOST_ABANDONED = 64  # threads that hang at the same time: memory runs out, so that others wait until some come back
+PATIENCE = 3  # of a call's timeouts: if no thread has come back for so long, the function is broken
 
 
 class _Thread:
@@ -37,7 +38,8 @@ class ThreadCalls:
     Args:
         pace: of the starts, None: as soon as a thread is free.
     Attributes:
-        abandoned: threads that hang now. At `MOST_ABANDONED` nothing is started any more: calls end with `GivenUp`.
+        abandoned: threads that hang now. At `MOST_ABANDONED` nothing is started until one comes back; if none does for
+            `PATIENCE` timeouts, calls end with `GivenUp`.
     """
 
     def __init__(self, count: int, *, pace: Pace | None = None):
@@ -50,6 +52,9 @@ class ThreadCalls:
         self._running = threading.Event()  # since the watch last looked
         self._ending: threading.Event | None = None  # of the watch
         self.abandoned = 0
+        self._came_back = threading.Condition(self._lock)
+        self._returns = 0  # of threads that were given up
+        self._hopeless_at = -1  # as many returns as there were when patience ended
 
     def submit(self, calls: Sequence[Call]) -> None:
         with self._lock:
@@ -75,6 +80,7 @@ class ThreadCalls:
             if self._ending is not None:
                 self._ending.set()
             self._threads, self._waiting, self._ending, self._unfinished = set(), queue.SimpleQueue(), None, 0
+            self._came_back.notify_all()
         self._running.set()
         for call in [*calls, *(one.call for one in threads)]:
             if call is not None:
@@ -108,15 +114,12 @@ class ThreadCalls:
     def _work(self, me: _Thread) -> None:
         while (call := me.calls.get()) is not None:
             value = error = None
-            me.deadline, me.call = (
-                math.inf,
-                call,
-            )  # now: `close` ends what a thread has, and a thread looks for `closed`
-            if me.closed:
-                error = GivenUp("the agent was closed")
-            elif call.cancelled:
+            me.deadline = math.inf  # it has not begun
+            me.call = call  # before it looks at `closed`: either `close` sees the call, or this thread is told
+            room = self.abandoned < MOST_ABANDONED or self._wait_for_room(call, me)
+            if me.closed or call.cancelled:
                 error = GivenUp("nobody waits for it")
-            elif self.abandoned >= MOST_ABANDONED:
+            elif not room:
                 error = GivenUp(f"{self.abandoned} calls hang, so that no more are made")
             else:
                 value, error = self._make(call, me)
@@ -124,10 +127,23 @@ class ThreadCalls:
                 me.call = None
                 if me.given_up:  # it did come back, but late
                     self.abandoned -= 1
+                    self._returns += 1
+                    self._came_back.notify_all()
                     return
                 if not me.closed:
                     self._unfinished -= 1
             call.finish(value, error)
+
+    def _wait_for_room(self, call: Call, me: _Thread) -> bool:
+        """False where too many threads hang and none comes back."""
+        with self._lock:
+            while self.abandoned >= MOST_ABANDONED and not (me.closed or call.cancelled):
+                before = self._returns
+                if self._hopeless_at == before:
+                    return False
+                if not self._came_back.wait(PATIENCE * call.timeout) and self._returns == before:
+                    self._hopeless_at = before
+        return True
 
     def _make(self, call: Call, me: _Thread) -> tuple[Any, Any]:
         """(value, error)"""
