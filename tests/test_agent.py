@@ -298,6 +298,30 @@ def test_what_runs_the_calls_may_fail(monkeypatch):
         raise_mistakes([reward])
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise KeyError("no text")
+
+
+def test_an_error_without_a_text_stays_within_the_call():
+    """It would leave TRL's call on one rank, and the others in their next collective."""
+
+    def mute(completion):
+        raise Mute
+
+    class Odd:
+        def __float__(self):
+            raise Mute
+
+    def odd(completions, **columns):
+        return [Odd()] * len(completions)
+
+    for reward in RewardAgent([mute, odd]).rewards:
+        assert reward(**BATCH, completion_ids=[[1]] * 8) == [None] * 8 and reward.failed == [True] * 8
+        assert "raised Mute, which cannot be written" in reward.failure
+        assert reward.mistake is None
+
+
 def test_close_ends_what_functions_hold_once():
     reward = Centred()
     with RewardAgent([reward, reward]) as agent:

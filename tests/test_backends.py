@@ -517,6 +517,28 @@ def test_many_late_calls_at_once_wait_until_threads_come_back(monkeypatch):
     assert [call.value for call in sheet.calls[4:]] == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
+@pytest.mark.parametrize("kind", ["thread", "asyncio"])
+def test_the_child_of_a_call_that_forks_makes_no_other_calls(kind, tmp_path):
+    log, children = tmp_path / "log", []
+
+    def forks(i: int) -> int:
+        with log.open("a") as file:
+            file.write(f"{i}\n")
+        if i == 0 and (child := os.fork()):
+            children.append(child)
+        return i
+
+    async def forks_async(i: int) -> int:
+        return forks(i)
+
+    with closing(ThreadCalls(1) if kind == "thread" else AsyncCalls(1)) as backend:
+        Sheet(forks if kind == "thread" else forks_async, [{"i": i} for i in range(5)]).run(backend)
+        (child,) = children
+        assert ends(child)
+        os.waitpid(child, 0)
+    assert log.read_text().split() == ["0", "1", "2", "3", "4"]
+
+
 def test_late_calls_end_though_no_thread_can_be_started(monkeypatch):
     """As at the system's limit of threads: no thread takes the place of one that hangs, and the watch goes on."""
     gate, begun = threading.Event(), threading.Event()

@@ -68,6 +68,8 @@ class WatchedReward:
             wrong = "" if len(rewards) == rows else f"{len(rewards)} rewards for {rows} completions"
         except (TypeError, ValueError, OverflowError) as error:
             self.error, wrong = error, f"{output!r:.200}, not a list of numbers ({error})"
+        except (Exception, SystemExit) as error:  # a value's own `__float__` may raise anything
+            return self._unscore(error, rows)
         if wrong:
             self.failed = [True] * rows
             self.mistake = ValueError(
@@ -198,7 +200,10 @@ class FailureWatch:
 
 
 def described(error: BaseException) -> str:
-    return f"raised {type(error).__name__}: {error}"
+    try:
+        return f"raised {type(error).__name__}: {error}"
+    except Exception:  # its own `__str__` fails
+        return f"raised {type(error).__name__}, which cannot be written"
 
 
 def _named(rewards: Sequence[float | None]) -> str:

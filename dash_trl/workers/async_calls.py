@@ -9,6 +9,7 @@ submit ──► waiting calls ──► a task on the loop's thread ──► C
 """
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
@@ -127,10 +128,14 @@ class _Lane:
         if self.given_up:  # the loop answers again, late
             return None, None
         self.running[call] = True
+        process = os.getpid()
         try:
             return await call.function(**call.arguments), None
         except BaseException as error:
             return None, error
+        finally:
+            if os.getpid() != process:  # it forked, and its child came back: the other calls are its parent's to make
+                os._exit(1)
 
 
 class AsyncCalls:

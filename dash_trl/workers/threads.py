@@ -7,6 +7,7 @@ Python cannot end a thread: one that hangs is left alone until it comes back, if
 """
 
 import math
+import os
 import queue
 import threading
 import time
@@ -151,10 +152,14 @@ class ThreadCalls:
             time.sleep(self._pace.wait_seconds())
         me.deadline = time.monotonic() + call.timeout
         self._running.set()
+        process = os.getpid()
         try:
             return call.function(**call.arguments), None
         except BaseException as error:  # of a user's function: SystemExit, too
             return None, error
+        finally:
+            if os.getpid() != process:  # it forked, and its child came back: the other calls are its parent's to make
+                os._exit(1)
 
     def _watch(self, ending: threading.Event) -> None:
         """Sleeps until the first deadline, at most for the shortest timeout: what starts meanwhile has longer."""
