@@ -17,7 +17,7 @@ from datasets import Dataset
 from dash_trl import DASHConfig, DASHTrainer, RewardAgent
 from dash_trl.checks import check_rewards
 from dash_trl.rewards import RewardTeam, Score, raise_mistakes, unpack
-from dash_trl.workers import GivenUp
+from dash_trl.workers import GivenUp, ThreadCalls
 from tests.tiny import run
 
 NAN = math.nan
@@ -280,6 +280,32 @@ def test_a_function_that_no_trainer_uses():
         del completions
         assert kept() is None
         assert unused(**batch, completions=["b"]) == [1.0] and called == ["b"]
+
+
+def test_rows_whose_outcomes_are_lost_end_all_the_same(monkeypatch):
+    """Whatever has lost them: here a backend that forgets every other call."""
+    submit = ThreadCalls.submit
+    monkeypatch.setattr(ThreadCalls, "submit", lambda self, calls: submit(self, calls[::2]))
+    with RewardAgent(lambda completion: 1.0) as agent:
+        request = agent.submit(rows(4), group_size=2)
+        request.patience = 0.5
+        waiting = threading.Thread(target=request.wait, daemon=True)
+        waiting.start()
+        waiting.join(20)
+        assert not waiting.is_alive()
+    (outcomes,) = request.outcomes
+    assert outcomes[::2] == [Score(1.0)] * 2 and all("its outcome was lost" in str(one) for one in outcomes[1::2])
+
+
+def test_a_batch_has_no_time_limit_of_hours(monkeypatch):
+    """The limit of a function of TRL's form, for each of its completions, has a bound."""
+    monkeypatch.setattr("dash_trl.rewards.agent.BATCH_SECONDS", 0.25)
+
+    def hangs(completions, **columns):
+        threading.Event().wait()
+
+    (reward,) = RewardAgent(hangs, timeout=0.125).rewards
+    assert reward(**BATCH, completion_ids=[[1]] * 8) == [None] * 8 and "took more than 0.25 s" in reward.failure
 
 
 BATCH = {"prompts": ["p"] * 8, "completions": ["c"] * 8}

@@ -27,6 +27,8 @@ from dash_trl.rewards.failures import has_failed, unscored
 from dash_trl.rewards.forms import RewardForm, form_of
 from dash_trl.rewards.outcomes import Returned, note_call, outcome_of, processed_outcomes, processed_scores, score_of
 from dash_trl.workers import (
+    LAST_SECONDS,
+    ROWS_AHEAD,
     AsyncCalls,
     Backend,
     Call,
@@ -40,6 +42,7 @@ from dash_trl.workers import (
 )
 
 BACKENDS = ("thread", "asyncio", "process", "ray")
+BATCH_SECONDS = 1200.0  # at most for a function of TRL's form: less than the 30 minutes for which other ranks wait
 ON_ERROR = ("unscore", "raise")
 Lane = tuple[str, int | None]  # functions with the same backend and limit share one
 
@@ -58,7 +61,7 @@ class RewardAgent:
             worker is killed when they take too long, "ray" for a cluster. Default: coroutine functions on asyncio,
             others on threads.
         timeout: seconds by the clock for a completion, from the start of the call; one of TRL's form has so much for
-            each of its completions.
+            each of its completions, in all 20 minutes at most, or `timeout` if that is longer.
         max_concurrency: calls at a time, of each backend, in the whole run; processes are at most this rank's share of
             the CPUs, and 8.
         rate_limit: starts per second of the whole run; of threads and asyncio.
@@ -196,6 +199,8 @@ class RewardAgent:
         scores = [math.nan if (score := score_of(one)) is None else score for one in outcomes]
 
         def done(call: Call) -> None:
+            if request.stop.is_set():
+                return
             for row, new in zip(rows, processed_outcomes(call, outcomes), strict=True):
                 request.outcomes[number][row] = new
             request.complete(number, group)
@@ -212,7 +217,10 @@ class RewardAgent:
         self, request: Request, function: Callable[..., Any], arguments: Any, done: Callable[[Call], None], of: int = 1
     ) -> Call:
         """Of so many completions."""
-        return Call(function, arguments, timeout=self.timeout * of, done=done, stop=request.stop)
+        timeout = min(self.timeout * of, max(self.timeout, BATCH_SECONDS))
+        most = max(ROWS_AHEAD, 1 + self.retries) * timeout  # until a task of Ray ends, or the last attempt
+        request.patience = max(request.patience, LAST_SECONDS + most)
+        return Call(function, arguments, timeout=timeout, done=done, stop=request.stop)
 
     def _start(self, lane: Lane, calls: Sequence[Call]) -> None:
         self._open.update(self._closes)

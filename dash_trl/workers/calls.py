@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+LAST_SECONDS = 1800.0  # beyond the time-outs, without the end of any call: longer than workers and Ray take to start
+
 
 class Call:
     """One call of `function`, by keyword.
@@ -26,6 +28,7 @@ class Call:
         value: what the function returned. error: what it raised, or why it has no value. One of them, once it is done.
     """
 
+    last_end = 0.0  # of any call, by the monotonic clock
     __slots__ = ("_done", "arguments", "error", "function", "stop", "timeout", "value")
     _lock = threading.Lock()
 
@@ -53,6 +56,7 @@ class Call:
             done, self._done = self._done, None  # once; and whoever waits does not live on in a circle of references
         if done is not None:
             self.value, self.error = value, error
+            Call.last_end = time.monotonic()
             done(self)
 
 
@@ -123,11 +127,14 @@ class Request:
     Attributes:
         outcomes: [F][N]; None = has not come.
         stop: of its calls; set, once nobody waits for it.
+        patience: seconds without the end of any call in this process, after which the rows that are missing are lost.
     """
 
     def __init__(self, functions: int, rows: int, group_size: int):
         self.outcomes: list[list[Any]] = [[None] * rows for _ in range(functions)]
         self.stop = threading.Event()
+        self.patience = LAST_SECONDS
+        self._lost = False
         self.group_size = group_size
         groups = range(0, rows, group_size)
         self._rows_left = [[min(group_size, rows - start) for start in groups] for _ in range(functions)]
@@ -147,6 +154,8 @@ class Request:
         """
         left, size = self._rows_left[function], self.group_size
         with self._lock:
+            if self._lost:
+                return []
             self.outcomes[function][first : first + len(outcomes)] = outcomes
             done = []
             for row in range(first, first + len(outcomes)):
@@ -158,6 +167,8 @@ class Request:
     def complete(self, function: int, group: int) -> None:
         """A function has nothing more to say of a group."""
         with self._lock:
+            if self._lost:
+                return
             self._functions_left[group] -= 1
             last = not self._functions_left[group]
         if last:
@@ -176,9 +187,31 @@ class Request:
         """
         found: list[int] = []
         while not self._complete.empty() or wait and not found:
-            found.append(self._complete.get())
+            found.append(self._next())
             self._handed_out += 1
         return found
+
+    def _next(self) -> int:
+        """A last deadline, whatever has gone wrong: the rows that are missing end with an error."""
+        began = time.monotonic()
+        while True:
+            left = max(began, Call.last_end) + self.patience - time.monotonic()
+            try:
+                return self._complete.get(timeout=max(0.0, min(left, threading.TIMEOUT_MAX)))
+            except queue.Empty:
+                if left <= 0:
+                    self._lose()
+
+    def _lose(self) -> None:
+        self.cancel()
+        error = RuntimeError(f"its outcome was lost: no call has ended for {self.patience:g} s")
+        with self._lock:
+            self._lost = True
+            self.outcomes = [[error if one is None else one for one in column] for column in self.outcomes]
+            for group, left in enumerate(self._functions_left):
+                if left:
+                    self._functions_left[group] = 0
+                    self._complete.put(group)
 
     def wait(self) -> None:
         """Until all groups are complete; where that is interrupted, nothing more is started."""
