@@ -517,6 +517,22 @@ def test_many_late_calls_at_once_wait_until_threads_come_back(monkeypatch):
     assert [call.value for call in sheet.calls[4:]] == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
+def leaves_behind(first: bool) -> object:
+    """Folder, environment and timers, changed by the first call and read by the second."""
+    if first:
+        os.chdir("/")
+        os.environ["LEFT"] = "1"
+        signal.setitimer(signal.ITIMER_PROF, 1000)
+        return None
+    return os.getcwd(), os.environ.get("LEFT"), signal.getitimer(signal.ITIMER_PROF)[0]
+
+
+def test_the_state_of_a_worker_does_not_reach_later_calls():
+    with closing(ProcessCalls(1)) as backend:
+        calls = Sheet(leaves_behind, [{"first": True}, {"first": False}]).run(backend)
+    assert calls[1].value == (os.getcwd(), None, 0.0)
+
+
 @pytest.mark.parametrize("kind", ["thread", "asyncio"])
 def test_the_child_of_a_call_that_forks_makes_no_other_calls(kind, tmp_path):
     log, children = tmp_path / "log", []

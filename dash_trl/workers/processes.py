@@ -186,12 +186,39 @@ def _serve(parent: socket.socket, prepare: bytes) -> None:
             if len(functions) > FUNCTIONS_KEPT:  # the oldest goes, as in `WorkerProcess.known`
                 del functions[next(iter(functions))]
         parent.sendall(to_frame(BEGUN))
+        state = _State()
         for arguments in calls:
             outcome = outcome_of(functions[number], arguments)
             if os.getpid() != pid:  # it forked, and its child came back: the outcome is its parent's to send
                 os._exit(1)
-            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it left behind would strike another call
+            state.restore()
             parent.sendall(to_frame(pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL)))
+        state.close()
+
+
+class _State:
+    """What a call may change in its worker, to the harm of later calls: folder, environment and timers."""
+
+    def __init__(self) -> None:
+        self._folder = os.open(".", os.O_RDONLY)
+        self._environment = os.environ.copy()
+        self._known = dict(_variables())
+
+    def restore(self) -> None:
+        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):  # alarms that it left behind
+            signal.setitimer(timer, 0)
+        os.fchdir(self._folder)
+        if _variables() != self._known:
+            os.environ.clear()
+            os.environ.update(self._environment)
+
+    def close(self) -> None:
+        os.close(self._folder)
+
+
+def _variables() -> dict[bytes, bytes]:
+    """The environment as Python keeps it: comparing that takes a microsecond, not thirty."""
+    return os.environ._data  # type: ignore[attr-defined, no-any-return]
 
 
 def _load(function: bytes) -> Callable[..., Any]:
