@@ -7,8 +7,10 @@ Without the meeting the others would go on into their next collective and wait t
 a collective itself: a rank that fails within one would answer another than the others are in.
 """
 
-import pickle
+import builtins
+import json
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -21,6 +23,7 @@ from torch import Tensor
 PATIENCE = 10.0  # seconds that a failed rank waits for the others, which may be in a collective that it left out
 TIMEOUT = 1800.0  # seconds that the others wait; torch's for a collective on gloo
 FIRST_LOOK, LAST_LOOK, LOOK_SHARE = 1e-4, 0.2, 0.02  # seconds between looks: a share of those waited, within limits
+WELL = b"well"  # in the store, in place of an error
 
 T = TypeVar("T")
 
@@ -58,7 +61,7 @@ class Ranks:
         Raises:
             Exception: what `work` raised on this rank, or else on the first that failed, with a `RankFailed` as its
                 cause.
-            RankFailed: where another rank's error cannot be pickled, or a rank did not come in time.
+            RankFailed: where another rank's error is no built-in one, or a rank did not come in time.
         """
         _depths[-1] += 1
         meeting = [".".join(map(str, _depths[: depth + 1])) for depth in range(len(_depths))]
@@ -147,7 +150,7 @@ def meet(
         left_behind: this rank's keys of the meetings before, to be removed; those of this one are left in it.
         patience: seconds for which a rank that failed waits. timeout: seconds for which the others do.
     Returns:
-        Of each rank that failed, the text of its error, and the error if it can be pickled; the same on every rank.
+        Of each rank that failed, the text of its error, and the error if it is a built-in one; the same on every rank.
         Only its own on one that failed and met nobody. If one has failed in an agreement around this one, so that it
         will not come to this one: that one.
     Raises:
@@ -157,16 +160,16 @@ def meet(
     failed = [f"dash_trl/{name}/failed" for name in meeting]
     if error is not None:  # before it counts as having come: the others look for failures when all have
         store.set(failed[-1], keys[rank])
-    store.set(keys[rank], _pickled(error))
+    store.set(keys[rank], WELL if error is None else _written(error))
     started = time.monotonic()
     while not store.check(keys):
         around = [key for key in failed[:-1] if store.check([key])]
         if around:
             key = store.get(around[0]).decode()
-            return {int(key.rpartition("/")[2]): pickle.loads(store.get(key))}
+            return {int(key.rpartition("/")[2]): _read(store.get(key))}
         waited = time.monotonic() - started
         if error is not None and waited > patience:
-            return {rank: pickle.loads(_pickled(error))}
+            return {rank: _read(_written(error))}
         if waited > timeout:
             missing = [one for one, key in enumerate(keys) if not store.check([key])]
             raise RankFailed(f"Rank {rank} has waited {timeout:g} s (ddp_timeout) for the ranks {missing}.")
@@ -176,18 +179,24 @@ def meet(
     for key in left_behind:  # who is here has left the meetings before
         store.delete_key(key)
     left_behind[:] = [keys[rank]] + ([failed[-1]] if error is not None else [])
-    found = {one: pickle.loads(value) for one, value in enumerate(said_by_all)}
-    return {one: failure for one, failure in found.items() if failure is not None}
+    return {one: _read(value) for one, value in enumerate(said_by_all) if value != WELL}
 
 
-def _pickled(error: Exception | None) -> bytes:
-    """(text, the error or None); None for None."""
-    if error is None:
-        return pickle.dumps(None)
-    text = f"{type(error).__name__}: {error}"
+def _written(error: Exception) -> bytes:
+    """JSON, since anybody who reaches the store may write there: unpickling would run whatever that is."""
+    said = traceback.TracebackException.from_exception(error)  # its text is safe where the error's own `__str__` fails
+    text, name = f"{type(error).__name__}: {said}", type(error).__name__
     try:
-        both = pickle.dumps((text, error))
-        pickle.loads(both)  # one with other arguments than its message fails only here
-        return both
-    except Exception:  # whatever a user's exception may do
-        return pickle.dumps((text, None))
+        return json.dumps([text, name, error.args]).encode()
+    except (TypeError, ValueError):  # arguments that are no JSON
+        return json.dumps([text, name, [str(said)]]).encode()
+
+
+def _read(written: bytes) -> tuple[str, Exception | None]:
+    """(text, the error if it is a built-in one)."""
+    text, name, arguments = json.loads(written)
+    kind = vars(builtins).get(name)
+    try:
+        return text, kind(*arguments) if isinstance(kind, type) and issubclass(kind, Exception) else None
+    except TypeError:  # UnicodeDecodeError, for example, takes no text
+        return text, None

@@ -1,6 +1,8 @@
 """How ranks meet where one of them has failed: the error reaches all, and nobody waits for a rank that has gone."""
 
+import pickle
 import threading
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -8,9 +10,14 @@ import torch.distributed as dist
 from dash_trl.distributed import RankFailed, meet
 
 
-class Unpicklable(RuntimeError):
+class OwnError(RuntimeError):
     def __init__(self, first, second):
         super().__init__(f"{first}, {second}")
+
+
+class Unsayable(RuntimeError):
+    def __str__(self):
+        raise RuntimeError("no text")
 
 
 def agreements(*works) -> list[str]:
@@ -80,9 +87,35 @@ def test_a_rank_that_does_not_come_is_named():
         meet(dist.HashStore(), 1, 3, None, ["1"], [], timeout=0.0)
 
 
-def test_an_error_that_cannot_be_pickled_is_said():
-    (said,) = meet(dist.HashStore(), 0, 1, Unpicklable("a", "b"), ["1"], []).values()
-    assert said == ("Unpicklable: a, b", None)
+@pytest.mark.parametrize(
+    ("error", "text", "relayed"),
+    [
+        (KeyError("a", 1), "KeyError: ('a', 1)", KeyError("a", 1)),
+        (FileNotFoundError(2, "no file"), "FileNotFoundError: [Errno 2] no file", FileNotFoundError(2, "no file")),
+        (ValueError(object), "ValueError: <class 'object'>", ValueError("<class 'object'>")),
+        (OwnError("a", "b"), "OwnError: a, b", None),
+        (UnicodeDecodeError("utf-8", b"", 0, 1, "why"), "UnicodeDecodeError: 'utf-8' codec", None),
+        (Unsayable(), "Unsayable: <exception str() failed>", None),
+    ],
+)
+def test_an_error_reaches_the_others_as_itself_if_it_is_built_in_and_else_as_text(error, text, relayed):
+    ((said, rebuilt),) = meet(dist.HashStore(), 0, 1, error, ["1"], []).values()
+    assert said.startswith(text) and repr(rebuilt) == repr(relayed)
+
+
+def test_nothing_that_stands_in_the_store_is_run(tmp_path):
+    """Whoever reaches its port may write there."""
+
+    class Attack:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "was run",)
+
+    store = dist.HashStore()
+    store.set("dash_trl/1/1", pickle.dumps(Attack()))
+    store.set("dash_trl/1/failed", "dash_trl/1/1")
+    with pytest.raises(ValueError):
+        meet(store, 0, 2, None, ["1"], [], timeout=20.0)
+    assert not (tmp_path / "was run").exists()
 
 
 def test_meetings_leave_nothing_behind():
