@@ -32,6 +32,7 @@ class FakeJudge(EmbeddedJudge):
         self.requests: list[dict] = []
         self.keys: list[str | None] = []
         self.given_up = 0  # requests whose client went away
+        self.headers: dict[str, str] = {}  # of each answer
         self.hold = False  # while it is set, no request is answered
         super().__init__()
 
@@ -51,5 +52,5 @@ class FakeJudge(EmbeddedJudge):
             raise asyncio.CancelledError
         status, content = answer if isinstance(answer, tuple) else (200, answer)
         if isinstance(content, str):
-            return web.Response(status=status, text=content, content_type="text/html")
-        return web.json_response(content, status=status)
+            return web.Response(status=status, text=content, content_type="text/html", headers=self.headers)
+        return web.json_response(content, status=status, headers=self.headers)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -411,6 +412,8 @@ URL = "http://127.0.0.1:9/v1"
         ({}, r"no API key for the judge: set OPENAI_API_KEY, pass api_key=\.\.\., or name a server"),
         ({"base_url": "127.0.0.1:8000/v1"}, "base_url='127.0.0.1:8000/v1' is no address.*http://127.0.0.1:8000/v1"),
         ({"base_url": "http:///v1"}, "is no address"),
+        ({"base_url": "http://me:secret@127.0.0.1:9/v1"}, r"base_url='http://\*\*\*@127.0.0.1:9/v1' .* a password"),
+        ({"base_url": "me:secret@127.0.0.1/v1"}, r"base_url='\*\*\*@127"),
         ({"base_url": URL, "template": "{prompt}"}, r"has no \{completion\}"),
         ({"base_url": URL, "template": "{{completion}}"}, r"has no \{completion\}"),
         ({"base_url": URL, "scores": (10, 0)}, r"scores=\(10, 0\) are not the lowest and the highest"),
@@ -431,6 +434,70 @@ def test_the_key_and_the_server_may_come_from_the_environment(server, monkeypatc
     assert ask(JudgeReward("m"))[0] == 0.7
     assert ask(JudgeReward("m", api_key="given", cache=False))[0] == 0.7
     assert server.keys == ["Bearer from the environment", "Bearer given"]
+
+
+def test_the_key_of_the_environment_goes_to_no_other_server(server, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "from the environment")
+    assert ask(JudgeReward("m", base_url=server.url))[0] == 0.7
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    assert ask(JudgeReward("m", base_url=server.url, cache=False))[0] == 0.7
+    assert server.keys == ["Bearer none"] * 2
+    monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+    assert ask(JudgeReward("m", base_url=f"{server.url}/", cache=False))[0] == 0.7
+    assert server.keys[2:] == ["Bearer from the environment"]
+
+
+@pytest.mark.parametrize(("url", "warns"), [("http://10.0.0.3/v1", True), ("https://10.0.0.3/v1", False), (URL, False)])
+def test_a_key_that_others_can_read_on_its_way_is_warned_of(url, warns, caplog):
+    JudgeReward("m", base_url=url, api_key="secret")
+    assert ("without encryption" in caplog.text) == warns and "secret" not in caplog.text
+    caplog.clear()
+    JudgeReward("m", base_url=url)
+    assert not caplog.records
+
+
+# -------------------------------------------------------------------------------------------- what a server may not do
+
+
+def test_a_redirect_is_not_followed(server):
+    with closing(FakeJudge()) as other:
+        server.headers, server.answer = {"Location": f"{other.url}/chat/completions"}, lambda request: (307, {})
+        with pytest.raises(openai.APIStatusError, match=server.url):
+            ask(JudgeReward("m", base_url=server.url))
+        assert len(server.requests) == 1 and not other.requests
+
+
+@pytest.mark.parametrize("status", [200, 500])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_body_is_read_up_to_a_limit(server, monkeypatch, status, packed):
+    monkeypatch.setattr("dash_trl.rewards.judge.MOST_BYTES", 10_000)
+    server.headers = {"Content-Encoding": "gzip"} if packed else {}
+    server.answer = lambda request: (status, "{}" if packed else " " * 20_000)
+    with pytest.raises(JudgeError, match="compressed body, or over 10000 bytes"):
+        ask(JudgeReward("m", base_url=server.url))
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"), [("7", 7.0), ("0.5", 0.5), ("1e9", 60.0), ("nan", 60.0), ("-1", 0.0), ("later", 0.0)]
+)
+def test_a_server_that_asks_for_time_is_left_alone(server, monkeypatch, said, seconds):
+    """By all calls, not only by the one that it told so."""
+    now, sleep, slept = [0.0], asyncio.sleep, []
+
+    def pause(duration: float) -> object:
+        slept.append(duration)
+        now[0] += duration
+        return sleep(0)
+
+    judge = JudgeReward("m", base_url=server.url)
+    server.headers, server.answer = {"Retry-After": said}, lambda request: (429, {})
+    monkeypatch.setattr("dash_trl.rewards.judge.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    with pytest.raises(openai.RateLimitError):
+        ask(judge)
+    server.answer = lambda request: says(7)
+    assert ask(judge, "5")[0] == ask(judge, "6")[0] == 0.7
+    assert slept == [seconds] * (seconds > 0)
 
 
 # ------------------------------------------------------------------------------------- the judge of the embedded run

@@ -491,6 +491,7 @@ def test_a_server_that_recovers_is_asked_with_the_key_and_directly(fakes, monkey
         (["http://127.0.0.1:8000?x=1"], "without a path"),
         (["http://127.0.0.1:port"], "'http://127.0.0.1:port', which is not the address"),
         (["http://[::1:8000"], "not the address"),
+        (["http://me:secret@127.0.0.1:8000"], r"'http://\*\*\*@127.0.0.1:8000', which is not .* a password"),
         (["http://127.0.0.1:8000", "http://127.0.0.1:8000/"], "twice"),
         ("http://127.0.0.1:8000,http://127.0.0.1:8000", "twice"),
         ("127.0.0.1:8000", "'127.0.0.1:8000', which is not the address of a server"),

@@ -8,8 +8,10 @@ import asyncio
 import hashlib
 import inspect
 import json
+import logging
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,7 +25,9 @@ from pydantic import BaseModel, ValidationError  # openai's own dependency
 
 from dash_trl.rewards.judge_cache import AnswerCache
 from dash_trl.rewards.math import completion_text
-from dash_trl.sampling import is_loopback
+from dash_trl.sampling import is_loopback, without_user
+
+logger = logging.getLogger(__name__)
 
 INSTRUCTIONS = "You grade answers to tasks. Judge whether the answer is correct, complete and to the point."
 TEMPLATE = "Task:\n{prompt}\n\nAnswer:\n{completion}"
@@ -36,12 +40,33 @@ FRAME = (
     "{lowest} (worst) to {highest} (best)."
 )
 MAX_ANSWER_TOKENS = 1024  # a judge may otherwise repeat itself until the time is over
+MOST_BYTES = 4 << 20  # of a response: far more than the tokens of an answer, far less than hurts
+LONGEST_PAUSE = 60.0  # seconds for which a server may ask this process to wait
 OPENAI = "https://api.openai.com/v1"
 CACHE_FORMAT = 1  # part of every key: raise it when the meaning of what is cached changes
 
 
 class JudgeError(RuntimeError):
     """The judge gave no judgement: it refused, was cut off, or answered outside the schema."""
+
+
+class _Client(openai.DefaultAsyncHttpxClient):
+    """Reads no endless response, and follows no redirect: it would take the completions to another server."""
+
+    async def send(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
+        response = await super().send(request, stream=True, **(options | {"follow_redirects": False}))
+        try:
+            body = b""
+            # What a server compresses although it was asked not to, may be without end, too.
+            fits = response.headers.get("content-encoding", "identity") == "identity"
+            async for chunk in response.aiter_raw():
+                body += chunk
+                if not fits or len(body) > MOST_BYTES:
+                    raise JudgeError(f"The judge's server answered with a compressed body, or over {MOST_BYTES} bytes.")
+        finally:
+            await response.aclose()
+        # Its constructor takes a status, headers and content; openai's client is made of httpx or of httpx2.
+        return type(response)(response.status_code, headers=response.headers, content=body, request=request)
 
 
 class Judgement(BaseModel, strict=True, extra="forbid"):  # a docstring would become a part of the schema
@@ -126,7 +151,8 @@ class JudgeReward:
         instructions: the system message: by what to judge. What the tags and the form of an answer are is added to it.
         scores: the lowest and the highest score that the judge may give.
         base_url: of the server, with its `/v1`. None: `OPENAI_BASE_URL`, else OpenAI's.
-        api_key: None: `OPENAI_API_KEY`. A server of one's own may need none.
+        api_key: None: `OPENAI_API_KEY`, but only where `base_url` is None, too: that key is not for any other server. A
+            server of one's own may need none.
         temperature: None: it is not sent (OpenAI's reasoning models take no other than theirs).
         options: more arguments of `chat.completions.create`, e.g. `{"reasoning_effort": "low"}`, `{"seed": 1}` or
             `{"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}` for vLLM. `max_completion_tokens`,
@@ -155,17 +181,27 @@ class JudgeReward:
         options: Mapping[str, Any] = MappingProxyType({}),
         cache: bool | str | Path = True,
     ):
-        base_url = base_url or os.environ.get("OPENAI_BASE_URL")
-        if base_url and not urlsplit(base_url).hostname:
+        named = base_url or os.environ.get("OPENAI_BASE_URL")
+        if named and (not urlsplit(named).hostname or without_user(named) != named):
             raise ValueError(
-                f"base_url={base_url!r} is no address of a server. Write it as in http://127.0.0.1:8000/v1."
+                f"base_url={without_user(named)!r} is no address of a server, or has a user or a password, which logs "
+                "would show. Write it as in http://127.0.0.1:8000/v1, and give a key as api_key=... or a header as "
+                "options={'extra_headers': ...}."
             )
-        self._base_url = (base_url or OPENAI).rstrip("/")
-        self._api_key = api_key or os.environ.get("OPENAI_API_KEY") or ("none" if base_url else None)
+        self._base_url = (named or OPENAI).rstrip("/")
+        # A key of the environment goes to the server of the environment, or to OpenAI's, and to no other.
+        known = not base_url or self._base_url in (OPENAI, os.environ.get("OPENAI_BASE_URL", OPENAI).rstrip("/"))
+        self._api_key = api_key or (known and os.environ.get("OPENAI_API_KEY")) or ("none" if named else None)
         if self._api_key is None:
             raise ValueError(
                 "There is no API key for the judge: set OPENAI_API_KEY, pass api_key=..., or name a server that needs "
                 "none by base_url='http://HOST:PORT/v1'."
+            )
+        address = urlsplit(self._base_url)
+        if self._api_key != "none" and address.scheme != "https" and not is_loopback(address.hostname or ""):
+            logger.warning(
+                f"The judge's key goes to {self._base_url} without encryption, where others can read it: use "
+                "https, or a tunnel to 127.0.0.1."
             )
         self._template = template
         self._places = dict.fromkeys(name for _, name in _PLACE.findall(template) if name)
@@ -198,6 +234,7 @@ class JudgeReward:
         self._clients: dict[asyncio.AbstractEventLoop, openai.AsyncOpenAI] = {}
         self._in_flight: dict[Any, asyncio.Task[Judgement]] = {}
         self._waiting: Counter[Any] = Counter()  # for each of these
+        self._not_before = 0.0  # seconds, on the monotonic clock: the server asked to be left alone until then
         # What the template names: so it gets these columns, and a missing one is known before the first completion.
         self.__signature__ = inspect.Signature(
             [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._places]
@@ -251,22 +288,36 @@ class JudgeReward:
             api_key=self._api_key,
             base_url=self._base_url,
             max_retries=0,
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=proxied),
+            default_headers={"Accept-Encoding": "identity"},
+            http_client=_Client(trust_env=proxied),
         )
         self._clients = {one: own for one, own in self._clients.items() if not one.is_closed()} | {loop: client}
         return client
 
     async def _ask(self, request: dict[str, Any], key: bytes) -> Judgement:
         client = self._client()
+        while self._not_before > time.monotonic():
+            await asyncio.sleep(self._not_before - time.monotonic())
         try:
             completion = await client.chat.completions.create(**request)
         except openai.APIError as error:  # its text alone ("Connection error.") says neither where nor why
+            if isinstance(error, openai.APIStatusError):
+                until = time.monotonic() + asked_to_wait(error.response.headers)
+                self._not_before = max(self._not_before, until)
             error.args = (f"{error} The judge's server is {client.base_url}. {error.__cause__ or ''}".rstrip(),)
             raise
         judgement = read_judgement(answer_text(completion), self._grades)
         if self._cache is not None:
             self._cache.put(key, judgement.model_dump_json())
         return judgement
+
+
+def asked_to_wait(headers: Mapping[str, str]) -> float:
+    """The seconds of `Retry-After`, within limits; 0 without one."""
+    try:
+        return max(0.0, min(LONGEST_PAUSE, float(headers.get("retry-after", 0.0))))
+    except ValueError:  # a date, which servers of models do not send
+        return 0.0
 
 
 def answer_text(completion: Any) -> Any:

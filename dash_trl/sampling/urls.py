@@ -2,6 +2,7 @@
 
 import ipaddress
 import logging
+import re
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -36,12 +37,25 @@ def _host(url: str) -> str:
         host, port = parts.hostname, parts.port  # each raises a ValueError of its own
     except ValueError:
         host, port = None, 0
-    if not host or port == 0 or parts.scheme not in ("http", "https") or parts.path or parts.query or parts.fragment:
+    if (
+        not host
+        or port == 0
+        or parts.scheme not in ("http", "https")
+        or parts.path
+        or parts.query
+        or parts.fragment
+        or without_user(url) != url
+    ):
         raise ValueError(
-            f"vllm_server_urls has {url!r}, which is not the address of a server. Write http://HOST:PORT, e.g. "
-            "http://127.0.0.1:8000, without a path."
+            f"vllm_server_urls has {without_user(url)!r}, which is not the address of a server. Write http://HOST:PORT,"
+            " e.g. http://127.0.0.1:8000, without a path, a user or a password."
         )
     return host
+
+
+def without_user(url: str) -> str:
+    """The URL for a message or a log: nobody shall read a user or a password there."""
+    return re.sub(r"^([^:/?#]*://)?.*@", r"\1***@", url)
 
 
 def is_loopback(host: str) -> bool:
