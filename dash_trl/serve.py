@@ -5,8 +5,8 @@
     python -m dash_trl.serve MODEL --servers 2 --max-model-len 4096 --dtype bfloat16     # the rest goes to `vllm serve`
 
 Prints the `--vllm_server_urls …` to paste behind the training command. The servers listen on 127.0.0.1, since their
-weight endpoints have no authentication; `--host` opens them to others. An API key for sampling is taken from the
-environment variable VLLM_API_KEY.
+weight endpoints have no authentication; `--host` opens them to others. If the environment variable VLLM_API_KEY is set,
+here and for the trainer, all endpoints require that key.
 
 Each server gets an equal share of the visible GPUs and uses all of it for tensor parallelism. vLLM refuses a number of
 GPUs over which the model's heads do not split: start more servers, or give `--tensor-parallel-size`.
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from dash_trl.sampling import WORKER_EXTENSION, is_loopback, is_unspecified
+from dash_trl.sampling import API_KEY, MIDDLEWARE, WORKER_EXTENSION, is_loopback, is_unspecified, key_header
 from dash_trl.workers import Command
 
 HOST, FIRST_PORT = "127.0.0.1", 8000
@@ -125,6 +125,8 @@ def flags(host: str, port: int, gpus: int, options: Sequence[str]) -> list[str]:
     """
     chosen = ["--host", host, "--port", str(port), "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     chosen += ["--worker-extension-cls", WORKER_EXTENSION]
+    if os.environ.get(API_KEY):
+        chosen += ["--middleware", MIDDLEWARE]
     if gpus:
         chosen += ["--weight-transfer-config", '{"backend": "nccl"}', "--tensor-parallel-size", str(gpus)]
     else:
@@ -168,7 +170,7 @@ def free_ports(count: int, first: int, host: str = HOST) -> list[int]:
 
 def answers(url: str) -> bool:
     try:
-        with DIRECT.open(url, timeout=5) as response:
+        with DIRECT.open(urllib.request.Request(url, headers=key_header()), timeout=5) as response:
             return response.status == 200
     except OSError:
         return False
@@ -183,10 +185,10 @@ def main() -> None:
     parser.add_argument("--host", default=HOST, help="the address to listen at")
     parser.add_argument("--port", type=int, default=FIRST_PORT, help="the first server's; the others take the next")
     arguments, options = parser.parse_known_args()
-    if not is_loopback(arguments.host):
+    if not is_loopback(arguments.host) and not os.environ.get(API_KEY):
         print(
             f"WARNING: --host {arguments.host} opens vLLM's weight endpoints, which have no authentication, to whoever "
-            "reaches that address: they can replace or read the model. Use a private network or a tunnel.",
+            "reaches that address: they can replace or read the model. Set VLLM_API_KEY, or use a tunnel.",
             file=sys.stderr,
         )
     model = arguments.model

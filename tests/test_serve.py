@@ -1,5 +1,7 @@
 """`python -m dash_trl.serve`: what it starts, on which ports, cores and GPUs. `test_vllm.py` has real servers."""
 
+import asyncio
+import importlib
 import os
 import re
 import signal
@@ -27,6 +29,34 @@ def test_the_servers_listen_on_this_machine_only_and_the_user_s_flags_win():
     assert "--trust-remote-code" not in arguments
     on_gpu = serve.flags("127.0.0.1", 8000, 2, [])
     assert on_gpu[on_gpu.index("--tensor-parallel-size") + 1] == "2" and "--weight-transfer-config" in on_gpu
+
+
+@pytest.mark.parametrize(("key", "status"), [("secret", 200), ("other", 401), (None, 401)])
+def test_a_key_guards_all_endpoints(monkeypatch, key, status):
+    """Those for weights and for health, too, which vLLM's own check leaves out; `serve` sends it."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert "--middleware" not in serve.flags("127.0.0.1", 8000, 0, [])
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    arguments = serve.flags("127.0.0.1", 8000, 0, [])
+    module, _, name = arguments[arguments.index("--middleware") + 1].rpartition(".")
+
+    async def endpoint(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"weights"})
+
+    guarded = getattr(importlib.import_module(module), name)(endpoint)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    said = []
+
+    async def send(message):
+        said.append(message)
+
+    for path in ("/collective_rpc", "/health", "/v1/models"):
+        scope = {"type": "http", "method": "POST", "path": path}
+        scope["headers"] = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        asyncio.run(guarded(scope, None, send))
+    assert [one["status"] for one in said if "status" in one] == [status] * 3
+    assert (b"weights" in [one.get("body") for one in said]) == (status == 200)
 
 
 def test_ports_in_use_are_left_out():

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
+    from dash_trl.sampling.key import API_KEY, MIDDLEWARE, key_header
     from dash_trl.sampling.pool import PoolError, ServerPool
     from dash_trl.sampling.trl import VLLMPool, install, without_client
     from dash_trl.sampling.urls import check_urls, is_loopback, is_unspecified, without_user

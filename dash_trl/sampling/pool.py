@@ -11,7 +11,6 @@ that is written here while servers work, belong to the event loop's thread. What
 import asyncio
 import logging
 import math
-import os
 import queue
 import time
 import weakref
@@ -23,6 +22,7 @@ import aiohttp
 
 from dash_trl.sampling.backlog import Backlog, Job
 from dash_trl.sampling.health import Fleet, State
+from dash_trl.sampling.key import key_header
 from dash_trl.sampling.server import Completion, ServerError, VLLMServer
 from dash_trl.sampling.urls import check_urls
 from dash_trl.workers import EventLoop
@@ -35,7 +35,6 @@ TICK = 0.25  # seconds between looks at who may be tried again, and at who is si
 LOOK_AGAIN = 1.0  # seconds between looks at servers that are missing at the start
 START_TOGETHER = 1.0  # seconds at most that a batch waits for all servers to be recognised
 KEEP_ALIVE = 4.0  # seconds; uvicorn closes an idle connection after 5, and a request sent into that would be lost
-API_KEY = "VLLM_API_KEY"  # vLLM's own variable
 
 
 class PoolError(RuntimeError):
@@ -127,9 +126,8 @@ class ServerPool:
         weakref.finalize(self, self._loop.close, session.close)
 
     async def _connect(self) -> aiohttp.ClientSession:
-        key = os.environ.get(API_KEY)
         return aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers=key_header(),
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
         )
 

@@ -18,7 +18,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from dash_trl.distributed import TIMEOUT, Ranks
 from dash_trl.sampling.backlog import Job
 from dash_trl.sampling.health import State
-from dash_trl.sampling.pool import API_KEY, Batch, ServerPool
+from dash_trl.sampling.key import API_KEY
+from dash_trl.sampling.pool import Batch, ServerPool
 from dash_trl.sampling.server import Completion, VLLMServer
 from dash_trl.sampling.weights import WEIGHT_DIR, FileWeights, NCCLWeights, WeightSync, check_servers
 

@@ -25,8 +25,9 @@ def check_urls(urls: str | Sequence[str]) -> list[str]:
         host = _host(url)
         if not (is_loopback(host) or is_unspecified(host)):
             logger.warning(
-                f"{url} is not on this machine. vLLM's weight endpoints have no authentication, even with an API key: "
-                "whoever reaches that port can replace or read the model. Use a private network or a tunnel."
+                f"{url} is not on this machine. Unless `python -m dash_trl.serve` started it with VLLM_API_KEY, its "
+                "weight endpoints have no authentication: whoever reaches that port can replace or read the model. "
+                "Use a private network or a tunnel."
             )
     return cleaned
 
