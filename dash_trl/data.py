@@ -17,7 +17,9 @@ The layouts that are recognised (column names in any case):
 |---|---|---|---|
 | MBPP (arXiv:2108.07732), MBPP+ | `text` or `prompt`, with the first assert | `test` or `test_list`, scripts | `code` |
 | HumanEval (arXiv:2107.03374), HumanEval+ | `prompt`, a program's start | `test`, a `check` | `canonical_solution` |
-| ready-made | `prompt`, kept as it is | `tests`, a script or several | `completion`, kept as it is |
+| APPS (arXiv:2105.09938), TACO | `question` | `input_output`, JSON: inputs, outputs, `fn_name` | |
+| CodeContests (arXiv:2203.07814) | `description` | `public_tests`, `private_tests`, `generated_tests` | |
+| ready-made | `prompt`, kept as it is | `tests`, scripts, or `inputs` and `outputs` | `completion`, kept as it is |
 
 MBPP+ has one split of 378 problems. Here it has two, as in the paper: 264 in "train" and 114 in "test", by
 `MBPP_PLUS_SEED`, since the paper's own are not published; "train+test" or "all" is all of them.
@@ -28,6 +30,7 @@ from __future__ import annotations
 import ast
 import builtins
 import hashlib
+import json
 import logging
 import re
 import textwrap
@@ -52,13 +55,18 @@ PROMPT_TEMPLATES = {
 }
 DEFAULT_TEMPLATE, CODE_TEMPLATE = "boxed", "code"
 FIRST_TEST = "\n\nYour program should pass this test, and others like it:\n\n"  # MBPP's text does not name the function
+READS = "\n\nYour program should read from standard input and print its output."
+BEGINS = "\n\nYour program should define what begins like this:\n\n"
 
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "final_answer", "solution")
 SOLUTION_COLUMNS = ("completion", "solution", "answer")  # an answer without its way is none
-TEXT_COLUMNS = ("prompt", "text")
+TEXT_COLUMNS = ("prompt", "text", "question", "description")
 PROGRAM_COLUMNS = ("completion", "code", "canonical_solution", "solution")
-TEST_COLUMNS = ("tests", "test", "test_list")
+SCRIPT_COLUMNS = ("tests", "test", "test_list")
+CONTEST_COLUMNS = ("public_tests", "private_tests", "generated_tests")
+TEST_COLUMNS = (*SCRIPT_COLUMNS, "inputs", "input_output", *CONTEST_COLUMNS)
+READY = ("tests", "inputs")  # columns of a data set whose prompts stay as they are
 SETUP_COLUMNS = ("test_setup_code", "test_imports")
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 ONLY_SPLIT = "train"  # of a single file, or a saved `Dataset`, as `datasets` calls it
@@ -151,7 +159,8 @@ def load_code_dataset(
     Returns:
         Columns `prompt` (string or conversation), `tests` (scripts), `entry_point` (the function's name, or None) and,
         of HumanEval, `starter_code` (the prompt as a program), and, if asked for, `completion` (of the prompt's form),
-        in the order of the source.
+        in the order of the source. Of problems whose programs read standard input, `inputs` and `outputs`, lists of
+        strings, beside or in place of `tests`.
     Raises:
         ValueError: as `load_math_dataset`; for rows without tests, and for tests that are no Python.
     """
@@ -161,11 +170,19 @@ def load_code_dataset(
     problems_from = _find_columns("problem", None, TEXT_COLUMNS, dataset, source)[0]
     tests_from = _find_columns("tests", None, TEST_COLUMNS, dataset, source)
 
-    rows = [code_row(row, problems_from, tests_from) for row in dataset]
     where = " or ".join(map(repr, tests_from))
-    _require_all([row["tests"] for row in rows], dataset, f"tests in {where}", source)
+    rows = []
+    for i, row in enumerate(dataset):
+        try:
+            rows.append(code_row(row, problems_from, tests_from))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"Row {i} of {source!r} has inputs and outputs in {where} that cannot be read "
+                f"({type(error).__name__}: {error}). Correct or remove it."
+            ) from error
+    _require_all([row["tests"] or row["inputs"] or None for row in rows], dataset, f"tests in {where}", source)
     for i, row in enumerate(rows):
-        for test in row["tests"]:
+        for test in row["tests"] or ():
             try:
                 ast.parse(test)
             except (SyntaxError, ValueError) as error:
@@ -174,12 +191,13 @@ def load_code_dataset(
                     f"{test[:EXCERPT_CHARS]!r}. Correct or remove it; tests are scripts whose asserts call the program."
                 ) from error
     starts = any(row["starter_code"] for row in rows)
-    if template is None and (chat or not starts) and tests_from[0].lower() != "tests":
+    if template is None and (chat or not starts) and tests_from[0].lower() not in READY:
         template = PROMPT_TEMPLATES[CODE_TEMPLATE]
     prompts: list[Any] = [make_prompt(row["problem"], template, chat) for row in rows]
     _require_all(prompts, dataset, f"a problem in {problems_from!r}", source)
 
-    kept = ["tests", "entry_point", *(["starter_code"] if starts else [])]
+    kept = [name for name in ("tests", "inputs", "outputs") if any(row[name] for row in rows)]
+    kept += ["entry_point", *(["starter_code"] if starts else [])]
     loaded = {"prompt": prompts, **{name: [row[name] for row in rows] for name in kept}}
     if completion:
         solutions, ready = _solutions(dataset, PROGRAM_COLUMNS, source)
@@ -195,11 +213,14 @@ def load_code_dataset(
 
 
 def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence[str]) -> dict[str, Any]:
-    """What training reads of a row: `problem`, `tests` (None for none), `entry_point`, `starter_code`."""
+    """What training reads of a row: `problem`, `tests`, `inputs`, `outputs`, `entry_point`, `starter_code`; None or
+    empty where there are none."""
     fields = {name.lower(): value for name, value in row.items()}
     problem, name, starter = row[problem_column], fields.get("entry_point"), fields.get("starter_code")
-    written = [(column.lower(), _scripts(row[column])) for column in test_columns]
+    written = [(column.lower(), _scripts(row[column])) for column in test_columns if column.lower() in SCRIPT_COLUMNS]
     column, tests = next((one for one in written if one[1]), ("", []))
+    inputs: list[str] = []
+    outputs: list[str] = []
     if column in ("test", "test_list"):
         listed = _scripts(fields.get("test_list"))
         shown = [one for one in listed if "assert" in one]  # MBPP+ lists imports, too
@@ -214,7 +235,52 @@ def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence
         elif shown and isinstance(problem, str) and problem.strip():
             problem = f"{problem.strip()}{FIRST_TEST}{shown[0].strip()}"
         tests = ["\n".join([*setup, test]).lstrip() for test in tests]
-    return {"problem": problem, "tests": tests or None, "entry_point": name, "starter_code": starter}
+    elif not tests:
+        pairs, function = _contest_tests(fields)
+        if function:
+            name = "Solution" if "class Solution" in (starter or "") else function
+            tests = [_call_test(name, function, *pair) for pair in pairs]
+        else:
+            inputs, outputs = [_as_text(one) for one, _ in pairs], [_as_text(one) for _, one in pairs]
+        if not fields.get("inputs") and isinstance(problem, str) and problem.strip():
+            problem = problem.rstrip() + (f"{BEGINS}{starter.rstrip()}" if starter else READS if inputs else "")
+            starter = None  # of APPS: no program that a completion continues
+    return {
+        "problem": problem,
+        "tests": tests or None,
+        "inputs": inputs,
+        "outputs": outputs,
+        "entry_point": name,
+        "starter_code": starter,
+    }
+
+
+def _contest_tests(fields: Mapping[str, Any]) -> tuple[list[tuple[Any, Any]], str | None]:
+    """Pairs of inputs and outputs, and the function's name if they are its arguments and what it returns."""
+    written = fields.get("input_output") or {}
+    both = json.loads(written) if isinstance(written, str) else written
+    parts = [(one.get("inputs"), one.get("outputs")) for one in (fields, both)]
+    parts += [(one["input"], one["output"]) for one in map(fields.get, CONTEST_COLUMNS) if one]
+    return [pair for one in parts for pair in zip(one[0] or (), one[1] or (), strict=True)], both.get("fn_name")
+
+
+def _as_text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)  # TACO has lists of lines
+
+
+def _call_test(name: str, function: str, arguments: Any, expected: Any) -> str:
+    """A script of one test, as lenient as APPS: a tuple is a list, and the expected value may be in a list."""
+    if isinstance(arguments, str):  # LiveCodeBench's: JSON, an argument in each line
+        arguments, expected = [json.loads(line) for line in arguments.split("\n")], json.loads(expected)
+    call = "Solution()." * (name != function) + function
+    return f"{_PLAIN}found, wanted = plain({call}(*{arguments!r})), {expected!r}\nassert wanted in (found, [found])\n"
+
+
+_PLAIN = """\
+def plain(value):
+    return [plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+"""
 
 
 def _scripts(value: Any) -> list[str]:
@@ -466,7 +532,7 @@ def has_tests(name_or_path: str | Path, *, config: str | None = None) -> bool:
     """
     columns = next(iter(_splits(str(name_or_path), config).values())).column_names
     known = {column.lower() for column in columns}
-    tests = not known.isdisjoint(TEST_COLUMNS)
+    tests = not known.isdisjoint({*TEST_COLUMNS} - {"inputs"}) or known >= {"inputs", "outputs"}
     if not tests and known.isdisjoint(ANSWER_COLUMNS):
         raise ValueError(
             f"{str(name_or_path)!r} has neither gold answers ({', '.join(ANSWER_COLUMNS)}) nor unit tests "

@@ -7,7 +7,7 @@
         --use_vllm --vllm_mode colocate --output_dir outputs/mbpp
 
 `train_math.py` with other embedded problems: its flags and YAML keys. The dataset is a hub name or a local path, with
-the columns of MBPP, MBPP+ or HumanEval, or with `prompt` and `tests`.
+the columns of MBPP, HumanEval, APPS, …, or with `prompt` and `tests` (docs/rewards.md).
 """
 
 import sys

@@ -2,10 +2,11 @@
 
     completion ──► find_program ──► sandbox: the program and its tests, in a process each ──► 1.0 | 0.0, share passed
 
-The tests are scripts with asserts that call the program's functions (`load_code_dataset` makes them of MBPP's, MBPP+'s
-and HumanEval's columns). Programs are untrusted: `dash_trl.sandbox.Sandbox` says what holds them. No program, a program
-that does not run, too much CPU time or memory, one that sleeps: wrong (0.0). What says nothing about the program (a
-machine so busy that the clock ran out, tests that cannot be run, no sandbox) raises, and the row is unscored.
+The tests are scripts with asserts that call the program's functions, or inputs of a program that reads standard input,
+with the outputs that are expected (`load_code_dataset` makes them of the columns of MBPP, HumanEval, APPS and others).
+Programs are untrusted: `dash_trl.sandbox.Sandbox` says what holds them. No program, a program that does not run, too
+much CPU time or memory, one that sleeps: wrong (0.0). What says nothing about the program (a machine so busy that the
+clock ran out, tests that cannot be run, no sandbox) raises, and the row is unscored.
 """
 
 import re
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from dash_trl.rewards.math import completion_text
-from dash_trl.sandbox import Sandbox
+from dash_trl.sandbox import ProgramSandbox, Sandbox, Test
 
 
 class CodeReward(AbstractContextManager["CodeReward"]):
@@ -26,21 +27,23 @@ class CodeReward(AbstractContextManager["CodeReward"]):
     Safe to call from many threads at once; so many programs run at a time as this process has CPUs.
 
     Args:
-        sandbox: with other limits than the default ones.
+        sandbox: a `Sandbox` with other limits than the default ones, a server's (`SandboxFusion`), or your own.
     """
 
     __name__ = "code"  # of the metrics
 
-    def __init__(self, sandbox: Sandbox | None = None):
-        self.sandbox = Sandbox() if sandbox is None else sandbox
-        self.max_concurrency = self.sandbox.count  # more would wait within their time limit
+    def __init__(self, sandbox: ProgramSandbox | None = None):
+        self.sandbox: ProgramSandbox = Sandbox() if sandbox is None else sandbox
+        self.max_concurrency = getattr(self.sandbox, "count", None)  # more would wait within their time limit
 
     def __call__(
         self,
         completion: Any,
-        tests: str | Sequence[str],
+        tests: str | Sequence[str] | None = None,
         entry_point: str | None = None,
         starter_code: str | None = None,
+        inputs: Sequence[str] | None = None,
+        outputs: Sequence[str] | None = None,
     ) -> tuple[float, dict[str, float | str]]:
         """The score of one completion, with the share of tests that pass and the reason of the first that does not.
 
@@ -49,14 +52,18 @@ class CodeReward(AbstractContextManager["CodeReward"]):
             tests: one script, or several.
             entry_point: the function that the tests call.
             starter_code: what a completion without a program of its own continues, as in HumanEval.
+            inputs, outputs: more tests: what a program reads from standard input, and what it then has to print.
         Raises:
             ValueError: there are no tests, or none that could score a program.
             TimeoutError, SandboxError: see `Sandbox.run`.
         """
-        scripts = [tests] if isinstance(tests, str) else list(tests or ())
-        if not any(script.strip() for script in scripts):
+        scripts: list[Test] = [tests] if isinstance(tests, str) else list(tests or ())
+        if len(inputs or ()) != len(outputs or ()):
+            raise ValueError(f"this row has {len(inputs or ())} inputs and {len(outputs or ())} outputs: remove it")
+        scripts += zip(inputs or (), outputs or (), strict=True)
+        if not any(one if isinstance(one, tuple) else one.strip() for one in scripts):
             raise ValueError("this row has no tests: remove it, or load the dataset by load_code_dataset")
-        program = find_program(completion_text(completion), entry_point, starter_code)
+        program = find_program(completion_text(completion), entry_point, starter_code, reads=bool(inputs))
         if program is None:
             return 0.0, {"passed": 0.0, "explanation": "no program"}
         verdict = self.sandbox.run(program, scripts, entry_point)
@@ -67,7 +74,8 @@ class CodeReward(AbstractContextManager["CodeReward"]):
 
     def close(self) -> None:
         """Ends the sandbox's processes; they start again when they are needed."""
-        self.sandbox.close()
+        if close := getattr(self.sandbox, "close", None):
+            close()
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -78,15 +86,19 @@ class CodeReward(AbstractContextManager["CodeReward"]):
 # By patterns alone: Python's parser can be crashed by a text, and this is the trainer's process.
 _PYTHON = ("", "python", "py", "python3", "python 3")
 _STATEMENT = re.compile(r"^(?:(?:async[ ]+)?def|class|import|from|@\w)|^\w+[ ]*=[^=]", re.MULTILINE)
+_READS = re.compile(r"\b(?:input|open)[ ]*\(|\bstdin\b")
 
 
-def find_program(completion: str, entry_point: str | None = None, starter_code: str | None = None) -> str | None:
+def find_program(
+    completion: str, entry_point: str | None = None, starter_code: str | None = None, *, reads: bool = False
+) -> str | None:
     """The program of a completion; None if there is none.
 
     The last fenced block of Python that defines the entry point, since an example of its use often follows; else the
     last one. A text without fences counts if it has a statement of a program, and so does the text before a fence
     without a language, which may be the end of one that the prompt opened. Nothing within <think>…</think> counts.
-    With `starter_code`, a block or text that does not define the entry point continues it, as HumanEval's bodies do.
+    With `reads`, the block has to read standard input instead of defining something. With `starter_code`, a block or
+    text that does not define the entry point continues it, as HumanEval's bodies do.
     """
     text = re.sub(r"(?s)<think>.*?(?:</think>|\Z)", "", completion).rpartition("</think>")[2]  # the prompt may open one
     before, language, blocks = _split(text)
@@ -96,7 +108,9 @@ def find_program(completion: str, entry_point: str | None = None, starter_code: 
     candidates = [one for one in (unfenced, *blocks) if one is not None]
     if not candidates:
         return None
-    whole = [textwrap.dedent(one) for one in candidates if _defines(one, entry_point)]
+    whole = [
+        textwrap.dedent(one) for one in candidates if (_READS.search(one) if reads else _defines(one, entry_point))
+    ]
     rest = blocks[-1] if unfenced is None else unfenced
     if not starter_code:
         return whole[-1] if whole else textwrap.dedent(rest)

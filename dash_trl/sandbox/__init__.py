@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.sandbox.box import Sandbox, SandboxError, UnfitTests
+    from dash_trl.sandbox.box import Sandbox, SandboxError, UnfitTests, Verdict
+    from dash_trl.sandbox.checker import Test, same_output
+    from dash_trl.sandbox.protocol import ProgramSandbox
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dash_trl.sandbox.checker import receive, send
+from dash_trl.sandbox.checker import Test, receive, send
 from dash_trl.workers import default_workers
 
 logger = logging.getLogger(__name__)
@@ -129,8 +129,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         with self._lock:
             return self._started().kind
 
-    def run(self, program: str, tests: Sequence[str], entry_point: str | None = None) -> Verdict:
-        """Runs each script of `tests` with the program's names.
+    def run(self, program: str, tests: Sequence[Test], entry_point: str | None = None) -> Verdict:
+        """Runs each script of `tests` with the program's names; a pair is the program's input and expected output.
 
         Args:
             entry_point: what the tests call; needed only where Python has that name itself (`sum`).

@@ -9,10 +9,14 @@ generator, an instance of the program's class, a match) stays there; here is a `
 indexed, asked for attributes, its length, its truth and its text, and equals nothing. Functions of the tests go the
 same way in the other direction. After a call, containers that it changed are changed here, too.
 
+A test may also be a pair (input, expected output): the program's process runs the program anew with that standard
+input, and what it prints is compared here.
+
 It imports nothing of this package: see `confinement.py`.
 """
 
 import ast
+import atexit
 import builtins
 import collections
 import datetime
@@ -21,15 +25,24 @@ import fractions
 import functools
 import importlib
 import json
+import math
+import os
 import random
+import re
 import socket
 import sys
+import tempfile
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
+Test = str | tuple[str, str]  # a script with asserts; or a program's standard input and the output that is expected
+
 MAX_MESSAGE = 8 << 20  # bytes of one call or value
+MAX_TEXT = MAX_MESSAGE - 1000  # of an input or an output, with what a message has beside it
+MAX_JOB = 64 << 20  # bytes of all tests of a program
 LARGEST_JSON_INT = 2**53
 
 
@@ -49,14 +62,14 @@ def send(to: socket.socket, message: bytes) -> None:
     to.sendall(len(message).to_bytes(4, "big") + message)
 
 
-def receive(source: socket.socket) -> bytes | None:
+def receive(source: socket.socket, most: int = MAX_MESSAGE) -> bytes | None:
     """The next message; None when the other side has closed. Raises ValueError for one that is too long."""
     head = _exactly(source, 4)
     if head is None:
         return None
     length = int.from_bytes(head, "big")
-    if length > MAX_MESSAGE:
-        raise ValueError(f"a message of {length:,} bytes, of {MAX_MESSAGE:,} at most")
+    if length > most:
+        raise ValueError(f"a message of {length:,} bytes, of {most:,} at most")
     return _exactly(source, length)
 
 
@@ -398,7 +411,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "names": lambda one, wanted: one(wanted),
 }
 HARMLESS = ("call", "iterate", "next", "length", "item", "truth", "text", "spelling")
-PROGRAM = 0  # the number of what gives the program's names
+PROGRAM, PRINTED = 0, 1  # the numbers of what gives the program's names, and of what runs it with an input
 
 
 # ---------------------------------------------------------------------------------------------------------- solution
@@ -413,18 +426,13 @@ def run_solution(control: socket.socket, link: socket.socket) -> None:
     module = types.ModuleType("solution")  # dataclasses and pickle look for the module of a class
     sys.modules["solution"] = module
     peer = Peer(link, trusted=False)
-    error: BaseException | None = None
-    try:
-        exec(compile(program, "solution.py", "exec", dont_inherit=True), module.__dict__)
-    except BaseException as raised:
-        error = raised
 
     def names(wanted: list[str]) -> dict[str, Any]:
-        if error is not None:
-            raise error
+        exec(compile(program, "solution.py", "exec", dont_inherit=True), module.__dict__)
         return {name: called_here(module.__dict__[name]) for name in wanted if name in module.__dict__}
 
     peer.codec.keep(names)
+    peer.codec.keep(functools.partial(printed, program))
     peer.answer_all()
 
 
@@ -434,7 +442,69 @@ def called_here(value: Any) -> Any:
     return functools.partial(value) if is_own else value
 
 
+def printed(program: str, given: str) -> str:
+    """What the program prints when it is run as a script with this standard input.
+
+    Standard input and output are files, so that `open(0)`, `sys.stdin.buffer` and `os.write(1, …)` work, too.
+    """
+    with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as sink:
+        source.write(given.encode("utf-8", "surrogatepass"))
+        source.seek(0)
+        os.dup2(source.fileno(), 0)
+        os.dup2(sink.fileno(), 1)
+        sys.stdin = open(0, encoding="utf-8", closefd=False)
+        output = sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
+        module.__dict__.update(exit=sys.exit, quit=sys.exit)  # which Python has only with its `site`
+        try:
+            exec(compile(program, "solution.py", "exec", dont_inherit=True), module.__dict__)
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise RuntimeError(f"exit code {end.code}") from end
+        finally:  # the program may have closed them; in their place the next run would open its files
+            os.dup2(source.fileno(), 0)
+            os.dup2(sink.fileno(), 1)
+        for thread in threading.enumerate():  # as at the end of a process; some programs do all their work in one
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
+        for file in (sys.stdout, output):  # which the program may have replaced or closed
+            with suppress(Exception):
+                file.flush()
+        sink.seek(0)
+        return sink.read(MAX_MESSAGE).decode("utf-8", "replace")
+
+
 # ----------------------------------------------------------------------------------------------------------- checker
+
+
+_DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
+TOLERANCE = 1e-6  # of a number that is expected with a decimal point, absolute or relative
+
+
+def same_output(found: str, expected: str) -> bool:
+    """Whether two outputs are the same, line by line, but for white space and the last digits of numbers.
+
+    Lines at the end that are empty do not count, nor does white space around words. Integers have to be the same text,
+    since an answer modulo 10^9 + 7 is close to many others.
+    """
+    lines, wanted = found.rstrip().split("\n"), expected.rstrip().split("\n")
+    return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
+
+
+def _same_line(found: str, expected: str) -> bool:
+    words, wanted = found.split(), expected.split()
+    return words == wanted or len(words) == len(wanted) and all(map(_same_word, words, wanted))
+
+
+def _same_word(found: str, expected: str) -> bool:
+    if found == expected:
+        return True
+    if not (_DECIMAL.fullmatch(found) and _DECIMAL.fullmatch(expected)):
+        return False
+    if not any(mark in expected for mark in ".eE"):  # an integer, which may be printed as 3.0
+        return any(mark in found for mark in ".eE") and float(found) == float(expected)
+    return math.isclose(float(found), float(expected), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def compare_shapes(numpy: types.ModuleType) -> None:
@@ -497,7 +567,13 @@ class CountTests(ast.NodeTransformer):
 
 def run_checker(control: socket.socket, link: socket.socket) -> None:
     """Reads tests, runs them with the program's names, and writes the verdict to the trainer."""
-    job = json.loads(receive(control) or b"{}")
+    try:
+        job = json.loads(receive(control, MAX_JOB) or b"{}")
+    except ValueError as error:
+        send(
+            control, json.dumps({"passed": 0, "failed": 0, "reason": None, "unfit": str(error), "ended": None}).encode()
+        )
+        return
     if "numpy" in sys.modules:
         compare_shapes(sys.modules["numpy"])
     verdict = check(
@@ -517,30 +593,39 @@ def modules(nodes: list[ast.AST], names: set[str]) -> dict[str, types.ModuleType
     return found
 
 
-def check(tests: list[str], entry_point: str | None, peer: Peer, before: Callable[[], None]) -> dict[str, Any]:
+def check(tests: list[Test], entry_point: str | None, peer: Peer, before: Callable[[], None]) -> dict[str, Any]:
     """Runs each script with the program's names, except that no name of Python's own is the program's, nor a module's
     that the tests do not import: it might forge `all`, `isinstance` or `math.isclose`. Only the entry point may be such
-    a name (MBPP has a `sum`). before(): before anything is asked of the program.
+    a name (MBPP has a `sum`). A test that is no script is a pair of an input and the expected output.
+
+    before(): before anything is asked of the program.
 
     passed, failed: numbers of tests. reason: of the first failure. unfit: why the tests say nothing, or None.
 
     ended: how the program's process left the protocol, if it did.
     """
     total, unfit = Count(peer), None
+    texts, pairs = [one for one in tests if isinstance(one, str)], [one for one in tests if not isinstance(one, str)]
     try:
-        trees = [ast.parse(test) for test in tests]
+        trees = [ast.parse(text) for text in texts]
         scripts = [compile(ast.fix_missing_locations(CountTests().visit(tree)), "tests.py", "exec") for tree in trees]
+        longest = max((len(json.dumps(text)) for pair in pairs for text in pair), default=0)
+        if longest > MAX_TEXT:
+            raise ValueError(f"an input or output of {longest:,} bytes, of {MAX_TEXT:,} at most")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        scripts, unfit = [], f"{type(error).__name__}: {error}"
+        scripts, pairs, unfit = [], [], f"{type(error).__name__}: {error}"
     try:
         names: dict[str, Any] = {}
+        wanted: list[str] = []
         if scripts:
             nodes = [node for tree in trees for node in ast.walk(tree)]
             used = {node.id for node in nodes if isinstance(node, ast.Name)}
             used = {name for name in used if name == entry_point or not hasattr(builtins, name)}
             names = modules(nodes, used - {entry_point})
             wanted = sorted(used - names.keys())
+        if not unfit:
             before()  # whatever ends this process from here on, in time or memory, may be the program's doing
+        if scripts:
             given = peer.ask(PROGRAM, "names", wanted)
             names |= {name: given[name] for name in wanted if name in given}  # no more than was asked for
         for script in scripts:
@@ -561,6 +646,11 @@ def check(tests: list[str], entry_point: str | None, peer: Peer, before: Callabl
             else:
                 total.passed = 0
                 total.fail(NameError(f"the program has no function {entry_point!r}"))
+        for given, expected in pairs:
+            with total:
+                found = peer.ask(PRINTED, "call", given)
+                if not (isinstance(found, str) and same_output(found, expected)):
+                    raise AssertionError(f"printed {found!r:.200}, expected {expected!r:.200}")
     except CannotCross as error:
         unfit = str(error)
     except Exception as error:  # the program's own: it has no names to give

@@ -1,0 +1,305 @@
+"""Programs that read standard input: how they are run, how outputs are compared, where tests come from."""
+
+import json
+
+import datasets
+import pytest
+
+from dash_trl import CodeReward, load_code_dataset
+from dash_trl.data import PROMPT_TEMPLATES, READS, has_tests
+from dash_trl.rewards.code import find_program
+from dash_trl.sandbox import Sandbox, UnfitTests, same_output
+from tests.attacks import programs
+from tests.tiny import write_rows
+
+SUMS = [("1 2\n", "3\n"), ("5 6\n", "11"), ("-1 1", "0\n\n")]
+ADD = "print(sum(map(int, input().split())))"
+
+
+@pytest.fixture(scope="module")
+def box():
+    with Sandbox(cpu_seconds=2) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+# ----------------------------------------------------------------------------------------------------------- running
+
+RIGHT = programs("""
+## input
+print(sum(map(int, input().split())))
+## stdin's bytes
+import sys
+sys.stdout.buffer.write(b'%d' % sum(map(int, sys.stdin.buffer.read().split())))
+## open
+print(sum(map(int, open(0).read().split())))
+## file numbers
+import os
+os.write(1, b'%d' % sum(map(int, os.read(0, 100).split())))
+## a main block
+def main():
+    print(sum(map(int, input().split())))
+if __name__ == '__main__':
+    main()
+## sys.exit
+import sys
+print(sum(map(int, input().split())))
+sys.exit()
+## exit
+print(sum(map(int, input().split())))
+exit(0)
+## a thread
+import sys, threading
+def main():
+    print(sum(map(int, sys.stdin.readline().split())))
+threading.stack_size(1 << 26)
+threading.Thread(target=main).start()
+## at the end
+import atexit, io, os, sys
+file = sys.stdout = io.StringIO()
+atexit.register(lambda: os.write(1, file.getvalue().encode()))
+print(sum(map(int, input().split())))
+## a stdout of its own
+import os, sys
+class Fast:
+    def __init__(self): self.parts = []
+    def write(self, text): self.parts.append(text)
+    def flush(self): os.write(1, ''.join(self.parts).encode()); self.parts = []
+sys.stdout = Fast()
+print(sum(map(int, input().split())))
+## nothing is left of the run before
+import builtins
+assert 'seen' not in globals()
+seen = True
+print(sum(map(int, input().split())))
+## a class
+from dataclasses import dataclass
+@dataclass
+class Pair:
+    a: int
+    b: int
+print((lambda pair: pair.a + pair.b)(Pair(*map(int, input().split()))))
+""")
+WRONG = programs("""
+## another answer
+print(int(input().split()[0]))
+## an error behind the answer
+print(sum(map(int, input().split())))
+1 / 0
+## an exit code
+import sys
+print(sum(map(int, input().split())))
+sys.exit(1)
+## more input than there is
+print(sum(map(int, input().split())))
+input()
+## no Python
+print(sum(map(int, input().split()))
+## the end of its process
+import os
+print(sum(map(int, input().split())), flush=True)
+os._exit(0)
+## an answer that agrees with everything
+import sys
+class Agrees:
+    def __eq__(self, other): return True
+    def __len__(self): return 1
+    def rstrip(self): return self
+    def split(self, *by): return ['3']
+agrees = Agrees()
+sys.modules['checker'].printed.__code__ = (lambda *_: sys.modules['__main__'].agrees).__code__
+## a comparison of its own
+import sys
+sys.modules['checker'].same_output.__code__ = (lambda *_: True).__code__
+## 100 MB
+import os
+while True: os.write(1, bytes(1 << 20))
+""")
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_programs_that_read_and_print(box, name):
+    verdict = box.run(RIGHT[name], SUMS)
+    assert (verdict.passed, verdict.failed) == (3, 0), verdict
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_programs_that_print_something_else(box, name):
+    verdict = box.run(WRONG[name], [("1 2\n", "3\n"), ("1 3\n", "4\n")])
+    assert (verdict.passed, verdict.failed) == (0, 2) and verdict.reason, verdict
+
+
+def test_inputs_and_scripts_are_counted_together(box):
+    program = f"def f(x): return x + 1\nif __name__ == '__main__':\n    {ADD}"
+    verdict = box.run(program, ["assert f(1) == 2", ("1 2", "3"), ("1 2", "4")])
+    assert (verdict.passed, verdict.failed) == (2, 1)
+    assert verdict.reason == "AssertionError: printed '3\\n', expected '4'"
+
+
+def test_the_cpu_time_is_that_of_all_inputs():
+    program = "import time\nend = time.process_time() + 0.6\nwhile time.process_time() < end: pass\nprint(input())"
+    with Sandbox(cpu_seconds=1) as box:
+        verdict = box.run(program, [("1", "1"), ("2", "2"), ("3", "3")])
+    assert not verdict.right and verdict.reason == "more than 1 s of CPU time"
+
+
+def test_megabytes_of_input_are_read_and_more_is_an_error(box):
+    text = "12345678\n" * 600_000
+    assert box.run("import sys\nprint(len(sys.stdin.read()), end='')", [(text, str(len(text)))] * 2).right
+    for tests in ([("1", "1"), (text * 2, "1")], [("1", text * 2)], [(text, "1")] * 14):
+        with pytest.raises(UnfitTests, match="these tests score no program: .* bytes, of .* at most"):
+            box.run(ADD, tests)
+
+
+# --------------------------------------------------------------------------------------------------------- comparing
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        ("1 2\n", "1 2", True),
+        ("1 2  \n3\n\n\n", "1 2\n3", True),
+        ("1 2\r\n3\r\n", "1 2\n3\n", True),
+        ("1  2", "1 2", True),
+        ("", "\n", True),
+        ("1\n2", "1 2", False),
+        ("1\n\n2", "1\n2", False),
+        ("1", "1 1", False),
+        ("yes", "YES", False),
+        ("ab", "a b", False),
+        # numbers with a point: the last digits are free
+        ("0.3333333", "0.333333333333", True),
+        ("0.3333", "0.333333333333", False),
+        ("1e-9", "0.0", True),
+        ("1000000.5", "1000000.4", True),
+        ("100.5", "100.4", False),
+        ("2", "2.000", True),
+        ("x 0.5000000001", "x 0.5", True),
+        ("-0.0", "0.000000", True),
+        # integers are not
+        ("3.0", "3", True),
+        ("3.0000001", "3", False),
+        ("1000000006", "1000000007", False),
+        ("0101", "101", False),
+        ("1_0", "10", False),
+        ("٣", "3", False),
+        ("nan", "1.0", False),
+        ("inf", "1.0", False),
+    ],
+)
+def test_which_outputs_are_the_same(found, expected, same):
+    assert same_output(found, expected) is same
+
+
+# ---------------------------------------------------------------------------------------- completions and data sets
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        (f"```python\n{ADD}\n```\nFor 1 2 it prints\n```\n3\n```", ADD),
+        (f"```python\ndef f(): pass\n```\nAll of it:\n```python\n{ADD}\n```", ADD),
+        ("```python\nimport sys\nprint(sys.stdin.read())\n```\nRun it:\n```bash\npython a.py\n```", None),
+        ("```python\nprint(3)\n```", "print(3)"),
+    ],
+)
+def test_the_program_is_the_block_that_reads(completion, program):
+    found = find_program(completion, reads=True)
+    assert found == (program or "import sys\nprint(sys.stdin.read())")
+
+
+def test_the_reward_of_a_program_that_reads():
+    with CodeReward() as reward:
+
+        def score(program: str, **columns) -> float:
+            return reward(f"```python\n{program}\n```", **columns)[0]
+
+        columns = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}
+        assert [score(ADD, **columns), score("print(3)", **columns)] == [1.0, 0.0]
+        assert reward(f"```python\n{'print(3)'}\n```", **columns)[1]["passed"] == 0.5
+        assert score(ADD, tests=[], entry_point=None, **columns) == 1.0
+        with pytest.raises(ValueError, match="2 inputs and 1 outputs"):
+            score(ADD, inputs=["1", "2"], outputs=["1"])
+        with pytest.raises(ValueError, match="this row has no tests"):
+            score(ADD, inputs=[], outputs=[])
+
+
+APPS = {
+    "question": "Add two numbers.",
+    "solutions": json.dumps([ADD]),
+    "input_output": json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}),
+    "starter_code": "",
+    "difficulty": "interview",
+}
+CALL = {
+    **APPS,
+    "starter_code": "class Solution:\n    def add(self, a, b):\n        ",
+    "input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [[[1, 2]]]]}),
+}
+FUNCTION = {
+    **APPS,
+    "starter_code": "def add(a, b):\n\t",
+    "input_output": json.dumps({"fn_name": "add", "inputs": ["1\n2"], "outputs": ["3"]}),
+}
+TACO = {**APPS, "input_output": json.dumps({"inputs": [["1 2", "x"]], "outputs": [["3"]]})}
+CONTESTS = {
+    "description": "Add two numbers.",
+    "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
+    "private_tests": {"input": [], "output": []},
+    "generated_tests": {"input": ["3 4\n"], "output": ["7\n"]},
+}
+METHOD = "class Solution:\n    def add(self, a, b):\n        return (tuple(a + b),) if isinstance(a, list) else a + b"
+SUM = "def add(a, b): return a + b"
+
+
+@pytest.mark.parametrize(
+    ("rows", "right"),
+    [
+        ([APPS], [ADD]),
+        ([TACO], [ADD]),
+        ([CONTESTS], [ADD]),
+        ([CALL, FUNCTION], [METHOD, SUM]),
+        ([APPS, CALL, FUNCTION], [ADD, METHOD, SUM]),
+        ([{"prompt": "p", "inputs": ["1 2"], "outputs": ["3"]}], [ADD]),
+    ],
+)
+@pytest.mark.parametrize("chat", [False, True])
+def test_layouts_of_programs_that_read(tmp_path, rows, right, chat):
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    loaded = load_code_dataset(path, chat=chat)
+    assert has_tests(path) and set(loaded.column_names) <= {"prompt", "tests", "inputs", "outputs", "entry_point"}
+    with CodeReward() as reward:
+        for row, program in zip(loaded, right, strict=True):
+            columns = {name: value for name, value in row.items() if name != "prompt"}
+            scores = [reward(f"```python\n{one}\n```", **columns)[0] for one in (program, "def f(): input()")]
+            assert scores == [1.0, 0.0]
+
+
+def test_the_prompts_say_how_a_program_is_called(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [APPS, CALL])
+    plain = load_code_dataset(path, prompt_template="plain")
+    begins = "\n\nYour program should define what begins like this:\n\nclass Solution:\n    def add(self, a, b):"
+    assert plain["prompt"][:] == [f"Add two numbers.{READS}", f"Add two numbers.{begins}"]
+    assert plain["inputs"][:] == [["1 2\n", "3 4\n"], []] and plain["entry_point"][:] == [None, "Solution"]
+    (prompt,) = load_code_dataset(write_rows(tmp_path / "b.jsonl", [CONTESTS]))["prompt"]
+    assert prompt == PROMPT_TEMPLATES["code"].format(problem=f"Add two numbers.{READS}")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({**APPS, "input_output": "{"}, "Row 1 of .* inputs and outputs in 'input_output' that cannot be read"),
+        (
+            {**APPS, "input_output": json.dumps({"inputs": ["1"], "outputs": []})},
+            "Row 1 of .* cannot be read .*shorter",
+        ),
+        ({**APPS, "input_output": ""}, "1 of 2 rows of .* lack tests in 'input_output'; the first is row 1"),
+    ],
+)
+def test_inputs_that_cannot_be_read_are_named(tmp_path, row, message):
+    with pytest.raises(ValueError, match=message):
+        load_code_dataset(write_rows(tmp_path / "a.jsonl", [APPS, row]))
