@@ -376,6 +376,19 @@ def test_what_programs_and_tests_exchange(reward, name):
     assert verdict.right, verdict
 
 
+@pytest.mark.parametrize(
+    ("program", "call"),
+    [("def x(): return object", "x()()"), ("x = [memoryview]", "x[0](b'')"), ("x = {1: object}", "[x[1]()]")],
+)
+def test_what_a_programs_type_makes_is_wrong_and_its_tests_are_fit(reward, program, call):
+    """The tests made it by calling what they got. Without the program's type, they are at fault."""
+    tests = [f"assert h({call}) == 3"]
+    verdict = reward.sandbox.run(f"{program}\ndef h(y): return 3", tests)
+    assert not verdict.right and "SolutionError: an argument of type" in verdict.reason
+    with pytest.raises(UnfitTests, match="an argument of type 'object'"):
+        reward.sandbox.run(f"{program}\ndef h(y): return 3", ["assert h(object()) == 3"])
+
+
 def test_a_tests_function_leads_the_program_nowhere(reward):
     """It may be called. Its attributes (`__globals__`) or a generator's (`gi_frame`) would tell what is expected."""
     names = ("__globals__", "__code__", "gi_frame", "__self__")

@@ -144,6 +144,7 @@ class Codec:
         self.own: dict[int, Any] = {}
         self.numbers: dict[int, int] = {}  # by id; `own` keeps these objects, so that no id comes twice
         self.there = there
+        self.types: set[type] = set()  # of Python's own, that the other side has sent
 
     def encode(self, value: Any) -> Any:
         kind = type(value)
@@ -167,7 +168,9 @@ class Codec:
             if isinstance(value, base):
                 return self.encode(base.__str__(value) if base is str else _plain(base, value))
         if not self.is_kept(value):
-            raise CannotCross(f"an argument of type {kind.__name__!r}, which is no plain value and no function")
+            # Made by a type that the program handed over, it is the program's doing.
+            wrong = SolutionError if kind in self.types else CannotCross
+            raise wrong(f"an argument of type {kind.__name__!r}, which is no plain value and no function")
         return ["mine", self.keep(value)]
 
     def _encode_array(self, value: Any) -> Any:
@@ -192,7 +195,10 @@ class Codec:
         if tag in MAPPINGS:
             return MAPPINGS[tag]({self.decode(key): self.decode(one) for key, one in content})
         if tag in WRITTEN:
-            return WRITTEN[tag][2](content)
+            value = WRITTEN[tag][2](content)
+            if tag == "type":
+                self.types.add(value)
+            return value
         if tag in VIEWS:
             return VIEWS[tag](self.decode(content))
         if tag in ("scalar", "array"):
