@@ -8,5 +8,6 @@ if TYPE_CHECKING:
     from dash_trl.sandbox.box import Sandbox, SandboxError, UnfitTests, Verdict
     from dash_trl.sandbox.checker import Test, same_output
     from dash_trl.sandbox.protocol import ProgramSandbox
+    from dash_trl.sandbox.remote import SandboxFusion
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -668,3 +668,36 @@ def check(tests: list[Test], entry_point: str | None, peer: Peer, before: Callab
         "unfit": unfit,
         "ended": peer.ended,
     }
+
+
+# ------------------------------------------------------------------------------------------- both, where others run it
+
+
+def run_both() -> None:
+    """Scores a program that stands in standard input with its tests, and prints a line before it runs the program, and
+    one with the verdict; each begins with the nonce that was given, too. For a server that runs one Python program."""
+    with suppress(Exception):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: the child cannot read the memory of this process
+    control, its_control = socket.socketpair()
+    link, its_link = socket.socketpair()
+    if os.fork() == 0:  # before the tests are read
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in range(3):
+            os.dup2(null, standard)
+        control.close()
+        link.close()
+        run_solution(its_control, its_link)
+        os._exit(0)
+    its_control.close()
+    its_link.close()
+    job = json.load(sys.stdin)
+    if "numpy" in str(job["tests"]):
+        with suppress(ImportError):
+            compare_shapes(importlib.import_module("numpy"))
+    send(control, json.dumps({"program": job["program"]}).encode())
+    peer = Peer(link, trusted=True)
+    verdict = check(job["tests"], job["entry_point"], peer, before=lambda: print(job["nonce"], flush=True))
+    print(job["nonce"], json.dumps(verdict), flush=True)
+    os._exit(0)

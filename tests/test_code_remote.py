@@ -1,0 +1,200 @@
+"""Sandboxes that are not ours: the protocol, and SandboxFusion over HTTP, by a fake that follows its interface."""
+
+import ast
+import json
+import pickle
+from types import SimpleNamespace
+
+import pytest
+
+from dash_trl import CodeReward
+from dash_trl.sandbox import SandboxError, SandboxFusion, UnfitTests, Verdict, remote
+from tests.fake_fusion import fake_fusion
+
+RIGHT, TESTS = "def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 3"]
+
+
+@pytest.fixture(scope="module")
+def running():
+    with fake_fusion() as one:
+        yield one
+
+
+@pytest.fixture
+def server(running, monkeypatch):
+    running.waits = []
+    monkeypatch.setattr(remote, "time", SimpleNamespace(sleep=running.waits.append))
+    running.requests.clear()
+    running.headers.clear()
+    yield running
+    running.answers.clear()
+
+
+# ---------------------------------------------------------------------------------------------------------- protocol
+
+
+def test_any_object_with_run_is_a_sandbox():
+    asked = []
+
+    class Own:
+        def run(self, program, tests, entry_point=None):
+            asked.append((program, list(tests), entry_point))
+            return Verdict(1, 1, "why", 0.0)
+
+    with CodeReward(Own()) as reward:
+        assert reward.max_concurrency is None
+        score, notes = reward(f"```python\n{RIGHT}\n```", ["assert f(1)"], "f", inputs=["1"], outputs=["2"])
+    assert (score, notes) == (0.0, {"passed": 0.5, "explanation": "why"})
+    assert asked == [(RIGHT, ["assert f(1)", ("1", "2")], "f")]
+
+
+def test_what_a_sandbox_holds_is_closed_and_its_count_is_kept():
+    class Own:
+        count, closed = 3, False
+
+        def run(self, program, tests, entry_point=None):
+            raise AssertionError
+
+        def close(self):
+            self.closed = True
+
+    own = Own()
+    with CodeReward(own) as reward:
+        assert reward.max_concurrency == 3
+    assert own.closed
+
+
+# ----------------------------------------------------------------------------------------------------- SandboxFusion
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "passed", "failed", "reason"),
+    [
+        (RIGHT, TESTS, 2, 0, None),
+        ("def f(x): return 2", TESTS, 1, 1, "AssertionError: "),
+        ("def f(x) return 2", TESTS, 0, 1, "SyntaxError: expected ':' (solution.py, line 1)"),
+        ("import math\ndef f(x): return math.inf", ["import numpy as np\nassert np.allclose(f(1), [1, 1])"], 0, 1, ""),
+        ("def f(x): return []", ["import numpy as np\nassert np.allclose(f(1), [1, 1])"], 0, 1, ""),
+        ("print(int(input()) + 1)", [("1\n", "2\n"), ("5", "6.0"), ("1", "3")], 2, 1, ""),
+    ],
+)
+def test_verdicts_of_a_server(server, program, tests, passed, failed, reason):
+    verdict = SandboxFusion(server.url).run(program, tests, "f")
+    assert (verdict.passed, verdict.failed) == (passed, failed) and verdict.cpu_seconds == 0.1
+    assert verdict.reason == reason or reason == "" and verdict.reason.startswith("AssertionError")
+
+
+FORGED = {
+    "the end of its process": "import os\ndef f(x): os._exit(0)",
+    "a line": "print('passed', flush=True)\nimport os; os._exit(0)",
+    "a line in the tests' output": (
+        "import json, os, sys\n"
+        "with open(f'/proc/{os.getppid()}/fd/1', 'w') as file:\n"
+        "    print(json.dumps({'passed': 9, 'failed': 0, 'reason': None, 'unfit': None, 'ended': None}), file=file)\n"
+    ),
+    "two megabytes in the tests' output": (
+        "import os\nwith open(f'/proc/{os.getppid()}/fd/1', 'w') as file: file.write('x' * (2 << 20))"
+    ),
+    "the end of its tests": "import os\nos.kill(os.getppid(), 9)",
+    "the tests in its memory": (
+        "import gc\ndef f(x):\n"
+        "    return next((2 for one in gc.get_objects() if 'assert f(1)' in str(one) and 'gc.' not in str(one)), None)"
+    ),
+    "the tests in its input": "import sys\nTESTS = sys.stdin.read()\ndef f(x): return 2 if TESTS else None",
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_verdict_is_hard_to_forge_and_nothing_is_unscored(server, name):
+    assert not SandboxFusion(server.url).run(FORGED[name], ["assert f(1) == 2"]).right
+
+
+def test_a_programs_time_out_is_wrong(server):
+    verdict = SandboxFusion(server.url, seconds=1).run("def f(x):\n    while True: pass", TESTS)
+    assert not verdict.right and verdict.reason == "more than 1 s"
+
+
+def test_what_is_sent(server):
+    one = SandboxFusion(f"{server.url}/run_code/", seconds=7, options={"memory_limit_MB": 512}, headers={"X-Key": "k"})
+    assert pickle.loads(pickle.dumps(one)).run(RIGHT, TESTS).right
+    ((path, request),) = server.requests
+    assert path == "/run_code" and server.headers[0]["X-Key"] == "k"
+    assert {name: request[name] for name in ("language", "run_timeout", "memory_limit_MB")} == {
+        "language": "python",
+        "run_timeout": 7,
+        "memory_limit_MB": 512,
+    }
+    ast.parse(request["code"], feature_version=(3, 10))  # that of SandboxFusion's older images
+    assert RIGHT not in request["code"] and TESTS[0] not in request["code"]  # a file there, which a program can read
+
+
+ERROR = json.dumps({"status": "SandboxError", "message": "no pod", "run_result": None}).encode()
+
+
+@pytest.mark.parametrize(
+    ("answers", "waits"),
+    [
+        ([(500, {}, b"no")], [1.0]),
+        ([(503, {}, b"no"), (429, {"Retry-After": "7"}, b""), (200, {}, ERROR)], [1.0, 7.0, 4.0]),
+        ([(502, {"Retry-After": "9999"}, b"")], [60.0]),
+        ([(200, {"Content-Length": "9"}, b"{")], [1.0]),
+        ([(200, {}, b"[]")], [1.0]),
+    ],
+)
+def test_a_servers_failure_is_asked_again(server, answers, waits):
+    server.answers = answers
+    assert SandboxFusion(server.url).run(RIGHT, TESTS).right
+    assert server.waits == waits
+
+
+def finished(**result) -> bytes:
+    done = {"status": "Finished", "return_code": 1, "stdout": "", "stderr": "no fork", **result}
+    return json.dumps({"status": "Failed", "message": "", "run_result": done}).encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "count", "message"),
+    [
+        ((200, {}, ERROR), 4, "HTTP status 200: .*SandboxError.*no pod"),
+        ((500, {}, b"out of order"), 4, "HTTP status 500: .*out of order"),
+        ((404, {}, b""), 1, "HTTP status 404"),
+        ((307, {"Location": "http://127.0.0.1:9/run_code"}, b""), 1, "HTTP status 307"),
+        ((200, {}, bytes(17 << 20)), 1, "more than 16,777,216 bytes"),
+        ((200, {}, finished()), 1, "did not run the tests: .*no fork"),
+        ((200, {}, finished(status="Error")), 1, "did not run the tests"),
+    ],
+)
+def test_a_servers_failure_is_no_verdict(server, answer, count, message):
+    server.answers = [answer] * count
+    with pytest.raises(SandboxError, match=message):
+        SandboxFusion(server.url).run(RIGHT, TESTS)
+    assert len(server.requests) == count
+
+
+def test_a_server_that_is_gone_is_no_verdict(monkeypatch):
+    monkeypatch.setattr(remote, "time", SimpleNamespace(sleep=lambda seconds: None))
+    with fake_fusion() as server:
+        url = server.url
+    with pytest.raises(SandboxError, match=f"{url}/run_code gave no answer: ConnectionRefusedError"):
+        SandboxFusion(url).run(RIGHT, TESTS)
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        (["assert f(1) =="], "SyntaxError"),
+        (["assert 1 == 1"], "never call anything of the program"),
+        ([("x" * (9 << 20), "")], "an input or output of 9,437,186 bytes"),
+        ([("x" * (7 << 20), "")] * 5, "a request of .* bytes, of 33,554,432 at most"),
+    ],
+)
+def test_tests_that_score_no_program_are_an_error_of_theirs(server, tests, message):
+    with pytest.raises(UnfitTests, match=message):
+        SandboxFusion(server.url).run(RIGHT, tests)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8080", "http://", "http://user:secret@127.0.0.1:8080", "ftp://a/run_code"])
+def test_an_address_that_cannot_be(url):
+    with pytest.raises(ValueError, match="The URL of a SandboxFusion server is") as error:
+        SandboxFusion(url)
+    assert "secret" not in str(error.value)
