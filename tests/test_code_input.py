@@ -82,7 +82,9 @@ from dataclasses import dataclass
 class Pair:
     a: int
     b: int
-print((lambda pair: pair.a + pair.b)(Pair(*map(int, input().split()))))
+import pickle
+pair = pickle.loads(pickle.dumps(Pair(*map(int, input().split()))))
+print(pair.a + pair.b)
 """)
 WRONG = programs("""
 ## another answer
@@ -109,7 +111,7 @@ class Agrees:
     def __eq__(self, other): return True
     def __len__(self): return 1
     def rstrip(self): return self
-    def split(self, *by): return ['3']
+    def split(self, *by): return ['4']
 agrees = Agrees()
 sys.modules['checker'].printed.__code__ = (lambda *_: sys.modules['__main__'].agrees).__code__
 ## a comparison of its own
@@ -125,6 +127,11 @@ while True: os.write(1, bytes(1 << 20))
 def test_programs_that_read_and_print(box, name):
     verdict = box.run(RIGHT[name], SUMS)
     assert (verdict.passed, verdict.failed) == (3, 0), verdict
+
+
+def test_programs_that_read_under_landlock():
+    with Sandbox(isolation="landlock") as box:
+        assert all(box.run(RIGHT[name], SUMS).right for name in ("input", "open", "file numbers"))
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -267,16 +274,18 @@ SUM = "def add(a, b): return a + b"
         ([{"prompt": "p", "inputs": ["1 2"], "outputs": ["3"]}], [ADD]),
     ],
 )
-@pytest.mark.parametrize("chat", [False, True])
-def test_layouts_of_programs_that_read(tmp_path, rows, right, chat):
+def test_layouts_of_programs_that_read(box, tmp_path, rows, right):
     path = write_rows(tmp_path / "a.jsonl", rows)
-    loaded = load_code_dataset(path, chat=chat)
+    loaded = load_code_dataset(path)
     assert has_tests(path) and set(loaded.column_names) <= {"prompt", "tests", "inputs", "outputs", "entry_point"}
-    with CodeReward() as reward:
-        for row, program in zip(loaded, right, strict=True):
-            columns = {name: value for name, value in row.items() if name != "prompt"}
-            scores = [reward(f"```python\n{one}\n```", **columns)[0] for one in (program, "def f(): input()")]
-            assert scores == [1.0, 0.0]
+    for row, program in zip(loaded, right, strict=True):
+        columns = {name: value for name, value in row.items() if name != "prompt"}
+        scores = [CodeReward(box)(f"```python\n{one}\n```", **columns)[0] for one in (program, "def f(): input()")]
+        assert scores == [1.0, 0.0]
+
+
+def test_inputs_without_outputs_are_no_tests(tmp_path):
+    assert not has_tests(write_rows(tmp_path / "a.jsonl", [{"question": "1 + 1?", "answer": "2", "inputs": "1"}]))
 
 
 def test_the_prompts_say_how_a_program_is_called(tmp_path):
@@ -285,8 +294,8 @@ def test_the_prompts_say_how_a_program_is_called(tmp_path):
     begins = "\n\nYour program should define what begins like this:\n\nclass Solution:\n    def add(self, a, b):"
     assert plain["prompt"][:] == [f"Add two numbers.{READS}", f"Add two numbers.{begins}"]
     assert plain["inputs"][:] == [["1 2\n", "3 4\n"], []] and plain["entry_point"][:] == [None, "Solution"]
-    (prompt,) = load_code_dataset(write_rows(tmp_path / "b.jsonl", [CONTESTS]))["prompt"]
-    assert prompt == PROMPT_TEMPLATES["code"].format(problem=f"Add two numbers.{READS}")
+    ((prompt,),) = load_code_dataset(write_rows(tmp_path / "b.jsonl", [CONTESTS]), chat=True)["prompt"]
+    assert prompt["content"] == PROMPT_TEMPLATES["code"].format(problem=f"Add two numbers.{READS}")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 import ast
 import json
+import os
 import pickle
+import select
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -90,7 +93,9 @@ FORGED = {
     "a line in the tests' output": (
         "import json, os, sys\n"
         "with open(f'/proc/{os.getppid()}/fd/1', 'w') as file:\n"
-        "    print(json.dumps({'passed': 9, 'failed': 0, 'reason': None, 'unfit': None, 'ended': None}), file=file)\n"
+        "    verdict = {'passed': 9, 'failed': 0, 'reason': None, 'unfit': None, 'ended': None}\n"
+        "    print('0' * 32, json.dumps(verdict), file=file)\n"
+        "os.kill(os.getppid(), 9)"
     ),
     "two megabytes in the tests' output": (
         "import os\nwith open(f'/proc/{os.getppid()}/fd/1', 'w') as file: file.write('x' * (2 << 20))"
@@ -109,9 +114,13 @@ def test_a_verdict_is_hard_to_forge_and_nothing_is_unscored(server, name):
     assert not SandboxFusion(server.url).run(FORGED[name], ["assert f(1) == 2"]).right
 
 
-def test_a_programs_time_out_is_wrong(server):
-    verdict = SandboxFusion(server.url, seconds=1).run("def f(x):\n    while True: pass", TESTS)
+def test_a_programs_time_out_is_wrong_and_its_process_ends(server, tmp_path):
+    number = tmp_path / "number"
+    program = f"import os\nopen({str(number)!r}, 'w').write(str(os.getpid()))\ndef f(x):\n    while True: pass"
+    verdict = SandboxFusion(server.url, seconds=1).run(program, TESTS)
     assert not verdict.right and verdict.reason == "more than 1 s"
+    with suppress(ProcessLookupError):  # it has gone
+        assert select.select([os.pidfd_open(int(number.read_text()))], [], [], 10)[0], "it goes on"
 
 
 def test_what_is_sent(server):

@@ -29,6 +29,7 @@ import math
 import os
 import random
 import re
+import signal
 import socket
 import sys
 import tempfile
@@ -676,13 +677,14 @@ def check(tests: list[Test], entry_point: str | None, peer: Peer, before: Callab
 def run_both() -> None:
     """Scores a program that stands in standard input with its tests, and prints a line before it runs the program, and
     one with the verdict; each begins with the nonce that was given, too. For a server that runs one Python program."""
-    with suppress(Exception):
-        import ctypes
+    import ctypes  # which a confined checker does not need
 
-        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: the child cannot read the memory of this process
+    prctl = ctypes.CDLL(None).prctl
+    prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: the child cannot read the memory of this process
     control, its_control = socket.socketpair()
     link, its_link = socket.socketpair()
     if os.fork() == 0:  # before the tests are read
+        prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: the server ends the parent, if it takes too long
         null = os.open(os.devnull, os.O_RDWR)
         for standard in range(3):
             os.dup2(null, standard)
