@@ -151,7 +151,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 raise SandboxError(f"no process for the program: {error}") from error
             with solution, checker:
                 try:
-                    return self._score({"program": program}, job, solution, checker, end)
+                    ahead = any(isinstance(one, str) for one in tests)  # else it runs with its inputs only
+                    return self._score({"program": program, "ahead": ahead}, job, solution, checker, end)
                 finally:
                     for one in (solution, checker):
                         _end(one)

@@ -426,7 +426,8 @@ PROGRAM, PRINTED = 0, 1  # the numbers of what gives the program's names, and of
 
 def run_solution(control: socket.socket, link: socket.socket) -> None:
     """Reads a program, runs it, and answers what the checker asks of it."""
-    program = json.loads(receive(control) or b"{}")["program"]  # without one nobody waits for it any more
+    job = json.loads(receive(control) or b"{}")
+    program = job["program"]  # without one nobody waits for it any more
     control.close()
     # A set's order and a program's choices are the same in each run (see also PYTHONHASHSEED in box.py).
     random.seed(0)
@@ -434,8 +435,19 @@ def run_solution(control: socket.socket, link: socket.socket) -> None:
     sys.modules["solution"] = module
     peer = Peer(link, trusted=False)
 
+    def load() -> BaseException | None:
+        try:
+            exec(compile(program, "solution.py", "exec", dont_inherit=True), module.__dict__)
+        except BaseException as error:
+            return error
+        return None
+
+    loaded = [load()] if job.get("ahead") else []  # while the checker reads the tests
+
     def names(wanted: list[str]) -> dict[str, Any]:
-        exec(compile(program, "solution.py", "exec", dont_inherit=True), module.__dict__)
+        error = loaded.pop() if loaded else load()
+        if error is not None:
+            raise error
         return {name: called_here(module.__dict__[name]) for name in wanted if name in module.__dict__}
 
     peer.codec.keep(names)
