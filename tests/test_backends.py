@@ -517,6 +517,26 @@ def test_many_late_calls_at_once_wait_until_threads_come_back(monkeypatch):
     assert [call.value for call in sheet.calls[4:]] == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
+def test_coroutines_that_ignore_their_cancellation_are_counted(monkeypatch):
+    """Beyond the limit nothing is started, and where none ends the function is broken."""
+    monkeypatch.setattr("dash_trl.workers.async_calls.MOST_DEAF", 4, raising=False)
+    started, over = [], threading.Event()
+
+    async def deaf(i: int) -> None:
+        started.append(i)
+        while not over.is_set():
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                pass
+
+    with closing(AsyncCalls(2)) as backend:
+        calls = Sheet(deaf, [{"i": i} for i in range(12)], 0.1).run(backend)
+        over.set()  # `close` cancels them once more
+    assert len(started) <= 5
+    assert {type(call.error) for call in calls[:4]} == {TimeoutError} and type(calls[-1].error) is GivenUp
+
+
 def leaves_behind(first: bool) -> object:
     """Folder, environment and timers, changed by the first call and read by the second."""
     if first:

@@ -23,6 +23,8 @@ from dash_trl.workers.calls import Backend, Call, GivenUp, Pace
 
 CLOSE_SECONDS = 5.0  # for a loop to answer
 MOST_BLOCKED_LOOPS = 8  # abandoned because a call blocked them: beyond, the function is broken
+MOST_DEAF = 64  # tasks that go on though they were cancelled: others wait until some have ended
+PATIENCE = 3  # of a call's timeouts: if none of them has ended for so long, the function is broken
 LOOK_SECONDS = 1.0  # between looks at whether the loop still answers, while calls are out
 LONGEST_PAUSE = 30.0  # seconds; the first pauses are shorter: random, up to 1, 2, 4, ...
 
@@ -89,6 +91,8 @@ class _Lane:
         self.given_up = False
         self.closed = False
         self.longest = 0.0  # timeout of any call
+        self._deaf: set[asyncio.Task[Any]] = set()  # cancelled, and not ended
+        self._patience: asyncio.TimerHandle | None = None  # with them, where they are too many
 
     def look(self) -> None:
         """For calls that wait; from any thread."""
@@ -97,12 +101,31 @@ class _Lane:
 
     def fill(self) -> None:
         """Starts calls that wait, as far as there is room; on the loop's thread."""
+        if len(self._deaf) >= MOST_DEAF:
+            if self._patience is None:
+                loop = asyncio.get_running_loop()
+                self._patience = loop.call_later(PATIENCE * self.longest, self._lose_patience)
+            return
         while self._waiting and len(self.running) < self._count and not self.given_up and not self.closed:
             call = self._waiting.popleft()
             if not call.cancelled:
                 self.running[call] = False
                 self.longest = max(self.longest, call.timeout)
                 asyncio.ensure_future(self._run(call))
+
+    def _has_ended(self, task: asyncio.Task[Any]) -> None:
+        """A task that was cancelled."""
+        self._deaf.discard(task)
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        self.fill()
+
+    def _lose_patience(self) -> None:
+        self._patience = None
+        error = GivenUp(f"{len(self._deaf)} calls go on though they were cancelled, so that no more are made")
+        while self._waiting and not self.given_up and not self.closed:
+            self._waiting.popleft().finish(error=error)
 
     async def _run(self, call: Call) -> None:
         outcome: tuple[Any, BaseException | None] = None, GivenUp("the event loop was closed")
@@ -116,6 +139,8 @@ class _Lane:
                 outcome = task.result()
             else:
                 task.cancel()
+                self._deaf.add(task)
+                task.add_done_callback(self._has_ended)
                 outcome = None, TimeoutError(f"took more than {call.timeout:g} s")
         finally:
             if not self.given_up:  # else it has its outcome, or is made on another loop
