@@ -575,6 +575,26 @@ def test_the_child_of_a_call_that_forks_makes_no_other_calls(kind, tmp_path):
     assert log.read_text().split() == ["0", "1", "2", "3", "4"]
 
 
+def test_the_child_of_a_coroutine_that_forks_and_awaits_makes_no_other_calls(tmp_path):
+    """It would go on with all that runs on the loop, by the connections of its parent."""
+    log, children = tmp_path / "log", []
+
+    async def forks(i: int) -> None:
+        if i == 0 and (child := os.fork()):
+            children.append(child)
+        for _ in range(50 if i or children else 10_000):
+            await asyncio.sleep(0)
+        with log.open("a") as file:
+            file.write(f"{i}\n")
+
+    with closing(AsyncCalls(3)) as backend:
+        Sheet(forks, [{"i": i} for i in range(3)]).run(backend)
+        (child,) = children
+        assert ends(child)
+        os.waitpid(child, 0)
+    assert sorted(log.read_text().split()) == ["0", "1", "2"]
+
+
 def test_late_calls_end_though_no_thread_can_be_started(monkeypatch):
     """As at the system's limit of threads: no thread takes the place of one that hangs, and the watch goes on."""
     gate, begun = threading.Event(), threading.Event()

@@ -34,6 +34,22 @@ def check_limit() -> None:
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == MEMORY
 
 
+def test_calls_whose_outcomes_are_lost_end_all_the_same(monkeypatch):
+    """Here every other one never reaches its backend."""
+    monkeypatch.setattr("dash_trl.workers.calls.LAST_SECONDS", 0.2)
+
+    def submit(calls):
+        for call in calls[::2]:
+            call.finish(7)
+
+    made = []
+    waiting = threading.Thread(target=lambda: made.extend(call_all(submit, int, [{}] * 4, timeout=0.2)), daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert [call.value for call in made] == [7, None, 7, None]
+    assert all("its outcome was lost" in str(call.error) for call in made[1::2])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux is known to limit a process's address space")
 @pytest.mark.parametrize(
     "lacking", ["", "del resource.RLIMIT_AS", "resource.setrlimit = lambda *_: exec('raise ValueError')"]

@@ -12,6 +12,7 @@ import asyncio
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -37,10 +38,14 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        _loops.add(self)
         threading.Thread(target=self._run, daemon=True, name="dash_trl event loop").start()
 
     def _run(self) -> None:
+        process = os.getpid()
         self._loop.run_forever()
+        if os.getpid() != process:  # the child of a call that forked, see `_stop_in_child`
+            os._exit(1)
         self._loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -78,6 +83,18 @@ class EventLoop:
     async def _cancel_others(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
+
+
+_loops: weakref.WeakSet[EventLoop] = weakref.WeakSet()
+
+
+def _stop_in_child() -> None:
+    """In a forked process: what else runs on the loop is its parent's to do, by the same connections."""
+    for loop in _loops:
+        loop._loop.stop()
+
+
+os.register_at_fork(after_in_child=_stop_in_child)
 
 
 class _Lane:

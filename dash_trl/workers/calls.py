@@ -89,17 +89,39 @@ def call_all(
     *,
     timeout: float,
 ) -> list[Call]:
-    """Calls of one function, side by side; waits until all of them are done. An interrupt cancels them."""
+    """Calls of one function, side by side; waits until all of them are done. An interrupt cancels them.
+
+    Those whose outcome is lost end with an error, see `seconds_left`.
+    """
     done, stop = threading.Semaphore(0), threading.Event()
+    began, patience = time.monotonic(), LAST_SECONDS + timeout
     calls = [Call(function, one, timeout=timeout, done=lambda _: done.release(), stop=stop) for one in arguments]
     try:
         submit(calls)
         for _ in calls:
-            done.acquire()
+            while not done.acquire(timeout=seconds_left(began, patience)):
+                if not seconds_left(began, patience):
+                    stop.set()
+                    for call in calls:
+                        call.finish(error=lost(patience))
     except BaseException:
         stop.set()
         raise
     return calls
+
+
+def seconds_left(began: float, patience: float) -> float:
+    """Until outcomes that have not come are lost: `patience` after the last end of any call in this process.
+
+    Args:
+        began: when somebody began to wait for them, by the monotonic clock.
+    """
+    left = max(began, Call.last_end) + patience - time.monotonic()
+    return max(0.0, min(left, threading.TIMEOUT_MAX))
+
+
+def lost(patience: float) -> RuntimeError:
+    return RuntimeError(f"its outcome was lost: no call has ended for {patience:g} s")
 
 
 class Pace:
@@ -195,16 +217,15 @@ class Request:
         """A last deadline, whatever has gone wrong: the rows that are missing end with an error."""
         began = time.monotonic()
         while True:
-            left = max(began, Call.last_end) + self.patience - time.monotonic()
             try:
-                return self._complete.get(timeout=max(0.0, min(left, threading.TIMEOUT_MAX)))
+                return self._complete.get(timeout=seconds_left(began, self.patience))
             except queue.Empty:
-                if left <= 0:
+                if not seconds_left(began, self.patience):
                     self._lose()
 
     def _lose(self) -> None:
         self.cancel()
-        error = RuntimeError(f"its outcome was lost: no call has ended for {self.patience:g} s")
+        error = lost(self.patience)
         with self._lock:
             self._lost = True
             self.outcomes = [[error if one is None else one for one in column] for column in self.outcomes]

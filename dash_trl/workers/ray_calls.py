@@ -239,4 +239,5 @@ def _run_rows(function: list[Any], arguments: list[bytes], timeout: float) -> li
     def submit(calls: Sequence[Call]) -> None:
         _pool().submit([_ReceivedRow(call, packed) for call in calls])
 
-    return [call.value for call in call_all(submit, len, arguments, timeout=timeout)]
+    calls = call_all(submit, len, arguments, timeout=timeout)
+    return [call.value if call.error is None else failure(call.error) for call in calls]
