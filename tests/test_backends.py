@@ -305,16 +305,22 @@ def test_a_function_of_a_file_that_no_import_finds(backend, tmp_path, monkeypatc
     check(bad, (module.Mine, "-1.0"))
 
 
-def leave_a_child(path: str) -> None:
-    child = subprocess.Popen(["sleep", "100000"])
-    Path(path).write_text(str(child.pid))
-    child.wait()
+def leave_a_child(path: str, exits: bool, environment: dict[str, str] | None) -> None:
+    """In a session of its own, and the child of a program that has ended."""
+    program = f"sleep 100000 & echo $! > {path}"
+    subprocess.run(["sh", "-c", program], start_new_session=True, env=environment, check=True)
+    if exits:
+        os._exit(3)
+    hang()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_what_a_call_has_started_ends_with_it(backend, tmp_path):
-    (call,) = Sheet(leave_a_child, [{"path": str(tmp_path / "pid")}], SOON).run(backend)
-    check(call, (TimeoutError, ""))
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell of orphans")
+@pytest.mark.parametrize("exits", [False, True])
+def test_what_a_call_has_started_ends_with_it(backend, exits, tmp_path):
+    """When its worker is killed, and when that ends by itself."""
+    settings = {"path": str(tmp_path / "pid"), "exits": exits, "environment": {"PATH": os.environ["PATH"]}}
+    (call,) = Sheet(leave_a_child, [settings], MINUTES if exits else SOON).run(backend)
+    check(call, (WorkerDied, "exit code 3") if exits else (TimeoutError, ""))
     assert ends(int((tmp_path / "pid").read_text()))
 
 
@@ -323,6 +329,7 @@ def test_what_a_call_has_started_ends_with_it(backend, tmp_path):
 
 MAIN_SCRIPT = """
 import os
+import subprocess
 import sys
 from dash_trl.rewards import MathAccuracyReward
 from dash_trl.workers import Call, ProcessCalls, call_all
@@ -344,8 +351,9 @@ def reward(row):
     return helper(row)
 
 def work():
+    child = subprocess.Popen(["sleep", "100000"], start_new_session=True)
     with open("pid", "w") as file:
-        print(os.getpid(), file=file)
+        print(os.getpid(), child.pid, file=file)
     sum(range(10**15))
 
 backend = ProcessCalls(2)
@@ -366,7 +374,10 @@ sys.stdin.read()
 @pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell a child")
 @pytest.mark.parametrize("killed", [False, True])
 def test_workers_of_a_main_script_end_with_it(tmp_path, killed):
-    """It has no main guard, what it calls is its own, a forked child of it calls, and a worker is in C as it ends."""
+    """It has no main guard, what it calls is its own, a forked child of it calls, and a worker is in C as it ends.
+
+    So does a program that the worker has started in another session.
+    """
     os.mkfifo(tmp_path / "pid")
     (tmp_path / "script.py").write_text(MAIN_SCRIPT)
     errors = tmp_path / "errors"
@@ -375,13 +386,13 @@ def test_workers_of_a_main_script_end_with_it(tmp_path, killed):
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, env=environment, **pipes)
     with process:
-        *said, pid = (process.stdout.readline() for _ in range(4))
+        *said, pids = (process.stdout.readline() for _ in range(4))
         if killed:
             process.kill()
         else:
             process.stdin.close()
         process.wait(MINUTES)
-        assert ends(int(pid)), errors.read_text()
+        assert all(ends(int(pid)) for pid in pids.split()), errors.read_text()
     assert said == ["once set()\n", "[(True, 0), (True, 1), True]\n", "[7]\n"]
     assert (process.returncode, errors.read_text()) == (-signal.SIGKILL if killed else 0, "")
 
@@ -637,8 +648,10 @@ def refuse() -> None:
 
 
 def kill_parent(i: int) -> int:
+    """Ray's worker is the parent of the watch over this process."""
     if i == 3:
-        os.kill(os.getppid(), signal.SIGKILL)
+        stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+        os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
         hang()
     return i
 

@@ -1,7 +1,8 @@
 """Worker processes for what may hang, crash or take too much memory.
 
-    WorkerProcess(prepare) ──► a process that prepares itself, then makes the calls that come over its socket
-                                 └─ killed by whoever started it, with it, above MEMORY
+    WorkerProcess(prepare) ──► its watch ──► a worker, which prepares itself and makes the calls that come by its socket
+                                 │             └─ killed by whoever started it, with it, above MEMORY
+                                 └─ ends all that the worker has started when the worker ends (Linux)
 
 What goes over the socket is in frames of bytes, see `to_frame`:
 
@@ -25,6 +26,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,10 @@ OUT_OF_WORK_AGAIN = 0.1  # CPU seconds after which a call that caught `OutOfWork
 FUNCTIONS_KEPT = 32  # by a worker, by whoever sends them: functions made anew for each call must not fill the memory
 STOP_SECONDS = 15.0  # from a polite signal to SIGKILL, of a `Command`
 KILLED_SECONDS = 5.0  # to wait for the end of a process after SIGKILL: one in a system call that hangs does not end
+SIGNALLED = 128  # added to the number of the signal that ended a worker: the exit code of its watch, as of a shell
 BEGUN = b""
 _LENGTH = struct.Struct("<Q")
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 # What a new Python runs: not the main script, which would start training once more, but it finds the same modules.
 _START = "import sys; sys.path[:] = {path!r}; from dash_trl.workers.processes import work; work({fd}, {prepare!r})"
 
@@ -117,6 +120,9 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Ends it, whatever it does, with what it has started; one that has already ended keeps its exit code."""
+        if sys.platform == "linux":
+            self._process.terminate()  # its watch, which kills it
+            return
         with suppress(ProcessLookupError, PermissionError):  # a dead one, on some systems
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -127,8 +133,9 @@ class WorkerProcess:
             code = self._process.wait(KILLED_SECONDS)
         except subprocess.TimeoutExpired:
             return "does not end"
-        names = {-one: one.name for one in signal.Signals}
-        return f"exit code {code}" if code >= 0 else f"killed by {names.get(code, f'signal {-code}')}"
+        number = -code if code < 0 else code - SIGNALLED
+        names = {one.value: one.name for one in signal.Signals}
+        return f"killed by {names.get(number, f'signal {number}')}" if number > 0 else f"exit code {code}"
 
 
 def prepare_nothing() -> None:
@@ -151,7 +158,13 @@ def work(fd: int, prepare: bytes) -> None:
     """
     code = 1
     try:
-        _serve(socket.socket(fileno=fd), prepare)
+        parent = socket.socket(fileno=fd)
+        parent.set_inheritable(False)
+        if sys.platform == "linux":
+            _leave_a_watch(parent)
+        else:
+            _at_the_end_of(parent, partial(os._exit, 1))
+        _serve(parent, prepare)
         sys.stdout.flush()
         code = 0
     except BaseException:
@@ -162,18 +175,11 @@ def work(fd: int, prepare: bytes) -> None:
 def _serve(parent: socket.socket, prepare: bytes) -> None:
     import resource  # POSIX only
 
-    parent.set_inheritable(False)
     # macOS refuses every limit that would matter, and other systems lack the constant.
     with suppress(AttributeError, ValueError, OSError):
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    # A trainer killed with SIGKILL runs no exit handler, and its workers would go on forever. Linux's kernel sees to
-    # it, also where C code holds the interpreter; it would be late for a parent that is dead by now, and there are
-    # other systems.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_wait_for_end, args=(parent,), daemon=True).start()
     pickle.loads(prepare)()
     pid = os.getpid()
     frames = parent.makefile("rb")
@@ -234,11 +240,66 @@ def _load(function: bytes) -> Callable[..., Any]:
     return fail
 
 
-def _wait_for_end(parent: socket.socket) -> None:
-    poll = select.poll()
-    poll.register(parent, 0)  # no event but that it hangs up
-    poll.poll()
-    os._exit(1)
+def _leave_a_watch(parent: socket.socket) -> None:
+    """Returns in a child, the worker; this process stays behind as its watch, and exits as the worker does.
+
+    When the worker ends, the watch ends all that descends from it: orphans become children of the watch. It ends the
+    worker at SIGTERM, and with whoever started it: a trainer killed with SIGKILL runs no exit handler.
+    """
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    watch = os.getpid()
+    worker = os.fork()
+    if not worker:
+        os.setpgid(0, 0)  # what signals its own group does not reach the watch
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != watch:
+            os._exit(1)
+        return
+
+    def end(*_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, end)
+    # By both: the socket may have a copy elsewhere, and the starter may be dead by now.
+    prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _at_the_end_of(parent, end)
+    ended, status = 0, 0
+    while ended != worker:
+        ended, status = os.wait()
+    with suppress(ChildProcessError):  # none is left
+        while True:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                for child in _children():
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(child, signal.SIGKILL)
+                os.wait()
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else SIGNALLED - code)
+
+
+def _children() -> list[int]:
+    """Of this process. Not every kernel has `/proc/self/task/*/children`."""
+    found = []
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended
+            parent = Path("/proc", process, "stat").read_bytes().rpartition(b")")[2].split()[1]
+            if int(parent) == os.getpid():
+                found.append(int(process))
+    return found
+
+
+def _at_the_end_of(parent: socket.socket, then: Callable[[], object]) -> None:
+    """Calls a function, on a thread, when the other end of the socket is closed."""
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(parent, 0)  # no event but that it hangs up
+        poll.poll()
+        then()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 class OutOfWork(BaseException):
