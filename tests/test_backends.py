@@ -10,6 +10,7 @@ import random
 import secrets
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -310,17 +311,17 @@ def leave_a_child(path: str, exits: bool, environment: dict[str, str] | None) ->
     program = f"sleep 100000 & echo $! > {path}"
     subprocess.run(["sh", "-c", program], start_new_session=True, env=environment, check=True)
     if exits:
-        os._exit(3)
+        os.killpg(0, signal.SIGKILL)
     hang()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell of orphans")
 @pytest.mark.parametrize("exits", [False, True])
 def test_what_a_call_has_started_ends_with_it(backend, exits, tmp_path):
-    """When its worker is killed, and when that ends by itself."""
+    """When its worker is killed, and when that ends by itself, with its group."""
     settings = {"path": str(tmp_path / "pid"), "exits": exits, "environment": {"PATH": os.environ["PATH"]}}
     (call,) = Sheet(leave_a_child, [settings], MINUTES if exits else SOON).run(backend)
-    check(call, (WorkerDied, "exit code 3") if exits else (TimeoutError, ""))
+    check(call, (WorkerDied, "killed by SIGKILL") if exits else (TimeoutError, ""))
     assert ends(int((tmp_path / "pid").read_text()))
 
 
@@ -562,6 +563,30 @@ def test_the_state_of_a_worker_does_not_reach_later_calls():
     with closing(ProcessCalls(1)) as backend:
         calls = Sheet(leaves_behind, [{"first": True}, {"first": False}]).run(backend)
     assert calls[1].value == (os.getcwd(), None, 0.0)
+
+
+def lowers_its_limits(row: int, how: str) -> tuple[int, int]:
+    """Its process, and how many files it may open."""
+    import resource
+
+    if row == 1:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if how == "for good":  # root may raise it again, as long as it has its capabilities
+            assert ctypes.CDLL(None).capset(struct.pack("Ii", 0x20080522, 0), bytes(24)) == 0
+            hard = 50
+        resource.setrlimit(resource.RLIMIT_NOFILE, (50, hard))
+    return os.getpid(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="drops capabilities")
+@pytest.mark.parametrize("how", ["soft", "for good"])
+def test_limits_that_a_call_sets_do_not_reach_later_calls(how):
+    """A worker whose limits cannot be raised again is replaced, and no call is lost."""
+    with closing(ProcessCalls(1)) as backend:
+        calls = Sheet(lowers_its_limits, [{"row": row, "how": how} for row in range(6)]).run(backend)
+    (first, most), (second, few), *others = (call.value for call in calls)
+    assert second == first and few == 50 < most and {files for _, files in others} == {most}
+    assert ({process for process, _ in others} == {first}) == (how == "soft")
 
 
 @pytest.mark.parametrize("kind", ["thread", "asyncio"])

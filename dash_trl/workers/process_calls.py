@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Any
 
 from dash_trl.workers.calls import Call
-from dash_trl.workers.processes import BEGUN, FUNCTIONS_KEPT, WorkerProcess, prepare_nothing
+from dash_trl.workers.processes import BEGUN, FUNCTIONS_KEPT, UNFIT, WorkerProcess, prepare_nothing
 from dash_trl.workers.wire import Outcome, dump, failure, finish, pack
 
 logger = logging.getLogger(__name__)
@@ -309,6 +309,10 @@ class Pool:
                     worker.ready, self._failed_starts = True, 0
                 elif frame == BEGUN:
                     worker.begun = worker.batches.popleft()
+                elif frame == UNFIT:  # it has begun none of its rows
+                    self._end_worker(worker)
+                    self._waiting.extendleft(reversed(worker.rows))
+                    return
                 else:
                     outcome: Outcome = pickle.loads(frame)
                     row = worker.rows.popleft()
@@ -321,10 +325,7 @@ class Pool:
 
     def _lose(self, worker: _Worker, *, overdue: bool) -> None:
         """Ends a worker. The row that it was at has failed; the others wait again, in front."""
-        self._workers.remove(worker)
-        self._selector.unregister(worker.process.socket)
-        worker.process.kill()
-        end = worker.process.bury()
+        end = self._end_worker(worker)
         if not worker.ready:
             self._failed_starts += 1
             self._why = f"not ready after {START_SECONDS:g} s" if overdue else end
@@ -339,6 +340,13 @@ class Pool:
                 worker.rows.popleft()
                 row.finish(failure(WorkerDied(f"{end} while it loaded a function ({START_SECONDS:g} s at most)")))
         self._waiting.extendleft(reversed(worker.rows))
+
+    def _end_worker(self, worker: _Worker) -> str:
+        """Says how it ended."""
+        self._workers.remove(worker)
+        self._selector.unregister(worker.process.socket)
+        worker.process.kill()
+        return worker.process.bury()
 
     def _end(self) -> None:
         with self._lock:

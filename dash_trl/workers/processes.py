@@ -9,6 +9,7 @@ What goes over the socket is in frames of bytes, see `to_frame`:
     ──► calls: (number of a function, the function where it is new, the arguments of each call)
     ◄── ready: b"", once, when it has prepared itself
     ◄── begun: b"", when it has read such calls and loaded their function; then an `Outcome` for each, in order
+    ◄── b"unfit": the last call has left it so, and it begins no other one
 
 `Command`: any program with its children; `stop` ends them all.
 """
@@ -16,6 +17,7 @@ What goes over the socket is in frames of bytes, see `to_frame`:
 import ctypes
 import os
 import pickle
+import resource
 import select
 import signal
 import socket
@@ -39,7 +41,7 @@ FUNCTIONS_KEPT = 32  # by a worker, by whoever sends them: functions made anew f
 STOP_SECONDS = 15.0  # from a polite signal to SIGKILL, of a `Command`
 KILLED_SECONDS = 5.0  # to wait for the end of a process after SIGKILL: one in a system call that hangs does not end
 SIGNALLED = 128  # added to the number of the signal that ended a worker: the exit code of its watch, as of a shell
-BEGUN = b""
+BEGUN, UNFIT = b"", b"unfit"
 _LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 # What a new Python runs: not the main script, which would start training once more, but it finds the same modules.
@@ -173,13 +175,12 @@ def work(fd: int, prepare: bytes) -> None:
 
 
 def _serve(parent: socket.socket, prepare: bytes) -> None:
-    import resource  # POSIX only
-
     # macOS refuses every limit that would matter, and other systems lack the constant.
     with suppress(AttributeError, ValueError, OSError):
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    limits = _Limits()
     pickle.loads(prepare)()
     pid = os.getpid()
     frames = parent.makefile("rb")
@@ -193,12 +194,16 @@ def _serve(parent: socket.socket, prepare: bytes) -> None:
                 del functions[next(iter(functions))]
         parent.sendall(to_frame(BEGUN))
         state = _State()
+        limits.remember()
         for arguments in calls:
             outcome = outcome_of(functions[number], arguments)
             if os.getpid() != pid:  # it forked, and its child came back: the outcome is its parent's to send
                 os._exit(1)
             state.restore()
             parent.sendall(to_frame(pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL)))
+            if not limits.restore():
+                parent.sendall(to_frame(UNFIT))
+                return
         state.close()
 
 
@@ -220,6 +225,44 @@ class _State:
 
     def close(self) -> None:
         os.close(self._folder)
+
+
+class _Limits:
+    """Limits of resources, which a call may lower. Python's own functions tell: to look at all takes 20 us."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[int, tuple[int, int]]] = []
+        self._touched = True
+        self._set = resource.setrlimit
+        for name in ("setrlimit", "prlimit"):
+            if hasattr(resource, name):
+                setattr(resource, name, self._telling(getattr(resource, name)))
+
+    def _telling(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def tells(*arguments: Any) -> Any:
+            self._touched = True
+            return function(*arguments)
+
+        return tells
+
+    def remember(self) -> None:
+        """What functions find from now on."""
+        if self._touched:
+            names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+            self._known = [(one, resource.getrlimit(one)) for one in (getattr(resource, name) for name in names)]
+            self._touched = False
+
+    def restore(self) -> bool:
+        """False where they stay lower: only root may raise a hard limit."""
+        if self._touched:
+            try:
+                for one, limits in self._known:
+                    if resource.getrlimit(one) != limits:
+                        self._set(one, limits)
+            except (ValueError, OSError):
+                return False
+            self._touched = False
+        return True
 
 
 def _variables() -> dict[bytes, bytes]:
