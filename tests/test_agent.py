@@ -218,8 +218,9 @@ def test_an_interrupt_starts_nothing_more(monkeypatch, settings):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_agent_may_be_used_in_a_process_forked_from_its_own(asynchronous):
-    """As by `notebook_launcher`: the threads of the parent are not there."""
+def test_an_agent_may_be_used_in_a_process_forked_from_its_own(asynchronous, monkeypatch):
+    """As by `notebook_launcher`: the threads of the parent are not there, and `close` does not wait for them."""
+    monkeypatch.setattr("dash_trl.workers.async_calls.CLOSE_SECONDS", 60)
 
     async def score_async(completion, number):
         return number
@@ -229,6 +230,8 @@ def test_an_agent_may_be_used_in_a_process_forked_from_its_own(asynchronous):
         child = os.fork()
         if not child:
             signal.alarm(20)  # ends what hangs
+            scores(agent, 4)
+            agent.close()
             (outcomes,) = scores(agent, 4)
             os._exit(7 if [one.value for one in outcomes] == [0, 1, 2, 3] else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

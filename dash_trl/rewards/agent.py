@@ -104,8 +104,7 @@ class RewardAgent:
             self.rewards.append(one)
         self.team = RewardTeam(self.own)  # a trainer makes one of all the functions that it uses
         self.ranks = 1  # processes of the run, whose limits these are
-        self._backends: dict[Lane, Backend] = {}
-        self._process = os.getpid()
+        self._backends: dict[tuple[int, Lane], Backend] = {}  # by process: in a forked one they have no threads
         self._closes = dict.fromkeys(one.form.close for one in self.own if one.form.close is not None)
         self._open = dict(self._closes)  # of functions that may have been used since they were closed
         weakref.finalize(self, _end, self._backends, self._open)  # with the agent, and at the latest with the process
@@ -224,13 +223,11 @@ class RewardAgent:
 
     def _start(self, lane: Lane, calls: Sequence[Call]) -> None:
         self._open.update(self._closes)
-        if self._process != os.getpid():  # forked: the backends' threads are the parent's
-            self._process = os.getpid()
-            self._backends.clear()
-        if lane not in self._backends:
+        mine = os.getpid(), lane
+        if mine not in self._backends:
             backend = self._make(*lane)
-            self._backends[lane] = RetriedCalls(backend, self.transient, self.retries) if self.transient else backend
-        self._backends[lane].submit(calls)
+            self._backends[mine] = RetriedCalls(backend, self.transient, self.retries) if self.transient else backend
+        self._backends[mine].submit(calls)
 
     def _make(self, kind: str, limit: int | None) -> Backend:
         share = max(1, self.max_concurrency // self.ranks)
@@ -243,9 +240,10 @@ class RewardAgent:
         return (AsyncCalls if kind == "asyncio" else ThreadCalls)(share, pace=pace)
 
 
-def _end(backends: dict[Lane, Backend], opened: dict[Callable[[], Any], None]) -> None:
-    for backend in backends.values():
-        backend.close()
+def _end(backends: dict[tuple[int, Lane], Backend], opened: dict[Callable[[], Any], None]) -> None:
+    for (process, _), backend in backends.items():
+        if process == os.getpid():
+            backend.close()
     backends.clear()
     while opened:
         opened.popitem()[0]()
