@@ -286,9 +286,14 @@ def test_a_function_that_no_trainer_uses():
 
 
 def test_rows_whose_outcomes_are_lost_end_all_the_same(monkeypatch):
-    """Whatever has lost them: here a backend that forgets every other call."""
-    submit = ThreadCalls.submit
-    monkeypatch.setattr(ThreadCalls, "submit", lambda self, calls: submit(self, calls[::2]))
+    """Whatever has lost them: here a backend that forgets every other call for a while. They end once."""
+    submit, late = ThreadCalls.submit, []
+
+    def submit_half(self, calls):
+        late.extend(calls[1::2])
+        submit(self, calls[::2])
+
+    monkeypatch.setattr(ThreadCalls, "submit", submit_half)
     with RewardAgent(lambda completion: 1.0) as agent:
         request = agent.submit(rows(4), group_size=2)
         request.patience = 0.5
@@ -296,6 +301,8 @@ def test_rows_whose_outcomes_are_lost_end_all_the_same(monkeypatch):
         waiting.start()
         waiting.join(20)
         assert not waiting.is_alive()
+    for call in late:
+        call.finish(Score(2.0))
     (outcomes,) = request.outcomes
     assert outcomes[::2] == [Score(1.0)] * 2 and all("its outcome was lost" in str(one) for one in outcomes[1::2])
 

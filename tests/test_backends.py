@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -451,8 +451,15 @@ class OddPickle(Exception):
         return self.call[0], self.call[1:]
 
 
+def exit_elsewhere(process: int) -> None:
+    if os.getpid() != process:
+        sys.exit(1)
+
+
 def odd_pickle(number: int) -> object:
     odd = {1: OddPickle(sys.exit, 1), 2: OddPickle(time.sleep, 1e6), 3: OddPickle(OddPickle)}.get(number, number)
+    if number == 5:
+        return OddPickle(exit_elsewhere, os.getpid())
     if number in (1, 2):
         return odd
     if number in (3, 4):
@@ -464,9 +471,9 @@ def test_pickles_that_exit_or_block_when_they_are_read_cost_their_own_calls():
     with closing(ProcessCalls(1)) as backend:
         timeouts = [SOON if i == 2 else MINUTES for i in range(7)]
         calls = Sheet(odd_pickle, [{"number": i} for i in range(7)], timeouts).run(backend)
-    assert [call.value for call in calls] == [0, None, None, None, None, 5, 6]
+    assert [call.value for call in calls] == [0, None, None, None, None, None, 6]
     kinds = [type(call.error).__name__ for call in calls]
-    assert kinds == ["NoneType", "TypeError", "TimeoutError", "OddPickle", "RuntimeError", "NoneType", "NoneType"]
+    assert kinds == ["NoneType", "TypeError", "TimeoutError", "OddPickle", "RuntimeError", "RuntimeError", "NoneType"]
 
 
 async def wait_for(gate: threading.Event) -> None:
@@ -508,10 +515,59 @@ def test_close_ends_each_call_once_and_nothing_starts_later(kind):
         backend.close()
 
 
-def test_many_late_calls_at_once_wait_until_threads_come_back(monkeypatch):
+def test_what_is_submitted_when_close_ends_a_call_is_made():
+    """On a new loop: the old one takes no more calls."""
+    begun = threading.Event()
+    later = Sheet(own_number, [{"number": 7}])
+
+    async def awaits() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    backend = AsyncCalls(1)
+    backend.submit([Call(awaits, {}, timeout=MINUTES, done=lambda _: backend.submit(later.calls))])
+    begun.wait(MINUTES)
+    backend.close()
+    later.wait()
+    assert later.calls[0].value == 7
+    backend.close()
+
+
+async def own_number(number: int) -> int:
+    return number
+
+
+def test_a_loop_that_was_blocked_when_it_was_closed_ends_when_it_comes_back(monkeypatch):
+    """And no other one takes its place, though it does not answer."""
+    monkeypatch.setattr("dash_trl.workers.async_calls.CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("dash_trl.workers.async_calls.LOOK_SECONDS", 0.2)
+    before, begun, gate = set(threading.enumerate()), threading.Event(), threading.Event()
+
+    async def blocks() -> None:
+        begun.set()
+        gate.wait()
+
+    backend = AsyncCalls(1)
+    sheet = Sheet(blocks, [{}], 0.2)
+    backend.submit(sheet.calls)
+    begun.wait(MINUTES)
+    backend.close()
+    check(sheet.calls[0], (GivenUp, "closed"))
+    (loop,) = (one for one in set(threading.enumerate()) - before if "event loop" in one.name)
+    for thread in set(threading.enumerate()) - before - {loop}:
+        thread.join(60)
+    gate.set()
+    loop.join(60)
+    assert not set(threading.enumerate()) - before and not backend.abandoned
+
+
+@pytest.mark.parametrize("kind", ["thread", "asyncio"])
+def test_after_many_late_calls_at_once_others_wait_until_these_come_back(kind, monkeypatch):
     """As where a server answers late for a while: those that were late have no value, and the others are made then."""
     monkeypatch.setattr("dash_trl.workers.threads.MOST_ABANDONED", 4)
     monkeypatch.setattr("dash_trl.workers.threads.PATIENCE", 1000)
+    monkeypatch.setattr("dash_trl.workers.async_calls.MOST_DEAF", 4)
+    monkeypatch.setattr("dash_trl.workers.async_calls.PATIENCE", 1000)
     gate = threading.Event()
 
     def late(i: int) -> int:
@@ -519,8 +575,15 @@ def test_many_late_calls_at_once_wait_until_threads_come_back(monkeypatch):
             gate.wait()
         return i
 
-    with closing(ThreadCalls(4)) as backend:
-        sheet = Sheet(late, [{"i": i} for i in range(12)], [SOON] * 4 + [MINUTES] * 8)
+    async def late_and_deaf(i: int) -> int:
+        while i < 4 and not gate.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+        return i
+
+    with closing(ThreadCalls(4) if kind == "thread" else AsyncCalls(4)) as backend:
+        function = late if kind == "thread" else late_and_deaf
+        sheet = Sheet(function, [{"i": i} for i in range(12)], [SOON] * 4 + [MINUTES] * 8)
         backend.submit(sheet.calls)
         first = sheet.wait(4)
         gate.set()
@@ -537,10 +600,8 @@ def test_coroutines_that_ignore_their_cancellation_are_counted(monkeypatch):
     async def deaf(i: int) -> None:
         started.append(i)
         while not over.is_set():
-            try:
+            with suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                pass
 
     with closing(AsyncCalls(2)) as backend:
         calls = Sheet(deaf, [{"i": i} for i in range(12)], 0.1).run(backend)
@@ -603,7 +664,7 @@ def test_the_child_of_a_call_that_forks_makes_no_other_calls(kind, tmp_path):
     async def forks_async(i: int) -> int:
         return forks(i)
 
-    with closing(ThreadCalls(1) if kind == "thread" else AsyncCalls(1)) as backend:
+    with closing(ThreadCalls(1) if kind == "thread" else AsyncCalls(5)) as backend:
         Sheet(forks if kind == "thread" else forks_async, [{"i": i} for i in range(5)]).run(backend)
         (child,) = children
         assert ends(child)

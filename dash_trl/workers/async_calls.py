@@ -68,14 +68,14 @@ class EventLoop:
     def close(self, last: Callable[[], Coroutine[Any, Any, Any]] | None = None) -> None:
         """Cancels what runs, runs one more coroutine, to close what lives in the loop, and ends the thread.
 
-        A loop that something blocks is left alone.
+        If something blocks the loop, all but that coroutine happens when it comes back.
         """
         if self._loop.is_running():
             cancelled = asyncio.run_coroutine_threadsafe(self._cancel_others(), self._loop)
             try:
                 cancelled.result(CLOSE_SECONDS)
             except TimeoutError:
-                return
+                last = None
             if last is not None:
                 self.run(last())
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -273,7 +273,6 @@ class RetriedCalls:
 
     def __init__(self, backend: Backend, transient: tuple[type[BaseException], ...], retries: int):
         self._backend, self._loop = backend, EventLoop()
-        self._open: set[Call] = set()
         self._retrying = AsyncRetrying(
             stop=stop_after_attempt(1 + retries),
             wait=wait_random_exponential(max=LONGEST_PAUSE),
@@ -282,15 +281,12 @@ class RetriedCalls:
         )
 
     def submit(self, calls: Sequence[Call]) -> None:
-        self._open.update(calls)
         for call in calls:
             self._loop.start(self._finish(call))
 
     def close(self) -> None:
         self._loop.close()  # first: a call that the backend ends would be made again
         self._backend.close()
-        for call in list(self._open):  # tasks that were cancelled before they began
-            call.finish(error=GivenUp("the agent was closed"))
 
     async def _finish(self, call: Call) -> None:
         try:
@@ -299,8 +295,6 @@ class RetriedCalls:
             call.finish(error=GivenUp("the agent was closed"))
         except BaseException as error:  # SystemExit would end the loop, and with it all other calls
             call.finish(error=error)
-        finally:
-            self._open.discard(call)
 
     async def _attempt(self, call: Call) -> Any:
         ended: Future[Call] = Future()
