@@ -146,6 +146,7 @@ class RewardAgent:
             rows: see `submit`.
         """
         calls: dict[Lane, list[Call]] = {}
+        timeout = self._timeout(request)
         for one, number in functions.items():
             if one.form.batch:
                 continue
@@ -157,7 +158,7 @@ class RewardAgent:
                     self._put(request, one.form, number, row, [error])
                     continue
                 done = partial(self._row_done, request, one.form, number, row)
-                made.append(self._call(request, one.score, arguments, done))
+                made.append(Call(one.score, arguments, timeout=timeout, done=done, stop=request.stop))
         for lane, made in calls.items():
             self._start(lane, made)
 
@@ -172,7 +173,8 @@ class RewardAgent:
                 logged: list[tuple[str, tuple]] = []
                 later = {name: partial(note_call, logged, name) for name in LOGS}
                 done = partial(self._batch_done, request, one.form, number, rows, logged)
-                call = self._call(request, one.form.function, {**batch, **later}, done, of=rows)
+                timeout = self._timeout(request, rows)
+                call = Call(one.form.function, {**batch, **later}, timeout=timeout, done=done, stop=request.stop)
                 self._start(self._lane(one.form), [call])
 
     def _row_done(self, request: Request, form: RewardForm, number: int, row: int, call: Call) -> None:
@@ -204,7 +206,8 @@ class RewardAgent:
                 request.outcomes[number][row] = new
             request.complete(number, group)
 
-        call = self._call(request, processed_scores, {"function": function, "scores": scores}, done)
+        arguments = {"function": function, "scores": scores}
+        call = Call(processed_scores, arguments, timeout=self._timeout(request), done=done, stop=request.stop)
         self._start(("thread", None), [call])
 
     # ----------------------------------------------------------------------------------------------- backends
@@ -212,14 +215,12 @@ class RewardAgent:
     def _lane(self, form: RewardForm) -> Lane:
         return self.backend or ("asyncio" if form.asynchronous else "thread"), form.max_concurrency
 
-    def _call(
-        self, request: Request, function: Callable[..., Any], arguments: Any, done: Callable[[Call], None], of: int = 1
-    ) -> Call:
-        """Of so many completions."""
+    def _timeout(self, request: Request, of: int = 1) -> float:
+        """Of a call that is about so many completions; the request waits for it."""
         timeout = min(self.timeout * of, max(self.timeout, BATCH_SECONDS))
         most = max(ROWS_AHEAD, 1 + self.retries) * timeout  # until a task of Ray ends, or the last attempt
         request.patience = max(request.patience, LAST_SECONDS + most)
-        return Call(function, arguments, timeout=timeout, done=done, stop=request.stop)
+        return timeout
 
     def _start(self, lane: Lane, calls: Sequence[Call]) -> None:
         self._open.update(self._closes)

@@ -6,7 +6,7 @@ from typing import Any
 
 from dash_trl.rewards.failures import WatchedReward, described, has_failed
 from dash_trl.rewards.forms import RewardForm, Score
-from dash_trl.rewards.outcomes import score_of, scored, scored_async
+from dash_trl.rewards.outcomes import score_of, scored, scored_async, scored_elsewhere
 from dash_trl.workers import GivenUp
 
 LOGS = ("log_extra", "log_metric")  # TRL's, handed to reward functions; neither may be called from other threads
@@ -24,14 +24,15 @@ class AgentReward(WatchedReward):
         agent: the `RewardAgent`. number: of the function, among the agent's.
     Attributes:
         group_size: of the batches that TRL calls it with.
-        score: calls a per-sample function and returns a `Score`.
+        score: calls a per-sample function and reads its score.
     """
 
     def __init__(self, form: RewardForm, agent: Any, number: int):
         super().__init__(form.function, form.name)
         self.form, self.agent, self.number = form, agent, number
         self.group_size: Callable[[], int] = lambda: 1
-        self.score = partial(scored_async if form.asynchronous else scored, form.function)
+        here = scored_async if form.asynchronous else scored
+        self.score = partial(scored_elsewhere if agent.backend in ("process", "ray") else here, form.function)
         self._texts: set[str] = set()  # columns of the logged completions: once there, they are written always
 
     def __call__(self, /, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:

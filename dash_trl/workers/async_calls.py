@@ -75,7 +75,8 @@ class EventLoop:
             try:
                 cancelled.result(CLOSE_SECONDS)
             except TimeoutError:
-                last = None
+                cancelled.add_done_callback(lambda _: self.call(self._loop.stop))
+                return
             if last is not None:
                 self.run(last())
             self._loop.call_soon_threadsafe(self._loop.stop)

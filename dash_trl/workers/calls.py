@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 LAST_SECONDS = 1800.0  # beyond the time-outs, without the end of any call: longer than workers and Ray take to start
+_last_end = [0.0]  # of any call, by the monotonic clock; an attribute of `Call` would empty Python's caches of it
 
 
 class Call:
@@ -28,7 +29,6 @@ class Call:
         value: what the function returned. error: what it raised, or why it has no value. One of them, once it is done.
     """
 
-    last_end = 0.0  # of any call, by the monotonic clock
     __slots__ = ("_done", "arguments", "error", "function", "stop", "timeout", "value")
     _lock = threading.Lock()
 
@@ -56,7 +56,7 @@ class Call:
             done, self._done = self._done, None  # once; and whoever waits does not live on in a circle of references
         if done is not None:
             self.value, self.error = value, error
-            Call.last_end = time.monotonic()
+            _last_end[0] = time.monotonic()
             done(self)
 
 
@@ -116,7 +116,7 @@ def seconds_left(began: float, patience: float) -> float:
     Args:
         began: when somebody began to wait for them, by the monotonic clock.
     """
-    left = max(began, Call.last_end) + patience - time.monotonic()
+    left = max(began, _last_end[0]) + patience - time.monotonic()
     return max(0.0, min(left, threading.TIMEOUT_MAX))
 
 

@@ -28,7 +28,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ def _serve(parent: socket.socket, prepare: bytes) -> None:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    limits = _Limits()
+    state = _State()
     pickle.loads(prepare)()
     pid = os.getpid()
     frames = parent.makefile("rb")
@@ -193,75 +193,81 @@ def _serve(parent: socket.socket, prepare: bytes) -> None:
             if len(functions) > FUNCTIONS_KEPT:  # the oldest goes, as in `WorkerProcess.known`
                 del functions[next(iter(functions))]
         parent.sendall(to_frame(BEGUN))
-        state = _State()
-        limits.remember()
+        state.remember()
         for arguments in calls:
             outcome = outcome_of(functions[number], arguments)
             if os.getpid() != pid:  # it forked, and its child came back: the outcome is its parent's to send
                 os._exit(1)
-            state.restore()
+            fit = state.restore()
             parent.sendall(to_frame(pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL)))
-            if not limits.restore():
+            if not fit:
                 parent.sendall(to_frame(UNFIT))
                 return
-        state.close()
 
 
 class _State:
-    """What a call may change in its worker, to the harm of later calls: folder, environment and timers."""
+    """What a call may change in its worker, to the harm of later calls: folder, environment, timers and limits.
+
+    Python's own functions tell that they were called: to look at everything after each call takes as long as the call.
+    """
 
     def __init__(self) -> None:
-        self._folder = os.open(".", os.O_RDONLY)
-        self._environment = os.environ.copy()
-        self._known = dict(_variables())
+        self._set_timer, self._set_folder, self._set_limit = signal.setitimer, os.fchdir, resource.setrlimit
+        self._touched: set[str] = set()
+        for module, kind, names in (
+            (signal, "timers", ("setitimer", "alarm")),
+            (os, "folder", ("chdir", "fchdir")),
+            (resource, "limits", ("setrlimit", "prlimit")),
+        ):
+            for name in filter(partial(hasattr, module), names):
+                setattr(module, name, self._telling(kind, getattr(module, name)))
+        self._folder = -1
+        self._environment: dict[str, str] = {}
+        self._known: dict[bytes, bytes] = {}  # the same, as Python keeps it
+        self._limits: list[tuple[int, tuple[int, int]]] = []
+        self._touched.update(("folder", "limits"))
 
-    def restore(self) -> None:
-        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):  # alarms that it left behind
-            signal.setitimer(timer, 0)
-        os.fchdir(self._folder)
-        if _variables() != self._known:
-            os.environ.clear()
-            os.environ.update(self._environment)
-
-    def close(self) -> None:
-        os.close(self._folder)
-
-
-class _Limits:
-    """Limits of resources, which a call may lower. Python's own functions tell: to look at all takes 20 us."""
-
-    def __init__(self) -> None:
-        self._known: list[tuple[int, tuple[int, int]]] = []
-        self._touched = True
-        self._set = resource.setrlimit
-        for name in ("setrlimit", "prlimit"):
-            if hasattr(resource, name):
-                setattr(resource, name, self._telling(getattr(resource, name)))
-
-    def _telling(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def tells(*arguments: Any) -> Any:
-            self._touched = True
-            return function(*arguments)
+    def _telling(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def tells(*arguments: Any, **named: Any) -> Any:
+            self._touched.add(kind)
+            return function(*arguments, **named)
 
         return tells
 
     def remember(self) -> None:
-        """What functions find from now on."""
-        if self._touched:
-            names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-            self._known = [(one, resource.getrlimit(one)) for one in (getattr(resource, name) for name in names)]
-            self._touched = False
+        """What functions find from now on: loading one may have changed it."""
+        if _variables() != self._known:
+            self._environment, self._known = os.environ.copy(), dict(_variables())
+        if "folder" in self._touched:
+            if self._folder != -1:
+                os.close(self._folder)
+            self._folder = os.open(".", os.O_RDONLY)
+        if "limits" in self._touched:
+            kinds = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+            self._limits = [(kind, resource.getrlimit(kind)) for kind in kinds]
+        self._touched.clear()
 
     def restore(self) -> bool:
-        """False where they stay lower: only root may raise a hard limit."""
-        if self._touched:
+        """False where limits stay lower: only root may raise a hard one."""
+        if _variables() != self._known:
+            os.environ.clear()
+            os.environ.update(self._environment)
+        if not self._touched:
+            return True
+        if "timers" in self._touched:
+            for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+                self._set_timer(timer, 0)
+        if "folder" in self._touched:
+            self._set_folder(self._folder)
+        if "limits" in self._touched:
             try:
-                for one, limits in self._known:
-                    if resource.getrlimit(one) != limits:
-                        self._set(one, limits)
+                for kind, limits in self._limits:
+                    if resource.getrlimit(kind) != limits:
+                        self._set_limit(kind, limits)
             except (ValueError, OSError):
                 return False
-            self._touched = False
+        self._touched.clear()
         return True
 
 

@@ -65,16 +65,19 @@ class ThreadCalls:
                 self._ending = ending
             self._unfinished += len(calls)
             self._shortest = min([self._shortest, *(call.timeout for call in calls)])
-            for call in calls:
-                self._waiting.put(call)
-            refused = self._start_threads()
+            refused, waiting = self._start_threads(calls), self._waiting
+        if not refused:
+            for call in calls:  # without the lock, which each call's end needs
+                waiting.put(call)
+            if waiting is not self._waiting:  # it was closed meanwhile
+                refused = [(call, GivenUp("the agent was closed")) for call in _taken(waiting)]
         for call, error in refused:
             call.finish(error=error)
 
     def close(self) -> None:
         """Calls that wait or run end with `GivenUp`. Ends the threads that wait; those in a call end after it."""
         with self._lock:
-            threads, calls = self._threads, self._take_waiting()
+            threads, calls = self._threads, _taken(self._waiting)
             for one in threads:
                 one.closed = True
                 self._waiting.put(None)
@@ -87,17 +90,11 @@ class ThreadCalls:
             if call is not None:
                 call.finish(error=GivenUp("the agent was closed"))
 
-    def _take_waiting(self) -> list[Call]:
-        """The calls that wait, which wait no more; the lock is held."""
-        calls = []
-        with suppress(queue.Empty):
-            while (call := self._waiting.get_nowait()) is not None:
-                calls.append(call)
-        return calls
-
-    def _start_threads(self) -> list[tuple[Call, Exception]]:
+    def _start_threads(self, new: Sequence[Call] = ()) -> list[tuple[Call, Exception]]:
         """One for each call that finds none free; the lock is held.
 
+        Args:
+            new: calls that do not wait yet.
         Returns:
             What is refused, and why: all calls that wait, where the system starts no thread and none is left.
         """
@@ -106,7 +103,7 @@ class ThreadCalls:
             try:
                 _start(self._work, one)
             except RuntimeError as error:  # at the system's limit of threads
-                calls = [] if self._threads else self._take_waiting()
+                calls = [] if self._threads else [*_taken(self._waiting), *new]
                 self._unfinished -= len(calls)
                 return [(call, error) for call in calls]
             self._threads.add(one)
@@ -187,6 +184,17 @@ class ThreadCalls:
             for call, error in late:
                 call.finish(error=error)
             ending.wait(min(pause, threading.TIMEOUT_MAX))
+
+
+def _taken(waiting: queue.SimpleQueue[Call | None]) -> list[Call]:
+    """The calls that wait, which wait no more."""
+    taken: list[Call | None] = []
+    with suppress(queue.Empty):
+        while True:
+            taken.append(waiting.get_nowait())
+    for _ in range(taken.count(None)):  # each ends a thread
+        waiting.put(None)
+    return [call for call in taken if call is not None]
 
 
 def _start(function: Callable[[Any], None], argument: Any) -> None:

@@ -94,7 +94,7 @@ def outcome_of(function: Callable[..., Any], arguments: bytes) -> Outcome:
 def _readable(value: Any) -> bytes:
     """As `dump`, and read once here: reading it may fail or block, which must not happen where all calls end."""
     data = dump(value)
-    if type(value) is not float:
+    if type(value) is not float and value is not None:
         pickle.loads(data)
     return data
 
