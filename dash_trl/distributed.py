@@ -7,8 +7,8 @@ Without the meeting the others would go on into their next collective and wait t
 a collective itself: a rank that fails within one would answer another than the others are in.
 """
 
-import builtins
 import json
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -61,7 +61,8 @@ class Ranks:
         Raises:
             Exception: what `work` raised on this rank, or else on the first that failed, with a `RankFailed` as its
                 cause.
-            RankFailed: where another rank's error is no built-in one, or a rank did not come in time.
+            RankFailed: where another rank's error is neither built-in nor of this package, or a rank did not come in
+                time.
         """
         _depths[-1] += 1
         meeting = [".".join(map(str, _depths[: depth + 1])) for depth in range(len(_depths))]
@@ -150,9 +151,9 @@ def meet(
         left_behind: this rank's keys of the meetings before, to be removed; those of this one are left in it.
         patience: seconds for which a rank that failed waits. timeout: seconds for which the others do.
     Returns:
-        Of each rank that failed, the text of its error, and the error if it is a built-in one; the same on every rank.
-        Only its own on one that failed and met nobody. If one has failed in an agreement around this one, so that it
-        will not come to this one: that one.
+        Of each rank that failed, the text of its error, and the error if it is built-in or of this package; the same on
+        every rank. Only its own on one that failed and met nobody. If one has failed in an agreement around this one,
+        so that it will not come to this one: that one.
     Raises:
         RankFailed: some did not come in time.
     """
@@ -185,17 +186,19 @@ def meet(
 def _written(error: Exception) -> bytes:
     """JSON, since anybody who reaches the store may write there: unpickling would run whatever that is."""
     said = traceback.TracebackException.from_exception(error)  # its text is safe where the error's own `__str__` fails
-    text, name = f"{type(error).__name__}: {said}", type(error).__name__
+    kind = type(error)
+    text = f"{kind.__name__}: {said}"
     try:
-        return json.dumps([text, name, error.args]).encode()
+        return json.dumps([text, kind.__module__, kind.__name__, error.args]).encode()
     except (TypeError, ValueError):  # arguments that are no JSON
-        return json.dumps([text, name, [str(said)]]).encode()
+        return json.dumps([text, kind.__module__, kind.__name__, [str(said)]]).encode()
 
 
 def _read(written: bytes) -> tuple[str, Exception | None]:
-    """(text, the error if it is a built-in one)."""
-    text, name, arguments = json.loads(written)
-    kind = vars(builtins).get(name)
+    """(text, the error if it is built-in or of this package)."""
+    text, module, name, arguments = json.loads(written)
+    known = module == "builtins" or module.startswith("dash_trl.")
+    kind = getattr(sys.modules.get(module), name, None) if known else None
     try:
         return text, kind(*arguments) if isinstance(kind, type) and issubclass(kind, Exception) else None
     except TypeError:  # UnicodeDecodeError, for example, takes no text

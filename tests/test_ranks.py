@@ -1,5 +1,6 @@
 """How ranks meet where one of them has failed: the error reaches all, and nobody waits for a rank that has gone."""
 
+import json
 import pickle
 import threading
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from dash_trl.distributed import RankFailed, meet
+from dash_trl.sampling.pool import PoolError
 
 
 class OwnError(RuntimeError):
@@ -93,12 +95,14 @@ def test_a_rank_that_does_not_come_is_named():
         (KeyError("a", 1), "KeyError: ('a', 1)", KeyError("a", 1)),
         (FileNotFoundError(2, "no file"), "FileNotFoundError: [Errno 2] no file", FileNotFoundError(2, "no file")),
         (ValueError(object), "ValueError: <class 'object'>", ValueError("<class 'object'>")),
+        (PoolError("no server"), "PoolError: no server", PoolError("no server")),
         (OwnError("a", "b"), "OwnError: a, b", None),
+        (json.JSONDecodeError("why", "", 0), "JSONDecodeError: why: line 1", None),
         (UnicodeDecodeError("utf-8", b"", 0, 1, "why"), "UnicodeDecodeError: 'utf-8' codec", None),
         (Unsayable(), "Unsayable: <exception str() failed>", None),
     ],
 )
-def test_an_error_reaches_the_others_as_itself_if_it_is_built_in_and_else_as_text(error, text, relayed):
+def test_an_error_reaches_the_others_as_itself_or_as_its_text(error, text, relayed):
     ((said, rebuilt),) = meet(dist.HashStore(), 0, 1, error, ["1"], []).values()
     assert said.startswith(text) and repr(rebuilt) == repr(relayed)
 
@@ -115,6 +119,8 @@ def test_nothing_that_stands_in_the_store_is_run(tmp_path):
     store.set("dash_trl/1/failed", "dash_trl/1/1")
     with pytest.raises(ValueError):
         meet(store, 0, 2, None, ["1"], [], timeout=20.0)
+    store.set("dash_trl/1/1", json.dumps(["text", "subprocess", "Popen", [["touch", str(tmp_path / "was run")]]]))
+    assert meet(store, 0, 2, None, ["1"], [], timeout=20.0) == {1: ("text", None)}
     assert not (tmp_path / "was run").exists()
 
 
