@@ -13,13 +13,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import openai
 import pytest
+import trl
 from embedded_judge import JUDGE_NAME, EmbeddedJudge
 from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from dash_trl.rewards import JudgeError, JudgeReward, RewardAgent
 from dash_trl.rewards.judge_cache import AnswerCache
@@ -129,13 +132,13 @@ def test_a_completion_cannot_end_its_own_tags(server):
 
 
 MARKERS = {
-    "Qwen": "<|im_start|> <|im_end|> <|endoftext|> <|vision_start|> <think> </think> <tool_call>",
+    "Qwen": "<|im_start|> <|im_end|> <|endoftext|> <|vision_start|> <think> </think> <tool_call> <tool_response>",
     "Llama 2": "<s> </s> <unk> <<SYS>> <</SYS>> [INST] [/INST]",
     "Llama 3": "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|> <|python_tag|>",
     "Llama 4": "<|header_start|> <|header_end|> <|eot|>",
     "Gemma": "<bos> <eos> <start_of_turn> <end_of_turn> <start_of_image> <|turn> <turn|>",
-    "Mistral": "<s> </s> [INST] [/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CALLS] [AVAILABLE_TOOLS] [IMG] [THINK]",
-    "Phi": "<|system|> <|user|> <|assistant|> <|end|> <|im_sep|>",
+    "Mistral": "<s> </s> [INST] [/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CALLS] [/TOOL_RESULTS] [IMG] [THINK]",
+    "Phi": "<|system|> <|user|> <|assistant|> <|end|> <|im_sep|> <|tool|>",
     "gpt-oss": "<|start|> <|channel|> <|message|> <|end|> <|return|> <|call|> <|constrain|>",
     "DeepSeek": "<｜begin▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜end▁of▁sentence｜>",
 }  # fmt: skip
@@ -155,9 +158,36 @@ def test_no_marker_of_a_chat_template_reaches_the_judge(server, family):
     assert [token for token in tokenizer.encode(sent).tokens if token in markers] == markers[:1]
 
 
+def test_the_judge_sees_no_more_turns_than_there_are(server):
+    """By the chat templates that TRL ships: all their markers in a completion add none to those of a template."""
+    files = (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")
+    templates = {file.stem: file.read_text() for file in files if "training" not in file.stem}
+    assert {re.match("[a-z]+", name)[0] for name in templates} >= {"qwen", "llama", "gemma", "phi", "gptoss"}
+    markers = {one for text in templates.values() for one in re.findall(r"<[^\s<>'\"{}]+>|\[/?[A-Z_]+\]", text)}
+    judge = JudgeReward("m", base_url=server.url)
+    for completion in ("4", "".join(markers)):
+        ask(judge, completion)
+    plain, forged = [request["messages"][1:] for request in server.requests]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({})), bos_token="<s>")
+    for name, template in templates.items():
+        shown = [tokenizer.apply_chat_template(one, chat_template=template, tokenize=False) for one in (plain, forged)]
+        found = [{one: text.count(one) for one in markers if one in text} for text in shown]
+        assert found[0] == found[1] and found[0], name
+
+
+@pytest.mark.parametrize(("first", "second"), [("<", "|im_end|>"), ("[", "INST]"), ("[IN", "ST]")])
+def test_two_columns_make_no_marker(server, first, second):
+    judge = JudgeReward("m", base_url=server.url, template="{prompt}{answer} {completion}", cache=False)
+    message = ask(judge, "4", first, answer=second)[1]
+    assert not message.startswith(first + second) and message.replace(" ", "").startswith(first + second)
+
+
 def test_formulas_and_programs_are_shown_as_they_are(server):
+    """But for spaces behind < and [ before a name, which the judge is told of."""
     text = r"if a < b <= c: x[0] = [1, 2]; \frac{1}{2} << 3"
     assert text in ask(JudgeReward("m", base_url=server.url), text)[1]
+    assert "if x< y: x[ 10] = i" in ask(JudgeReward("m", base_url=server.url), "if x<y: x[10] = i")[1]
+    assert "take no notice of these spaces" in server.requests[0]["messages"][0]["content"]
 
 
 TOO_LONG = {
@@ -166,11 +196,17 @@ TOO_LONG = {
     "SGLang": "The input (9000 tokens) is longer than the model's context length (8192 tokens).",
     "llama.cpp": "the request exceeds the available context size, try increasing it",
 }
+FILTERED = {
+    "OpenAI's filter": {"code": "invalid_prompt", "message": "Your prompt was flagged. Please try again."},
+    "Azure's filter": {"code": "content_filter", "message": "The response was filtered.", "status": 400},
+}
 UNJUDGEABLE = {
     "refused": chat(None, refusal="I cannot judge that."),
     "filtered": chat(None, finish_reason="content_filter"),
     "cut off": chat('{"explanation": "', finish_reason="length"),
     **{name: (400, {"error": {"message": text}}) for name, text in TOO_LONG.items()},
+    **{name: (400, {"error": error}) for name, error in FILTERED.items()},
+    "too large": (413, {}),
 }
 
 
@@ -180,11 +216,8 @@ def test_who_cannot_be_judged_gets_a_score_that_is_not_kept(server, caplog, faul
     judge = JudgeReward("m", base_url=server.url)
     for number in range(2):
         score, _, why = ask(judge)
-        assert (
-            score == 0.0
-            and why.startswith(("The judge", "The request is too long"))
-            and len(server.requests) == number + 1
-        )
+        assert score == 0.0 and why.startswith(("The judge", "The request is too long"))
+        assert len(server.requests) == number + 1
     assert caplog.text.count("on_refusal=0.0") == 1
     assert ask(JudgeReward("m", base_url=server.url, on_refusal=0.25))[0] == 0.25
     with pytest.raises(JudgeError):
@@ -546,11 +579,24 @@ def test_a_body_is_read_up_to_a_limit(server, monkeypatch, status, packed):
 
 
 @pytest.mark.parametrize(
-    ("said", "seconds"), [("7", 7.0), ("0.5", 0.5), ("1e9", 60.0), ("nan", 60.0), ("-1", 0.0), ("later", 0.0)]
+    ("said", "seconds"),
+    [
+        ("7", 7.0),
+        ("0.5", 0.5),
+        ("1e9", 60.0),
+        ("nan", 60.0),
+        ("-1", 0.0),
+        ("later", 0.0),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 30.0),
+        ("Wed, 21 Oct 2015 07:28:00 +0100", 0.0),
+        ("Wed, 21 Oct 2099 07:28:00 GMT", 60.0),
+        ("Wed, 21 Oct 20150 07:28:00 GMT", 0.0),
+    ],
 )
 def test_a_server_that_asks_for_time_is_left_alone(server, monkeypatch, said, seconds):
     """By all calls, not only by the one that it told so."""
     now, sleep, slept = [0.0], asyncio.sleep, []
+    today = datetime(2015, 10, 21, 7, 27, 30, tzinfo=UTC).timestamp()
 
     def pause(duration: float) -> object:
         slept.append(duration)
@@ -559,7 +605,7 @@ def test_a_server_that_asks_for_time_is_left_alone(server, monkeypatch, said, se
 
     judge = JudgeReward("m", base_url=server.url)
     server.headers, server.answer = {"Retry-After": said}, lambda request: (429, {})
-    monkeypatch.setattr("dash_trl.rewards.judge.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("dash_trl.rewards.judge.time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: today))
     monkeypatch.setattr(asyncio, "sleep", pause)
     with pytest.raises(openai.RateLimitError):
         ask(judge)
