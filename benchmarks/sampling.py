@@ -29,8 +29,8 @@ from accelerate import Accelerator
 from transformers import AutoTokenizer
 
 from dash_trl.embedded import arithmetic_dataset, embedded_model
-from dash_trl.sampling import ServerPool, VLLMPool
-from dash_trl.serve import DIRECT, Servers
+from dash_trl.sampling import ServerPool, VLLMPool, key_header
+from dash_trl.serve import Servers, read
 
 TOKENS, GROUP, MICRO_STEP, ROUNDS = 64, 8, 8, 5
 BATCHES = (256, 1024)
@@ -46,7 +46,7 @@ def make_prompts(path: str, groups: int) -> list[tuple[list[int], int]]:
 
 def latency(url: str) -> tuple[float, float]:
     """(seconds, requests) so far, from a request's arrival at the server to its end."""
-    text = DIRECT.open(f"{url}/metrics", timeout=10).read().decode()
+    text = read(f"{url}/metrics")
     found = [re.search(rf"^vllm:e2e_request_latency_seconds_{part}.* (\S+)$", text, re.M) for part in ("sum", "count")]
     return float(found[0][1]), float(found[1][1])
 
@@ -54,7 +54,7 @@ def latency(url: str) -> tuple[float, float]:
 def bare_client(url: str, model: str, prompts: list[tuple[list[int], int]], options: dict[str, Any]) -> None:
     async def ask(session: aiohttp.ClientSession, ids: list[int], n: int) -> None:
         request = {"model": model, "prompt": ids, "n": n, "logprobs": 0, "return_token_ids": True, **options}
-        async with session.post(f"{url}/v1/completions", json=request) as response:
+        async with session.post(f"{url}/v1/completions", json=request, headers=key_header(url)) as response:
             await response.read()
             assert response.status == 200
 

@@ -4,9 +4,9 @@
     python -m dash_trl.serve embedded                     # the tiny model of `make demo`
     python -m dash_trl.serve MODEL --servers 2 --max-model-len 4096 --dtype bfloat16     # the rest goes to `vllm serve`
 
-Prints the `--vllm_server_urls …` to paste behind the training command. The servers listen on 127.0.0.1, since their
-weight endpoints have no authentication; `--host` opens them to others. If the environment variable VLLM_API_KEY is set,
-here and for the trainer, all endpoints require that key.
+Prints the `--vllm_server_urls …` to paste behind the training command. All endpoints require a key: the environment
+variable VLLM_API_KEY, to be set for the trainer, too; without it one that is made, and that trainers of the same user
+find in a file. The servers listen on 127.0.0.1; `--host` opens them to others, and needs VLLM_API_KEY.
 
 Each server gets an equal share of the visible GPUs and uses all of it for tensor parallelism. vLLM refuses a number of
 GPUs over which the model's heads do not split: start more servers, or give `--tensor-parallel-size`.
@@ -29,7 +29,16 @@ from pathlib import Path
 
 import torch
 
-from dash_trl.sampling import API_KEY, MIDDLEWARE, WORKER_EXTENSION, is_loopback, is_unspecified, key_header
+from dash_trl.sampling import (
+    API_KEY,
+    MIDDLEWARE,
+    WORKER_EXTENSION,
+    is_loopback,
+    is_unspecified,
+    key_file,
+    key_header,
+    own_key,
+)
 from dash_trl.workers import Command
 
 HOST, FIRST_PORT = "127.0.0.1", 8000
@@ -52,7 +61,8 @@ class Servers:
         host: where they listen. port: the first one; the others take the next free ones.
         options: more arguments of `vllm serve`; they win over ours.
     Raises:
-        ValueError: fewer GPUs than servers, or vLLM is not installed.
+        ValueError: fewer GPUs than servers, vLLM is not installed, or there is no key (see `own_key`; VLLM_API_KEY, if
+            `host` is open to others).
         OSError: a host that is not this machine's.
         RuntimeError: a server ended before it was ready, with the end of its log.
     """
@@ -70,6 +80,17 @@ class Servers:
         share = len(gpus) // count
         if gpus and not share:
             raise ValueError(f"servers={count}, but only {len(gpus)} GPUs are visible: start at most one for each.")
+        if not is_loopback(host) and not os.environ.get(API_KEY):
+            raise ValueError(
+                f"--host {host} opens the servers to others, who could replace or read the model. Set the environment "
+                f"variable {API_KEY} for the servers and the trainer, or use a tunnel to {HOST}."
+            )
+        if any(option.partition("=")[0].replace("_", "-") == "--api-key" for option in options):
+            raise ValueError(
+                f"--api-key shows the key to every user of this machine, who can read command lines. Set the "
+                f"environment variable {API_KEY} for the servers and the trainer."
+            )
+        self.key = own_key()
         self.model, self.options, self.program = model, list(options), program
         self.devices = [gpus[number * share : (number + 1) * share] for number in range(count)]
         self.host, self.ports = host, free_ports(count, port, host)
@@ -93,7 +114,7 @@ class Servers:
 
     def start(self, number: int) -> Command:
         """One of the servers, at its address."""
-        environment = {"VLLM_SERVER_DEV_MODE": "1"}
+        environment = {"VLLM_SERVER_DEV_MODE": "1", API_KEY: self.key}
         gpus = self.devices[number]
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -124,9 +145,7 @@ def flags(host: str, port: int, gpus: int, options: Sequence[str]) -> list[str]:
         gpus: that share the model; 0 on a CPU.
     """
     chosen = ["--host", host, "--port", str(port), "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
-    chosen += ["--worker-extension-cls", WORKER_EXTENSION]
-    if os.environ.get(API_KEY):
-        chosen += ["--middleware", MIDDLEWARE]
+    chosen += ["--worker-extension-cls", WORKER_EXTENSION, "--middleware", MIDDLEWARE]
     if gpus:
         chosen += ["--weight-transfer-config", '{"backend": "nccl"}', "--tensor-parallel-size", str(gpus)]
     else:
@@ -170,10 +189,16 @@ def free_ports(count: int, first: int, host: str = HOST) -> list[int]:
 
 def answers(url: str) -> bool:
     try:
-        with DIRECT.open(urllib.request.Request(url, headers=key_header()), timeout=5) as response:
-            return response.status == 200
+        read(url, timeout=5)
+        return True
     except OSError:
         return False
+
+
+def read(url: str, *, timeout: float = 10.0) -> str:
+    """What a server answers to a GET; raises an OSError where that is no success."""
+    with DIRECT.open(urllib.request.Request(url, headers=key_header(url)), timeout=timeout) as response:
+        return response.read().decode()
 
 
 def main() -> None:
@@ -185,12 +210,6 @@ def main() -> None:
     parser.add_argument("--host", default=HOST, help="the address to listen at")
     parser.add_argument("--port", type=int, default=FIRST_PORT, help="the first server's; the others take the next")
     arguments, options = parser.parse_known_args()
-    if not is_loopback(arguments.host) and not os.environ.get(API_KEY):
-        print(
-            f"WARNING: --host {arguments.host} opens vLLM's weight endpoints, which have no authentication, to whoever "
-            "reaches that address: they can replace or read the model. Set VLLM_API_KEY, or use a tunnel.",
-            file=sys.stderr,
-        )
     model = arguments.model
     if model == "embedded":
         from dash_trl.embedded import embedded_model
@@ -201,6 +220,8 @@ def main() -> None:
             signal.signal(number, lambda *_: sys.exit("Stopped."))  # so that the servers are stopped, too
     with Servers(model, arguments.servers, host=arguments.host, port=arguments.port, options=options) as servers:
         print(f"Starting vLLM, logs: {servers.logs}", flush=True)
+        if not os.environ.get(API_KEY):
+            print(f"Trainers of this user find the servers' key in {key_file()}.", flush=True)
         try:
             servers.wait_until_ready()
             print(

@@ -51,6 +51,8 @@ class Fake:
         self.report = {"checksums": {}, "dtype": "float32", "shape": {}, "comparable": True}
         self.config = {"model_config": {"logprobs_mode": "processed_logprobs"}, "weight_transfer_config": None}
         self.authorisation: str | None = None
+        self.key: str | None = None  # without which it answers nothing
+        self.location: str | None = None  # to which it redirects
         self.ended = threading.Event()
         fake = self
 
@@ -62,6 +64,8 @@ class Fake:
 
             def do_GET(self):
                 fake.asked[self.path] += 1
+                if self.refused():
+                    return
                 answer = {"data": [{"id": "model"}], "weight_version": fake.tag, "vllm_config": fake.config}
                 self._send(200, b"" if self.path == "/health" else json.dumps(answer).encode())
 
@@ -69,6 +73,8 @@ class Fake:
                 fake.asked[self.path] += 1
                 fake.authorisation = self.headers.get("Authorization")
                 request = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+                if self.refused():
+                    return
                 if self.path == "/v1/completions":
                     time.sleep(fake.delay)
                     fake.answer(self._send, request, fake.next_fault(request["prompt"][0]))
@@ -78,9 +84,17 @@ class Fake:
                     fake.tag = request.get("new_version", fake.tag)
                     self._send(*fake.rpc_answer())
 
+            def refused(self):
+                refused = fake.key is not None and self.headers.get("Authorization") != f"Bearer {fake.key}"
+                if refused:
+                    self._send(401, b"")
+                return refused
+
             def _send(self, status, body, length=None):
                 try:
                     self.send_response(status)
+                    if fake.location is not None:
+                        self.send_header("Location", fake.location)
                     self.send_header("Content-Length", str(len(body) if length is None else length))
                     self.end_headers()
                     self.wfile.write(body)
@@ -126,7 +140,7 @@ class Fake:
             }
             for i in reversed(range(n))  # their order is not promised
         ]
-        if fault in ("500", "429", "400", "401"):
+        if fault in ("500", "429", "400", "401", "307"):
             return send(int(fault), b'{"error": "told to"}')
         if fault == "NaN":
             return send(400, json.dumps({"error": NOT_COMPLIANT}).encode())
@@ -143,6 +157,8 @@ class Fake:
         if fault in SPOILED:
             choices[0] |= SPOILED[fault]
         whole = json.dumps({"choices": choices}).encode()
+        if fault == "too large":
+            return send(200, whole + b" " * 100_000)
         if fault == "truncated JSON":
             return send(200, whole[:-20])
         if fault == "breaks off":

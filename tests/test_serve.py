@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TextIO
 
@@ -16,6 +17,7 @@ from transformers import Qwen2Config
 
 from dash_trl import serve
 from dash_trl.evaluation import samplers
+from dash_trl.sampling import key_header, own_key
 from dash_trl.workers import Command
 from tests.fake_server import Fake
 from tests.vllm_run import wait_until
@@ -33,9 +35,7 @@ def test_the_servers_listen_on_this_machine_only_and_the_user_s_flags_win():
 
 @pytest.mark.parametrize(("key", "status"), [("secret", 200), ("other", 401), (None, 401)])
 def test_a_key_guards_all_endpoints(monkeypatch, key, status):
-    """Those for weights and for health, too, which vLLM's own check leaves out; `serve` sends it."""
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    assert "--middleware" not in serve.flags("127.0.0.1", 8000, 0, [])
+    """Those for weights and for health, too, which vLLM's own check leaves out."""
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     arguments = serve.flags("127.0.0.1", 8000, 0, [])
     module, _, name = arguments[arguments.index("--middleware") + 1].rpartition(".")
@@ -57,6 +57,82 @@ def test_a_key_guards_all_endpoints(monkeypatch, key, status):
         asyncio.run(guarded(scope, None, send))
     assert [one["status"] for one in said if "status" in one] == [status] * 3
     assert (b"weights" in [one.get("body") for one in said]) == (status == 200)
+    said.clear()
+    asyncio.run(guarded({"type": "websocket", "headers": scope["headers"]}, None, send))
+    assert said[0]["type"] == ("http.response.start" if status == 200 else "websocket.close")
+    monkeypatch.delenv("VLLM_API_KEY")
+    with pytest.raises(ValueError, match="needs a key: set the environment variable VLLM_API_KEY"):
+        type(guarded)(endpoint)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """Of a user without a key."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "dash_trl"
+
+
+def test_a_key_is_made_once_for_the_servers_and_trainers_of_a_user(program, cache, monkeypatch):
+    """Servers get it by their environment, since every user can read command lines."""
+    program.write_text('#!/bin/sh\necho "$VLLM_API_KEY $*"\n')
+    first, second = [one.split() for one in said(serve.Servers("model", 2))]
+    again = [one.split() for one in said(serve.Servers("model"))]
+    file = cache / "vllm_key"
+    key = file.read_text()
+    assert len(key) > 40 and file.stat().st_mode & 0o777 == 0o600 and list(cache.iterdir()) == [file]
+    assert first[0] == second[0] == again[0][0] == key and key not in "".join([*first[1:], *second[1:]])
+    here = ["http://127.0.0.1:8000", "http://localhost:8000", "http://[::1]:8000", "http://0.0.0.0:8000"]
+    assert [key_header(url) for url in here] == [{"Authorization": f"Bearer {key}"}] * 4
+    assert key_header("https://example.com") == {}
+    monkeypatch.setenv("VLLM_API_KEY", "given")
+    assert said(serve.Servers("model"))[0].startswith("given ") and file.read_text() == key
+    assert key_header(here[0]) == key_header("https://example.com") == {"Authorization": "Bearer given"}
+
+
+def test_the_key_that_another_command_makes_meanwhile_counts(cache, monkeypatch):
+    def link(source: str, target: Path) -> None:
+        target.touch(0o600)
+        target.write_text("the other's")
+        raise FileExistsError
+
+    monkeypatch.setattr(os, "link", link)
+    assert own_key() == own_key() == "the other's"
+
+
+def test_a_key_that_others_may_know_is_not_used(cache, monkeypatch):
+    file = cache / "vllm_key"
+    own_key()
+    file.chmod(0o640)
+    with pytest.raises(ValueError, match=rf"{file} holds no key, or others .*mode 640, .*Delete it.* VLLM_API_KEY"):
+        own_key()
+    file.chmod(0o600)
+    with monkeypatch.context() as another, pytest.raises(ValueError, match="others can read it or own it"):
+        another.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+        own_key()
+    file.write_text("")
+    with pytest.raises(ValueError, match="holds no key"):
+        own_key()
+    file.unlink()
+    cache.rmdir()
+    cache.touch()
+    with pytest.raises(ValueError, match=r"cannot be kept in .*vllm_key .* VLLM_API_KEY"):
+        own_key()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host": "0.0.0.0"}, "--host 0.0.0.0 opens the servers to others.* VLLM_API_KEY"),
+        ({"host": "example.com"}, "--host example.com opens"),
+        ({"options": ["--api-key", "secret"]}, "--api-key shows the key .* VLLM_API_KEY"),
+        ({"options": ["--api_key=secret"]}, "--api-key shows"),
+    ],
+)
+def test_what_gives_the_servers_to_others_is_refused(program, cache, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        serve.Servers("model", **options)
+    assert "secret" not in str(error.value)
 
 
 def test_ports_in_use_are_left_out():
@@ -78,12 +154,13 @@ def test_the_cores_are_shared_out(monkeypatch):
 
 
 @pytest.fixture
-def program(tmp_path, monkeypatch):
+def program(tmp_path, cache, monkeypatch) -> Path:
     """A `vllm` beside Python that says what it was started with, and ends."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     program = tmp_path / "vllm"
     program.write_text('#!/bin/sh\necho "$VLLM_SERVER_DEV_MODE $CUDA_VISIBLE_DEVICES $VLLM_CPU_OMP_THREADS_BIND $*"\n')
     program.chmod(0o755)
+    return program
 
 
 def said(servers: serve.Servers) -> list[str]:
@@ -148,7 +225,8 @@ def test_a_proxy_is_not_asked_for_this_machine_s_servers(monkeypatch):
     assert not serve.answers(f"{fake.url}/health")
 
 
-def test_where_the_servers_listen_and_where_they_are_reached(program):
+def test_where_the_servers_listen_and_where_they_are_reached(program, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
     assert serve.Servers("model", 1, host="0.0.0.0", port=8900).urls[0].startswith("http://127.0.0.1:89")
     assert serve.Servers("model", 1, host="::1", port=8900).urls[0].startswith("http://[::1]:89")
     with pytest.raises(OSError, match="192.0.2.1"):
@@ -184,7 +262,7 @@ def test_no_signal_leaves_servers_behind(program, monkeypatch):
     monkeypatch.setattr(serve.Servers, "start", start)
     monkeypatch.setattr(serve, "answers", lambda url: True)
     monkeypatch.setattr("dash_trl.embedded.embedded_model", lambda: "the tiny one")
-    monkeypatch.setattr(sys, "argv", ["serve", "embedded", "--servers", "2", "--host=0.0.0.0"])
+    monkeypatch.setattr(sys, "argv", ["serve", "embedded", "--servers", "2"])
     numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
     processes = {number: served() for number in numbers}
     for first, (pid, output) in processes.items():
@@ -194,7 +272,7 @@ def test_no_signal_leaves_servers_behind(program, monkeypatch):
             assert line, said
             said += line
         pids = [int(number) for number in re.findall(r"^PID (\d+)$", said, re.M)]
-        assert len(pids) == 2 and "--host 0.0.0.0 opens vLLM's weight endpoints" in said
+        assert len(pids) == 2 and "servers' key in" in said
         os.kill(pid, first)
         for another in numbers:
             time.sleep(0.1)

@@ -9,11 +9,13 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import HTTPError
 
 import psutil
 import pytest
@@ -30,9 +32,10 @@ from dash_trl.evaluation.checkpoint import Checkpoint
 from dash_trl.evaluation.command import main
 from dash_trl.process_rewards import AnswerLogProbValue, ServerValue, ValueRequest
 from dash_trl.rewards import JudgeError, JudgeReward
+from dash_trl.sampling import own_key
 from dash_trl.sampling.trl import VLLMPool
 from dash_trl.sampling.weights.snapshot import WeightMismatch
-from dash_trl.serve import DIRECT, READY_SECONDS, cores, free_ports, visible_gpus
+from dash_trl.serve import READY_SECONDS, cores, free_ports, read, visible_gpus
 from dash_trl.workers import Command
 from examples.value_quality.command import main as value_quality
 from tests.vllm_run import greedy, wait_until
@@ -187,8 +190,21 @@ def change(model: Any, seed: int) -> None:
 
 
 def generated_tokens(url: str) -> float:
-    text = DIRECT.open(f"{url}/metrics", timeout=10).read().decode()
+    text = read(f"{url}/metrics")
     return float(re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.M)[1])
+
+
+def test_nobody_without_the_key_reaches_the_servers(servers):
+    for path in ("/health", "/metrics", "/v1/models", "/server_info", "/weight_info"):
+        with pytest.raises(HTTPError, match="401"):
+            urllib.request.urlopen(servers.urls[0] + path, timeout=10)
+        assert read(servers.urls[0] + path) is not None
+    for command in servers.commands:
+        process = psutil.Process(command.process.pid)
+        lines = [" ".join(one.cmdline()) for one in (process, *process.children(recursive=True))]
+        log = Path(re.search(r"logs: (.+)", said(command))[1], "server_0.log").read_text()
+        assert "vllm serve" in "".join(lines) and "startup complete" in log
+        assert not any(own_key() in text for text in (*lines, log, said(command)))
 
 
 # ---------------------------------------------------------------------------------------------- log-probs and weights
@@ -336,7 +352,7 @@ def test_a_judge_is_held_to_the_schema(servers, model_path):
     ids = AutoTokenizer.from_pretrained(model_path)
     bias = {'"': 100, " ": -100, "\n": -100, "\r": -100, "\t": -100}
     options = {"logit_bias": {str(ids(text)["input_ids"][0]): value for text, value in bias.items()}}
-    settings = {"base_url": f"{servers.urls[0]}/v1", "cache": False}
+    settings = {"base_url": f"{servers.urls[0]}/v1", "cache": False, "api_key": own_key()}
     for lowest, highest in ((0, 1), (3, 5)):
         judge = JudgeReward(model_path, scores=(lowest, highest), temperature=1.0, options=options, **settings)
         asked = [judge(prompt=f"{i}+1", completion=[{"role": "assistant", "content": str(i + 1)}]) for i in range(16)]
@@ -346,7 +362,7 @@ def test_a_judge_is_held_to_the_schema(servers, model_path):
 
         given = {score for score, *_ in asyncio.run(together())}
         assert len(given) > 1 and given <= {i / (highest - lowest) for i in range(highest - lowest + 1)}
-    cut_off = JudgeReward(model_path, options={"max_completion_tokens": 4}, **settings)
+    cut_off = JudgeReward(model_path, options={"max_completion_tokens": 4}, on_refusal=None, **settings)
     with pytest.raises(JudgeError, match="cut off"):
         asyncio.run(cut_off(prompt="1+1", completion="2"))
 

@@ -18,6 +18,7 @@ from transformers import Qwen2Config
 
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks
+from dash_trl.sampling.key import own_key
 from dash_trl.sampling.pool import PoolError, ServerPool
 from dash_trl.sampling.server import Completion, ServerError
 from dash_trl.sampling.trl import VLLMPool
@@ -40,6 +41,7 @@ FAULTS = {
     "hangs": "took longer than 0.2 s",
     "truncated JSON": UNREADABLE,
     "breaks off": "ClientPayloadError",
+    "too large": "answered more than 50000 bytes",
     "not JSON": UNREADABLE,
     "too few choices": r"answered \d choices instead of",
     "null choice": UNREADABLE,
@@ -95,7 +97,8 @@ def test_results_are_taken_as_they_come(fakes):
 
 
 @pytest.mark.parametrize("fault", FAULTS | FAULTS_OF_SAMPLES)
-def test_what_a_server_answers_wrongly_is_its_failure(fault, fakes):
+def test_what_a_server_answers_wrongly_is_its_failure(fault, fakes, monkeypatch):
+    monkeypatch.setattr("dash_trl.sampling.server.MOST_BYTES", 50_000)
     message = (FAULTS | FAULTS_OF_SAMPLES)[fault]
     pool = ServerPool([fakes(fault).url], request_timeout=0.2 if fault == "hangs" else 60.0)
     asked = [lambda server: server.complete([1, 2, 3], 4, SAMPLING)]
@@ -262,12 +265,11 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights_first(fakes):
         ("dtype", ValueError, "in different dtypes"),
         ("shape", ValueError, r"another shape than 'model' .there, here.: {'vocab_size': .65, 64.}.* --servers 2"),
         ("nccl", ValueError, "vllm_weight_sync='nccl' needs the trainer on CUDA"),
-        ("key", ValueError, "vllm_weight_sync='nccl' goes through TRL's client, which sends no API key"),
     ],
 )
-def test_servers_that_cannot_be_this_trainer_s(fault, error, message, fakes, monkeypatch):
+def test_servers_that_cannot_be_this_trainer_s(fault, error, message, fakes):
     fake, other = fakes(fault), fakes()
-    vllm = checked_pool([fake, other], fault, monkeypatch)
+    vllm = checked_pool([fake, other], fault)
     with pytest.raises(error, match=message):
         vllm._check_servers()
 
@@ -280,27 +282,23 @@ def test_servers_that_cannot_be_this_trainer_s(fault, error, message, fakes, mon
         ("logprobs_mode", "every ratio to the sampler (the correction, loss_type='aipo') is biased"),
     ],
 )
-def test_servers_that_can_but_with_less(fault, message, fakes, monkeypatch, caplog):
-    vllm = checked_pool([fakes(), fakes()], fault, monkeypatch)
+def test_servers_that_can_but_with_less(fault, message, fakes, caplog):
+    vllm = checked_pool([fakes(), fakes()], fault)
     assert vllm._check_servers() == torch.float32
     assert message in said(caplog) if message else not said(caplog)
 
 
-def checked_pool(fakes: list[Fake], fault: str | None, monkeypatch) -> VLLMPool:
+def checked_pool(fakes: list[Fake], fault: str | None) -> VLLMPool:
     vllm = object.__new__(VLLMPool)
     vllm.accelerator, vllm.model = Accelerator(cpu=True), SimpleNamespace(name_or_path="model")
     vllm.pool, vllm.model.config = ServerPool([fake.url for fake in fakes]), Qwen2Config(vocab_size=64)
     for fake in fakes:
         fake.report["shape"] = model_shape(vllm.model.config)
-        fake.config["weight_transfer_config"] = {"backend": "nccl"} if fault == "key" else None
     first = fakes[0]
     first.report |= {"dtype": {"dtype": "bfloat16"}, "quantised": {"comparable": False}}.get(fault, {})
     first.report["shape"] |= {"vocab_size": 65} if fault == "shape" else {}
     first.config["model_config"] |= {"logprobs_mode": "raw_logprobs"} if fault == "logprobs_mode" else {}
-    vllm.weight_sync = "nccl" if fault in ("nccl", "key") else "file"
-    if fault == "key":
-        monkeypatch.setenv("VLLM_API_KEY", "secret")
-        vllm.accelerator = SimpleNamespace(device=torch.device("cuda"))
+    vllm.weight_sync = "nccl" if fault == "nccl" else "file"
     return vllm
 
 
@@ -482,6 +480,29 @@ def test_a_server_that_recovers_is_asked_with_the_key_and_directly(fakes, monkey
     assert "secret-key" not in caplog.text
 
 
+def test_the_key_that_the_user_s_servers_made_is_found(fakes, monkeypatch, tmp_path, caplog):
+    """If they are started after the trainer, too. No other machine gets it."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    caplog.set_level("DEBUG")
+    fake = fakes()
+    pool = ServerPool([fake.url], server_timeout=20.0)
+    fake.key = own_key()
+    assert pool.complete(prompts(6, 2), SAMPLING) == expected(6, 2)
+    assert fake.key not in caplog.text
+    monkeypatch.setattr("dash_trl.sampling.key.is_here", lambda url: False)
+    with pytest.raises(ValueError, match=r"answered 401 .*variable VLLM_API_KEY\. The key .* is in .*vllm_key of the"):
+        ServerPool([fake.url]).complete(prompts(1, 1), SAMPLING)
+
+
+def test_a_redirect_is_not_followed(fakes):
+    fake, other = fakes("307"), fakes()
+    fake.location = f"{other.url}/v1/completions"
+    with pytest.raises(ValueError, match="answered 307 to POST .* Redirects are not followed"):
+        ServerPool([fake.url]).complete(prompts(1, 1), SAMPLING)
+    assert not other.asked
+
+
 @pytest.mark.parametrize(
     ("urls", "message"),
     [
@@ -496,16 +517,22 @@ def test_a_server_that_recovers_is_asked_with_the_key_and_directly(fakes, monkey
         ("http://127.0.0.1:8000,http://127.0.0.1:8000", "twice"),
         ("127.0.0.1:8000", "'127.0.0.1:8000', which is not the address of a server"),
         (" , ", "empty"),
+        (["http://127.0.0.1:8000", "http://10.0.0.3:8000"], "'http://10.0.0.3:8000', which is not on .* VLLM_API_KEY"),
+        (["https://example.com"], "no key for it"),
     ],
 )
-def test_addresses(urls, message, caplog):
+def test_addresses(urls, message, caplog, monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
     with pytest.raises(ValueError, match=message):
         check_urls(urls)
     assert check_urls(["http://localhost:8000/", "http://[::1]:8001"]) == ["http://localhost:8000", "http://[::1]:8001"]
     assert not said(caplog)
     assert check_urls(["http://0.0.0.0:8000"]) and not said(caplog)  # TRL's default: this machine
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    check_urls(["https://10.0.0.3:8000"])
+    assert not said(caplog)
     check_urls(["http://10.0.0.3:8000"])
-    assert "no authentication" in caplog.text
+    assert "goes to http://10.0.0.3:8000 without encryption" in caplog.text and "secret" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from trl.generation import vllm_client
 
 from dash_trl.sampling.checksum import combine_workers, tensor_checksum, weights_checksum
 from dash_trl.sampling.server import WeightReport
@@ -26,8 +27,10 @@ from dash_trl.sampling.weights.file import FileWeights
 from dash_trl.sampling.weights.nccl import NCCLWeights
 from dash_trl.sampling.weights.proof import check_probe, model_log_probs, probe_tokens, scale_linear
 from dash_trl.sampling.weights.snapshot import Snapshot, WeightMismatch
+from tests.fake_server import Fake, factory
 from tests.tiny import said
 
+fakes = factory(Fake)
 A, B, MODULUS = 0x2545F4914F6CDD1E - (1 << 61), 0x1E3779B97F4A7C15, 1 << 64
 
 
@@ -320,6 +323,18 @@ def test_buckets_reach_every_server_and_a_hung_one_costs_its_timeout_not_the_run
         assert server.calls == ["pause", "resume"] and not server.received
     assert list(weights._clients) == urls[:2]  # the others begin anew
     assert [server.closed for server in servers] == [False, False, True, True, True]
+
+
+def test_the_client_of_trl_sends_the_key_with_every_request(fakes, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)
+    begin = lambda self, device: self._post(f"{self.base_url}/init_weight_transfer_engine")  # noqa: E731
+    monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", begin)
+    fake = fakes()
+    fake.key = "secret"
+    NCCLWeights([fake.url], 5000, torch.device("cpu"), timeout=1.0, dtype=torch.float32)._connect(fake.url)
+    assert fake.asked == {"/v1/models": 1, "/init_weight_transfer_engine": 1}
 
 
 class Returning:

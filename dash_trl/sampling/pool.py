@@ -22,7 +22,6 @@ import aiohttp
 
 from dash_trl.sampling.backlog import Backlog, Job
 from dash_trl.sampling.health import Fleet, State
-from dash_trl.sampling.key import key_header
 from dash_trl.sampling.server import Completion, ServerError, VLLMServer
 from dash_trl.sampling.urls import check_urls
 from dash_trl.workers import EventLoop
@@ -98,7 +97,7 @@ class ServerPool:
             go elsewhere. Those of a weight sync do not count, nor those for which a job waits here.
         ranks: processes that share the servers.
     Raises:
-        ValueError: no URL, not a URL, or one twice.
+        ValueError: see `check_urls`.
     """
 
     def __init__(
@@ -126,10 +125,7 @@ class ServerPool:
         weakref.finalize(self, self._loop.close, session.close)
 
     async def _connect(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            headers=key_header(),
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
-        )
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE))
 
     def wait_until_ready(self) -> None:
         """Every server answers: at the start of a run a missing one is a mistake.

@@ -15,9 +15,12 @@ from typing import Any
 import aiohttp
 
 from dash_trl.sampling.checksum import combine_workers
+from dash_trl.sampling.key import key_file, key_header
+from dash_trl.sampling.urls import API_KEY
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0
+MOST_BYTES = 1 << 30  # of an answer; a million sampled tokens with their log-probs are about 200 MiB
 CONTROL_SECONDS = 60.0  # for what takes a healthy server no time but waits for the end of an engine step
 BUSY = (408, 425, 429)  # of the 4xx, those that speak of the server and not of the request
 UNAUTHORISED = (401, 403)
@@ -61,7 +64,7 @@ class VLLMServer:
     """The endpoints of `vllm serve` with `VLLM_SERVER_DEV_MODE=1`.
 
     Args:
-        session: of the event loop that awaits these methods; it carries the API key.
+        session: of the event loop that awaits these methods.
         timeout: seconds for one answer.
     """
 
@@ -69,6 +72,7 @@ class VLLMServer:
         self.url = url
         self.timeout = timeout
         self._session = session
+        self._headers = key_header(url)
         self._model: str | None = None
 
     # --------------------------------------------------------------------------------------- sampling and scoring
@@ -118,6 +122,7 @@ class VLLMServer:
 
     async def probe(self) -> None:
         """Raises unless the server says that it is well."""
+        self._headers = key_header(self.url)  # it may have been started, and have made its key, meanwhile
         await self._request("GET", "/health", timeout=PROBE_SECONDS, parse=False)
 
     async def config(self) -> dict[str, Any]:
@@ -181,13 +186,20 @@ class VLLMServer:
         seconds = self.timeout if timeout is None else timeout
         limit = aiohttp.ClientTimeout(None if seconds == math.inf else seconds, sock_connect=CONNECT_SECONDS)
         try:
-            async with self._session.request(method, self.url + path, timeout=limit, **kwargs) as response:
-                text = await response.text()
+            async with self._session.request(
+                method, self.url + path, timeout=limit, headers=self._headers, allow_redirects=False, **kwargs
+            ) as response:
+                body = bytearray()
+                async for chunk in response.content.iter_any():
+                    body += chunk
+                    if len(body) > MOST_BYTES:
+                        raise ServerError(f"{method} {path}: answered more than {MOST_BYTES} bytes")
+                text = body.decode(errors="replace")
                 if response.status != 200:
                     raise self._refusal(method, path, response.status, text)
         except TimeoutError as error:
             raise ServerError(f"{method} {path} took longer than {seconds:g} s") from error
-        except (aiohttp.ClientError, ConnectionError, UnicodeDecodeError) as error:
+        except (aiohttp.ClientError, ConnectionError) as error:
             here = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)  # too many open files
             gone = not here and isinstance(error, CONNECTION_LOST)
             raise ServerError(f"{method} {path}: {type(error).__name__}: {error}", gone=gone) from error
@@ -198,7 +210,12 @@ class VLLMServer:
     def _refusal(self, method: str, path: str, status: int, text: str) -> Exception:
         said = f"{self.url} answered {status} to {method} {path}: {' '.join(text.split())[:300]}"
         if status in UNAUTHORISED:
-            return ValueError(f"{said}. Set the API key of the servers in the environment variable VLLM_API_KEY.")
+            return ValueError(
+                f"{said}. Set the key with which it was started in the environment variable {API_KEY}. The key that "
+                f"`python -m dash_trl.serve` makes is in {key_file()} of the user who started it."
+            )
+        if 300 <= status < 400:
+            return ValueError(f"{said}. Redirects are not followed: name the server itself.")
         if status == 404 and not path.startswith("/v1"):
             return ValueError(
                 f"{said}. The server was started without its weight endpoints: use `python -m dash_trl.serve`, or set "

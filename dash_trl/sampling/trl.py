@@ -18,7 +18,6 @@ from trl.generation.vllm_generation import VLLMGeneration
 from dash_trl.distributed import TIMEOUT, Ranks
 from dash_trl.sampling.backlog import Job
 from dash_trl.sampling.health import State
-from dash_trl.sampling.key import API_KEY
 from dash_trl.sampling.pool import Batch, ServerPool
 from dash_trl.sampling.server import Completion, VLLMServer
 from dash_trl.sampling.weights import WEIGHT_DIR, FileWeights, NCCLWeights, WeightSync, check_servers
@@ -222,11 +221,6 @@ class VLLMPool(VLLMGeneration):
                 f"vllm_weight_sync='nccl' needs the trainer on CUDA (it is on {device}) and servers started with "
                 '--weight-transfer-config \'{"backend": "nccl"}\', as `python -m dash_trl.serve` does on a GPU. Use '
                 "vllm_weight_sync='file'."
-            )
-        if os.environ.get(API_KEY):
-            raise ValueError(
-                f"vllm_weight_sync='nccl' goes through TRL's client, which sends no API key, and {API_KEY} is set. Use "
-                "vllm_weight_sync='file', or servers without a key."
             )
 
     def _way(self, dtype: torch.dtype) -> FileWeights | NCCLWeights:

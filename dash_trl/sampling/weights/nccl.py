@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dash_trl.sampling.checksum import MODULUS, tensor_checksum
+from dash_trl.sampling.key import key_header
 from dash_trl.sampling.server import VLLMServer
 from dash_trl.sampling.weights.snapshot import NamedTensors, OnEach, Snapshot, errors_of, holds
 from dash_trl.workers import Feeder
@@ -89,7 +90,13 @@ class NCCLWeights:
     def _connect(self, url: str) -> Any:
         from trl.generation.vllm_client import VLLMClient
 
-        client = VLLMClient(base_url=url, group_port=self.ports[url], connection_timeout=self.timeout)
+        class Client(VLLMClient):
+            def check_server(self, *_: Any, **__: Any) -> None:
+                """In place of TRL's first request, which would carry no key. That the server answers is known here."""
+                self.session.trust_env = False  # no proxy gets the key, and no ~/.netrc replaces it
+                self.session.headers.update(key_header(url))
+
+        client = Client(base_url=url, group_port=self.ports[url], connection_timeout=self.timeout)
         self._clients[url] = client
         client.init_communicator(device=self.device)
         return client
