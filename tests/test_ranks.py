@@ -119,8 +119,10 @@ def test_nothing_that_stands_in_the_store_is_run(tmp_path):
     store.set("dash_trl/1/failed", "dash_trl/1/1")
     with pytest.raises(ValueError):
         meet(store, 0, 2, None, ["1"], [], timeout=20.0)
-    store.set("dash_trl/1/1", json.dumps(["text", "subprocess", "Popen", [["touch", str(tmp_path / "was run")]]]))
-    assert meet(store, 0, 2, None, ["1"], [], timeout=20.0) == {1: ("text", None)}
+    file = str(tmp_path / "was run")
+    for attack in (["subprocess", "Popen", [["touch", file]]], ["builtins", "open", [file, "w"]]):
+        store.set("dash_trl/1/1", json.dumps(["text", *attack]))
+        assert meet(store, 0, 2, None, ["1"], [], timeout=20.0) == {1: ("text", None)}
     assert not (tmp_path / "was run").exists()
 
 

@@ -492,14 +492,14 @@ def test_the_key_that_the_user_s_servers_made_is_found(fakes, monkeypatch, tmp_p
     assert fake.key not in caplog.text
     monkeypatch.setattr("dash_trl.sampling.key.is_here", lambda url: False)
     with pytest.raises(ValueError, match=r"answered 401 .*variable VLLM_API_KEY\. The key .* is in .*vllm_key of the"):
-        ServerPool([fake.url]).complete(prompts(1, 1), SAMPLING)
+        ServerPool([fake.url], server_timeout=1.0).complete(prompts(1, 1), SAMPLING)
 
 
 def test_a_redirect_is_not_followed(fakes):
     fake, other = fakes("307"), fakes()
     fake.location = f"{other.url}/v1/completions"
     with pytest.raises(ValueError, match="answered 307 to POST .* Redirects are not followed"):
-        ServerPool([fake.url]).complete(prompts(1, 1), SAMPLING)
+        ServerPool([fake.url], server_timeout=1.0).complete(prompts(1, 1), SAMPLING)
     assert not other.asked
 
 

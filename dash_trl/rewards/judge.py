@@ -354,14 +354,14 @@ class JudgeReward:
 
 
 def asked_to_wait(headers: Mapping[str, str]) -> float:
-    """The seconds of `Retry-After`, which is a number or a date, within limits; 0 without one."""
+    """The seconds of `Retry-After`, a number or a date, up to a limit; 0 without one, below 0 where they are over."""
     said = headers.get("retry-after", "")
     try:
         date = parsedate_tz(said)
         seconds = mktime_tz(date) - time.time() if date else float(said)
     except (ValueError, OverflowError):  # neither
         return 0.0
-    return max(0.0, min(LONGEST_PAUSE, seconds))
+    return min(LONGEST_PAUSE, seconds)
 
 
 def answer_text(completion: Any) -> Any:
