@@ -92,6 +92,7 @@ def test_a_key_is_made_once_for_the_servers_and_trainers_of_a_user(program, cach
 
 def test_the_key_that_another_command_makes_meanwhile_counts(cache, monkeypatch):
     def link(source: str, target: Path) -> None:
+        assert len(Path(source).read_text()) > 40  # nobody reads half a key
         target.touch(0o600)
         target.write_text("the other's")
         raise FileExistsError
@@ -214,12 +215,14 @@ def test_a_server_that_does_not_start_says_why(program, monkeypatch):
         serve.Servers("model")
 
 
-def test_a_proxy_is_not_asked_for_this_machine_s_servers(monkeypatch):
+def test_this_machine_s_servers_are_asked_with_the_key_and_by_no_proxy(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     fake = Fake()
+    fake.key = "secret"
     assert serve.answers(f"{fake.url}/health")
     fake.stop()
     assert not serve.answers(f"{fake.url}/health")
