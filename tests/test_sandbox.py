@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dash_trl.sandbox import confinement
-from dash_trl.sandbox.box import PROTECTS, Sandbox, SandboxError, _Starter, is_idle
+from dash_trl.sandbox.box import ENVIRONMENT, PROTECTS, STRICT, Sandbox, SandboxError, _Starter, is_idle
 from dash_trl.sandbox.confinement import ALLOWED, ALLOWED_ALONE, ARCHITECTURES
 from tests.attacks import FILES, FORGED, LEFT_BEHIND, OUTWARD, TOO_MUCH, UNSCORED, programs
 from tests.test_workers import ends
@@ -161,25 +161,73 @@ def test_an_older_landlock_empties_no_file(version, tmp_path, monkeypatch):
 
 TRAINER = """
 import sys, threading
-from dash_trl.sandbox.box import Sandbox
+from dash_trl.sandbox.box import ENVIRONMENT, Sandbox
+ENVIRONMENT["TMPDIR"] = sys.argv[2]
 box = Sandbox(isolation=sys.argv[1], cpu_seconds=600, wall_seconds=900, count=2)
 assert box.run("def f(x): return x", ["assert f(1) == 1"]).right
-sleep = "import time\\ndef f(x): time.sleep(600)"
+sleep = "import os, time\\nos.makedirs('a/b')\\nopen('a/b/ready', 'w')\\ndef f(x): time.sleep(600)"
 threading.Thread(target=box.run, args=(sleep, ["assert f(1) == 1"])).start()
 print("at work", flush=True)
 """
 
 
-@pytest.mark.parametrize("kind", ["namespaces", "landlock"])
-def test_all_of_it_ends_with_the_trainer(kind):
+@pytest.fixture
+def temporary(monkeypatch):
+    """The temporary folder of sandboxes. Not `tmp_path`: of a deep tree pytest's own removal would not end."""
+    folder = tempfile.mkdtemp()
+    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", folder)
+    yield Path(folder)
+    confinement.remove(folder)
+
+
+@pytest.mark.parametrize("kind", STRICT)
+def test_all_of_it_ends_with_the_trainer(kind, temporary):
     """Killed with SIGKILL, while a program sleeps."""
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, kind], stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, kind, temporary], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout.readline() == "at work\n"
-    while len(started := below(trainer.pid)) < (6 if kind == "namespaces" else 5):
-        time.sleep(0.01)  # the starter (and its launcher), two supervisors, the program, its tests
+    while len(started := below(trainer.pid)) < 6:
+        time.sleep(0.01)  # the launcher, the starter, two supervisors, the program, its tests
+    while kind == "landlock" and not list(temporary.glob("*/*/a/b/ready")):
+        time.sleep(0.01)
     trainer.kill()
     trainer.wait()
     assert all(map(ends, started)), "a process has outlived the trainer"
+    assert os.listdir(temporary) == [], "files were left behind"
+
+
+def test_files_of_a_killed_launcher_are_removed_by_the_next(temporary):
+    """But not those of one that is at work."""
+    with Sandbox(isolation="landlock", **LIMITS) as killed, Sandbox(isolation="landlock", **LIMITS) as other:
+        assert killed.run(RIGHT, TESTS).right
+        started = below(killed._starter.process.pid)
+        killed._starter.process.kill()
+        killed._starter.process.wait()
+        assert all(map(ends, started))
+        (left,) = temporary.iterdir()
+        (left / "program").mkdir()
+        (left / "program" / "file").write_text("x")
+        assert other.run(RIGHT, TESTS).right
+        while left.exists():
+            time.sleep(0.01)
+        (at_work,) = temporary.iterdir()
+        assert killed.run(RIGHT, TESTS).right and other.run(RIGHT, TESTS).right
+        assert at_work.exists()
+    assert os.listdir(temporary) == []
+
+
+def test_a_folder_of_any_depth_is_removed(temporary):
+    top = temporary / "top"
+    depth = os.open(temporary, os.O_RDONLY)
+    for name in ["top", *["d" * 200] * 1200]:
+        os.mkdir(name, 0o700, dir_fd=depth)
+        above, depth = depth, os.open(name, os.O_RDONLY, dir_fd=depth)
+        os.close(above)
+    os.symlink(temporary, "link", dir_fd=depth)
+    os.mkdir("without rights", 0, dir_fd=depth)
+    os.close(depth)
+    (temporary / "kept").write_text("x")
+    confinement.remove(top)
+    assert os.listdir(temporary) == ["kept"]
 
 
 def test_the_starter_killed_is_started_again(box):
@@ -189,7 +237,7 @@ def test_the_starter_killed_is_started_again(box):
     assert box.run(RIGHT, TESTS).right
 
 
-@pytest.mark.parametrize("kind", ["namespaces", "landlock"])
+@pytest.mark.parametrize("kind", STRICT)
 def test_closed_while_a_forked_child_has_its_socket(kind):
     box = Sandbox(isolation=kind, **LIMITS)
     assert box.run(RIGHT, TESTS).right
@@ -225,7 +273,7 @@ def f(x):
 
 
 @pytest.mark.parametrize("name", WAITING)
-@pytest.mark.parametrize("kind", ["namespaces", "landlock"])
+@pytest.mark.parametrize("kind", STRICT)
 def test_a_program_that_waits_for_nothing_is_wrong(kind, name, monkeypatch):
     """Whatever else the machine does: how long it waited for a CPU tells (here: never long enough)."""
     monkeypatch.setattr("dash_trl.sandbox.box.IDLE", 1e9)
@@ -237,17 +285,11 @@ def test_a_program_that_waits_for_nothing_is_wrong(kind, name, monkeypatch):
             one.run(WAITING[name], TESTS)
 
 
-@pytest.mark.parametrize("kind", ["namespaces", "landlock"])
-def test_a_program_whose_folder_is_too_deep_to_remove_is_wrong(boxes, kind):
-    name = f"deep_{os.getpid()}"
-    program = f"import os\ndef f(x):\n    os.mkdir({name!r})\n    os.chdir({name!r})\n"
-    program += "    for _ in range(1200): os.mkdir('d'); os.chdir('d')\n    os._exit(0)"
-    try:
-        verdict = boxes[kind].run(program, TESTS)
-        assert (verdict.passed, verdict.right) == (0, False) and "exit code 0" in verdict.reason, verdict
-    finally:
-        left = [one.parent for one in Path(tempfile.gettempdir()).glob(f"dash_trl_sandbox_*/{name}")]
-        subprocess.run(["rm", "-rf", *left], check=True)
+@pytest.mark.parametrize("kind", STRICT)
+def test_a_program_that_makes_a_very_deep_folder_is_wrong(boxes, kind):
+    program = "import os\ndef f(x):\n    for _ in range(1200): os.mkdir('d'); os.chdir('d')\n    os._exit(0)"
+    verdict = boxes[kind].run(program, TESTS)
+    assert (verdict.passed, verdict.right) == (0, False) and "exit code 0" in verdict.reason, verdict
 
 
 def test_what_tells_a_busy_machine_from_a_sleeping_program():

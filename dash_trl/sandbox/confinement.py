@@ -22,17 +22,18 @@ How a process is confined, best first:
   are not protected. Only by name.
 
 All have limits for CPU time, memory, file size and open files. When the trainer ends, by SIGKILL, too, its sockets
-close: the starter and the supervisors end with it, and with each of them its namespace.
+close: the starter and the supervisors end with it, and with each of them its namespace. Outside of namespaces the
+launcher then removes the programs' files; if it is killed itself, the next launcher does.
 """
 
 import ctypes
+import fcntl
 import gc
 import json
 import os
 import platform
 import resource
 import select
-import shutil
 import signal
 import socket
 import struct
@@ -46,6 +47,7 @@ from typing import Any
 
 NOBODY = 65534
 TMP = "/tmp"
+PREFIX = "dash_trl_programs_"  # of a launcher's folder among the temporary files
 TASK_FOLDER = "/tmp/dash_trl_task"  # empty, while /tmp may also hold an environment of the user's
 OPEN_FILES = 64
 LONG = 0.1  # seconds; the trainer waits many times longer before it asks why a process has not ended
@@ -89,7 +91,7 @@ NEW_NAMESPACES = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLO
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 0x1000, 0x4000, 0x40000, 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 SYS_MOUNT_SETATTR = 442  # this and Landlock's numbers are the same on every architecture
 CAPABILITIES_VERSION_3 = 0x20080522
 
@@ -291,11 +293,12 @@ class Place:
             raise OSError("this kernel has no Landlock, or does not use it")
         if not self.alone:  # else a program might write, through /proc, into the memory of its tests and its supervisor
             call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
+            self.folder = locked_folder()
 
     def enter(self) -> str:
         """In a supervisor: the namespaces, and the folder that may be written to."""
         if not self.alone:
-            return tempfile.mkdtemp(prefix="dash_trl_sandbox_")
+            return tempfile.mkdtemp(dir=self.folder)
         become_nobody()
         enter_user_namespace(NEW_NAMESPACES, self.proc)
         covered = [(path, os.open(path, os.O_PATH)) for path in self.in_tmp]
@@ -413,7 +416,53 @@ def supervise(place: Place, control: socket.socket, side: Callable[[], None], ke
     report = {"ended": code, "cpu": usage.ru_utime + usage.ru_stime, "delay": delay}
     send(control, json.dumps(report).encode())  # before the folder, which a program may have made too deep to remove
     if not place.alone:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
+
+
+def locked_folder() -> str:
+    """A folder for those of all programs, locked by an open file of the launcher, the starter and the supervisors."""
+    new = tempfile.mkdtemp(prefix=f"new_{PREFIX}")  # has the name that `sweep` looks for when it is locked
+    os.chmod(new, 0o711)  # by rlimits, programs of root are nobody's
+    fcntl.flock(os.open(new, os.O_RDONLY), fcntl.LOCK_EX)
+    folder = os.path.join(os.path.dirname(new), os.path.basename(new).removeprefix("new_"))
+    os.rename(new, folder)
+    return folder
+
+
+def sweep() -> None:
+    """Removes the folders of this user that no process has locked: their launchers were killed."""
+    temporary = tempfile.gettempdir()
+    for name in os.listdir(temporary):
+        if name.startswith(PREFIX):
+            with suppress(OSError):
+                folder = os.open(os.path.join(temporary, name), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.fstat(folder).st_uid == os.geteuid():
+                        remove(os.path.join(temporary, name))
+                finally:
+                    os.close(folder)
+
+
+def remove(top: str) -> None:
+    """Removes a folder of any depth: each folder in it is moved to its top first, where the path is short."""
+    folders = [top]
+    while folders:
+        path = folders.pop()
+        with suppress(OSError):
+            with os.scandir(path) as entries:
+                found = list(entries)
+            for one in found:
+                if one.is_dir(follow_symlinks=False):
+                    os.chmod(one.path, 0o700)  # a program may have made it without rights
+                    folders.append(tempfile.mkdtemp(dir=top))
+                    os.rename(one.path, folders[-1])
+                else:
+                    os.unlink(one.path)
+            if path != top:
+                os.rmdir(path)
+    with suppress(OSError):
+        os.rmdir(top)
 
 
 def keep_only(numbers: list[int]) -> None:
@@ -478,20 +527,31 @@ def try_out(place: Place) -> None:
         raise OSError(answer.get("unconfined") or f"a confined process ended with {answer['ended']}")
 
 
+def wait_for_all(place: Place) -> None:
+    """In the launcher: until the starter and all that it has started have ended. Nobody uses their files then."""
+    with suppress(OSError):
+        sweep()
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+    if not place.alone:
+        remove(place.folder)
+
+
 def main() -> None:
     channel = socket.socket(fileno=os.dup(0))
     try:
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # all forks inherit it
             file.write("1000")  # when the machine has no memory left, a program goes before the trainer
         place = Place(SETTINGS["isolation"])
-        if place.alone:  # the starter is pid 1 of the namespace, so that nothing in it outlives the starter
-            starter = os.fork()
-            if starter:
-                channel.close()
-                os.close(0)
-                os.waitpid(starter, 0)
-                return
-            call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        # In namespaces the starter is pid 1, and nothing outlives it; else what it leaves becomes the launcher's.
+        call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        if os.fork():
+            channel.close()
+            os.close(0)
+            wait_for_all(place)
+            return
+        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         sys.path.extend(package_folders())
         with suppress(Exception):  # a program that imports it gets its error
             import numpy  # noqa: F401
