@@ -153,6 +153,19 @@ def test_windows_without_a_row_are_said_with_the_remedy(tiny_model, tmp_path, ca
     assert "Of their rows 100% have no signal" in caplog.text
 
 
+def test_a_large_share_of_unscored_rows_is_said_once(caplog):
+    failures = FailureWatch([torch.nn.Linear(1, 1)] * 2, ["judge", "code"])
+    few, many = torch.ones(20, 2), torch.ones(20, 2)
+    few[:2], many[:3, 1] = NAN, NAN
+    failures.unscore(many, None, counts=False)
+    failures.unscore(few, None)
+    assert caplog.text == ""
+    for _ in range(2):
+        failures.unscore(many, None)
+    (record,) = caplog.records
+    assert "'code' failed on 15% of a window's completions" in record.message
+
+
 def test_an_evaluation_neither_stops_a_run_nor_excuses_a_function():
     failures = FailureWatch([torch.nn.Linear(1, 1)], ["judge"])
     for _ in range(20):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+WARN_ABOVE = 0.1  # of a window's rows: so many are hardly bad luck, and the others may be another kind of rows
 BROKEN_AFTER = 10  # batches in a row without one score: the first few may be an outage
 
 
@@ -158,6 +159,7 @@ class FailureWatch:
         self._funcs, self._names = list(funcs), list(names)
         self.failed: dict[str, float] = {}
         self._first = True
+        self._warned: set[str] = set()
         self._in_a_row = torch.zeros(len(self._funcs))  # batches in which a function failed wherever it applied
 
     def unscore(self, rewards: Tensor, gather: Callable[[Tensor], Tensor], *, counts: bool = True) -> Tensor:
@@ -175,6 +177,13 @@ class FailureWatch:
             for name, share in zip(self._names, failed.float().mean(dim=0).tolist(), strict=True):
                 shares[name] = max(share, shares.get(name, 0.0))  # functions may have the same name
             self.failed = {name: share for name, share in shares.items() if share or name in self.failed}
+            for name, share in shares.items():
+                if share > WARN_ABOVE and name not in self._warned:
+                    self._warned.add(name)
+                    logger.warning(
+                        f"The reward function '{name}' failed on {share:.0%} of a window's completions, which are "
+                        f"unscored: the others may be the easy ones. Watch rewards/{name}/failed; this is said once."
+                    )
             fails, scores = failed.any(dim=0).cpu(), rewards.isfinite().any(dim=0).cpu()
             self._in_a_row = torch.where(scores, 0, self._in_a_row + fails)
             broken = {
