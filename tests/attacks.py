@@ -232,6 +232,17 @@ def f(x):
     while True:
         try: os.fork()
         except OSError: pass
+## a child
+import os
+def f(x):
+    if os.fork() == 0: os._exit(0)
+    os.wait()
+    return x + 1
+## a program of the system
+import subprocess
+def f(x):
+    subprocess.run(['true'])
+    return x + 1
 ## a hundred children
 import os, time
 def f(x):
@@ -434,8 +445,45 @@ def f(x):
     os.chroot('.')
     return x + 1
 """)
-# What its memory could hold many times over, and a daemon.
+# Files, threads and CPU time of children beyond the limits of the tests, and a daemon.
 LEFT_BEHIND = programs("""
+## a hundred threads
+import threading, time
+def f(x):
+    threading.stack_size(32768)
+    for _ in range(100): threading.Thread(target=time.sleep, args=(1,)).start()
+    time.sleep(1)
+    return x + 1
+## ten thousand files
+import time
+def f(x):
+    for i in range(10000): open(str(i), 'w').close()
+    time.sleep(1)
+    return x + 1
+## large files deleted while they are open
+import os, time
+def f(x):
+    held = []
+    for _ in range(40):
+        held.append(open('deleted', 'wb', buffering=0))
+        os.remove('deleted')
+        held[-1].write(b'x' * (1 << 20))
+    time.sleep(1)
+    return x + 1
+## large files behind a name that is too long
+import os, time
+def f(x):
+    for _ in range(30): os.mkdir('d' * 200); os.chdir('d' * 200)
+    for i in range(40): open(str(i), 'wb').write(b'x' * (1 << 20))
+    time.sleep(1)
+    return x + 1
+## large files in a folder that cannot be read
+import os, time
+def f(x):
+    os.mkdir('a', 0o300)
+    for i in range(40): open(f'a/{i}', 'wb').write(b'x' * (1 << 20))
+    time.sleep(1)
+    return x + 1
 ## the temporary folder filled
 def f(x):
     for i in range(1000): open(f'file{i}', 'wb').write(b'x' * (1 << 20))
@@ -455,4 +503,27 @@ if os.fork() == 0:
     os.setsid()
     time.sleep(1000)
 os._exit(0)
+""")
+# Where it may have children.
+CHILDREN = programs("""
+## CPU time of children one after the other
+import os, time
+def f(x):
+    for _ in range(40):
+        if os.fork() == 0:
+            while time.process_time() < 0.1: pass
+            os._exit(0)
+        os.wait()
+    return x + 1
+## CPU time of children that nobody waits for
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+def f(x):
+    for _ in range(40):
+        if os.fork() == 0:
+            while time.process_time() < 0.2: pass
+            os._exit(0)
+        try: os.wait()
+        except ChildProcessError: pass
+    return x + 1
 """)

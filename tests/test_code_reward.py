@@ -429,6 +429,7 @@ def test_a_set_has_the_same_order_in_every_sandbox():
         ({"count": 0}, "count=0"),
         ({"wall_seconds": 2}, "wall_seconds=2 must be more than cpu_seconds=4"),
         ({"wall_seconds": float("nan")}, "wall_seconds=nan"),
+        ({"isolation": "landlock", "children": True}, "children=True needs isolation='namespaces', not 'landlock'"),
         ({"isolation": "docker"}, "isolation='docker' is none of .'namespaces', 'landlock', 'rlimits'."),
     ],
 )
@@ -450,7 +451,7 @@ def test_a_machine_that_refuses_namespaces_gets_less_and_is_told_once():
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines() == ["landlock", "landlock", "1.0"], done.stderr
     (line,) = done.stderr.splitlines()
-    assert "confined by landlock only" in line and "Not protected: size of all files" in line
+    assert "confined by landlock, since" in line and "number of threads (looked at every 0.05 s)" in line
 
 
 WEAKER = """

@@ -7,31 +7,44 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from dash_trl import CodeReward
 from dash_trl.sandbox import confinement
-from dash_trl.sandbox.box import ENVIRONMENT, PROTECTS, STRICT, Sandbox, SandboxError, _Starter, is_idle
-from dash_trl.sandbox.confinement import ALLOWED, ALLOWED_ALONE, ARCHITECTURES
-from tests.attacks import FILES, FORGED, LEFT_BEHIND, OUTWARD, TOO_MUCH, UNSCORED, programs
+from dash_trl.sandbox.box import ENVIRONMENT, PROTECTS, STRICT, Sandbox, SandboxError, UnfitTests, _Starter, is_idle
+from dash_trl.sandbox.confinement import ALLOWED, ALLOWED_ALONE, ALLOWED_CHILDREN, ARCHITECTURES
+from tests.attacks import CHILDREN, FILES, FORGED, LEFT_BEHIND, OUTWARD, TOO_MUCH, UNSCORED, programs
 from tests.test_workers import ends
 
+IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # folders are removed a hundred times faster there
 SECRET = "the-key-that-nobody-may-read"
 RIGHT = "def f(x):\n    return x + 1"
 TESTS = ["assert f(1) == 2", "assert f(41) == 42"]
 LIMITS = {"cpu_seconds": 1, "memory": 512 << 20, "disk": 8 << 20, "processes": 2, "count": 2}
 ATTACKS = {
     "namespaces": TOO_MUCH | FORGED | OUTWARD | UNSCORED | FILES | LEFT_BEHIND,
-    "landlock": OUTWARD | UNSCORED | FILES,
+    "landlock": TOO_MUCH | FORGED | OUTWARD | UNSCORED | FILES | LEFT_BEHIND,
     "rlimits": OUTWARD | UNSCORED,
+    "children": {name: OUTWARD[name] for name in ("a fork bomb", "a hundred children")} | LEFT_BEHIND | CHILDREN,
 }
 # A second or more each of what others show, too.
 LONG = {
     *("an endless loop", "an endless loop while it is loaded", "threads that never end", "printing 1 GB and more"),
     "deep recursion without Python's limit",
+}
+# Attacks on a limit that another test tries in this kind of isolation, too.
+SEEN = {
+    ("namespaces", "a fork bomb"),
+    ("landlock", "a fork bomb"),
+    ("rlimits", "a fork bomb"),
+    ("landlock", "an endless loop that ignores all signals"),
+    ("landlock", "10 GB bit by bit"),
+    ("children", "CPU time of children one after the other"),
 }
 
 
@@ -41,21 +54,24 @@ KINDS = [kind for kind in PROTECTS if kind != "rlimits" or os.geteuid() or os.st
 
 def attacks():
     for kind, some in ATTACKS.items():
-        if kind not in KINDS:
+        if kind == "rlimits" and kind not in KINDS:
             continue
         for name in some:
-            is_long = name in LONG or name == "a fork bomb" and kind != "namespaces"
+            is_long = name in LONG or (kind, name) in SEEN
             yield pytest.param(kind, name, marks=[pytest.mark.exhaustive] * is_long)
 
 
 @pytest.fixture(scope="module")
 def boxes():
     os.environ["DASH_TRL_TEST_API_KEY"] = SECRET
+    ENVIRONMENT["TMPDIR"] = folder = tempfile.mkdtemp(dir=IN_MEMORY)
     made = {kind: Sandbox(isolation=kind, **LIMITS) for kind in KINDS}
+    made["children"] = Sandbox(isolation="namespaces", children=True, **LIMITS)
     yield made
     for one in made.values():
         one.close()
-    del os.environ["DASH_TRL_TEST_API_KEY"]
+    confinement.remove(folder)
+    del os.environ["DASH_TRL_TEST_API_KEY"], ENVIRONMENT["TMPDIR"]
 
 
 @pytest.fixture
@@ -108,7 +124,7 @@ def test_no_process_is_left(boxes, places):
         assert one.run(RIGHT, TESTS).right
     before = below(os.getpid())
     for name in ("a daemon", "a daemon that stays when its program exits", "a hundred children"):
-        boxes["namespaces"].run({**LEFT_BEHIND, **OUTWARD}[name], TESTS)
+        boxes["children"].run({**LEFT_BEHIND, **OUTWARD}[name], TESTS)
     assert all(map(ends, below(os.getpid()) - before))
 
 
@@ -174,7 +190,7 @@ print("at work", flush=True)
 @pytest.fixture
 def temporary(monkeypatch):
     """The temporary folder of sandboxes. Not `tmp_path`: of a deep tree pytest's own removal would not end."""
-    folder = tempfile.mkdtemp()
+    folder = tempfile.mkdtemp(dir=IN_MEMORY)
     monkeypatch.setitem(ENVIRONMENT, "TMPDIR", folder)
     yield Path(folder)
     confinement.remove(folder)
@@ -280,16 +296,13 @@ def test_a_program_that_waits_for_nothing_is_wrong(kind, name, monkeypatch):
     with Sandbox(isolation=kind, cpu_seconds=1, wall_seconds=1.5) as one:
         verdict = one.run(WAITING[name], TESTS)
         assert (verdict.passed, verdict.right) == (0, False) and "wait for something" in verdict.reason
-        monkeypatch.setattr("dash_trl.sandbox.box.IDLE", 0.0)
-        with pytest.raises(TimeoutError, match="more than 1.5 s by the clock.*: the machine is busy"):
-            one.run(WAITING[name], TESTS)
 
 
 @pytest.mark.parametrize("kind", STRICT)
 def test_a_program_that_makes_a_very_deep_folder_is_wrong(boxes, kind):
     program = "import os\ndef f(x):\n    for _ in range(1200): os.mkdir('d'); os.chdir('d')\n    os._exit(0)"
     verdict = boxes[kind].run(program, TESTS)
-    assert (verdict.passed, verdict.right) == (0, False) and "exit code 0" in verdict.reason, verdict
+    assert (verdict.passed, verdict.right) == (0, False) and verdict.reason, verdict
 
 
 def test_what_tells_a_busy_machine_from_a_sleeping_program():
@@ -326,21 +339,22 @@ with Sandbox(cpu_seconds=1) as box:
 """
 
 
-@pytest.mark.parametrize("user", [65533, None])
-def test_by_rlimits_programs_are_nobody_s_and_do_not_reach_their_tests(user):
-    said = as_user(RLIMITS, user)
+@pytest.mark.parametrize(("kind", "user"), [("rlimits", 65533), ("rlimits", None), ("landlock", 65533)])
+def test_what_holds_without_namespaces_whoever_the_user_is(kind, user):
+    """By rlimits programs of root are nobody's, and do not reach their tests."""
+    said = as_user(f"kind = {kind!r}\n{ATTACKED}", user)
     assert said[0] == "True" and set(said[1:]) == {"False"}
 
 
-RLIMITS = """
+ATTACKED = """
 import os
 from dash_trl.sandbox.box import Sandbox
-from tests.attacks import OUTWARD, UNSCORED
-tests = ["assert f(1) == 2", "assert f(41) == 42"]
-with Sandbox(cpu_seconds=1, isolation="rlimits") as box:
+from tests.attacks import LEFT_BEHIND, OUTWARD, UNSCORED
+tests, uncounted = ["assert f(1) == 2", "assert f(41) == 42"], ["large files deleted while they are open"]
+with Sandbox(cpu_seconds=1, disk=8 << 20, isolation=kind) as box:
     print(box.run("import sqlite3, os\\ndef f(): return os.getuid()", [f"assert f() == {os.getuid() or 65534}"]).right)
-    for name, program in {**OUTWARD, **UNSCORED}.items():
-        if name != "a fork bomb":
+    for name, program in {**(OUTWARD | UNSCORED if kind == "rlimits" else {}), **LEFT_BEHIND}.items():
+        if name != "a fork bomb" and not (kind == "rlimits" and name in uncounted):
             verdict = box.run(program.replace("PID", str(os.getpid())).replace("PORT", "1"), tests)
             print(name if verdict.passed else "False")
 """
@@ -485,7 +499,7 @@ def test_the_numbers_of_system_calls_are_the_kernel_s(column, header):
         pytest.skip("the kernel's headers are not installed")
     known = re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)$", path.read_text(), re.MULTILINE)
     known = {name: int(number) for name, number in known}
-    listed = {**ALLOWED, **ALLOWED_ALONE}.items()
+    listed = {**ALLOWED, **ALLOWED_ALONE, **ALLOWED_CHILDREN}.items()
     allowed = {name: numbers[column] for name, numbers in listed if column < len(numbers)}
     assert {name: known.get(name, number) for name, number in allowed.items()} == allowed  # headers may be older
 
@@ -497,6 +511,10 @@ UNUSUAL = {  # on x86-64 and ARM64
     "socket": (41, 198),
     "futimesat": (261, 1000),
     "setxattrat": (463, 463),
+    # a program that lowers its own priority would be unscored: the machine looks busy to it
+    "setpriority": (141, 140),
+    "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274),
     "no kernel's yet": (1000, 1000),
 }
 
@@ -517,6 +535,7 @@ def test_calls_that_no_program_needs_are_refused(boxes, kind):
     assert verdict.right, verdict
 
 
+OWN_PROCESSES = "processes of its own"
 USES = {
     "threads, timers, an event loop": """
 import asyncio, signal, threading, time
@@ -554,7 +573,7 @@ def f():
         os.chdir('..')
     return numpy.linalg.inv(numpy.eye(99)).sum() == 99
 """,
-    "processes of its own": """
+    OWN_PROCESSES: """
 import os, shutil, subprocess, sys
 def f():
     open('a', 'w').close()
@@ -568,8 +587,126 @@ def f():
 
 @pytest.mark.parametrize(
     ("kind", "use"),
-    [(kind, use) for kind in KINDS for use in USES if kind == "namespaces" or use != "processes of its own"],
+    [(kind, use) for kind in [*KINDS, "children"] for use in USES if (kind == "children") == (use == OWN_PROCESSES)],
 )
 def test_what_programs_use_of_the_standard_library(boxes, kind, use):
     verdict = boxes[kind].run(USES[use], ["assert f()"])
     assert verdict.right, verdict
+
+
+# ------------------------------------------------------------------------------------- the tables of docs/rewards.md
+
+
+def table(head: str) -> dict[str, list[str]]:
+    """{first cell: the others} of the rows below the table's head."""
+    text = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text()
+    rows = text.partition(f"\n{head}\n")[2].partition("\n\n")[0].splitlines()[1:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {first: others for first, *others in cells}
+
+
+SCORES = table("| what happens | score |")
+SLEEPS = "import time\ndef f(x): time.sleep(600)"
+OWN_CLASS = "class Node: pass\nassert f(Node()) == 1"
+# By the words that begin a row: programs, or (program, test).
+CAUSES = {
+    "an assert fails": ["def f(x): return 0", "def f(x): 1 / 0", EXIT, FORGED["a crash"], "def f(x) return 2"],
+    "more than its CPU time": [TOO_MUCH["an endless loop"]],
+    "more than its memory": [TOO_MUCH["10 GB at once"], TOO_MUCH["10 GB of mapped memory"]],
+    "more than its files": [LEFT_BEHIND["the temporary folder filled"], LEFT_BEHIND["ten thousand files"]],
+    "more than its threads": [LEFT_BEHIND["a hundred threads"]],
+    "a child process": [OUTWARD["a child"], OUTWARD["a program of the system"]],
+    "a value that cannot": [TOO_MUCH["a huge value"], TOO_MUCH["a value that holds itself"]],
+    "a value whose comparison": [("def f(x): return range(10**9)", "assert list(f(1)) == [2]")],
+    "60 s by the clock": [SLEEPS],
+    "the same on a busy machine": [SLEEPS],
+    "tests that are no Python": [(RIGHT, "assert f("), (RIGHT, "assert 1 == 1"), (RIGHT, OWN_CLASS)],
+    "something outside killed it": [SLEEPS],
+    "no sandbox": [RIGHT],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [(kind, row) for kind in STRICT for row in SCORES if kind == "namespaces" or not row.startswith("with children")],
+)
+def test_the_table_of_scores(boxes, kind, row, monkeypatch):
+    box = boxes[kind]
+    if row == "no program in the completion":
+        assert scored(box, "I do not know.") == SCORES[row][0]
+        return
+    if row.startswith("with children"):  # in namespaces only
+        assert scored(boxes["children"], fenced(CHILDREN["CPU time of children one after the other"])) == SCORES[row][0]
+        return
+    (case,) = [case for begin, case in CAUSES.items() if row.startswith(begin)] or pytest.fail("a row without a case")
+    with ExitStack() as stack:
+        if row.startswith(("60 s", "the same")):
+            box = stack.enter_context(Sandbox(isolation=kind, cpu_seconds=1, wall_seconds=1.5))
+            monkeypatch.setattr("dash_trl.sandbox.box.IDLE", 1e9 if row.startswith("60 s") else 0.0)
+        if row.startswith("no sandbox"):
+            box = stack.enter_context(Sandbox(isolation=kind))
+            monkeypatch.setattr("dash_trl.sandbox.box.ENVIRONMENT", {"PYTHONHASHSEED": "nonsense"})
+        for one in case:
+            program, *tests = [one] if isinstance(one, str) else one
+            if row.startswith("something outside"):
+                stack.enter_context(killing(box))
+            assert scored(box, fenced(program), tests or TESTS) == SCORES[row][0], program
+
+
+def fenced(program: str) -> str:
+    return f"```python\n{program}\n```"
+
+
+def scored(box: Sandbox, completion: str, tests: list[str] = TESTS) -> str:
+    try:
+        return f"{CodeReward(box)(completion, tests)[0]:g}"
+    except (SandboxError, TimeoutError, UnfitTests):
+        return "unscored"
+
+
+@contextmanager
+def killing(box: Sandbox):
+    """Kills the next program and its tests, as the kernel does when the machine has no memory left."""
+    assert box.run(RIGHT, TESTS).right
+    starter = box._starter.process.pid
+    before = below(starter)
+
+    def kill():
+        while len(started := below(starter) - before) < 4:  # two supervisors and what they supervise
+            time.sleep(0.01)
+        for process in started:
+            if not below(process):
+                with suppress(ProcessLookupError):  # ended with the other one
+                    os.kill(process, 9)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    yield
+    thread.join()
+
+
+# By the words that begin a row: the attacks that it withstands.
+PROMISES = {
+    "CPU time, memory": ("an endless loop in C", "10 GB at once", "a file of 1 GB"),
+    "the network": ("a socket to this machine", "a socket to the world", "a socket to the machine's host"),
+    "signals to other processes": ("the trainer killed", "every process killed", "the trainer's limits lowered"),
+    "memory of other processes": ("the trainer's memory", "the memory of its tests", "the trainer traced"),
+    "reading the user's files": ("a file of the user's", "the trainer's environment", "the environment's keys"),
+    "writing and deleting": ("a file of the user's overwritten", "all files deleted", "a file in Python's packages"),
+    "size and number": ("the temporary folder filled", "ten thousand files", "large files deleted while they are open"),
+    "threads": ("a hundred threads",),
+    "processes of its own": ("a child", "a program of the system"),
+    "what it leaves behind": ("a daemon", "a daemon that stays when its program exits"),
+}
+
+
+def test_the_table_of_what_holds():
+    """`test_attacks` makes these attacks; rlimits, by name only, is attacked as users in a test of its own."""
+    rows = table("| | `namespaces` | `landlock` | `rlimits` |")
+    assert rows.pop("needs")
+    for row, cells in rows.items():
+        (names,) = [names for begin, names in PROMISES.items() if row.startswith(begin)] or pytest.fail(
+            f"{row}: no case"
+        )
+        for kind, cell in zip(PROTECTS, cells, strict=True):
+            assert kind == "rlimits" or "**not" not in cell and set(names) <= ATTACKS[kind].keys(), (row, kind)

@@ -30,27 +30,21 @@ logger = logging.getLogger(__name__)
 CPU_SECONDS = 4  # of a program with all its calls; the dearest of MBPP+'s correct solutions takes 0.3 s
 WALL_SECONDS = 60.0  # many times the CPU time: a busy machine makes no right answer wrong
 MEMORY = 1 << 30  # bytes of address space beside the interpreter's, of each of a program's processes
-PROCESSES = 8  # and threads, beside its first
-DISK = 64 << 20  # bytes of all files, which are in memory
+PROCESSES = 8  # threads beside its first, and child processes if it may have any
+DISK = 64 << 20  # bytes of all files; in namespaces they are in memory
 START_SECONDS = 60.0  # for the starter, which imports numpy
 END_SECONDS = 10.0  # for the kernel to clear away what was killed
 IDLE = 0.5  # of the time by the clock: who waits less than this for a CPU is not slow because the machine is busy
 OUT_OF_CPU = 0.5  # of its CPU time, after which a kill is the limit's: the kernel counts ticks, and came at 0.8 of it
 
 # What holds, by kind of isolation, best kind first.
-ALWAYS = ("CPU time", "memory", "size of a file")
+ALWAYS = ("CPU time", "memory", "size of a file", "network", "no process")
+STRICTLY = (*ALWAYS, "reading the user's files", "writing files", "other processes")
+LOOKED_AT = "size of all files and number of threads (looked at every 0.05 s)"
 PROTECTS: dict[str, tuple[str, ...]] = {
-    "namespaces": (
-        *ALWAYS,
-        "reading the user's files",
-        "writing files",
-        "size of all files",
-        "network",
-        "other processes",
-        "number of processes",
-    ),
-    "landlock": (*ALWAYS, "reading the user's files", "writing files", "network", "other processes", "no process"),
-    "rlimits": (*ALWAYS, "network", "no process"),
+    "namespaces": (*STRICTLY, "size of all files", "number of threads"),
+    "landlock": (*STRICTLY, LOOKED_AT),
+    "rlimits": (*ALWAYS, LOOKED_AT),
 }
 STRICT = ("namespaces", "landlock")  # what is chosen from; `rlimits` is by name only
 
@@ -87,6 +81,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         wall_seconds: of one program by the clock.
         count: how many at once; by default this process's share of the CPUs.
         isolation: one of `PROTECTS`; None: the best of `STRICT` that this machine gives.
+        children: whether a program may start processes, whose CPU time is added up. Needs namespaces.
     """
 
     def __init__(
@@ -99,6 +94,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         disk: int = DISK,
         count: int | None = None,
         isolation: str | None = None,
+        children: bool = False,
     ):
         self.settings: dict[str, Any] = {
             "cpu_seconds": cpu_seconds,
@@ -117,6 +113,12 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             )
         if isolation is not None and isolation not in PROTECTS:
             raise ValueError(f"isolation={isolation!r} is none of {list(PROTECTS)}.")
+        if children and isolation not in (None, "namespaces"):
+            raise ValueError(
+                f"children={children!r} needs isolation='namespaces', not {isolation!r}: nothing else ends what a "
+                "program has started."
+            )
+        self.settings["children"] = bool(children)
         self.others: dict[str, Any] = {"wall_seconds": wall_seconds, "count": count, "isolation": isolation}
         self.count = count or default_workers()
         self._slots = threading.BoundedSemaphore(self.count)
@@ -143,7 +145,6 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         """
         job = {"tests": list(tests), "entry_point": entry_point}
         with self._slots:
-            end = time.monotonic() + self.others["wall_seconds"]
             try:
                 with self._lock:
                     solution, checker = self._started().begin()
@@ -151,6 +152,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 raise SandboxError(f"no process for the program: {error}") from error
             with solution, checker:
                 try:
+                    end = time.monotonic() + self.others["wall_seconds"]  # without the sandbox's own start
                     ahead = any(isinstance(one, str) for one in tests)  # else it runs with its inputs only
                     return self._score({"program": program, "ahead": ahead}, job, solution, checker, end)
                 finally:
@@ -201,6 +203,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         if "ended" not in status:
             raise SandboxError("the program's supervisor ended")
         code, cpu = status["ended"], status["cpu"]
+        if status["excess"] is not None:
+            return str(status["excess"])
         if code == -9:
             if self._killed(status):
                 raise SandboxError(f"something killed the program after {cpu:.1f} s of CPU time; no memory left?")
@@ -209,6 +213,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
     def _killed(self, status: dict[str, Any]) -> bool:
         """Whether a process that ended was killed from outside. Nothing inside can send SIGKILL but a limit."""
+        if status["excess"] is not None:  # by its supervisor
+            return False
         return status["ended"] == -9 and status["cpu"] < OUT_OF_CPU * self.settings["cpu_seconds"]
 
     def _started(self) -> _Starter:
@@ -217,7 +223,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             self._starter = None
         if self._starter is None:
             causes = {}
-            for kind in STRICT if self.others["isolation"] is None else [self.others["isolation"]]:
+            kinds = ["namespaces"] if self.settings["children"] else STRICT
+            for kind in kinds if self.others["isolation"] is None else [self.others["isolation"]]:
                 try:
                     self._starter = _Starter({**self.settings, "isolation": kind})
                     break
@@ -368,8 +375,7 @@ def _wait(control: socket.socket) -> None:
 
 @functools.cache  # once per cause
 def _warn(kind: str, causes: str) -> None:
-    missing = [one for one in PROTECTS["namespaces"] if one not in PROTECTS[kind]]
     logger.warning(
-        f"Programs are confined by {kind} only, since this machine gives no better ({causes}). Not protected: "
-        f"{', '.join(missing)}. See docs/rewards.md, or run where user namespaces are allowed."
+        f"Programs are confined by {kind}, since this machine gives no better ({causes}). What holds: "
+        f"{', '.join(PROTECTS[kind])}. See docs/rewards.md, or run where user namespaces are allowed."
     )

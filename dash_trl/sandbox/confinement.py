@@ -16,19 +16,22 @@ How a process is confined, best first:
   capabilities. Its root is read-only and holds Python, its packages and the system's libraries; /tmp is the only folder
   to write to, in memory, of limited size; the program starts in an empty folder there. RLIMIT_NPROC holds, since it
   counts per user namespace.
-- "landlock" (Linux 5.13): the same files by Landlock; a temporary folder; seccomp refuses new processes, sockets, and
-  signals to others.
+- "landlock" (Linux 5.13): the same files by Landlock; a temporary folder; seccomp refuses sockets, and signals to
+  others. The supervisor counts threads and files, and ends a program that has too many.
 - "rlimits": seccomp's part alone, of root as nobody; the user's files and the memory of other processes of that user
   are not protected. Only by name.
 
-All have limits for CPU time, memory, file size and open files. When the trainer ends, by SIGKILL, too, its sockets
-close: the starter and the supervisors end with it, and with each of them its namespace. Outside of namespaces the
-launcher then removes the programs' files; if it is killed itself, the next launcher does.
+All have limits for CPU time, memory, file size and open files. A program may start processes only in namespaces, and
+only if the user allows it: then the supervisor adds up their CPU time. When the trainer ends, by SIGKILL, too, its
+sockets close: the starter and the supervisors end with it, and with each of them its namespace. Outside of namespaces
+the launcher then removes the programs' files; if the launcher is killed, the next one does.
 """
 
 import ctypes
+import errno
 import fcntl
 import gc
+import itertools
 import json
 import os
 import platform
@@ -36,6 +39,7 @@ import resource
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import sysconfig
@@ -50,10 +54,14 @@ TMP = "/tmp"
 PREFIX = "dash_trl_programs_"  # of a launcher's folder among the temporary files
 TASK_FOLDER = "/tmp/dash_trl_task"  # empty, while /tmp may also hold an environment of the user's
 OPEN_FILES = 64
+LOOK = 0.05  # seconds between the supervisor's looks at what the kernel does not limit
 LONG = 0.1  # seconds; the trainer waits many times longer before it asks why a process has not ended
 INODES = 4096  # of the temporary folder
+DEEP = 64  # folders within folders, of which the supervisor walks each path
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
+
+TICKS = os.sysconf("SC_CLK_TCK")  # per second
 
 libc = ctypes.CDLL(None, use_errno=True)
 SETTINGS: dict[str, Any] = {}  # `box.py`'s: isolation, limits, packages
@@ -207,11 +215,14 @@ getgid:104:176 getegid:108:177 getresuid:118:148 getresgid:120:150 getgroups:115
 getrusage:98:165 getrlimit:97:163 prlimit64:302:261 sched_yield:24:124 sched_getaffinity:204:123
 sched_getparam:143:121 sched_getscheduler:145:120 getcpu:309:168 sysinfo:99:179 uname:63:160 getrandom:318:278
 """)
-# Where namespaces see to it that they reach nothing else: processes, and rights and times of files.
+# Where namespaces see to it that they reach nothing else: rights and times of files, signals to threads. A program must
+# not lower its own priority: it would look like one for which a busy machine has no time.
 ALLOWED_ALONE = calls("""
-fork:57 vfork:58 execve:59:221 execveat:322:281 pidfd_open:434:434 setsid:112:157 setpgid:109:154 tkill:200:130
-setpriority:141:140 sched_setaffinity:203:122 mknod:133 mknodat:259:33 chmod:90 fchmod:91:52 fchmodat:268:53
+tkill:200:130 sched_setaffinity:203:122 mknod:133 mknodat:259:33 chmod:90 fchmod:91:52 fchmodat:268:53
 fchmodat2:452:452 utime:132 utimes:235 utimensat:280:88 truncate:76:45""")
+# Only with `Sandbox(children=True)`, which namespaces hold.
+ALLOWED_CHILDREN = calls("""
+fork:57 vfork:58 execve:59:221 execveat:322:281 pidfd_open:434:434 setsid:112:157 setpgid:109:154""")
 PRCTLS = (15, 16, 23)  # the name of a thread, and whether it has a capability
 FCNTLS = (*range(8), 1030)  # copies of a file's number, flags, locks; not who gets a signal when a file is ready
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, its size; how much to read, block, close
@@ -224,7 +235,7 @@ ALL_BITS = 0xFFFFFFFF
 Condition = tuple[float, int, tuple[int, ...], bool]
 
 
-def conditions(*, alone: bool) -> dict[str, list[Condition]]:
+def conditions(*, alone: bool, children: bool) -> dict[str, list[Condition]]:
     """Of calls that are allowed with some arguments only."""
     own: list[Condition] = [(0, ALL_BITS, (os.getpid(),), True), (1, ALL_BITS, (signal.SIGKILL,), False)]
     limited: dict[str, list[Condition]] = {
@@ -234,7 +245,7 @@ def conditions(*, alone: bool) -> dict[str, list[Condition]]:
         "prlimit64": [(2, ALL_BITS, (0,), True), (2.5, ALL_BITS, (0,), True)],  # None is a question
         # what asyncio needs; a socket without a connection would reach /dev/log
         "socketpair": [(0, ALL_BITS, (socket.AF_UNIX,), True), (1, 0xF, (socket.SOCK_STREAM,), True)],
-        "clone": [(0, ALL_NEW | CLONE_THREAD, (0, CLONE_THREAD) if alone else (CLONE_THREAD,), True)],
+        "clone": [(0, ALL_NEW | CLONE_THREAD, (0, CLONE_THREAD) if children else (CLONE_THREAD,), True)],
     }
     if not alone:
         limited["kill"] = own
@@ -246,15 +257,16 @@ def conditions(*, alone: bool) -> dict[str, list[Condition]]:
     return limited
 
 
-def filter_calls(*, alone: bool) -> None:
-    """Refuses system calls by seccomp. `alone`: in namespaces of its own."""
+def filter_calls(*, alone: bool, children: bool = False) -> None:
+    """Refuses system calls by seccomp. `alone`: in namespaces of its own; `children`: it may start processes there."""
     if platform.machine() not in ARCHITECTURES:
         raise OSError(f"the numbers of system calls are known for {list(ARCHITECTURES)}, not {platform.machine()!r}")
     architecture, column = ARCHITECTURES[platform.machine()]
-    limited = conditions(alone=alone)
+    limited = conditions(alone=alone, children=children)
     program = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, REFUSE | EPERM)]
     program += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), (RETURN, 0, 0, REFUSE | ENOSYS)]
-    for name, numbers in {**ALLOWED, **(ALLOWED_ALONE if alone else {})}.items():
+    allowed = {**ALLOWED, **(ALLOWED_ALONE if alone else {}), **(ALLOWED_CHILDREN if children else {})}
+    for name, numbers in allowed.items():
         body: list[tuple[int, int, int, int]] = []
         for argument, bits, values, only in limited.get(name, []):
             # an argument has 8 bytes, of which the low half comes first
@@ -283,6 +295,8 @@ class Place:
         self.landlock = kind == "landlock"
         self.in_tmp = [path for path in readable_paths() if path.startswith(f"{TMP}/")]
         self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if SETTINGS["children"]:
+            os.stat("thread-self/children", dir_fd=self.proc)  # `cpu_of_all` needs it
         if self.alone:
             if os.geteuid() == 0:
                 call("unshare", CLONE_NEWNS | CLONE_NEWPID)
@@ -313,21 +327,81 @@ class Place:
 
     def run_delay(self, handle: int) -> float | None:
         """For how many seconds the process was ready to run, but had no CPU: of the thread with the most. None where
-        the kernel does not say. Its numbers are those of `proc`, which is older than its namespace."""
-
-        def read(path: str) -> str:
-            with open(path, opener=lambda path, flags: os.open(path, flags, dir_fd=self.proc)) as file:
-                return file.read()
-
+        the kernel does not say."""
         with suppress(OSError, IndexError):  # a thread that has ended meanwhile
-            if read("self/schedstat").split() == ["0"] * 3:
+            if self.read("self/schedstat").split() == ["0"] * 3:
                 return None
-            tasks = f"{read(f'self/fdinfo/{handle}').partition('Pid:')[2].split()[0]}/task"
-            folder = os.open(tasks, os.O_RDONLY, dir_fd=self.proc)
-            threads = os.listdir(folder)
-            os.close(folder)
-            return max(int(read(f"{tasks}/{thread}/schedstat").split()[1]) for thread in threads) / 1e9
+            tasks = f"{self.number(handle)}/task"
+            delays = [self.read(f"{tasks}/{thread}/schedstat").split()[1] for thread in self.names(tasks)]
+            return max(map(int, delays)) / 1e9
         return None
+
+    def excess(self, handle: int, folder: str, spent: dict[str, float]) -> str | None:
+        """Which limit a process exceeds that the kernel does not hold. `spent` keeps the CPU time of its children."""
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            process = self.number(handle)
+            if self.alone:  # there the kernel holds all the others
+                over = self.cpu_of_all(process, spent) > SETTINGS["cpu_seconds"]
+                return f"more than {SETTINGS['cpu_seconds']} s of CPU time of all its processes" if over else None
+            if int(self.read(f"{process}/status").partition("Threads:")[2].split()[0]) > SETTINGS["processes"] + 1:
+                return f"more than {SETTINGS['processes']} threads beside its first"
+            try:
+                count, size = self.files(folder, process)
+            except OSError as error:  # by a name that is too long, or a folder without rights
+                return f"files that cannot be counted ({error.strerror})"
+            if count > INODES or size > SETTINGS["disk"]:
+                return f"more than {SETTINGS['disk']:,} bytes of files, or more than {INODES:,} files"
+        return None
+
+    def cpu_of_all(self, process: str, spent: dict[str, float]) -> float:
+        """CPU seconds of a process and all below it. `spent` keeps what is known of those that nobody waited for."""
+        total, found = 0.0, [process]
+        while found:
+            one = found.pop()
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                own = [int(ticks) / TICKS for ticks in self.read(f"{one}/stat").rpartition(")")[2].split()[11:15]]
+                spent[one] = sum(own[:2])
+                total += sum(own)  # with that of the children that it has waited for
+                for thread in self.names(f"{one}/task"):
+                    found += self.read(f"{one}/task/{thread}/children").split()
+        return max(total, sum(spent.values()))
+
+    def files(self, folder: str, process: str) -> tuple[int, int]:
+        """How many files are in a folder, and their bytes, with those of deleted files that are still open."""
+        count = size = 0
+        folders = [(folder, 0)]
+        while folders and count <= INODES:
+            path, depth = folders.pop()
+            if depth > DEEP:
+                raise OSError(errno.ENAMETOOLONG, "too many folders within folders")
+            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+                for one in itertools.islice(entries, INODES + 1):
+                    with suppress(FileNotFoundError):
+                        count, size = count + 1, size + 512 * one.stat(follow_symlinks=False).st_blocks
+                        if one.is_dir(follow_symlinks=False):
+                            folders.append((one.path, depth + 1))
+        with suppress(PermissionError):  # by rlimits of an ordinary user
+            for number in self.names(f"{process}/fd"):
+                with suppress(FileNotFoundError):
+                    status = os.stat(f"{process}/fd/{number}", dir_fd=self.proc)
+                    if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                        size += 512 * status.st_blocks
+        return count, size
+
+    def number(self, handle: int) -> str:
+        """A process's number in `proc`, which is older than its namespace."""
+        return self.read(f"self/fdinfo/{handle}").partition("Pid:")[2].split()[0]
+
+    def read(self, path: str) -> str:
+        with open(path, opener=lambda path, flags: os.open(path, flags, dir_fd=self.proc)) as file:
+            return file.read()
+
+    def names(self, path: str) -> list[str]:
+        folder = os.open(path, os.O_RDONLY, dir_fd=self.proc)
+        try:
+            return os.listdir(folder)
+        finally:
+            os.close(folder)
 
     def confine(self, folder: str) -> None:
         """In the process itself, at last: then it has nothing but the folder."""
@@ -340,15 +414,15 @@ class Place:
         os.chdir(folder)
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        with open("self/statm", opener=lambda path, flags: os.open(path, flags, dir_fd=self.proc)) as file:
-            interpreter = int(file.read().split()[0]) * resource.getpagesize()
+        interpreter = int(self.read("self/statm").split()[0]) * resource.getpagesize()
         os.close(self.proc)
         set_limits(SETTINGS["memory"] + interpreter, SETTINGS["processes"] + 2 if self.alone else None)
         call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         call("capset", struct.pack("2I", CAPABILITIES_VERSION_3, 0), bytes(24))  # without capabilities
         if self.landlock:
             restrict_files(readable_paths(), folder)
-        filter_calls(alone=self.alone)
+            call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # `files` sees those that it has open; Landlock keeps others off
+        filter_calls(alone=self.alone, children=SETTINGS["children"])
 
 
 def become_nobody() -> None:
@@ -380,8 +454,8 @@ def set_limits(memory: int, processes: int | None) -> None:
 def supervise(place: Place, control: socket.socket, side: Callable[[], None], keep: list[int]) -> None:
     """Runs side() in a confined process until it ends, or the trainer closes `control`.
 
-    Then writes how it ended to `control`: its exit code or signal, its CPU seconds and, where the trainer did not wait
-    for its end, `Place.run_delay`.
+    Then writes how it ended to `control`: its exit code or signal, its CPU seconds, `Place.excess` if it was ended for
+    that and, where the trainer did not wait for its end, `Place.run_delay`.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -406,14 +480,19 @@ def supervise(place: Place, control: socket.socket, side: Callable[[], None], ke
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     poll.register(control, select.POLLRDHUP)
-    begin, delay = time.monotonic(), None
-    if all(number != handle for number, _ in poll.poll()):
+    begin, delay, excess = time.monotonic(), None, None
+    spent: dict[str, float] = {}
+    pause = None if place.alone and not SETTINGS["children"] else 1000 * LOOK
+    while not (events := poll.poll(pause)):
+        if excess := place.excess(handle, folder, spent):
+            break
+    if all(number != handle for number, _ in events):
         if time.monotonic() - begin > LONG:
             delay = place.run_delay(handle)
         os.kill(child, signal.SIGKILL)
     _, status, usage = os.wait4(child, 0)  # pid 1 of a namespace is gone when all of it is
     code = os.waitstatus_to_exitcode(status)
-    report = {"ended": code, "cpu": usage.ru_utime + usage.ru_stime, "delay": delay}
+    report = {"ended": code, "cpu": usage.ru_utime + usage.ru_stime, "delay": delay, "excess": excess}
     send(control, json.dumps(report).encode())  # before the folder, which a program may have made too deep to remove
     if not place.alone:
         remove(folder)
@@ -455,7 +534,7 @@ def remove(top: str) -> None:
             for one in found:
                 if one.is_dir(follow_symlinks=False):
                     os.chmod(one.path, 0o700)  # a program may have made it without rights
-                    folders.append(tempfile.mkdtemp(dir=top))
+                    folders.append(os.path.join(top, os.urandom(16).hex()))
                     os.rename(one.path, folders[-1])
                 else:
                     os.unlink(one.path)
