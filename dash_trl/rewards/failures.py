@@ -174,7 +174,7 @@ class FailureWatch:
         failed, raised = failed_rows(self._funcs, rewards, gather)
         if counts:
             shares: dict[str, float] = {}
-            for name, share in zip(self._names, failed.float().mean(dim=0).tolist(), strict=True):
+            for name, share in zip(self._names, failed.cpu().double().mean(dim=0).tolist(), strict=True):
                 shares[name] = max(share, shares.get(name, 0.0))  # functions may have the same name
             self.failed = {name: share for name, share in shares.items() if share or name in self.failed}
             for name, share in shares.items():
