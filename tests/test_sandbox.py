@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -207,9 +208,12 @@ def test_all_of_it_ends_with_the_trainer(kind, temporary):
         time.sleep(0.01)  # the launcher, the starter, two supervisors, the program, its tests
     while kind == "landlock" and not list(temporary.glob("*/*/a/b/ready")):
         time.sleep(0.01)
+    (launcher,) = [one for one in started if len(below(one)) == len(started) - 1]
     trainer.kill()
     trainer.wait()
-    assert all(map(ends, started)), "a process has outlived the trainer"
+    assert ends(launcher)
+    left = [one for one in started - {launcher} if Path(f"/proc/{one}").exists()]
+    assert left == [], "a process has outlived the launcher"
     assert os.listdir(temporary) == [], "files were left behind"
 
 
@@ -302,6 +306,19 @@ def test_a_program_that_makes_a_very_deep_folder_is_wrong(boxes, kind):
     program = "import os\ndef f(x):\n    for _ in range(1200): os.mkdir('d'); os.chdir('d')\n    os._exit(0)"
     verdict = boxes[kind].run(program, TESTS)
     assert (verdict.passed, verdict.right) == (0, False) and verdict.reason, verdict
+
+
+def test_the_sandbox_s_own_start_takes_no_time_from_a_program(monkeypatch):
+    real, more = _Starter.__init__, [0.0]
+
+    def takes_long(self, settings):
+        real(self, settings)
+        more[0] += 1000
+
+    monkeypatch.setattr(_Starter, "__init__", takes_long)
+    monkeypatch.setattr("dash_trl.sandbox.box.time", SimpleNamespace(monotonic=lambda: time.monotonic() + more[0]))
+    with Sandbox(**LIMITS) as box:
+        assert box.run(RIGHT, TESTS).right
 
 
 def test_what_tells_a_busy_machine_from_a_sleeping_program():
