@@ -477,6 +477,13 @@ def f(x):
     for i in range(40): open(str(i), 'wb').write(b'x' * (1 << 20))
     time.sleep(1)
     return x + 1
+## large files below a hundred folders
+import os, time
+def f(x):
+    for _ in range(100): os.mkdir('d'); os.chdir('d')
+    for i in range(40): open(str(i), 'wb').write(b'x' * (1 << 20))
+    time.sleep(1)
+    return x + 1
 ## large files in a folder that cannot be read
 import os, time
 def f(x):

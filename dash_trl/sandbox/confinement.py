@@ -354,17 +354,16 @@ class Place:
         return None
 
     def cpu_of_all(self, process: str, spent: dict[str, float]) -> float:
-        """CPU seconds of a process and all below it. `spent` keeps what is known of those that nobody waited for."""
-        total, found = 0.0, [process]
+        """CPU seconds of a process and all below it, as far as they were seen; `spent` keeps those of ended ones."""
+        found = [process]
         while found:
             one = found.pop()
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-                own = [int(ticks) / TICKS for ticks in self.read(f"{one}/stat").rpartition(")")[2].split()[11:15]]
-                spent[one] = sum(own[:2])
-                total += sum(own)  # with that of the children that it has waited for
+                ticks = self.read(f"{one}/stat").rpartition(")")[2].split()[11:13]
+                spent[one] = sum(map(int, ticks)) / TICKS
                 for thread in self.names(f"{one}/task"):
                     found += self.read(f"{one}/task/{thread}/children").split()
-        return max(total, sum(spent.values()))
+        return sum(spent.values())
 
     def files(self, folder: str, process: str) -> tuple[int, int]:
         """How many files are in a folder, and their bytes, with those of deleted files that are still open."""
