@@ -27,11 +27,12 @@ SECRET = "the-key-that-nobody-may-read"
 RIGHT = "def f(x):\n    return x + 1"
 TESTS = ["assert f(1) == 2", "assert f(41) == 42"]
 LIMITS = {"cpu_seconds": 1, "memory": 512 << 20, "disk": 8 << 20, "processes": 2, "count": 2}
+WITH_CHILDREN = ("a fork bomb", "a hundred children", "a daemon", "a daemon that stays when its program exits")
 ATTACKS = {
     "namespaces": TOO_MUCH | FORGED | OUTWARD | UNSCORED | FILES | LEFT_BEHIND,
     "landlock": TOO_MUCH | FORGED | OUTWARD | UNSCORED | FILES | LEFT_BEHIND,
     "rlimits": OUTWARD | UNSCORED,
-    "children": {name: OUTWARD[name] for name in ("a fork bomb", "a hundred children")} | LEFT_BEHIND | CHILDREN,
+    "children": CHILDREN | {name: (OUTWARD | LEFT_BEHIND)[name] for name in WITH_CHILDREN},
 }
 # A second or more each of what others show, too.
 LONG = {
