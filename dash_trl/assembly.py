@@ -272,6 +272,8 @@ def new_passes(trainer: Any) -> ModelPasses:
         noisy_embeddings=trainer.args.neftune_noise_alpha is not None,
         # by `torch_compile`, or by accelerate's own configuration
         compiled=trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
+        share_prompts=trainer.args.share_prompts,
+        router_losses=trainer.aux_loss_enabled,
     )
 
 

@@ -86,6 +86,9 @@ class DASHConfig(GRPOConfig):
             Token budget of one model pass (prompt and completion tokens; padding counts where the model cannot run
             padding-free). `None`: at most `per_device_train_batch_size` rows, as in TRL. Set it to what fits in
             memory; short rows then share a pass. A single row above the budget gets a pass of its own.
+        share_prompts (`bool` or `None`, defaults to `None`):
+            Rows of a pass that have the same prompt compute it once; the update is the same. `None`: where it is faster
+            (prompts of more than 32 tokens). `True`: wherever a prompt has two tokens. `False`: never.
         async_level (`int`, defaults to `0`):
             So many generation windows at most do the servers sample ahead of training: window n is trained on rollouts
             of the weights with which window n − `async_level` began, or newer. Above 0 it takes servers, and a loss
@@ -142,6 +145,10 @@ class DASHConfig(GRPOConfig):
         metadata={"help": "Token budget of one model pass. `None`: rows as in TRL (`per_device_train_batch_size`)."},
     )
 
+    share_prompts: bool | None = field(
+        default=None,
+        metadata={"help": "Compute a prompt once for the rows of a pass that have it. `None`: where it is faster."},
+    )
     async_level: int = field(
         default=0,
         metadata={"help": "So many generation windows at most do the servers sample ahead of training."},

@@ -52,7 +52,7 @@ class LogProbs:
 
     Args:
         rules: as they are now.
-        inputs_of: (window, lengths [R, N, 3]) → of each pass over the rows with a length, this rank's rows of
+        inputs_of: (window, lengths [R, N, 4]) → of each pass over the rows with a length, this rank's rows of
             `window.rollouts`, at most S, and its inputs.
         policy, reference: the pass of a model, (inputs, compute_entropy=False) → ([S, T'] log-probs, [S, T'] entropies
             or None, …).
@@ -152,7 +152,7 @@ class LogProbs:
     def _of_rows(
         self, rollouts: CreditedRollouts, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int
     ) -> list[Tensor]:
-        """As `_found`, of the rows that have a length in `lengths` [B, 3]; 0 for all others."""
+        """As `_found`, of the rows that have a length in `lengths` [B, 4]; 0 for all others."""
         rows, window = self._window(rollouts, lengths)
         return [_spread(one, rows, len(rollouts)) for one in self._found(window, window.lengths, run, count)]
 
@@ -171,9 +171,9 @@ class LogProbs:
         return found
 
     def _window(self, rollouts: CreditedRollouts, lengths: Tensor) -> tuple[Tensor, GenerationWindow]:
-        """The rows with a length in `lengths` [B, 3], and a window of them; a fully masked row has none."""
+        """The rows with a length in `lengths` [B, 4], and a window of them; a fully masked row has none."""
         rows = (lengths[:, 1] > 0).nonzero().squeeze(1)
-        of_all = self._ranks.gather(lengths).view(self._ranks.count, -1, 3)
+        of_all = self._ranks.gather(lengths).view(self._ranks.count, -1, 4)
         return rows, GenerationWindow(rollouts.survivors(rows), of_all, of_all[..., 2].sum())
 
     def _unknown_rows(self, window: GenerationWindow, unknown: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class MicroBatches:
         self._loss_type, self._filter_denominator = loss_type, filter_denominator
 
     def plan(self, lengths: Tensor, micro_steps: int, last_must_run: bool = False) -> list[list[MicroBatch]]:
-        """The micro-batches of each micro-step, made of the rows that have a length in `lengths` [R, M, 3]."""
+        """The micro-batches of each micro-step, made of the rows that have a length in `lengths` [R, M, 4]."""
         return plan_segment(
             lengths,
             micro_steps,
@@ -50,10 +50,16 @@ class MicroBatches:
             max_rows=self._max_rows,
             max_tokens=self._max_tokens,
             padding_free=self.passes.padding_free,
+            min_shared=self.passes.min_shared,
         )
 
+    def metrics(self, planned: list[MicroBatch], lengths: Tensor) -> dict[str, float]:
+        """See `packing_metrics`."""
+        passes = self.passes
+        return packing_metrics(planned, lengths, padding_free=passes.padding_free, min_shared=passes.min_shared)
+
     def without_gradient(self, window: GenerationWindow, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
-        """For each pass over the rows with a length in `lengths` [R, M, 3]: this rank's rows, and its inputs."""
+        """For each pass over the rows with a length in `lengths` [R, M, 4]: this rank's rows, and its inputs."""
         for micro_batch in self.plan(lengths, 1)[0]:
             yield self._of(window, micro_batch)
 
@@ -179,6 +185,5 @@ class MicroSteps:
 
     def _inputs(self, window: GenerationWindow, passes: list[Pass], planned: list[MicroBatch]) -> list[dict[str, Any]]:
         if planned:
-            padding_free = self._micro_batches.passes.padding_free
-            self._log(packing_metrics(planned, window.lengths, padding_free=padding_free))
+            self._log(self._micro_batches.metrics(planned, window.lengths))
         return [self._micro_batches.with_gradient(window, one) for one in passes]

@@ -26,7 +26,7 @@ from tests.tiny import (
 )
 
 TOLERANCE = 1e-5
-OWN = ("gradient_filter_threshold", "filter_denominator", "max_tokens_per_microbatch")
+OWN = ("gradient_filter_threshold", "filter_denominator", "max_tokens_per_microbatch", "share_prompts")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def start(tiny_model) -> dict[str, torch.Tensor]:
 
 def compare(start: dict, model: str, output, **settings) -> tuple[list[tuple[float, float]], GRPOTrainer, DASHTrainer]:
     """(difference, update) after each step, and TRL's and our trainer."""
-    own = {key: settings.pop(key) for key in list(settings) if key in OWN}
+    own = {"share_prompts": True} | {key: settings.pop(key) for key in list(settings) if key in OWN}
     trainers, seen = [], []
     for trainer_class, options in ((GRPOTrainer, {}), (DASHTrainer, own)):
         seen.append(Snapshots())

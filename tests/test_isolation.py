@@ -25,7 +25,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from dash_trl import DASHTrainer
 from dash_trl.process_rewards import AnswerLogProbValue
-from dash_trl.process_rewards.tree import tree_attention, tree_flaw
+from dash_trl.process_rewards.tree import tree_flaw
+from dash_trl.update import padding_free
 from dash_trl.update.isolation import isolation_flaw
 from dash_trl.update.padding_free import (
     ModelPasses,
@@ -33,9 +34,9 @@ from dash_trl.update.padding_free import (
     enable_padding_free,
     packed_log_probs,
     packing_flaw,
-    segment_attention,
     to_device,
 )
+from dash_trl.update.trees import tree_attention
 from tests.test_values import by_prefix, random_requests
 from tests.tiny import VOCABULARY, parameters, relative_difference, run, save_tiny_model
 
@@ -158,13 +159,13 @@ def test_the_update_is_trls(name, tmp_path, caplog):
 
 
 def test_a_reference_model_that_sees_more_is_padded_with_the_policy(tiny_model, tmp_path, monkeypatch):
-    flaw, tried = ModelPasses._flaw, []
+    flaw, tried = padding_free.packing_flaw, []
 
-    def of_the_second(passes, called, model, *others):
+    def of_the_second(packed, padded, model, **kwargs):
         tried.append(model)
-        return "it does" if len(tried) == 2 else flaw(passes, called, model, *others)
+        return "it does" if len(tried) == 2 else flaw(packed, padded, model, **kwargs)
 
-    monkeypatch.setattr(ModelPasses, "_flaw", of_the_second)
+    monkeypatch.setattr(padding_free, "packing_flaw", of_the_second)
     trainer = run(DASHTrainer, tiny_model, tmp_path, beta=0.04)
     assert not trainer._passes.padding_free and tried == [trainer.model, trainer.ref_model]
 
@@ -257,16 +258,13 @@ def test_the_verdict_on_a_fault(fault, dtype, said):
 
 def test_a_pass_that_raises_is_a_flaw():
     def packed(samples):
-        raise TypeError("forward() got an unexpected keyword argument 'segment_lengths'")
+        raise TypeError("forward() got an unexpected keyword argument 'trees'")
 
     flaw = isolation_flaw(packed, FakeModel().alone, vocabulary=VOCABULARY, dtype=torch.float32)
-    assert flaw == "a packed pass raises TypeError: forward() got an unexpected keyword argument 'segment_lengths'"
+    assert flaw == "a packed pass raises TypeError: forward() got an unexpected keyword argument 'trees'"
 
 
-@pytest.mark.parametrize(
-    "attention, kwargs", [(segment_attention, {"segment_lengths": (2,)}), (tree_attention, {"trees": ()})]
-)
-def test_a_mask_of_the_models_own_is_not_dropped(attention, kwargs):
+def test_a_mask_of_the_models_own_is_not_dropped():
     states = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ValueError, match="Module has an attention mask of its own"):
-        attention(torch.nn.Module(), states, states, states, torch.zeros(1, 1, 2, 2), **kwargs)
+        tree_attention(torch.nn.Module(), states, states, states, torch.zeros(1, 1, 2, 2), trees=())

@@ -249,12 +249,12 @@ class Collector:
     def _kept(self, rollouts: CreditedRollouts, order: Tensor) -> tuple[Survivors, Tensor]:
         """This rank's survivors, and all ranks' `GenerationWindow.lengths`; both in this order.
 
-        The lengths are [R, M, 3]: prompt tokens, completion tokens, loss tokens; 0 for a dropped row.
+        The lengths are [R, M, 4], see `RolloutBatch.lengths`; 0 for a dropped row.
         """
         lengths = rollouts.lengths() * self._filtered(rollouts).keep.unsqueeze(1)
         lengths = lengths[order]
         survivors = order[lengths[:, 1] > 0]  # by completion tokens: a masked row (TRL's truncated ones) has none
-        return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(rollouts), 3)
+        return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(rollouts), 4)
 
     def _filtered(self, rollouts: CreditedRollouts) -> Filtered:
         return filter_rows(rollouts.advantages, rollouts.loss_mask, rollouts.scored, self._settings().threshold)

@@ -1,7 +1,7 @@
 """What the filter and the packer did, as numbers for TRL's log."""
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -205,24 +205,32 @@ def staleness_metrics(policy_version: Tensor, step: int, gather: Callable[[Tenso
     return {"async/staleness_mean": staleness.mean().item(), "async/staleness_max": staleness.max().item()}
 
 
-def packing_metrics(micro_batches: Sequence[MicroBatch], lengths: Tensor, *, padding_free: bool) -> dict[str, float]:
-    """Whether passes are padding-free, the share of processed positions that are padding, and the tokens of the largest
-    pass, over all ranks.
+def packing_metrics(
+    micro_batches: Sequence[MicroBatch], lengths: Tensor, *, padding_free: bool, min_shared: int | None
+) -> dict[str, float]:
+    """How the rows were packed, over all ranks: whether passes are padding-free, the share of processed positions that
+    are padding, the share of the rows' tokens that shared prompts save, and the positions of the largest pass.
 
     Args:
-        lengths: [R, B, ·] of the window that the rows of `micro_batches` are positions of.
+        lengths: [R, B, 4] of the window that the rows of `micro_batches` are positions of.
+        min_shared: as in `plan_segment`.
     """
-    prompt_of, completion_of = (lengths[:, :, column].tolist() for column in (0, 1))
-    real = processed = largest = 0
+    prompt_of, completion_of, same = (lengths[:, :, column].tolist() for column in (0, 1, 3))
+    real = processed = saved = largest = 0
     for micro_batch in micro_batches:
         for rank, rows in enumerate(micro_batch.rows):
             prompts, completions = ([of[rank][row] for row in rows] for of in (prompt_of, completion_of))
             tokens = sum(prompts) + sum(completions)
             size = tokens if padding_free or not rows else len(rows) * (max(prompts) + max(completions))
+            if min_shared is not None:
+                shared = Counter((prompt_of[rank][row], same[rank][row]) for row in rows)
+                twice = sum((count - 1) * (prompt - 1) for (prompt, _), count in shared.items() if prompt > min_shared)
+                size, saved = size - twice, saved + twice
             real, processed, largest = real + tokens, processed + size, max(largest, size)
     return {
         "packing/padding_free": float(padding_free),
-        "packing/padding_share": 1 - real / max(processed, 1),
+        "packing/padding_share": 1 - (real - saved) / max(processed, 1),
+        "packing/shared_tokens": saved / max(real, 1),
         "packing/max_tokens": largest,
     }
 

@@ -1,11 +1,7 @@
 """Tree-packed passes: a response once (the trunk) and many short continuations of its prefixes (the branches).
 
-    packed row   [ trunk tokens ………………………… | branch 1 | branch 2 | … ][ next tree … ]
-                        ▲ attach 1    ▲ attach 2
-
-A branch token attends to the trunk before its branch's attachment and to its own branch; its position goes on from the
-attachment. So one pass over trunk + branches gives what a pass per prefix would, for about the cost of the trunk:
-attention of the trunk is plain causal SDPA, only the few branch tokens need a mask. Several trees share a row.
+One pass over trunk and branches gives what a pass per prefix would, for about the cost of the trunk: attention of the
+trunk is plain causal SDPA, only the few branch tokens need a mask (`dash_trl.update.trees`). Several trees share a row.
 
 Letters: L tokens of the packed row, Q branch tokens of a tree, S tokens of a tree.
 """
@@ -17,12 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dash_trl.update import computing_dtype, isolation_flaw
+from dash_trl.update import TreeShape, computing_dtype, isolation_flaw, tree_attention
 
 TREE_ATTENTION = "sdpa_trees"
 LOGITS_AT_ONCE = 64  # scored tokens whose log-softmax is taken at a time
@@ -49,40 +44,6 @@ class Tree:
     def scored(self) -> int:
         """Tokens whose log-probs are wanted, each by a row of logits."""
         return sum(len(branch.tokens) - branch.scored for branch in self.branches)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What attention has to know of a tree: tokens of the trunk, and the mask [1, 1, Q, S] of the branch tokens."""
-
-    trunk: int
-    branch_mask: Tensor
-
-
-def tree_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    trees: tuple[_Shape, ...] | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """SDPA within each tree of the row; query is [1, heads, L, head size], key and value may have fewer heads."""
-    if trees is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if attention_mask is not None:
-        raise ValueError(f"{type(module).__name__} has an attention mask of its own, which trees would ignore.")
-    outputs, start = [], 0
-    for tree in trees:
-        end = start + tree.branch_mask.shape[-1]
-        q, k, v = (states[:, :, start:end] for states in (query, key, value))
-        trunk = (states[:, :, : tree.trunk] for states in (q, k, v))
-        outputs.append(sdpa_attention_forward(module, *trunk, None, **kwargs)[0])
-        if tree.trunk < end - start:
-            outputs.append(sdpa_attention_forward(module, q[:, :, tree.trunk :], k, v, tree.branch_mask, **kwargs)[0])
-        start = end
-    return torch.cat(outputs, dim=1), None
 
 
 @contextmanager
@@ -121,7 +82,8 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
             for i in range(branch.scored, len(branch.tokens)):
                 predictors.append(first + i - 1 if i else start + branch.attach - 1)
                 targets.append(branch.tokens[i])
-        shapes.append(_Shape(trunk, branch_mask(tree).to(device)))
+        lengths = tuple(len(branch.tokens) for branch in tree.branches)
+        shapes.append(TreeShape(trunk, lengths, branch_mask(tree).to(device) if lengths else None))
     with _attention(base_model, TREE_ATTENTION):
         logits = model(
             input_ids=torch.tensor([ids], device=device),

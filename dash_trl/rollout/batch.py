@@ -8,6 +8,7 @@ Letters: B rows of this rank, P prompt tokens (left-padded), T completion tokens
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Self, TypeVar
@@ -104,8 +105,14 @@ class RolloutBatch:
         return self.completion_mask if self.tool_mask is None else self.completion_mask * self.tool_mask
 
     def lengths(self) -> Tensor:
-        """[B, 3] int64: prompt tokens, completion tokens, loss tokens of each row."""
-        return torch.stack([mask.sum(dim=1) for mask in (self.prompt_mask, self.completion_mask, self.loss_mask)], 1)
+        """[B, 4] int64: prompt tokens, completion tokens, loss tokens of each row, and a checksum of its prompt.
+
+        Rows whose checksums differ have different prompts.
+        """
+        counts = [mask.sum(dim=1) for mask in (self.prompt_mask, self.completion_mask, self.loss_mask)]
+        prompts = (self.prompt_ids * self.prompt_mask).numpy()
+        sums = torch.tensor([zlib.crc32(row.tobytes()) for row in prompts], dtype=torch.long)
+        return torch.stack([*counts, sums], dim=1)
 
     def validate(self, *, like: dict[str, Tensor], culprit: str) -> None:
         """Raise if a callback left a field with another dtype, device or shape than the rows allow.

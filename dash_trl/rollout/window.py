@@ -20,8 +20,8 @@ class GenerationWindow:
     """
     Attributes:
         rollouts: the survivors of this rank, in the order of `lengths`.
-        lengths: [R, B, 3] int64, for every row of every rank, in the order in which TRL's shuffle hands them to the
-            micro-steps: prompt tokens, completion tokens, loss tokens; all 0 for a dropped row.
+        lengths: [R, B, 4] int64, for every row of every rank, in the order in which TRL's shuffle hands them to the
+            micro-steps, see `RolloutBatch.lengths`; all 0 for a dropped row.
         num_items_in_batch: scalar, the loss tokens of all rows on all ranks, dropped ones included.
     """
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from dash_trl.update.schedule import Pass, Schedule, Segment
     from dash_trl.update.skipped_steps import SkippedSteps
+    from dash_trl.update.trees import TreeShape, tree_attention
     from dash_trl.update.zero3 import forget_plain_passes
 
 __getattr__, __dir__, __all__ = lazy(__name__)

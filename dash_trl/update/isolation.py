@@ -6,6 +6,7 @@ error. So three samples are packed and looked at before the first pass that coun
 
     isolation   other tokens in the first sample may not move the log-probs of the second
     layout      packed, a sample has the log-probs that it has alone, within rounding
+    prompt      where the samples share a prompt, another token in it moves all of them
 
 Isolation compares passes of the same shapes, which round alike, so that the slightest leak shows, in bfloat16 and for
 a model whose log-probs hardly depend on their context, too. Only in a mixture of experts do other tokens change the
@@ -25,13 +26,21 @@ LogProbs = Callable[[Sequence[Sequence[int]]], Sequence[Tensor]]
 SAMPLE_TOKENS = (24, 12, 18)  # even, so that a sample splits into a prompt and a completion, or a trunk and branches
 DRAWS = 2  # of other tokens: a leak shows in each of them, a router that changes its mind in few
 NOISE = 8.0  # by how much regrouped experts may differ from one draw to the next; a leak exceeds it by far
+SEEN = 0.5  # of how far another prompt moves a sample that is alone: as far at least where the prompt is shared
 SAME = 1e-6  # nats; equal shapes round alike
 # Mean difference of log-probs that other shapes may make by rounding, as a share of their spread: logits round in
 # proportion to their size. float32 leaves room for TF32.
 ROUNDING = {torch.float32: 0.01, torch.float16: 0.03, torch.bfloat16: 0.15}
 
 
-def isolation_flaw(packed: LogProbs, alone: LogProbs, *, vocabulary: int, dtype: torch.dtype) -> str | None:
+def isolation_flaw(
+    packed: LogProbs,
+    alone: LogProbs,
+    *,
+    vocabulary: int,
+    dtype: torch.dtype,
+    others: tuple[LogProbs, LogProbs] | None = None,
+) -> str | None:
     """What is wrong with packed passes, in words; None = nothing.
 
     Args:
@@ -39,6 +48,7 @@ def isolation_flaw(packed: LogProbs, alone: LogProbs, *, vocabulary: int, dtype:
         alone: each sample in a row of its own.
         vocabulary: token ids lie below it.
         dtype: in which the model computes.
+        others: the same two, of samples behind a prompt with another first token, where all share a prompt.
     """
     samples = [_tokens(length, start, vocabulary) for start, length in enumerate(SAMPLE_TOKENS)]
     expected = alone(samples)
@@ -51,6 +61,15 @@ def isolation_flaw(packed: LogProbs, alone: LogProbs, *, vocabulary: int, dtype:
     if not leak <= max(SAME, NOISE * noise):  # NaN, too
         return f"other tokens in one sample move the log-probs of the next by {leak:.2g}"
     shift = max(_distance(one, other) for one, other in zip(found, expected, strict=True))
+    if others is not None:
+        moved, due = (
+            [_distance(one, other) for one, other in zip(function(samples), before, strict=True)]
+            for function, before in zip(others, (found, expected), strict=True)
+        )
+        if any(not one >= SEEN * other for one, other in zip(moved, due, strict=True)):
+            return (
+                f"another prompt moves the log-probs of a sample by {min(moved):.2g}, where it should by {min(due):.2g}"
+            )
     spread = torch.cat([one.float() for one in expected]).std().item()
     if not shift <= ROUNDING.get(dtype, max(ROUNDING.values())) * spread:
         return f"the log-probs of a sample differ by {shift:.2g} from those that it has alone"

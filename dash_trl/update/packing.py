@@ -8,7 +8,7 @@ Letters: R ranks, M rows per rank (dropped ones included), S micro-steps.
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -35,6 +35,7 @@ def plan_segment(
     max_rows: int,
     max_tokens: int | None = None,
     padding_free: bool = True,
+    min_shared: int | None = None,
 ) -> list[list[MicroBatch]]:
     """Spread the survivors of a segment over its micro-steps.
 
@@ -45,20 +46,24 @@ def plan_segment(
     several, so the budget holds; only a single row longer than it exceeds it.
 
     Args:
-        lengths: [R, M, ≥ 2] int, the prompt and completion tokens of each row; a dropped row has completion length 0.
+        lengths: [R, M, 4] int, see `RolloutBatch.lengths` (of which the third column is not needed); a dropped row has
+            completion length 0.
         micro_steps: S >= 1.
         last_must_run: an earlier segment of the same optimizer step had real rows, so the last micro-step has to run
             (with dummies) even if this segment keeps nothing: DDP synchronises and DeepSpeed steps there.
         max_rows: row budget of a micro-batch, used when `max_tokens` is None.
-        max_tokens: token budget of a micro-batch: real tokens if `padding_free`, else the padded rectangle.
+        max_tokens: token budget of a micro-batch: the tokens that the model computes if `padding_free`, else the padded
+            rectangle.
         padding_free: rows are laid end to end instead of padded to the longest.
+        min_shared: rows with the same prompt stay together where they fit, if they can share at least so many tokens;
+            `None`: no row shares its prompt.
     Returns:
         S lists of micro-batches, in the order in which they run; rows are indices into M.
     """
     # Column by column: a list per row would set Python's garbage collector going, which takes longer than the plan.
     packed = [
-        _pack(prompts, completions, max_rows=max_rows, max_tokens=max_tokens, padding_free=padding_free)
-        for prompts, completions in zip(lengths[..., 0].tolist(), lengths[..., 1].tolist(), strict=True)
+        _pack(*columns, max_rows=max_rows, max_tokens=max_tokens, padding_free=padding_free, min_shared=min_shared)
+        for columns in zip(*(lengths[..., column].tolist() for column in (0, 1, -1)), strict=True)
     ]
     count = max(int(last_must_run), *map(len, packed))
     # Dummies first: the last pass of a rank that has any row is a real one.
@@ -69,29 +74,89 @@ def plan_segment(
 
 
 def _pack(
-    prompts: list[int], completions: list[int], *, max_rows: int, max_tokens: int | None, padding_free: bool
+    prompts: list[int],
+    completions: list[int],
+    same: list[int],
+    *,
+    max_rows: int,
+    max_tokens: int | None,
+    padding_free: bool,
+    min_shared: int | None,
 ) -> list[list[int]]:
     rows = [row for row, completion in enumerate(completions) if completion > 0]
     if not padding_free:
         return _sorted_bins(rows, prompts, completions, max_rows=max_rows, max_tokens=max_tokens)
-    tokens = {row: prompts[row] + completions[row] for row in rows}
+    families: dict[tuple[int, ...], list[int]] = {}  # rows that share their prompt
+    for row in rows:
+        shares = min_shared is not None and prompts[row] > min_shared
+        families.setdefault((prompts[row], same[row]) if shares else (row,), []).append(row)
+
+    def tokens(unit: Sequence[int]) -> int:
+        """That the model computes: the last token of a shared prompt is computed in each row."""
+        return prompts[unit[0]] - 1 + sum(completions[row] + 1 for row in unit)
+
     if max_tokens is None:
-        return balanced_bins(rows, tokens, count=-(-len(rows) // max_rows), max_rows=max_rows)
-    return fitted_bins(rows, tokens, max_tokens)
+        units = [
+            family[first : first + max_rows]
+            for family in families.values()
+            for first in range(0, len(family), max_rows)
+        ]
+        bins = balanced_bins(units, tokens, count=-(-len(rows) // max_rows), max_rows=max_rows)
+    else:
+        units = [unit for family in families.values() for unit in _within(family, tokens, max_tokens)]
+        sizes = dict(enumerate(map(tokens, units)))
+        bins = [[units[one] for one in held] for held in fitted_bins(range(len(units)), sizes, max_tokens)]
+    if min_shared is None:
+        return [[row for unit in held for row in unit] for held in bins]
+    # Parts of a family that met in a bin again share its prompt, too.
+    order = {row: place for place, row in enumerate(row for family in families.values() for row in family)}
+    return [sorted((row for unit in held for row in unit), key=order.__getitem__) for held in bins]
 
 
-def balanced_bins(rows: Sequence[int], tokens: dict[int, int], *, count: int, max_rows: int) -> list[list[int]]:
+def _within(family: Sequence[int], tokens: Callable[[Sequence[int]], int], max_tokens: int) -> Iterator[list[int]]:
+    """The rows of a family in units of at most `max_tokens` tokens, but for a single row."""
+    unit: list[int] = []
+    for row in family:
+        if unit and tokens([*unit, row]) > max_tokens:
+            yield unit
+            unit = []
+        unit.append(row)
+    yield unit
+
+
+def balanced_bins(
+    units: Sequence[list[int]], tokens: Callable[[Sequence[int]], int], *, count: int, max_rows: int
+) -> list[list[list[int]]]:
     """`count` bins of at most `max_rows` rows and nearly equal token sums (longest processing time first, Graham 1969).
 
-    The largest sum is at most 4/3 of the best possible where `max_rows` does not bind.
+    The largest sum is at most 4/3 of the best possible where `max_rows` does not bind. A unit for which no bin has room
+    is split, so that `count` bins suffice.
+
+    Args:
+        units: of at most `max_rows` rows each, which are better kept together. tokens: of a unit.
     """
-    bins: list[list[int]] = [[] for _ in range(count)]
-    heap = [(0, index) for index in range(count)]
-    for row in sorted(rows, key=tokens.__getitem__, reverse=True):
-        load, index = heapq.heappop(heap)
-        bins[index].append(row)
-        if len(bins[index]) < max_rows:
-            heapq.heappush(heap, (load + tokens[row], index))
+    bins: list[list[list[int]]] = [[] for _ in range(count)]
+    room = [max_rows] * count
+    open_bins = [(0, index) for index in range(count)]  # a heap: (tokens, bin with room)
+    waiting = [(-tokens(unit), place, unit) for place, unit in enumerate(units)]
+    heapq.heapify(waiting)
+    while waiting:
+        _, place, unit = heapq.heappop(waiting)
+        narrow = []
+        while open_bins and room[open_bins[0][1]] < len(unit):
+            narrow.append(heapq.heappop(open_bins))
+        if open_bins:
+            load, index = heapq.heappop(open_bins)
+        else:
+            load, index = widest = max(narrow, key=lambda one: room[one[1]])
+            narrow.remove(widest)
+            unit, rest = unit[: room[index]], unit[room[index] :]
+            heapq.heappush(waiting, (-tokens(rest), place, rest))
+        bins[index].append(unit)
+        room[index] -= len(unit)
+        for one in [*narrow, (load + tokens(unit), index)]:
+            if room[one[1]]:
+                heapq.heappush(open_bins, one)
     return bins
 
 

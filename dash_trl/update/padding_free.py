@@ -1,10 +1,15 @@
 """Padding-free model passes: the samples of a micro-batch laid end to end in one row, attention within each sample.
 
-Positions restart at every sample. Attention is kept apart by FlashAttention's varlen kernels where the model uses
-them, else by SDPA run once per sample (`segment_attention`), through transformers' attention interface. Either way no
-position is spent on padding, and attention costs Σ L_i² instead of B · (max L)².
+Rows with the same prompt p share it. Its last token is repeated, so that each completion c follows its own predictor:
 
-Letters: B rows, P prompt tokens, T completion tokens, L tokens of the packed row (the sum of the mask).
+    packed row   [p_1 … p_(P−1)] [p_P c¹_1 c¹_2 …] [p_P c²_1 …] …     each prompt a trunk, each completion a branch
+    positions     0 … P−2         P−1 P P+1 …       P−1 P …
+
+Attention is kept apart by FlashAttention's varlen kernels where the model uses them, else by SDPA (`tree_attention`),
+through transformers' attention interface. Either way no position is spent on padding, and attention costs Σ L_i²
+instead of B · (max L)².
+
+Letters: B rows, P prompt tokens, T completion tokens, L tokens of the packed row.
 """
 
 from __future__ import annotations
@@ -14,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,36 +28,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dash_trl.distributed import Ranks
 from dash_trl.rollout import Survivors
-from dash_trl.update.isolation import computing_dtype, evaluating, isolation_flaw
+from dash_trl.update.isolation import SAMPLE_TOKENS, computing_dtype, evaluating, isolation_flaw
+from dash_trl.update.trees import TreeShape, flash_arguments, flash_tree_attention, tree_attention
 from dash_trl.update.zero3 import forget_plain_passes
 
 logger = logging.getLogger(__name__)
 
-
-def segment_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    segment_lengths: tuple[int, ...] | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Causal SDPA within each of the segments that the sequence consists of; plain SDPA when there are none.
-
-    Args:
-        query: [1, heads, L, head size]; key and value may have fewer heads (GQA).
-        attention_mask: `None` with segments; a model that makes one of its own would lose it (Doge).
-        segment_lengths: tokens of each segment, adding up to L; `None` outside packed passes (generation,
-            evaluation).
-    """
-    if segment_lengths is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if attention_mask is not None:
-        raise ValueError(f"{type(module).__name__} has an attention mask of its own, which segments would ignore.")
-    segments = zip(*(states.split(segment_lengths, dim=2) for states in (query, key, value)), strict=True)
-    outputs = [sdpa_attention_forward(module, q, k, v, None, **kwargs)[0] for q, k, v in segments]
-    return torch.cat(outputs, dim=1), None
+MIN_SHARED = 32  # tokens; see `ModelPasses.min_shared`
+COMMON_PROMPT_TOKENS = 12  # of the rows by which sharing is tried
 
 
 def plain_causal_attention(model: PreTrainedModel) -> bool:
@@ -67,22 +49,34 @@ def plain_causal_attention(model: PreTrainedModel) -> bool:
     return bool(model._supports_attention_backend) and set(layers) == {"full_attention"} and not windowed
 
 
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a pass in training mode draws random numbers."""
+    return any(
+        isinstance(module, nn.Dropout) and module.p > 0 or getattr(module, "attention_dropout", None) not in (None, 0)
+        for module in model.modules()
+    )
+
+
 def enable_padding_free(model: PreTrainedModel) -> str | None:
     """Prepare for packed passes of `model`; returns why it cannot run them, `None` if `packing_flaw` may have a look.
 
-    It needs plain causal attention on SDPA or FlashAttention; eager and flex attention know no segments. The model
+    It needs plain causal attention on SDPA or FlashAttention; eager and flex attention know no samples. The model
     stays as it is: with an attention of our own in its config, a pickle of it would need this package. Instead, what
-    "sdpa" names in this process learns of segments, and remains SDPA for passes without them, which all others are.
+    "sdpa" names in this process learns of trees, and remains SDPA for passes without them, which all others are.
     """
     if not plain_causal_attention(model):
         return "its attention is not plain causal in every layer"
     attention = model.config.get_text_config()._attn_implementation or ""
     if attention == "sdpa":
-        if AttentionInterface()["sdpa"] not in (sdpa_attention_forward, segment_attention):
+        if AttentionInterface()["sdpa"] not in (sdpa_attention_forward, tree_attention):
             return "another function than transformers' is registered as 'sdpa'"
-        AttentionInterface.register("sdpa", segment_attention)
-    elif "flash" not in attention:
-        return f"its attn_implementation {attention!r} keeps no segments apart: use 'sdpa' or 'flash_attention_2'"
+        AttentionInterface.register("sdpa", tree_attention)
+    elif "flash" in attention:
+        functions = AttentionInterface()
+        if attention in functions and not hasattr(functions[attention], "__wrapped__"):
+            AttentionInterface.register(attention, flash_tree_attention(functions[attention]))
+    else:
+        return f"its attn_implementation {attention!r} keeps no samples apart: use 'sdpa' or 'flash_attention_2'"
     return None
 
 
@@ -94,11 +88,12 @@ class PackedLayout:
 
     Attributes:
         tokens: [L] int64, the packed tokens as positions in the flattened [B, P + T].
-        position_ids: [1, L] int64, restarting in each row.
+        position_ids: [1, L] int64, of each token in its row.
         ignored: [1, L] bool, True = the token's log-prob is not wanted.
         sources: [K] int64, the wanted tokens as positions in what the fused LM head returns, [L − 1].
         targets: [K] int64, the same as positions in the flattened [B, T].
-        lengths: tokens of each row; rows without any token are left out.
+        trees: adding up to L.
+        rows: that have a token.
     """
 
     tokens: Tensor
@@ -106,23 +101,46 @@ class PackedLayout:
     ignored: Tensor
     sources: Tensor
     targets: Tensor
-    lengths: tuple[int, ...]
+    trees: tuple[TreeShape, ...]
+    rows: int
 
     @classmethod
-    def of(cls, attention_mask: Tensor, logits_to_keep: int) -> PackedLayout:
-        """Of a micro-batch with `attention_mask` [B, P + T] on the CPU; the last T = `logits_to_keep` columns count."""
+    def of(cls, attention_mask: Tensor, logits_to_keep: int, same_prompt: Tensor | None = None) -> PackedLayout:
+        """
+        Args:
+            attention_mask: [B, P + T], on the CPU; the last T = `logits_to_keep` columns count.
+            same_prompt: [B] bool, True = the row has the prompt of the row before it, and shares it; `None`: no row.
+        """
         mask = attention_mask.bool()
         wanted = mask.clone()
         wanted[:, :-logits_to_keep] = False
-        in_row = wanted[mask]  # [L]
+        positions = mask.long().cumsum(dim=1) - 1
+        prompts = (mask & ~wanted).sum(dim=1)
+        shared = torch.zeros(len(mask), dtype=torch.bool) if same_prompt is None else same_prompt
+        computed = mask & ~(shared.unsqueeze(1) & (positions < prompts.unsqueeze(1) - 1))
+        in_row = wanted[computed]  # [L]
+        lengths = mask.sum(dim=1).tolist()
         return cls(
-            tokens=mask.flatten().nonzero().squeeze(1),
-            position_ids=(mask.long().cumsum(dim=1) - 1)[mask].unsqueeze(0),
+            tokens=computed.flatten().nonzero().squeeze(1),
+            position_ids=positions[computed].unsqueeze(0),
             ignored=~in_row.unsqueeze(0),
             sources=in_row[1:].nonzero().squeeze(1),
             targets=wanted[:, -logits_to_keep:].flatten().nonzero().squeeze(1),
-            lengths=tuple(length for length in mask.sum(dim=1).tolist() if length),
+            trees=tuple(_trees(prompts.tolist(), lengths, shared.tolist())),
+            rows=sum(length > 0 for length in lengths),
         )
+
+
+def _trees(prompts: list[int], lengths: list[int], shared: list[bool]) -> Iterator[TreeShape]:
+    """Of the rows that have a token; a row whose prompt no other shares is a tree without branches."""
+    starts = [row for row, length in enumerate(lengths) if length and not shared[row]]
+    for first, end in zip(starts, [*starts[1:], len(lengths)], strict=True):
+        family = [row for row in range(first, end) if lengths[row]]
+        if len(family) == 1:
+            yield TreeShape(lengths[first])
+        else:
+            trunk = prompts[first] - 1
+            yield TreeShape(trunk, tuple(lengths[row] - trunk for row in family))
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -140,7 +158,8 @@ def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict
     """The model inputs of one packed row, for TRL's fused LM head.
 
     Args:
-        input_ids: [B, P + T]. layout: of its mask, on the same device.
+        input_ids: [B, P + T].
+        layout: of its mask, on the same device.
         flash: the model runs FlashAttention's varlen kernels.
     Returns:
         `input_ids`, `position_ids`, `labels` [1, L] (−100 where the next-token log-prob is not wanted) and what the
@@ -153,12 +172,11 @@ def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict
         "labels": packed_ids.masked_fill(layout.ignored, -100),
     }
     if flash:
-        ends = to_device(torch.tensor([0, *accumulate(layout.lengths)], dtype=torch.int32), input_ids.device)
-        longest = max(layout.lengths)
-        inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+        arguments = flash_arguments(layout.trees)
+        inputs |= {name: to_device(value, input_ids.device) for name, value in arguments.items()}
     else:
         # An all-ones mask: with none at all, transformers would find the restarting positions and build an L × L mask.
-        inputs |= {"attention_mask": torch.ones_like(packed_ids), "segment_lengths": layout.lengths}
+        inputs |= {"attention_mask": torch.ones_like(packed_ids), "trees": layout.trees}
     return inputs
 
 
@@ -170,17 +188,18 @@ def packed_log_probs(
     *,
     flash: bool,
     layout: PackedLayout | None = None,
+    same_prompt: Tensor | None = None,
     compute_entropy: bool = False,
     compute_aux_loss: bool = False,
     **ignored: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-probs [B, T], entropies [B, T] and MoE auxiliary loss by one packed pass; arguments as in TRL's method.
 
-    `layout` is that of `attention_mask`, `None`: made here. `ignored` takes TRL's image arguments, which are None for a
-    text model.
+    `layout` is that of `attention_mask`, `None`: made here, with `same_prompt` as in `PackedLayout.of`. `ignored` takes
+    TRL's image arguments, which are None for a text model.
     """
     if layout is None:
-        layout = to_device(PackedLayout.of(attention_mask.cpu(), logits_to_keep), input_ids.device)
+        layout = to_device(PackedLayout.of(attention_mask.cpu(), logits_to_keep, same_prompt), input_ids.device)
     inputs = pack_inputs(input_ids, layout, flash=flash)
     if compute_aux_loss:
         inputs["output_router_logits"] = True
@@ -198,22 +217,27 @@ def packed_log_probs(
     return unpacked(outputs.log_probs), unpacked(outputs.entropy) if compute_entropy else None, outputs.aux_loss
 
 
-def packing_flaw(packed: Any, padded: Any, model: Any, *, vocabulary: int, device: torch.device) -> str | None:
+def packing_flaw(
+    packed: Any, padded: Any, model: Any, *, vocabulary: int, device: torch.device, shared: bool = False
+) -> str | None:
     """Why a model cannot run packed passes, as `isolation_flaw` finds by trying; None = it can.
 
     Args:
         packed, padded: (input_ids, attention_mask, logits_to_keep) → (log-probs, …), as in TRL's method.
         model: which they call.
+        shared: the rows have the same prompt, which `packed` computes once.
     """
 
-    def log_probs(function: Any, samples: Sequence[Sequence[int]]) -> list[Tensor]:
-        prompt = min(map(len, samples)) // 2  # the same for all, so that no row is padded on its left
-        kept = max(map(len, samples)) - prompt
-        ids, mask = torch.zeros(2, len(samples), prompt + kept, dtype=torch.long)
-        for row, sample in enumerate(samples):
-            ids[row, : len(sample)], mask[row, : len(sample)] = torch.tensor(sample), 1
+    def log_probs(function: Any, samples: Sequence[Sequence[int]], first: int = 0) -> list[Tensor]:
+        common = [(first + 5 * i) % vocabulary for i in range(COMMON_PROMPT_TOKENS * shared)]
+        prompt = len(common) or min(map(len, samples)) // 2  # the same for all, so that no row is padded on its left
+        rows = [[*common, *sample] for sample in samples]
+        kept = max(map(len, rows)) - prompt
+        ids, mask = torch.zeros(2, len(rows), prompt + kept, dtype=torch.long)
+        for place, row in enumerate(rows):
+            ids[place, : len(row)], mask[place, : len(row)] = torch.tensor(row), 1
         values = function(ids.to(device), mask.to(device), kept)[0]
-        return [row[: len(sample) - prompt] for row, sample in zip(values, samples, strict=True)]
+        return [found[: len(row) - prompt] for found, row in zip(values, rows, strict=True)]
 
     with torch.no_grad(), evaluating(model, checkpointing=True):
         return isolation_flaw(
@@ -221,6 +245,7 @@ def packing_flaw(packed: Any, padded: Any, model: Any, *, vocabulary: int, devic
             partial(log_probs, padded),
             vocabulary=vocabulary,
             dtype=computing_dtype(model),
+            others=(partial(log_probs, packed, first=1), partial(log_probs, padded, first=1)) if shared else None,
         )
 
 
@@ -233,10 +258,13 @@ class ModelPasses:
             its width is part of the input.
         continuous_batching: samples with paged variants of the attention that a model came with.
         noisy_embeddings: NEFTune adds noise to them, the less the longer a row is.
-        compiled: torch.compile traces SDPA segment by segment: a graph for each number of rows that share a pass, of
+        compiled: torch.compile traces SDPA sample by sample: a graph for each number of rows that share a pass, of
             which it makes 8 before it gives up. FlashAttention takes any number in one graph.
+        share_prompts: see `DASHConfig`.
+        router_losses: the loss has a term over all tokens that the model computes.
     Attributes:
         padded_because: why passes are padded; `None`: they are padding-free.
+        alone_because: why no row shares its prompt; `None`: rows do.
     """
 
     def __init__(
@@ -247,6 +275,8 @@ class ModelPasses:
         continuous_batching: bool,
         noisy_embeddings: bool,
         compiled: bool,
+        share_prompts: bool | None,
+        router_losses: bool,
     ):
         self.flash = "flash" in (models[0].config.get_text_config()._attn_implementation or "")
         self.padded_because: str | None = None
@@ -260,6 +290,14 @@ class ModelPasses:
             self.padded_because = "torch.compile would trace packed SDPA anew for each number of rows (leave it off)"
         else:
             self.padded_because = next(filter(None, map(enable_padding_free, models)), None)
+        self.alone_because: str | None = None
+        if share_prompts is False:
+            self.alone_because = "share_prompts=False"
+        elif router_losses:
+            self.alone_because = "the router's loss counts every token of every row"
+        elif any(map(has_dropout, models)):
+            self.alone_because = "the model has dropout, which differs from row to row"
+        self._least_shared = 1 if share_prompts else MIN_SHARED
         self.compiled = compiled
         self._name = type(models[0]).__name__
         self._trim_prompts = not virtual_tokens
@@ -269,6 +307,11 @@ class ModelPasses:
     @property
     def padding_free(self) -> bool:
         return self.padded_because is None
+
+    @property
+    def min_shared(self) -> int | None:
+        """Rows with the same prompt share it if it has more tokens than these; `None`: no row shares its prompt."""
+        return None if self.padded_because or self.alone_because else self._least_shared
 
     def prepare(
         self,
@@ -295,10 +338,15 @@ class ModelPasses:
         if self.padding_free:
             # A trace may take another way through the policy. Unwrapped by accelerate, it would lose DDP's `no_sync`.
             called = [wrapped if self.compiled and model is models[0] else model for model in models]
-            flaws = [self._flaw(*both, padded, vocabulary, device) for both in zip(called, models, strict=True)]
-            flaws = [flaw for flaw in flaws if flaw]
-            if ranks.sum(torch.tensor(len(flaws))):  # all ranks pad if one has to
-                self.padded_because = next(iter(flaws), "of what another rank found")
+            trials = partial(self._flaw, list(zip(called, models, strict=True)), padded, vocabulary, device, ranks)
+            self.padded_because = trials(shared=False)
+            if self.min_shared is not None:
+                self.alone_because = trials(shared=True)
+                if self.alone_because and ranks.rank == 0:
+                    logger.warning(
+                        f"{self._name}: rows with the same prompt do not share it, because {self.alone_because}. The "
+                        "update is the same; it takes longer."
+                    )
         if not self.padding_free and ranks.rank == 0:
             logger.warning(
                 f"{self._name}: model passes are padded, not padding-free, because {self.padded_because}. The update "
@@ -306,21 +354,42 @@ class ModelPasses:
             )
 
     def _flaw(
-        self, called: Any, model: Any, padded: Callable[..., Any], vocabulary: int, device: torch.device
+        self,
+        models: Sequence[tuple[Any, Any]],
+        padded: Callable[..., Any],
+        vocabulary: int,
+        device: torch.device,
+        ranks: Ranks,
+        *,
+        shared: bool,
     ) -> str | None:
-        return packing_flaw(
-            partial(packed_log_probs, called, flash=self.flash),
-            partial(padded, called),
-            model,
-            vocabulary=vocabulary,
-            device=device,
-        )
+        """What is wrong with packed passes of one of the models (as it is called, itself), on any rank."""
+        same_prompt = torch.tensor([False, *[shared] * (len(SAMPLE_TOKENS) - 1)])
+        flaws = [
+            packing_flaw(
+                partial(packed_log_probs, called, flash=self.flash, same_prompt=same_prompt),
+                partial(padded, called),
+                model,
+                vocabulary=vocabulary,
+                device=device,
+                shared=shared,
+            )
+            for called, model in models
+        ]
+        found = [flaw for flaw in flaws if flaw]
+        return next(iter(found), "of what another rank found") if ranks.sum(torch.tensor(len(found))) else None
 
     def inputs(self, survivors: Survivors, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Any]:
         """The inputs of a pass over `rows`, and its `layout`, on the CPU; arguments as in `Survivors.micro_batch`."""
         inputs = survivors.micro_batch(rows, size=size, pad_token_id=pad_token_id, trim_prompts=self._trim_prompts)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        return {**inputs, "layout": PackedLayout.of(mask, inputs["completion_mask"].shape[1])}
+        same_prompt = None
+        if self.min_shared is not None:
+            real = inputs["prompt_mask"].bool()
+            prompts = inputs["prompt_ids"].masked_fill(~real, -1)
+            same_prompt = torch.zeros(size, dtype=torch.bool)
+            same_prompt[1:] = (prompts[1:] == prompts[:-1]).all(dim=1) & (real[1:].sum(dim=1) > self.min_shared)
+        return {**inputs, "layout": PackedLayout.of(mask, inputs["completion_mask"].shape[1], same_prompt)}
 
     def run(self, log_probs: Callable[..., tuple], model: Any, inputs: dict[str, Any], **kwargs: Any) -> tuple:
         """What the trainer's method for log-probs finds of `inputs`, which are on the device."""
@@ -352,7 +421,7 @@ class ModelPasses:
         if self.padding_free:
             return packed_log_probs(model, *batch, flash=self.flash, layout=self._layout, **kwargs)
         layout = self._layout or PackedLayout.of(attention_mask.cpu(), logits_to_keep)
-        real = len(layout.lengths)  # the rows behind them are masked dummies
+        real = layout.rows  # the rows behind them are masked dummies
         *per_token, aux_loss = padded(model, input_ids[:real], attention_mask[:real], logits_to_keep, **kwargs)
         logps, entropies = (
             None if values is None else torch.cat([values, values.new_zeros(len(input_ids) - real, values.shape[1])])

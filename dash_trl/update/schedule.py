@@ -52,7 +52,7 @@ class Schedule:
 
     Args:
         rows_per_step: rows of a rank in a micro-step, `per_device_train_batch_size`.
-        pack: (lengths [R, M, 3], micro-steps, last must run) → the micro-batches of each micro-step.
+        pack: (lengths [R, M, 4], micro-steps, last must run) → the micro-batches of each micro-step.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Schedule:
         """The passes of micro-step `step`, and the micro-batches that were planned for it to be known, if any.
 
         Args:
-            lengths: [R, B, 3] of the window: prompt, completion and loss tokens; 0 for a dropped row.
+            lengths: [R, B, 4] of the window, see `RolloutBatch.lengths`; 0 for a dropped row.
             num_items_in_batch: loss tokens of the window, dropped rows included.
         """
         planned: list[MicroBatch] = []
@@ -178,7 +178,7 @@ class Schedule:
         """As `passes`, for a part of an optimizer step's share of a window, all in the share's last micro-step.
 
         Args:
-            lengths: [R, M, 3] of the part. last: no other part of the share follows.
+            lengths: [R, M, 4] of the part. last: no other part of the share follows.
         """
         (passes,) = self._plan(step, lengths, num_items_in_batch, micro_steps=1, whole=lengths, last=last)
         return passes, [one.micro_batch for one in passes]

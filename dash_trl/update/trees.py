@@ -1,0 +1,210 @@
+"""Attention over trees: a trunk, and branches that continue it, each computed once.
+
+    packed row   [ trunk tokens ………………………… | branch 1 | branch 2 | … ][ next tree … ]
+                        ▲ attach 1    ▲ attach 2
+
+A token of the trunk attends to the trunk up to itself; a token of a branch attends to the trunk before the place where
+its branch attaches, and to its own branch up to itself. A sequence of its own is a tree without branches.
+
+Letters: H heads, L tokens of the packed row, D head size, Q branch tokens of a tree, P tokens of its trunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+flash_cpu: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+flash_cpu_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """What attention has to know of a tree.
+
+    Attributes:
+        trunk: its tokens.
+        branches: the tokens of each branch.
+        mask: [1, 1, Q, P + Q] bool, True = attends: of the branch tokens against all tokens of the tree. `None`: all
+            branches attach at the end of the trunk.
+    """
+
+    trunk: int
+    branches: tuple[int, ...] = ()
+    mask: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.trunk + sum(self.branches)
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    trees: tuple[TreeShape, ...] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """SDPA within each of the trees that the packed row consists of; plain SDPA where there are none.
+
+    Args:
+        query: [1, H, L, D]; key and value may have fewer heads (GQA).
+        attention_mask: `None` with trees; a model that makes one of its own would lose it (Doge).
+        trees: adding up to L; `None` outside packed passes (generation, evaluation).
+    Returns:
+        [1, L, H, D], and `None` in place of weights.
+    """
+    if trees is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask is not None:
+        raise ValueError(f"{type(module).__name__} has an attention mask of its own, which trees would ignore.")
+    lengths = [len(tree) for tree in trees]
+    parts = zip(trees, *(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
+    outputs = [output for part in parts for output in _of_tree(module, *part, **kwargs)]
+    return torch.cat(outputs, dim=1), None
+
+
+def _of_tree(
+    module: nn.Module, tree: TreeShape, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+) -> list[Tensor]:
+    """[1, ·, H, D] of the trunk and of the branches."""
+    trunk, states = tree.trunk, (query, key, value)
+    outputs = [sdpa_attention_forward(module, *(one[:, :, :trunk] for one in states), None, **kwargs)[0]]
+    if tree.mask is not None:
+        outputs.append(sdpa_attention_forward(module, query[:, :, trunk:], key, value, tree.mask, **kwargs)[0])
+    elif tree.branches:
+        if (groups := query.shape[1] // key.shape[1]) > 1:
+            key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        scale = kwargs.get("scaling") or query.shape[3] ** -0.5
+        attend = _BranchAttention.apply if _has_cpu_kernel(query) else masked_branch_attention
+        branches = attend(query[:, :, trunk:], key, value, tree.branches, scale)
+        outputs.append(branches.transpose(1, 2))
+    return outputs
+
+
+def _has_cpu_kernel(query: Tensor) -> bool:
+    return query.device.type == "cpu" and flash_cpu is not None and query.dtype in (torch.float32, torch.bfloat16)
+
+
+def masked_branch_attention(
+    query: Tensor, key: Tensor, value: Tensor, branches: tuple[int, ...], scale: float
+) -> Tensor:
+    """Of branches at the end of a trunk, branch by branch, causal from the lower right. A GPU's kernels know that.
+
+    Args:
+        query: [1, H, Q, D], of the branches. key, value: [1, H, P + Q, D], of the trunk and the branches.
+        branches: the tokens of each branch, adding up to Q. scale: of the scores.
+    Returns:
+        [1, H, Q, D].
+    """
+    trunk = key.shape[2] - query.shape[2]
+    outputs = []
+    for start, length in zip(accumulate(branches, initial=0), branches, strict=False):
+        keys, values = (
+            torch.cat([one[:, :, :trunk], one[:, :, trunk + start : trunk + start + length]], dim=2)
+            for one in (key, value)
+        )
+        mask: Any = causal_lower_right(length, trunk + length)
+        own = query[:, :, start : start + length]
+        outputs.append(scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scale))
+    return torch.cat(outputs, dim=2)
+
+
+class _BranchAttention(torch.autograd.Function):
+    """`masked_branch_attention` by the CPU's flash kernel, which has no such mask.
+
+    All branch tokens against the trunk, without a mask, and each branch against itself, causal, give two outputs per
+    token with the log-sum-exp of their scores; weighted by these, they add up to the output. The kernel's gradient is
+    written in terms of the output and its log-sum-exp. Given those of the sum, it finds each block's part.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, branches: tuple[int, ...], scale: float) -> Tensor:
+        blocks = _blocks(query, key, value, branches)
+        (trunk, weight), *own = (flash_cpu(*block, 0.0, causal, scale=scale) for *block, causal in blocks)
+        own_outputs, own_weights = (torch.cat(one, dim=2) for one in zip(*own, strict=True))
+        total = torch.logaddexp(weight, own_weights)
+        output = trunk * (weight - total).exp().unsqueeze(3) + own_outputs * (own_weights - total).exp().unsqueeze(3)
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, total)
+        ctx.branches, ctx.scale = branches, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value, output, total = ctx.saved_tensors
+        blocks = _blocks(query, key, value, ctx.branches)
+        lengths = list(ctx.branches)
+        of_blocks = zip(*([one, *one.split(lengths, dim=2)] for one in (gradient, output, total)), strict=True)
+        (of_query, *of_trunk), *own = (
+            flash_cpu_backward(of, *states, out, weight, 0.0, causal, scale=ctx.scale)
+            for (*states, causal), (of, out, weight) in zip(blocks, of_blocks, strict=True)
+        )
+        of_own_query, *of_own = (torch.cat(one, dim=2) for one in zip(*own, strict=True))
+        of_key, of_value = (torch.cat(both, dim=2) for both in zip(of_trunk, of_own, strict=True))
+        return of_query + of_own_query, of_key, of_value, None, None
+
+
+def _blocks(query: Tensor, key: Tensor, value: Tensor, branches: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    """(query, key, value, whether it is causal): of all branches against the trunk, and of each against itself."""
+    trunk, lengths = key.shape[2] - query.shape[2], list(branches)
+    own = (query.split(lengths, dim=2), *(one[:, :, trunk:].split(lengths, dim=2) for one in (key, value)))
+    return [
+        (query, key[:, :, :trunk], value[:, :, :trunk], False),
+        *((*states, True) for states in zip(*own, strict=True)),
+    ]
+
+
+def flash_tree_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
+    """FlashAttention as transformers registers it, for queries that have fewer tokens than their keys.
+
+    Its varlen kernels are causal from the lower right: a branch is a sequence of queries, whose keys are those of the
+    trunk and its own. `flash_arguments` says which.
+    """
+
+    @wraps(attention)
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        key_tokens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if key_tokens is not None:
+            key, value = key.index_select(2, key_tokens), value.index_select(2, key_tokens)
+        return attention(module, query, key, value, attention_mask, **kwargs)
+
+    return forward
+
+
+def flash_arguments(trees: tuple[TreeShape, ...]) -> dict[str, Any]:
+    """What transformers' FlashAttention takes for these trees, and `key_tokens`, if one has branches; on the CPU."""
+    queries: list[int] = []
+    keys: list[int] = []
+    key_tokens: list[Tensor] = []
+    start = 0
+    for tree in trees:
+        trunk, *branches = torch.arange(start, start + len(tree)).split([tree.trunk, *tree.branches])
+        of_tree = [trunk, *(torch.cat([trunk, branch]) for branch in branches)]
+        queries += [tree.trunk, *tree.branches]
+        keys += map(len, of_tree)
+        key_tokens += of_tree
+        start += len(tree)
+    arguments: dict[str, Any] = {"max_length_q": max(queries), "max_length_k": max(keys)}
+    for name, lengths in (("cu_seq_lens_q", queries), ("cu_seq_lens_k", keys)):
+        arguments[name] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    if keys != queries:
+        arguments["key_tokens"] = torch.cat(key_tokens)
+    return arguments
