@@ -36,7 +36,7 @@ from dash_trl.micro_steps import MicroBatches, MicroSteps
 from dash_trl.monitoring import Recorder
 from dash_trl.rollout import GenerationWindow, PromptReader, RunAhead, Shapes, open_epoch
 from dash_trl.seams import shuffled, sync_weights, weights_of
-from dash_trl.update import ModelPasses, Schedule, trl_settings
+from dash_trl.update import ModelPasses, Schedule, has_dropout, trl_settings
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ def log_prob_rules(trainer: Any) -> LogProbRules:
         reference=trainer.beta != 0.0,
         sampler_is_old=args.loss_type == "aipo",
         correction=correction if corrects else None,
+        repeatable=not has_dropout(trainer.model),
     )
 
 

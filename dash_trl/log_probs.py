@@ -7,8 +7,11 @@
 Letters: B rows of this rank, T completion tokens, R ranks, S rows of a pass, N rows of a rank in a window's `lengths`.
 """
 
+from __future__ import annotations
+
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +22,7 @@ from torch import Tensor
 from dash_trl.distributed import Ranks
 from dash_trl.monitoring import corrected_share, sampler_metrics
 from dash_trl.rollout import LOG_PROB_FIELDS, CreditedRollouts, GenerationWindow, RolloutBatch, Survivors
+from dash_trl.seams import give_late_ratio
 from dash_trl.update import behaviour_log_probs, importance_sampling_ratio, unknown_log_probs
 
 Inputs = dict[str, Any]  # of a model pass, on the device
@@ -33,17 +37,24 @@ class LogProbRules:
         reference: those of the reference model are.
         sampler_is_old: the old log-probs are the sampler's.
         correction: the keyword arguments of `importance_sampling_ratio`, where the sampler is corrected.
+        repeatable: a pass in training finds the log-probs that one without gradient finds: there is no dropout.
     """
 
     outlives_its_weights: bool
     reference: bool
     sampler_is_old: bool
     correction: dict[str, Any] | None
+    repeatable: bool
 
-    @property
-    def names(self) -> list[str]:
-        """Whose log-probs are needed."""
-        old = self.outlives_its_weights or self.sampler_is_old or self.correction is not None
+    def names(self, *, serves_one_step: bool) -> list[str]:
+        """Whose log-probs are to be found before training.
+
+        Args:
+            serves_one_step: one optimizer step uses all of the window. Its weights are those of the old log-probs, so
+                that its own passes find them: see `CorrectionInPass`.
+        """
+        corrects = self.correction is not None and not (serves_one_step and self.repeatable)
+        old = self.outlives_its_weights or self.sampler_is_old or corrects
         return ["old_per_token_logps"] * old + ["ref_per_token_logps"] * self.reference
 
 
@@ -58,6 +69,8 @@ class LogProbs:
             or None, …).
         log: takes one more value of each figure.
         timed: a phase whose seconds are logged.
+    Attributes:
+        in_pass: what is found in training passes instead.
     """
 
     def __init__(
@@ -72,6 +85,7 @@ class LogProbs:
         timed: Callable[[str], AbstractContextManager[Any]],
     ):
         self._rules = rules
+        self.in_pass = CorrectionInPass(rules, ranks.rank)
         self._ranks, self._inputs_of, self._log, self._timed = ranks, inputs_of, log, timed
         self._passes = {"old_per_token_logps": policy, "ref_per_token_logps": reference}
 
@@ -80,12 +94,16 @@ class LogProbs:
         return self._rules()
 
     @torch.no_grad()
-    def of_window(self, window: GenerationWindow) -> None:
+    def of_window(self, window: GenerationWindow, *, serves_one_step: bool = False) -> None:
         """Old log-probs, importance-sampling ratio and reference log-probs of the survivors, where they are needed.
 
         Of rows whose old log-probs are the sampler's, only those take a pass of which it did not report all.
+
+        Args:
+            serves_one_step: see `LogProbRules.names`.
         """
-        rules, survivors, lengths, names = self.rules, window.rollouts, window.lengths, self.rules.names
+        rules, survivors, lengths = self.rules, window.rollouts, window.lengths
+        names = rules.names(serves_one_step=serves_one_step)
         sampled: Any = survivors.sampling_per_token_logps  # the trainer has checked that they are there if rules ask
         if rules.sampler_is_old:
             lengths = self._unknown_rows(window, unknown_log_probs(sampled, survivors.loss_mask).any(dim=1))
@@ -97,7 +115,7 @@ class LogProbs:
             known = dict(zip(names, self._found(window, lengths, run, len(names)), strict=True))
         if rules.sampler_is_old:
             known["old_per_token_logps"] = behaviour_log_probs(sampled, known["old_per_token_logps"])
-        if rules.correction is not None:
+        if rules.correction is not None and "old_per_token_logps" in known:
             log_probs = known["old_per_token_logps"], sampled, survivors.loss_mask
             known["importance_sampling_ratio"] = importance_sampling_ratio(*log_probs, **rules.correction)
         window.rollouts = survivors.with_log_probs(**known)
@@ -144,10 +162,19 @@ class LogProbs:
             found, kept = self._ranks.sum(torch.tensor([int(rows.sum()), len(rows)])).tolist()
             self._log({"off_policy/rescored_rows": found / kept} if kept else {})
         if ratio is not None:
-            assert old is not None and sampled is not None and self.rules.correction, "of which it was made"
-            self._log(sampler_metrics(sampled, old, ratio, mask, self._ranks.gather))
-            mode = self.rules.correction["mode"]
-            self._log(corrected_share(ratio, old, sampled, mask, mode=mode, reduce_sum=self._ranks.sum))
+            assert old is not None and sampled is not None, "of which it was made"
+            self._log_correction(old, sampled, mask, ratio)
+
+    def log_step(self) -> None:
+        """As `log`, at the end of an optimizer step: of its windows whose passes found their own old log-probs."""
+        for tables in self.in_pass.of_step():
+            self._log_correction(*tables)
+
+    def _log_correction(self, old: Tensor, sampled: Tensor, mask: Tensor, ratio: Tensor) -> None:
+        assert self.rules.correction is not None, "by which the ratio was made"
+        mode = self.rules.correction["mode"]
+        self._log(sampler_metrics(sampled, old, ratio, mask, self._ranks.gather))
+        self._log(corrected_share(ratio, old, sampled, mask, mode=mode, reduce_sum=self._ranks.sum))
 
     def _of_rows(
         self, rollouts: CreditedRollouts, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int
@@ -186,3 +213,58 @@ class LogProbs:
 def _spread(values: Tensor, rows: Tensor, count: int) -> Tensor:
     """The values of some rows → of `count` rows, 0 for all others."""
     return values.new_zeros(count, *values.shape[1:]).index_copy(0, rows, values)
+
+
+class CorrectionInPass:
+    """The importance-sampling ratio of windows that serve one optimizer step, from the logits of the training pass.
+
+    The weights of such a step are those of the old log-probs: π_old is the policy of the pass itself, without gradient.
+    TRL's loss reads the ratio only after its forward pass, so that no other pass is needed.
+
+    Args:
+        rules: as they are now.
+        rank: this one.
+    """
+
+    def __init__(self, rules: Callable[[], LogProbRules], rank: int):
+        self._rules, self._rank = rules, rank
+        self._inputs: Inputs | None = None  # of the pass that is running, if its ratio is wanted
+        self._table: list[tuple[Tensor, ...]] = []  # of the window of that pass
+        self._tables: defaultdict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
+
+    @contextmanager
+    def observe(self, inputs: Inputs, window: int) -> Iterator[None]:
+        """Within it, TRL computes the loss of a pass over rows of a window, and `see` gets its log-probs."""
+        if self._rules().correction is not None and "importance_sampling_ratio" not in inputs:
+            self._inputs, self._table = inputs, self._tables[window]
+        try:
+            yield
+        finally:
+            self._inputs = None
+
+    def see(self, log_probs: Tensor) -> None:
+        """
+        Args:
+            log_probs: [S, T], of the policy.
+        """
+        if self._inputs is None:
+            return
+        inputs, correction = self._inputs, self._rules().correction
+        old, sampled = log_probs.detach().float(), inputs["sampling_per_token_logps"]
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        ratio = importance_sampling_ratio(old, sampled, mask, **(correction or {}))
+        give_late_ratio(inputs, ratio)
+        rows = len(inputs["pass"].micro_batch.rows[self._rank])  # the rows behind them are dummies
+        self._table.append(tuple(one[:rows].cpu() for one in (old, sampled, mask, ratio)))
+
+    def of_step(self) -> Iterator[tuple[Tensor, ...]]:
+        """Of each window of the step that ends: old log-probs, the sampler's, loss mask, ratio; begins anew."""
+        tables, self._tables = self._tables, defaultdict(list)
+        for passes in tables.values():
+            widest = max(old.shape[1] for old, *_ in passes)
+            yield tuple(torch.cat([_widened(one, widest) for one in column]) for column in zip(*passes, strict=True))
+
+
+def _widened(table: Tensor, columns: int) -> Tensor:
+    """[S, ·] → [S, columns] by zeros; one column, a figure per row, stays one."""
+    return table if table.shape[1] == 1 else torch.nn.functional.pad(table, (0, columns - table.shape[1]))

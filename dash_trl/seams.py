@@ -50,6 +50,15 @@ def regularized(trainer: Any, scale: float) -> Iterator[None]:
         trainer.entropy_coef = float(trainer.entropy_coef)  # TRL may have adapted it
 
 
+def give_late_ratio(inputs: dict[str, Any], ratio: Tensor) -> None:
+    """While TRL computes a loss: its importance-sampling ratio, which it reads after the forward pass.
+
+    Args:
+        inputs: those of the loss. ratio: [B, T], or [B, 1] of sequences.
+    """
+    inputs["importance_sampling_ratio"] = ratio
+
+
 def weights_of(trainer: Any) -> int:
     """The optimizer step of the weights by which the trainer samples now."""
     return trainer._last_loaded_step if trainer.use_vllm else trainer.state.global_step

@@ -259,6 +259,7 @@ class DASHTrainer(GRPOTrainer):
         if ends_step:
             self.recorder.end_step()
             self.recorder.log(self._pass_metrics.of_step(schedule.segments.values()))
+            self._collector.log_probs.log_step()
             if knows_log_probs(self):
                 self.recorder.log(self._off_policy.of_step(self.ranks.sum))
         return loss
@@ -284,6 +285,9 @@ class DASHTrainer(GRPOTrainer):
                 regularized(self, weight / scale if scale else 0.0),
                 self._pass_metrics.observe(self.recorder.metrics, one, scale, per_token=per_token),
                 self._off_policy.observe(inputs),
+                self._collector.log_probs.in_pass.observe(
+                    inputs, window=self._micro_steps.schedule.share(self._step).start
+                ),
             ):
                 return super()._compute_loss(model, inputs) * scale
 
@@ -296,6 +300,7 @@ class DASHTrainer(GRPOTrainer):
         with self.accelerator.autocast() if self._passes.padding_free else nullcontext():
             found = self._passes.log_probs(log_probs, *batch, **kwargs)
         self._off_policy.see(found[0])
+        self._collector.log_probs.in_pass.see(found[0])
         return found
 
     def _clip_grad_norm(self, model):

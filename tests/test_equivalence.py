@@ -191,29 +191,53 @@ def test_packing_and_the_denominator(start, tiny_model, tmp_path, loss_type):
         assert_same_update(start, one, ended(filter_denominator=denominator, **settings)[0])
 
 
+def corrects(trainer: Any) -> None:
+    """What `use_vllm` switches on, with the log-probs of scripted rollouts in place of a sampler's."""
+    trainer.use_vllm = True
+    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+    trainer._last_loaded_step = -1
+
+
+CORRECTED = {"logprobs": True, "prepare": corrects, "vllm_importance_sampling_clip_max": 1.05, "constant": 0.3}
+
+
 @pytest.mark.parametrize(("loss_type", "mode"), [("vespo", "token_truncate"), ("dapo", "sequence_mask")])
 def test_importance_sampling_correction(start, tiny_model, tmp_path, loss_type, mode):
-    """What `use_vllm` switches on, with the log-probs of scripted rollouts in place of a sampler's."""
-
-    def prepare(trainer):
-        trainer.use_vllm = True
-        trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
-        trainer._last_loaded_step = -1
-
-    steps, _, dash = compare(
-        start,
-        tiny_model,
-        tmp_path,
-        logprobs=True,
-        prepare=prepare,
-        vllm_importance_sampling_mode=mode,
-        vllm_importance_sampling_clip_max=1.05,
-        loss_type=loss_type,
-        max_steps=2,
-        constant=0.3,
-    )
+    settings = {"vllm_importance_sampling_mode": mode, "loss_type": loss_type, "max_steps": 2}
+    steps, _, dash = compare(start, tiny_model, tmp_path, **CORRECTED, **settings)
     assert steps[1][1] > 1e-4 and steps[1][0] <= TOLERANCE
     assert "sampling/importance_sampling_ratio/mean" in dash.state.log_history[0]
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_a_window_of_one_step_is_corrected_without_a_pass_of_its_own(tiny_model, tmp_path, monkeypatch, mode):
+    """Two windows per optimizer step: their figures are those of a pass before training. Mini needs that pass."""
+    passes = []
+    of_pass = DASHTrainer._get_per_token_logps_and_entropies
+
+    def counted(self, *args, **kwargs):
+        passes.append(torch.is_grad_enabled())
+        return of_pass(self, *args, **kwargs)
+
+    monkeypatch.setattr(DASHTrainer, "_get_per_token_logps_and_entropies", counted)
+    settings = {**CORRECTED, "vllm_importance_sampling_mode": mode, "max_steps": 2}
+
+    def trained(**others: Any) -> tuple[DASHTrainer, int]:
+        trainer = run(DASHTrainer, tiny_model, tmp_path, **settings, **others)
+        without_gradient = passes.count(False)
+        passes.clear()
+        return trainer, without_gradient
+
+    found, count = trained(gradient_accumulation_steps=8, steps_per_generation=4)
+    _, of_mini = trained(gradient_accumulation_steps=2, steps_per_generation=4)
+    monkeypatch.setattr("dash_trl.assembly.has_dropout", lambda model: True)
+    before, count_before = trained(gradient_accumulation_steps=8, steps_per_generation=4)
+    assert (count, of_mini > 0, count_before > 0) == (0, True, True)
+    assert_same_update(parameters(tiny_model), parameters(before.model), parameters(found.model), least=1e-4)
+    for log, other in zip(found.state.log_history, before.state.log_history, strict=True):
+        figures = {name: value for name, value in other.items() if name.startswith(("sampling/", "off_policy/"))}
+        assert log == log | {name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in figures.items()}
+    assert "sampling/importance_sampling_ratio/mean" in before.state.log_history[0]
 
 
 def adapter(kind: str, config: Any, padding_free: bool, *marks: Any, **options: Any) -> Any:

@@ -29,7 +29,6 @@ from dash_trl.process_rewards.tree import tree_flaw
 from dash_trl.update import padding_free
 from dash_trl.update.isolation import isolation_flaw
 from dash_trl.update.padding_free import (
-    ModelPasses,
     PackedLayout,
     enable_padding_free,
     packed_log_probs,

@@ -134,7 +134,9 @@ class Collector:
         self._ranks.agree(self._sampler.meanwhile)
         self._dispatch("on_rollouts_sampled", rollouts)
         num_items = self._ranks.sum(rollouts.loss_mask.sum())  # the normaliser, before any part is known
-        draw_order, find_log_probs = self._draw_order, self.log_probs.of_window
+        draw_order = self._draw_order
+        find_log_probs: Callable[[GenerationWindow], None]
+        find_log_probs = partial(self.log_probs.of_window, serves_one_step=serves_one_step)
         if by_group:
             # Groups run as they come, without a shuffle. Its random numbers are drawn all the same: what is sampled
             # later does not depend on the pipeline.
@@ -224,7 +226,7 @@ class Collector:
             num_items: the loss tokens of the window's rows on all ranks, dropped ones included.
             draw_order: M → the order in which micro-steps get the rows of a part, [M] int64.
             find_log_probs: adds to the survivors of a part the log-probs that the loss needs, see `LogProbRules`: none
-                if one optimizer step uses the window, nothing corrects for the sampler, and beta is 0.
+                if one optimizer step uses the window, and beta is 0.
         """
         parts: list[Part] = []
         for rows, rewards, ends_step in awaited.parts():

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dash_trl.update.padding_free import (
         ModelPasses,
         PackedLayout,
+        has_dropout,
         packed_log_probs,
         packing_flaw,
         plain_causal_attention,
