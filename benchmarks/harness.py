@@ -200,12 +200,23 @@ class Scripted:
     Args:
         constant: share of groups without signal. group: G.
         median, longest: of the lognormal lengths of completions. vocabulary: ids below it.
+        prompt_tokens: random ones in place of the prompts' own.
     """
 
     __name__ = "scripted"
 
-    def __init__(self, constant: float, rows: int, group: int, *, median: float, longest: int, vocabulary: int):
-        self.constant_groups, self.group = round(constant * rows / group), group
+    def __init__(
+        self,
+        constant: float,
+        rows: int,
+        group: int,
+        *,
+        median: float,
+        longest: int,
+        vocabulary: int,
+        prompt_tokens: int | None = None,
+    ):
+        self.constant_groups, self.group, self.prompt_tokens = round(constant * rows / group), group, prompt_tokens
         self.median, self.longest, self.vocabulary = median, longest, vocabulary
         self.step = 0
 
@@ -215,6 +226,13 @@ class Scripted:
         drawn = [round(generator.lognormvariate(0, 0.8) * self.median) for _ in prompts]
         self.lengths = [min(max(length, 8), self.longest) for length in drawn]
         self.prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
+        if self.prompt_tokens is not None:
+            drawn_of = {prompt: random.Random(prompt) for prompt in prompts}
+            longer = {
+                prompt: [drawn.randrange(10, self.vocabulary) for _ in range(self.prompt_tokens)]
+                for prompt, drawn in drawn_of.items()
+            }
+            self.prompt_ids = [longer[prompt] for prompt in prompts]
         completions = [[generator.randrange(10, self.vocabulary) for _ in range(length)] for length in self.lengths]
         return {"prompt_ids": self.prompt_ids, "completion_ids": completions, "logprobs": None}
 

@@ -7,10 +7,17 @@ constant groups and each beta gets three counted steps of each trainer, in turn,
 is the ratio of tokens: those that TRL processes, padding included, to the real ones of the survivors. Attention costs
 more than linearly in the padded length, so the limit can be exceeded. `rel_param_diff` is the largest parameter
 difference after one step of SGD (learning rate 1, no clipping), relative to the largest update.
+
+    python benchmarks/update_phase.py --prompts 32 256 768                # ~10 minutes more
+
+Groups of 8 whose prompts have so many tokens: `shared` against `plain` packing and TRL, in turn, on 1 thread, all rows
+with signal. `tokens` and `flops` are the ratios of plain packing to shared prompts, by counting: sharing saves neither
+the attention of a completion to its prompt nor the LM head.
 """
 
 import math
 import statistics
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -70,8 +77,74 @@ def compare(path: str, share: float, beta: float) -> dict[str, float]:
     return {**harness.against_trl(clocks, start), "limit": statistics.median(limit.limits[1:])}
 
 
-def main(threads: list[int], betas: list[float]) -> dict[str, Any]:
+def operations(rows: Sequence[tuple[int, int]], *, shared: bool) -> tuple[int, float]:
+    """(tokens, multiplications and additions) of a forward pass over a group: linear layers, attention, LM head.
+
+    Args:
+        rows: (prompt, completion) tokens of each; the prompts are the same if `shared`.
+    """
+    hidden, inner, layers = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["num_hidden_layers"]
+    heads = hidden * SHAPE["num_key_value_heads"] // SHAPE["num_attention_heads"]
+    of_token = 2 * layers * (2 * hidden * hidden + 2 * hidden * heads + 3 * hidden * inner)
+    prompt = rows[0][0]
+    pairs = [(prompt + length) * (prompt + length + 1) // 2 for _, length in rows]  # of a query and a key
+    tokens, seen = sum(map(sum, rows)), sum(pairs)
+    if shared:
+        twice = (len(rows) - 1) * (prompt - 1)
+        tokens, seen = tokens - twice, seen - twice * prompt // 2
+    labelled = sum(length for _, length in rows)
+    return tokens, tokens * of_token + 4 * layers * hidden * seen + 2 * hidden * SHAPE["vocab_size"] * labelled
+
+
+def compare_shared(path: str, prompt: int) -> dict[str, float]:
+    group, rows = 8, 32
+    settings = {
+        "per_device_train_batch_size": group,
+        "gradient_accumulation_steps": rows // group,
+        "max_steps": 1 + COUNTED_STEPS,
+        "beta": 0.0,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "trl": (GRPOTrainer, {}),
+        "plain": (DASHTrainer, {"share_prompts": False}),
+        "dash": (DASHTrainer, {}),
+    }
+    clocks: dict[str, harness.Clock] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    for name in (*kinds, "dash", "plain"):  # each of the two that are close before and after the other
+        kind, own = kinds[name]
+        workload = harness.Scripted(
+            0.0, rows, group, median=MEDIAN, longest=LONGEST, vocabulary=280, prompt_tokens=prompt
+        )
+        clock = harness.Clock()
+        model = AutoModelForCausalLM.from_pretrained(path)
+        harness.scripted_trainer(kind, model, workload, {**settings, **own}, callbacks=[clock]).train()
+        clocks.setdefault(name, clock)
+        seconds[name] += clock.seconds[1:]
+    lengths = [(prompt, length) for length in workload.lengths]
+    counts = {
+        shared: [operations(lengths[first : first + group], shared=shared) for first in range(0, rows, group)]
+        for shared in (False, True)
+    }
+    tokens, flops = (sum(one[i] for one in counts[False]) / sum(one[i] for one in counts[True]) for i in (0, 1))
+    found = harness.against_trl(clocks, AutoModelForCausalLM.from_pretrained(path).state_dict())
+    found |= {f"{name}_s": statistics.median(of) for name, of in seconds.items()}
+    ratios = {"ratio": found["trl_s"] / found["dash_s"], "against_plain": found["plain_s"] / found["dash_s"]}
+    return {**found, **ratios, "tokens": tokens, "flops": flops}
+
+
+def main(threads: list[int], betas: list[float], prompts: list[int]) -> dict[str, Any]:
     path = harness.OUTPUT.name
+    if prompts:
+        torch.set_num_threads(1)
+        harness.qwen2(**{**SHAPE, "max_position_embeddings": 2048}).save_pretrained(path)
+        shared = {str(prompt): compare_shared(path, prompt) for prompt in prompts}
+        for prompt, row in shared.items():
+            harness.say(f"groups of 8, prompts of {prompt} tokens", row)
+        return {"shared": shared}
     harness.qwen2(**SHAPE).save_pretrained(path)
     results: dict[str, Any] = {}
     for number, beta, share in product(threads, betas, SHARES):
@@ -89,4 +162,5 @@ if __name__ == "__main__":
         __doc__,
         threads={"type": int, "nargs": "+", "default": [1, 2], "help": "the first one is written as `share`"},
         betas={"type": float, "nargs": "+", "default": list(BETAS)},
+        prompts={"type": int, "nargs": "+", "default": [], "help": "shared ones instead, of so many tokens"},
     )

@@ -148,7 +148,7 @@ class PlainPasses(DASHCallback):
 
 # name → (which of this rank's windows have no signal, settings of both trainers, settings of ours)
 TRLS: dict[str, tuple[Sequence[int], dict[str, Any], dict[str, Any]]] = {
-    "dapo": ((), {"loss_type": "dapo"}, {}),
+    "dapo": ((), {"loss_type": "dapo"}, {"share_prompts": False}),
     "grpo, token budget": ((), {"loss_type": "grpo", "max_steps": 2}, {"max_tokens_per_microbatch": 30}),
     "a rank keeps none": (ON_RANK_1, {"loss_type": "grpo", "max_steps": 2}, {}),
     "two iterations": (ON_RANK_1, {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.2}, {}),

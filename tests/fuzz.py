@@ -230,9 +230,10 @@ def kind(**strategies: Any) -> Callable[[Compare], Compare]:
     stream=st.booleans(),
     gradient_filter_threshold=st.sampled_from([0.0, None]),
     max_tokens_per_microbatch=st.sampled_from([None, 40, 400]),
+    share_prompts=st.booleans(),
 )
 def trl(arguments: Settings, model: str, folder: Path) -> str:
-    names = "gradient_filter_threshold", "max_tokens_per_microbatch", "reward_pipeline"
+    names = "gradient_filter_threshold", "max_tokens_per_microbatch", "share_prompts", "reward_pipeline"
     own = {name: arguments.pop(name) for name in names}
     if arguments["beta"]:  # a dropped row has lost its KL term
         own["gradient_filter_threshold"] = None

@@ -36,7 +36,7 @@ def start(tiny_model) -> dict[str, torch.Tensor]:
 
 def compare(start: dict, model: str, output, **settings) -> tuple[list[tuple[float, float]], GRPOTrainer, DASHTrainer]:
     """(difference, update) after each step, and TRL's and our trainer."""
-    own = {"share_prompts": True} | {key: settings.pop(key) for key in list(settings) if key in OWN}
+    own = {key: settings.pop(key) for key in list(settings) if key in OWN}
     trainers, seen = [], []
     for trainer_class, options in ((GRPOTrainer, {}), (DASHTrainer, own)):
         seen.append(Snapshots())
@@ -68,7 +68,7 @@ TWO = TwoFunctions([ScriptedReward(constant=0.7), ScriptedReward(seed=1, constan
 @pytest.mark.parametrize(
     "settings",
     [
-        {"loss_type": "dapo", "learning_rate": 1.0},
+        {"loss_type": "dapo", "learning_rate": 1.0, "share_prompts": False},
         {"reward": TWO, "reward_weights": [1.0, 0.3], "multi_objective_aggregation": "normalize_then_sum"},
         {"reward": TWO, "reward_weights": [1.0, 0.3], "scale_rewards": "batch"},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2, "max_steps": 2},

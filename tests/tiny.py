@@ -276,6 +276,8 @@ def run(
         report_to="none",
         disable_tqdm=True,
     )
+    if config is DASHConfig:
+        defaults["share_prompts"] = True  # the prompts here are short
     # Without servers, sampling ahead is refused; but the prompts can be read ahead.
     read_ahead = 0 if "vllm_server_urls" in settings or in_process else settings.pop("async_level", 0)
     args = config(**{**defaults, **settings})
