@@ -151,7 +151,7 @@ TRLS: dict[str, tuple[Sequence[int], dict[str, Any], dict[str, Any]]] = {
     "dapo": ((), {"loss_type": "dapo"}, {"share_prompts": False}),
     "grpo, token budget": ((), {"loss_type": "grpo", "max_steps": 2}, {"max_tokens_per_microbatch": 30}),
     "a rank keeps none": (ON_RANK_1, {"loss_type": "grpo", "max_steps": 2}, {}),
-    "two iterations": (ON_RANK_1, {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.2}, {}),
+    "two iterations": (ON_RANK_1, {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.5}, {}),
     "beta, all kept": ((), {"beta": 0.04, "max_steps": 2}, {"gradient_filter_threshold": None}),
     "window shorter than a step, last one silent": (range(1, 1000, 2), {"steps_per_generation": 2, "max_steps": 2}, {}),
     "window longer than a step": (ALWAYS if RANK == 0 else (), {"steps_per_generation": 8, "max_steps": 2}, {}),

@@ -17,7 +17,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 PACKAGE = Path(__file__).parents[1] / "dash_trl"
 STARTERS = {"threading", "multiprocessing", "subprocess", "ray"}
 # Math and state machines: these rooms but for some modules, and some modules of other rooms.
-PURE_ROOMS = {"update": {"padding_free"}, "rollout": {"prompts"}}
+PURE_ROOMS = {"update": {"padding_free", "trees"}, "rollout": {"prompts"}}
 PURE = [
     *(f"process_rewards.{name}" for name in ("credit", "diagnostics", "features", "fit", "worth")),
     *(f"sampling.{name}" for name in ("backlog", "health", "checksum", "urls")),
