@@ -2,6 +2,7 @@
 
     python benchmarks/qwen.py --json qwen.json                # on a CPU: 8 rows of ≤ 256 tokens, float32; ~12 minutes
     python benchmarks/qwen.py --shares 0.75 --steps 1         # a part of it
+    python benchmarks/qwen.py --shares 0 --steps 1 --prompt_tokens 512    # groups of 4 that share a few-shot prompt
 
 On a GPU: the paper's batch (256 rows of ≤ 2,048 tokens, two to a pass), bfloat16 with FlashAttention where it is
 installed.
@@ -10,7 +11,7 @@ Completions and rewards are scripted, so that no step samples: hidden size 896, 
 values, vocabulary 151,936. Each trainer is a process of its own. `trl_s`, `dash_s`: the medians of its counted steps;
 `trl_gb`, `dash_gb`: memory at its highest during these beyond the weights (resident on a CPU, allocated on a GPU).
 `rel_param_diff`: the largest difference of a parameter after one step of SGD without clipping, relative to the largest
-update, on a CPU in float32.
+update, on a CPU in float32. With `--prompt_tokens` one group makes a pass, and `plain` is DASH without sharing.
 """
 
 from concurrent.futures import ProcessPoolExecutor
@@ -26,7 +27,7 @@ from dash_trl import DASHTrainer
 ON_GPU = torch.cuda.is_available()
 ROWS, GROUP, ROWS_PER_PASS, LONGEST, MEDIAN = (256, 4, 2, 2048, 500) if ON_GPU else (8, 2, 2, 256, 120)
 SHARES = (0.0, 0.75)  # of groups without signal
-KINDS = {"trl": GRPOTrainer, "dash": DASHTrainer}
+KINDS = {"trl": (GRPOTrainer, {}), "dash": (DASHTrainer, {}), "plain": (DASHTrainer, {"share_prompts": False})}
 SHAPE = {  # Qwen/Qwen2.5-0.5B
     "vocab_size": 151_936,
     "hidden_size": 896,
@@ -58,28 +59,33 @@ class Clock(harness.Clock):
         self.taken = harness.peak(ON_GPU) - self.before
 
 
-def train(kind: str, share: float, steps: int) -> Clock:
+def train(kind: str, share: float, steps: int, prompt_tokens: int | None) -> Clock:
+    trainer, own = KINDS[kind]
+    group, rows_per_pass = (GROUP, ROWS_PER_PASS) if prompt_tokens is None else (4, 4)
     settings = {
-        "per_device_train_batch_size": ROWS_PER_PASS,
-        "gradient_accumulation_steps": ROWS // ROWS_PER_PASS,
+        "per_device_train_batch_size": rows_per_pass,
+        "gradient_accumulation_steps": ROWS // rows_per_pass,
         "max_steps": 1 + steps,
         "beta": 0.0,
         "loss_type": "dr_grpo",
         "use_cpu": not ON_GPU,
         "bf16": ON_GPU,
         "gradient_checkpointing": ON_GPU,
+        **own,
     }
-    workload = harness.Scripted(share, ROWS, GROUP, median=MEDIAN, longest=LONGEST, vocabulary=150_000)
+    lengths = {"median": MEDIAN, "longest": LONGEST, "prompt_tokens": prompt_tokens}
+    workload = harness.Scripted(share, ROWS, group, vocabulary=150_000, **lengths)
     clock = Clock()
-    harness.scripted_trainer(KINDS[kind], random_model(), workload, settings, callbacks=[clock]).train()
+    harness.scripted_trainer(trainer, random_model(), workload, settings, callbacks=[clock]).train()
     return clock
 
 
-def main(shares: list[float], steps: int) -> dict[str, dict[str, float]]:
+def main(shares: list[float], steps: int, prompt_tokens: int | None) -> dict[str, dict[str, float]]:
     results = {}
+    kinds = [kind for kind in KINDS if prompt_tokens or kind != "plain"]
     for share in shares:
         with ProcessPoolExecutor(1, max_tasks_per_child=1) as workers:  # each trainer in a process of its own
-            clocks = {kind: workers.submit(train, kind, share, steps).result() for kind in KINDS}
+            clocks = {kind: workers.submit(train, kind, share, steps, prompt_tokens).result() for kind in kinds}
         found = harness.against_trl(clocks, random_model().state_dict())
         found |= {f"{kind}_gb": clock.taken / 1e9 for kind, clock in clocks.items()}
         results[f"{share:g}"] = found
@@ -93,4 +99,5 @@ if __name__ == "__main__":
         __doc__,
         shares={"type": float, "nargs": "+", "default": list(SHARES), "help": "of groups without signal"},
         steps={"type": int, "default": 3, "help": "counted, after one that is not"},
+        prompt_tokens={"type": int, "help": "of each prompt, in place of about 10"},
     )
