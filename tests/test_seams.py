@@ -34,6 +34,12 @@ def test_the_settings_of_our_losses_are_trls(trainer, loss_type, detached):
     assert trl_settings("dapo", delta=8.0, detached=detached) == {}
 
 
+def test_the_ratio_is_read_behind_the_forward_pass():
+    """Within which `give_late_ratio` may still set it."""
+    before, behind = inspect.getsource(GRPOTrainer._compute_loss).split("self._get_per_token_logps_and_entropies(")
+    assert "importance_sampling_ratio" in behind and "importance_sampling_ratio" not in before
+
+
 def test_counters_and_logs_of_a_run(trainer):
     """The last one that uses the trainer, which it changes."""
     assert trainer._step == 8 and weights_of(trainer) == 2
