@@ -22,7 +22,7 @@ from dash_trl.process_rewards import CreditSettings
 from dash_trl.process_rewards.credit import Rewards, centered_return, place_rewards
 from dash_trl.process_rewards.diagnostics import batch_figures
 from dash_trl.rollout import RolloutBatch
-from dash_trl.update import PackedLayout, filter_rows, group_advantages, plan_segment
+from dash_trl.update import MIN_SHARED, PackedLayout, filter_rows, group_advantages, plan_segment, same_prompt
 
 RANKS, MICRO_STEPS, REPEATS = 8, 32, 5
 SIZES = (1_024, 4_096, 16_384, 65_536)
@@ -62,7 +62,7 @@ def whole_way(rows: int) -> dict[str, tuple[float, float]]:
     """(seconds, GiB) of each stage, in their order."""
     generator = torch.Generator().manual_seed(rows)
     completions = torch.randn(RANKS, rows, generator=generator).mul(0.8).exp().mul(240).clamp(8, COMPLETION).long()
-    prompts = torch.randint(20, PROMPT, (RANKS, rows), generator=generator)
+    prompts = torch.randint(20, PROMPT, (RANKS, rows // GROUP), generator=generator).repeat_interleave(GROUP, dim=1)
     rewards = (torch.rand(RANKS * rows, 1, generator=generator) < 0.5).float()
     inner = torch.rand(rows, VALUES - 1, generator=generator).sort(dim=1).values * (completions[0, :, None] - VALUES)
     boundaries = torch.nn.functional.pad(inner.long() + torch.arange(1, VALUES), (1, 0))
@@ -109,16 +109,17 @@ def whole_way(rows: int) -> dict[str, tuple[float, float]]:
         own = credited.lengths()[order] * keep[order].unsqueeze(1)
         survivors = credited.survivors(order[own[:, 1] > 0])
     with stage("plan of all", stages):
-        lengths = torch.stack([prompts, completions, completions], dim=2)
+        groups = (torch.arange(rows) // GROUP).expand(RANKS, -1)
+        lengths = torch.stack([prompts, completions, completions, groups], dim=2)
         lengths[0] = own
-        plan = plan_segment(lengths, rows // 32, max_rows=32, max_tokens=8192)
+        plan = plan_segment(lengths, rows // 32, max_rows=32, max_tokens=8192, min_shared=MIN_SHARED)
     with stage("micro-batches", stages):
         position = (own[:, 1] > 0).cumsum(0) - 1
         for micro_batch in (micro_batch for step in plan for micro_batch in step):
             chosen = position[list(micro_batch.rows[0])].tolist()
             inputs = survivors.micro_batch(chosen, size=micro_batch.size, pad_token_id=0)
             mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-            PackedLayout.of(mask, inputs["completion_mask"].shape[1])
+            PackedLayout.of(mask, inputs["completion_mask"].shape[1], same_prompt(inputs, MIN_SHARED))
     return stages
 
 

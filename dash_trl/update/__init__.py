@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     )
     from dash_trl.update.packing import MicroBatch, fitted_bins, plan_segment
     from dash_trl.update.padding_free import (
+        MIN_SHARED,
         ModelPasses,
         PackedLayout,
         has_dropout,
         packed_log_probs,
         packing_flaw,
         plain_causal_attention,
+        same_prompt,
         to_device,
     )
     from dash_trl.update.schedule import Pass, Schedule, Segment

@@ -146,6 +146,14 @@ def _trees(prompts: list[int], lengths: list[int], shared: list[bool]) -> Iterat
             yield TreeShape(trunk, tuple(lengths[row] - trunk for row in family))
 
 
+def same_prompt(inputs: dict[str, Tensor], min_shared: int) -> Tensor:
+    """[B] bool, for `PackedLayout.of`: rows of a micro-batch with the prompt of the row before, of more tokens."""
+    real = inputs["prompt_mask"].bool()
+    prompts = inputs["prompt_ids"].masked_fill(~real, -1)
+    same = (prompts[1:] == prompts[:-1]).all(dim=1) & (real[1:].sum(dim=1) > min_shared)
+    return torch.nn.functional.pad(same, (1, 0))
+
+
 def to_device(value: Any, device: torch.device) -> Any:
     """Copy a tensor or a layout from the CPU; to a GPU by page-locked memory, so that the GPU computes meanwhile."""
     if isinstance(value, PackedLayout):
@@ -386,13 +394,8 @@ class ModelPasses:
         """The inputs of a pass over `rows`, and its `layout`, on the CPU; arguments as in `Survivors.micro_batch`."""
         inputs = survivors.micro_batch(rows, size=size, pad_token_id=pad_token_id, trim_prompts=self._trim_prompts)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        same_prompt = None
-        if self.min_shared is not None:
-            real = inputs["prompt_mask"].bool()
-            prompts = inputs["prompt_ids"].masked_fill(~real, -1)
-            same_prompt = torch.zeros(size, dtype=torch.bool)
-            same_prompt[1:] = (prompts[1:] == prompts[:-1]).all(dim=1) & (real[1:].sum(dim=1) > self.min_shared)
-        return {**inputs, "layout": PackedLayout.of(mask, inputs["completion_mask"].shape[1], same_prompt)}
+        shared = None if self.min_shared is None else same_prompt(inputs, self.min_shared)
+        return {**inputs, "layout": PackedLayout.of(mask, inputs["completion_mask"].shape[1], shared)}
 
     def run(self, log_probs: Callable[..., tuple], model: Any, inputs: dict[str, Any], **kwargs: Any) -> tuple:
         """What the trainer's method for log-probs finds of `inputs`, which are on the device."""
