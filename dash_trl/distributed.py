@@ -190,7 +190,7 @@ def _written(error: Exception) -> bytes:
     text = f"{kind.__name__}: {said}"
     try:
         return json.dumps([text, kind.__module__, kind.__name__, error.args]).encode()
-    except (TypeError, ValueError):  # arguments that are no JSON
+    except Exception:  # arguments that are no JSON, or too deep
         return json.dumps([text, kind.__module__, kind.__name__, [str(said)]]).encode()
 
 
@@ -201,5 +201,5 @@ def _read(written: bytes) -> tuple[str, Exception | None]:
     kind = getattr(sys.modules.get(module), name, None) if known else None
     try:
         return text, kind(*arguments) if isinstance(kind, type) and issubclass(kind, Exception) else None
-    except TypeError:  # UnicodeDecodeError, for example, takes no text
+    except Exception:  # UnicodeDecodeError, for example, takes no text
         return text, None

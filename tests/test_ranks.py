@@ -3,6 +3,7 @@
 import json
 import pickle
 import threading
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 from dash_trl.distributed import RankFailed, meet
 from dash_trl.sampling.pool import PoolError
+
+NESTED: list = reduce(lambda inner, _: [inner], range(100_000), [])  # json raises a RecursionError
 
 
 class OwnError(RuntimeError):
@@ -100,6 +103,8 @@ def test_a_rank_that_does_not_come_is_named():
         (json.JSONDecodeError("why", "", 0), "JSONDecodeError: why: line 1", None),
         (UnicodeDecodeError("utf-8", b"", 0, 1, "why"), "UnicodeDecodeError: 'utf-8' codec", None),
         (Unsayable(), "Unsayable: <exception str() failed>", None),
+        (KeyError(NESTED), "KeyError: <exception str() failed>", KeyError("<exception str() failed>")),
+        (ExceptionGroup("why", [ValueError()]), "ExceptionGroup: why", None),
     ],
 )
 def test_an_error_reaches_the_others_as_itself_or_as_its_text(error, text, relayed):
@@ -120,7 +125,8 @@ def test_nothing_that_stands_in_the_store_is_run(tmp_path):
     with pytest.raises(ValueError):
         meet(store, 0, 2, None, ["1"], [], timeout=20.0)
     file = str(tmp_path / "was run")
-    for attack in (["subprocess", "Popen", [["touch", file]]], ["builtins", "open", [file, "w"]]):
+    group = ["builtins", "ExceptionGroup", ["why", []]]  # cannot be made
+    for attack in (["subprocess", "Popen", [["touch", file]]], ["builtins", "open", [file, "w"]], group):
         store.set("dash_trl/1/1", json.dumps(["text", *attack]))
         assert meet(store, 0, 2, None, ["1"], [], timeout=20.0) == {1: ("text", None)}
     assert not (tmp_path / "was run").exists()
