@@ -31,6 +31,7 @@ class FakeJudge(EmbeddedJudge):
         self.answer = answer
         self.requests: list[dict] = []
         self.keys: list[str | None] = []
+        self.sent: set[str] = set()  # names of all headers
         self.given_up = 0  # requests whose client went away
         self.headers: dict[str, str] = {}  # of each answer
         self.hold = False  # while it is set, no request is answered
@@ -40,6 +41,7 @@ class FakeJudge(EmbeddedJudge):
         body = await request.json()
         self.requests.append(body)
         self.keys.append(request.headers.get("Authorization"))
+        self.sent |= {name.lower() for name in request.headers}
         answer = self.answer(body)
         try:
             while self.hold or answer == "hangs":

@@ -473,6 +473,12 @@ def test_what_somebody_wrote_into_the_cache_is_no_answer(server, kept):
     assert ask(judge)[0] == 0.7 and len(server.requests) == 2  # and replaced
 
 
+def test_only_its_user_can_read_the_cache(server, tmp_path):
+    ask(JudgeReward("m", base_url=server.url, cache=tmp_path))
+    (file,) = tmp_path.glob("*.sqlite*")
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
 def test_an_explanation_of_any_characters_is_kept(server):
     server.answer = lambda request: chat('{"explanation": "\\ud83d\\ude00 é \\u0000", "score": 7}')
     judge = JudgeReward("m", base_url=server.url)
@@ -513,6 +519,7 @@ URL = "http://127.0.0.1:9/v1"
         ({"base_url": "127.0.0.1:8000/v1"}, "base_url='127.0.0.1:8000/v1' is no address.*http://127.0.0.1:8000/v1"),
         ({"base_url": "http:///v1"}, "is no address"),
         ({"base_url": "http://me:secret@127.0.0.1:9/v1"}, r"base_url='http://\*\*\*@127.0.0.1:9/v1' .* a password"),
+        ({"base_url": "http://me:sec\nret@127.0.0.1:9/v1"}, r"base_url='http://\*\*\*@127.0.0.1:9/v1' .* a password"),
         ({"base_url": "me:secret@127.0.0.1/v1"}, r"base_url='\*\*\*@127"),
         ({"base_url": URL, "template": "{prompt}"}, r"has no \{completion\}"),
         ({"base_url": URL, "template": "{{completion}}"}, r"has no \{completion\}"),
@@ -538,14 +545,18 @@ def test_the_key_and_the_server_may_come_from_the_environment(server, monkeypatc
 
 
 def test_the_key_of_the_environment_goes_to_no_other_server(server, monkeypatch):
+    """Nor do the headers of the environment, of which one may be a key, too."""
     monkeypatch.setenv("OPENAI_API_KEY", "from the environment")
+    monkeypatch.setenv("OPENAI_ORG_ID", "from the environment")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Key: from the environment")
+    own = {"openai-organization", "x-key"}
     assert ask(JudgeReward("m", base_url=server.url))[0] == 0.7
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     assert ask(JudgeReward("m", base_url=server.url, cache=False))[0] == 0.7
-    assert server.keys == ["Bearer none"] * 2
+    assert server.keys == ["Bearer none"] * 2 and not own & server.sent
     monkeypatch.setenv("OPENAI_BASE_URL", server.url)
     assert ask(JudgeReward("m", base_url=f"{server.url}/", cache=False))[0] == 0.7
-    assert server.keys[2:] == ["Bearer from the environment"]
+    assert server.keys[2:] == ["Bearer from the environment"] and own <= server.sent
 
 
 @pytest.mark.parametrize(("url", "warns"), [("http://10.0.0.3/v1", True), ("https://10.0.0.3/v1", False), (URL, False)])

@@ -216,6 +216,7 @@ class JudgeReward:
         self._base_url = (named or OPENAI).rstrip("/")
         # A key of the environment goes to the server of the environment, or to OpenAI's, and to no other.
         known = not base_url or self._base_url in (OPENAI, os.environ.get("OPENAI_BASE_URL", OPENAI).rstrip("/"))
+        self._known = known
         self._api_key = api_key or (known and os.environ.get("OPENAI_API_KEY")) or ("none" if named else None)
         if self._api_key is None:
             raise ValueError(
@@ -322,13 +323,17 @@ class JudgeReward:
             return self._clients[loop]
         # A proxy of `http_proxy` would look for 127.0.0.1 on its own machine.
         proxied = not is_loopback(urlsplit(self._base_url).hostname or "")
+        headers = {"Accept-Encoding": "identity"}
         client = openai.AsyncOpenAI(
             api_key=self._api_key,
             base_url=self._base_url,
             max_retries=0,
-            default_headers={"Accept-Encoding": "identity"},
+            default_headers=headers,
             http_client=_Client(trust_env=proxied),
         )
+        if not self._known:  # what it took from OPENAI_ORG_ID, OPENAI_PROJECT_ID and OPENAI_CUSTOM_HEADERS
+            client.organization = client.project = None
+            client._custom_headers = headers
         self._clients = {one: own for one, own in self._clients.items() if not one.is_closed()} | {loop: client}
         return client
 

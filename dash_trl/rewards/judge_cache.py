@@ -43,6 +43,7 @@ class AnswerCache:
         try:
             if self._connection is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                self.file.touch(0o600)  # explanations tell of prompts and completions
                 # Autocommit, and any thread: event loops have their own, and the module serialises the calls.
                 self._connection = sqlite3.connect(
                     self.file, LOCK_SECONDS, isolation_level=None, check_same_thread=False

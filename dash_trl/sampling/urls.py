@@ -67,7 +67,7 @@ def _check(url: str) -> None:
 
 def without_user(url: str) -> str:
     """The URL for a message or a log: nobody shall read a user or a password there."""
-    return re.sub(r"^([^:/?#]*://)?.*@", r"\1***@", url)
+    return re.sub(r"(?s)^([^:/?#]*://)?.*@", r"\1***@", url)
 
 
 def is_here(url: str) -> bool:
