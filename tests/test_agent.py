@@ -368,6 +368,42 @@ def test_close_ends_what_functions_hold_once():
     agent.close()
 
 
+def test_close_ends_groups_that_wait_to_be_looked_at_once_more():
+    """And no thread that would do so is left."""
+    begun, before = threading.Semaphore(0), set(threading.enumerate())
+
+    class Waits:
+        async def compute_score(self, completion):
+            begun.release()
+            await asyncio.Event().wait()
+
+        def post_process_scores(self, scores):
+            return scores
+
+    agent = RewardAgent(Waits())
+    request = agent.submit([{"prompt": "", "completion": "", "completion_ids": []}] * 8, group_size=2)
+    for _ in range(8):
+        begun.acquire()
+    agent.close()
+    request.wait()
+    assert all(isinstance(one, GivenUp) for one in request.outcomes[0])
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_coroutine_function_may_raise_what_cancels_coroutines():
+    """As one whose own task was cancelled: no sign of a closed agent, which would end the run."""
+
+    async def cancelled(completion):
+        raise asyncio.CancelledError
+
+    for transient in ((), ConnectionError):
+        with RewardAgent(cancelled, transient=transient) as agent:
+            (outcomes,) = scores(agent, 2)
+        assert [type(one) for one in outcomes] == [asyncio.CancelledError] * 2
+
+
 def test_hanging_calls_are_replaced_until_there_are_too_many(monkeypatch):
     """Then the function ends the run."""
     monkeypatch.setattr("dash_trl.workers.threads.MOST_ABANDONED", 6)

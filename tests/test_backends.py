@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -515,6 +516,22 @@ def test_close_ends_each_call_once_and_nothing_starts_later(kind):
         backend.close()
 
 
+@pytest.mark.parametrize("kind", ["thread", "asyncio"])
+def test_a_call_that_nobody_waits_for_any_more_at_the_end_of_its_pause_is_not_made(kind):
+    stop, started = threading.Event(), []
+    pace = SimpleNamespace(wait_seconds=lambda: stop.set() or 0.0)
+
+    async def starts_async() -> None:
+        started.append(1)
+
+    backend = AsyncCalls(1, pace=pace) if kind == "asyncio" else ThreadCalls(1, pace=pace)
+    function = starts_async if kind == "asyncio" else partial(started.append, 1)
+    ended: queue.SimpleQueue[Call] = queue.SimpleQueue()
+    with closing(backend):
+        backend.submit([Call(function, {}, timeout=MINUTES, done=ended.put, stop=stop)])
+        assert isinstance(ended.get(timeout=MINUTES).error, GivenUp) and not started
+
+
 def test_what_is_submitted_when_close_ends_a_call_is_made():
     """On a new loop: the old one takes no more calls."""
     begun = threading.Event()
@@ -623,6 +640,30 @@ def test_the_state_of_a_worker_does_not_reach_later_calls():
     assert calls[1].value == (os.getcwd(), None, 0.0)
 
 
+def drop_capabilities() -> None:
+    assert ctypes.CDLL(None).capset(struct.pack("Ii", 0x20080522, 0), bytes(24)) == 0
+
+
+def begin_where_nothing_can_be_read() -> None:
+    os.chdir(tempfile.mkdtemp())
+    os.chmod(".", 0o100)
+    drop_capabilities()
+
+
+def moves(row: int) -> int:
+    if row == 1:
+        os.chdir("/")
+    return os.getpid()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="drops capabilities")
+def test_a_folder_to_which_no_way_leads_back_costs_the_worker_and_no_call(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with closing(ProcessCalls(1, prepare=begin_where_nothing_can_be_read)) as backend:
+        first, second, *others = (one.value for one in Sheet(moves, [{"row": row} for row in range(4)]).run(backend))
+    assert first == second and others[0] == others[1] != first
+
+
 def lowers_its_limits(row: int, how: str) -> tuple[int, int]:
     """Its process, and how many files it may open."""
     import resource
@@ -630,7 +671,7 @@ def lowers_its_limits(row: int, how: str) -> tuple[int, int]:
     if row == 1:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         if how == "for good":  # root may raise it again, as long as it has its capabilities
-            assert ctypes.CDLL(None).capset(struct.pack("Ii", 0x20080522, 0), bytes(24)) == 0
+            drop_capabilities()
             hard = 50
         resource.setrlimit(resource.RLIMIT_NOFILE, (50, hard))
     return os.getpid(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -242,10 +242,10 @@ class RewardAgent:
 
 
 def _end(backends: dict[tuple[int, Lane], Backend], opened: dict[Callable[[], Any], None]) -> None:
-    for (process, _), backend in backends.items():
+    while backends:  # a call that is ended may start another one, on a backend that is not there yet
+        (process, _), backend = backends.popitem()
         if process == os.getpid():
             backend.close()
-    backends.clear()
     while opened:
         opened.popitem()[0]()
 

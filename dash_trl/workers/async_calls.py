@@ -20,7 +20,7 @@ from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from dash_trl.workers.calls import Backend, Call, GivenUp, Pace
+from dash_trl.workers.calls import Backend, Call, GivenUp, Pace, forks
 
 CLOSE_SECONDS = 5.0  # for a loop to answer
 MOST_BLOCKED_LOOPS = 8  # abandoned because a call blocked them: beyond, the function is broken
@@ -168,16 +168,16 @@ class _Lane:
 
     async def _outcome(self, call: Call) -> tuple[Any, BaseException | None]:
         """Never raises: asyncio lets SystemExit end the whole loop, and prints errors that come after a timeout."""
-        if self.given_up:  # the loop answers again, late
-            return None, None
+        if self.given_up or call.cancelled:  # the loop answers again, late; or it is after its pace
+            return None, GivenUp("nobody waits for it")
         self.running[call] = True
-        process = os.getpid()
+        before = forks[0]
         try:
             return await call.function(**call.arguments), None
         except BaseException as error:
             return None, error
         finally:
-            if os.getpid() != process:  # it forked, and its child came back: the other calls are its parent's to make
+            if forks[0] != before:  # it forked, and its child came back: the other calls are its parent's to make
                 os._exit(1)
 
 
@@ -292,10 +292,10 @@ class RetriedCalls:
     async def _finish(self, call: Call) -> None:
         try:
             call.finish(await self._retrying.copy()(self._attempt, call))
-        except asyncio.CancelledError:
-            call.finish(error=GivenUp("the agent was closed"))
         except BaseException as error:  # SystemExit would end the loop, and with it all other calls
-            call.finish(error=error)
+            task = asyncio.current_task()
+            closed = task is not None and task.cancelling()  # else a CancelledError is the function's own
+            call.finish(error=GivenUp("the agent was closed") if closed else error)
 
     async def _attempt(self, call: Call) -> Any:
         ended: Future[Call] = Future()

@@ -60,12 +60,15 @@ class Call:
             done(self)
 
 
-def _renew_lock() -> None:
-    """In a forked process: a thread that is not there may hold it."""
-    Call._lock = threading.Lock()
+forks = [0]  # between this process and the one that imported this: cheaper to look at than a process's number
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+def _in_child() -> None:
+    Call._lock = threading.Lock()  # a thread that is not there may hold it
+    forks[0] += 1
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 class GivenUp(RuntimeError):

@@ -242,14 +242,16 @@ class _State:
         if "folder" in self._touched:
             if self._folder != -1:
                 os.close(self._folder)
-            self._folder = os.open(".", os.O_RDONLY)
+            self._folder = -1
+            with suppress(OSError):  # one that this user cannot read: no way leads back
+                self._folder = os.open(".", os.O_RDONLY)
         if "limits" in self._touched:
             kinds = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
             self._limits = [(kind, resource.getrlimit(kind)) for kind in kinds]
         self._touched.clear()
 
     def restore(self) -> bool:
-        """False where limits stay lower: only root may raise a hard one."""
+        """False where the folder stays another, or limits lower: only root may raise a hard one."""
         if _variables() != self._known:
             os.environ.clear()
             os.environ.update(self._environment)
@@ -258,15 +260,15 @@ class _State:
         if "timers" in self._touched:
             for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
                 self._set_timer(timer, 0)
-        if "folder" in self._touched:
-            self._set_folder(self._folder)
-        if "limits" in self._touched:
-            try:
+        try:
+            if "folder" in self._touched:
+                self._set_folder(self._folder)
+            if "limits" in self._touched:
                 for kind, limits in self._limits:
                     if resource.getrlimit(kind) != limits:
                         self._set_limit(kind, limits)
-            except (ValueError, OSError):
-                return False
+        except (ValueError, OSError):
+            return False
         self._touched.clear()
         return True
 

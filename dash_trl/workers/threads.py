@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from dash_trl.workers.calls import Call, GivenUp, Pace
+from dash_trl.workers.calls import Call, GivenUp, Pace, forks
 
 MOST_ABANDONED = 64  # threads that hang at the same time: memory runs out, so that others wait until some come back
 PATIENCE = 3  # of a call's timeouts: if no thread has come back for so long, the function is broken
@@ -115,6 +115,8 @@ class ThreadCalls:
             me.deadline = math.inf  # it has not begun
             me.call = call  # before it looks at `closed`: either `close` sees the call, or this thread is told
             room = self.abandoned < MOST_ABANDONED or self._wait_for_room(call, me)
+            if self._pace is not None and not (me.closed or call.cancelled):
+                time.sleep(self._pace.wait_seconds())
             if me.closed or call.cancelled:
                 error = GivenUp("nobody waits for it")
             elif not room:
@@ -145,17 +147,15 @@ class ThreadCalls:
 
     def _make(self, call: Call, me: _Thread) -> tuple[Any, Any]:
         """(value, error)"""
-        if self._pace is not None:
-            time.sleep(self._pace.wait_seconds())
         me.deadline = time.monotonic() + call.timeout
         self._running.set()
-        process = os.getpid()
+        before = forks[0]
         try:
             return call.function(**call.arguments), None
         except BaseException as error:  # of a user's function: SystemExit, too
             return None, error
         finally:
-            if os.getpid() != process:  # it forked, and its child came back: the other calls are its parent's to make
+            if forks[0] != before:  # it forked, and its child came back: the other calls are its parent's to make
                 os._exit(1)
 
     def _watch(self, ending: threading.Event) -> None:
