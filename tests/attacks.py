@@ -355,6 +355,22 @@ UNSCORED = programs("""
 ## SIGKILL of itself
 import os
 def f(x): os.kill(os.getpid(), 9)
+## a name that its supervisor takes for a number of threads
+import ctypes, time
+def f(x):
+    ctypes.CDLL(None).prctl(15, b'Threads: x')
+    time.sleep(0.3)
+    return 0
+## an answer that its tests cannot read, nor say why
+import os
+def f(x):
+    text = b'["value", ["' + bytes((195, 169)) * 3000000 + b'", 1], null]'
+    text = len(text).to_bytes(4, 'big') + text
+    for n in range(3, 64):
+        try:
+            while text: text = text[os.write(n, text):]
+        except OSError: pass
+    return 0
 ## SIGKILL raised
 import signal
 def f(x): signal.raise_signal(9)
@@ -454,6 +470,14 @@ def f(x):
     for _ in range(100): threading.Thread(target=time.sleep, args=(1,)).start()
     time.sleep(1)
     return x + 1
+## a hundred threads behind a name
+import ctypes, threading, time
+def f(x):
+    ctypes.CDLL(None).prctl(15, b'Threads: 1')
+    threading.stack_size(32768)
+    for _ in range(100): threading.Thread(target=time.sleep, args=(1,)).start()
+    time.sleep(1)
+    return x + 1
 ## ten thousand files
 import time
 def f(x):
@@ -470,6 +494,48 @@ def f(x):
         held[-1].write(b'x' * (1 << 20))
     time.sleep(1)
     return x + 1
+## large files deleted while they are mapped
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+def f(x):
+    for _ in range(40):
+        file = os.open('deleted', os.O_RDWR | os.O_CREAT)
+        os.remove('deleted')
+        os.write(file, b'x' * (1 << 20))
+        libc.mmap(None, 4096, 1, 2, file, 0)
+        os.close(file)
+    time.sleep(1)
+    return x + 1
+## large files deleted while a socket holds them
+import os, socket, time
+def f(x):
+    one, other = socket.socketpair()
+    for _ in range(40):
+        file = os.open('deleted', os.O_RDWR | os.O_CREAT)
+        os.remove('deleted')
+        os.write(file, b'x' * (1 << 20))
+        socket.send_fds(one, [b'x'], [file])
+        os.close(file)
+    time.sleep(1)
+    return x + 1
+## large files deleted while they are open, when its first thread has ended
+import ctypes, os, threading, time
+def hold():
+    held = []
+    for _ in range(40):
+        held.append(open('deleted', 'wb', buffering=0))
+        os.remove('deleted')
+        held[-1].write(b'x' * (1 << 20))
+    time.sleep(1)
+    text = b'["value", 2, null]'
+    for n in range(3, 64):
+        try: os.write(n, len(text).to_bytes(4, 'big') + text)
+        except OSError: pass
+    time.sleep(1)
+def f(x):
+    threading.Thread(target=hold).start()
+    ctypes.CDLL(None).syscall(60, 0)
 ## large files behind a name that is too long
 import os, time
 def f(x):

@@ -78,7 +78,10 @@ def call(function: str, *arguments: Any) -> int:
 
 def readable_paths() -> list[str]:
     """What Python needs: the system's libraries, itself, and its packages."""
-    own = [sys.base_prefix, sys.base_exec_prefix, *(sysconfig.get_path(one) for one in ("stdlib", "platstdlib"))]
+    # Not all of the prefix: it may be ~/.local, or the home folder itself.
+    prefixes, parts = {sys.base_prefix, sys.base_exec_prefix}, ("bin", "lib", "lib64", "share/zoneinfo")
+    own = [os.path.join(prefix, part) for prefix in prefixes for part in parts]
+    own += [sysconfig.get_path(one) for one in ("stdlib", "platstdlib")]
     paths: list[str] = []
     for path in [*SYSTEM, *map(os.path.realpath, [*own, *package_folders()])]:
         if os.path.exists(path) and not any(f"{path}/".startswith(f"{other}/") for other in paths):
@@ -194,7 +197,7 @@ read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 pread
 openat:257:56 close:3:57 close_range:436:436 lseek:8:62 stat:4 fstat:5:80 lstat:6 newfstatat:262:79 statx:332:291
 access:21 faccessat:269:48 faccessat2:439:439 getdents:78 getdents64:217:61 readlink:89 readlinkat:267:78 mkdir:83
 mkdirat:258:34 rmdir:84 unlink:87 unlinkat:263:35 rename:82 renameat:264:38 renameat2:316:276 link:86 linkat:265:37
-symlink:88 symlinkat:266:36 ftruncate:77:46 fallocate:285:47 fsync:74:82 fdatasync:75:83 chdir:80:49 fchdir:81:50
+symlink:88 symlinkat:266:36 ftruncate:77:46 fsync:74:82 fdatasync:75:83 chdir:80:49 fchdir:81:50
 getcwd:79:17 dup:32:23 dup2:33 dup3:292:24 pipe:22 pipe2:293:59 fcntl:72:25 ioctl:16:29 flock:73:32 fadvise64:221:223
 sendfile:40:71 copy_file_range:326:285 umask:95:166 statfs:137:43 fstatfs:138:44 listxattr:194:11 llistxattr:195:12
 flistxattr:196:13
@@ -208,18 +211,19 @@ signalfd4:289:74 timerfd_create:283:85 timerfd_settime:286:86 timerfd_gettime:28
 clock_gettime:228:113 clock_getres:229:114 clock_nanosleep:230:115 nanosleep:35:101 gettimeofday:96:169 time:201
 times:100:153
 poll:7 ppoll:271:73 select:23 pselect6:270:72 epoll_create:213 epoll_create1:291:20 epoll_ctl:233:21 epoll_wait:232
-epoll_pwait:281:22 epoll_pwait2:441:441 eventfd2:290:19 socketpair:53:199 sendto:44:206 recvfrom:45:207 sendmsg:46:211
+epoll_pwait:281:22 epoll_pwait2:441:441 eventfd2:290:19 socketpair:53:199 sendto:44:206 recvfrom:45:207
 recvmsg:47:212 shutdown:48:210 getsockname:51:204 getpeername:52:205 getsockopt:55:209 setsockopt:54:208
 getpid:39:172 gettid:186:178 getppid:110:173 getpgid:121:155 getpgrp:111 getsid:124:156 getuid:102:174 geteuid:107:175
 getgid:104:176 getegid:108:177 getresuid:118:148 getresgid:120:150 getgroups:115:158 getpriority:140:141
 getrusage:98:165 getrlimit:97:163 prlimit64:302:261 sched_yield:24:124 sched_getaffinity:204:123
 sched_getparam:143:121 sched_getscheduler:145:120 getcpu:309:168 sysinfo:99:179 uname:63:160 getrandom:318:278
 """)
-# Where namespaces see to it that they reach nothing else: rights and times of files, signals to threads. A program must
-# not lower its own priority: it would look like one for which a busy machine has no time.
+# Where namespaces see to it that they reach nothing else: rights and times of files, signals to threads; and that files
+# are no larger together, also those that a socket holds, or that no time is needed to write. A program must not lower
+# its own priority: it would look like one for which a busy machine has no time.
 ALLOWED_ALONE = calls("""
 tkill:200:130 sched_setaffinity:203:122 mknod:133 mknodat:259:33 chmod:90 fchmod:91:52 fchmodat:268:53
-fchmodat2:452:452 utime:132 utimes:235 utimensat:280:88 truncate:76:45""")
+fchmodat2:452:452 utime:132 utimes:235 utimensat:280:88 truncate:76:45 fallocate:285:47 sendmsg:46:211""")
 # Only with `Sandbox(children=True)`, which namespaces hold.
 ALLOWED_CHILDREN = calls("""
 fork:57 vfork:58 execve:59:221 execveat:322:281 pidfd_open:434:434 setsid:112:157 setpgid:109:154""")
@@ -343,7 +347,7 @@ class Place:
             if self.alone:  # there the kernel holds all the others
                 over = self.cpu_of_all(process, spent) > SETTINGS["cpu_seconds"]
                 return f"more than {SETTINGS['cpu_seconds']} s of CPU time of all its processes" if over else None
-            if int(self.read(f"{process}/status").partition("Threads:")[2].split()[0]) > SETTINGS["processes"] + 1:
+            if len(self.names(f"{process}/task")) > SETTINGS["processes"] + 1:
                 return f"more than {SETTINGS['processes']} threads beside its first"
             try:
                 count, size = self.files(folder, process)
@@ -380,12 +384,25 @@ class Place:
                         if one.is_dir(follow_symlinks=False):
                             folders.append((one.path, depth + 1))
         with suppress(PermissionError):  # by rlimits of an ordinary user
-            for number in self.names(f"{process}/fd"):
-                with suppress(FileNotFoundError):
-                    status = os.stat(f"{process}/fd/{number}", dir_fd=self.proc)
-                    if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
-                        size += 512 * status.st_blocks
+            held = {}
+            mapped = self.mapped(folder, process)
+            for thread in self.names(f"{process}/task"):  # the first may have ended
+                for number in self.names(f"{process}/task/{thread}/fd"):
+                    with suppress(FileNotFoundError):
+                        status = os.stat(f"{process}/task/{thread}/fd/{number}", dir_fd=self.proc)
+                        if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                            held[status.st_ino] = 512 * status.st_blocks
+            if (mapped - held.keys()) & self.mapped(folder, process):
+                raise OSError(errno.ENOENT, "deleted files in memory")
+            size += sum(held.values())
         return count, size
+
+    def mapped(self, folder: str, process: str) -> set[int]:
+        """The deleted files of a folder that are mapped into memory. Their sizes are told only where they are open."""
+        thread = self.names(f"{process}/task")[-1]
+        lines = self.read(f"{process}/task/{thread}/maps").splitlines()
+        beginning = f" {os.path.realpath(folder)}/"
+        return {int(line.split()[4]) for line in lines if beginning in line and line.endswith(" (deleted)")}
 
     def number(self, handle: int) -> str:
         """A process's number in `proc`, which is older than its namespace."""
