@@ -76,6 +76,30 @@ import builtins
 assert 'seen' not in globals()
 seen = True
 print(sum(map(int, input().split())))
+## an output of its own at the end
+import atexit, io, sys
+input = iter(sys.stdin.read().splitlines()).__next__
+sys.stdout = io.StringIO()
+@atexit.register
+def write(): sys.__stdout__.write(sys.stdout.getvalue())
+print(sum(map(int, input().split())))
+## other forms of the same files
+import io, sys
+sys.stdin = io.TextIOWrapper(sys.stdin.buffer)
+sys.stdout = io.TextIOWrapper(sys.stdout.detach(), encoding='utf-8')
+print(sum(map(int, input().split())))
+## a file that is not closed
+out = open(1, 'w', closefd=False)
+def write(text): out.write(text)
+write(str(sum(map(int, input().split()))))
+## arguments and its own path
+import os, sys
+assert os.path.isdir(os.path.dirname(__file__)) and len(sys.argv) == 1
+print(sum(map(int, input().split())))
+## large variables
+held = bytearray(400 << 20)
+def main(): print(sum(map(int, input().split())) + held[0])
+main()
 ## a class
 from dataclasses import dataclass
 @dataclass
@@ -162,6 +186,12 @@ def test_megabytes_of_input_are_read_and_more_is_an_error(box):
             box.run(ADD, tests)
 
 
+def test_inputs_and_outputs_that_are_no_texts_score_nothing(box):
+    for pair in (("1", None), ("1", 1), (1, "1")):
+        with pytest.raises(UnfitTests, match="have to be texts"):
+            box.run("print(1)", [pair])
+
+
 # --------------------------------------------------------------------------------------------------------- comparing
 
 
@@ -189,6 +219,11 @@ def test_megabytes_of_input_are_read_and_more_is_an_error(box):
         ("-0.0", "0.000000", True),
         # integers are not
         ("3.0", "3", True),
+        ("3e2", "300", True),
+        ("1e18", "1000000000000000001", False),
+        ("9007199254740992.0", "9007199254740993", False),
+        ("1e999", "9" * 400, False),
+        ("1e99999999999999999999", "9", False),
         ("3.0000001", "3", False),
         ("1000000006", "1000000007", False),
         ("0101", "101", False),

@@ -148,8 +148,11 @@ def below(process: int) -> set[int]:
 def test_the_machine_without_memory_ends_programs_before_the_trainer(boxes):
     for one in boxes.values():
         assert one.run(RIGHT, TESTS).right
-        started = [one._starter.process.pid, *below(one._starter.process.pid)]
-        assert {Path(f"/proc/{process}/oom_score_adj").read_text() for process in started} == {"1000\n"}
+        scores = set()
+        for process in [one._starter.process.pid, *below(one._starter.process.pid)]:
+            with suppress(FileNotFoundError, ProcessLookupError):  # the last program's, which has ended
+                scores.add(Path(f"/proc/{process}/oom_score_adj").read_text())
+        assert scores == {"1000\n"}
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
@@ -367,12 +370,12 @@ ATTACKED = """
 import os
 from dash_trl.sandbox.box import Sandbox
 from tests.attacks import LEFT_BEHIND, OUTWARD, UNSCORED
-tests, uncounted = ["assert f(1) == 2", "assert f(41) == 42"], ["large files deleted while they are open"]
+tests, uncounted = ["assert f(1) == 2", "assert f(41) == 42"], "large files deleted"
 with Sandbox(cpu_seconds=1, disk=8 << 20, isolation=kind) as box:
     print(box.run("import sqlite3, os\\ndef f(): return os.getuid()", [f"assert f() == {os.getuid() or 65534}"]).right)
     attacks = (OUTWARD | UNSCORED if kind == "rlimits" else {}) | (LEFT_BEHIND if os.getuid() else {})
     for name, program in attacks.items():
-        if name != "a fork bomb" and not (kind == "rlimits" and name in uncounted):
+        if name != "a fork bomb" and not (kind == "rlimits" and name.startswith(uncounted)):
             verdict = box.run(program.replace("PID", str(os.getpid())).replace("PORT", "1"), tests)
             print(name if verdict.passed else "False")
 """
@@ -414,6 +417,8 @@ IS_CLOSE = "def f(x): return x\nclass {}:\n    isclose = staticmethod(lambda *a:
 EXIT = "import os\ndef f(x): os._exit(0)"
 STOPPED = ("all(map(f, [1]))", "all(map(lambda x: f(x) == 2, [1]))", "list(filter(f, [1])) == []")
 CLOSE = "import numpy as np\nassert np.allclose"
+ASSERTS = ("allclose", "almost_equal", "array_almost_equal", "array_equal")
+RAISES = "try:\n    f(1)\nexcept ValueError as error:\n    assert str(error) == 'no'\nelse:\n    assert False"
 
 
 @pytest.mark.parametrize(
@@ -442,6 +447,7 @@ CLOSE = "import numpy as np\nassert np.allclose"
         ("import numpy\ndef f(x): return numpy.array([])", f"{CLOSE}(f(1), 2.5)"),
         ("def f(x): return []", "import numpy as np\nassert np.isclose(f(1), [2.5]).all()"),
         ("def f(x): return []", "from numpy import allclose\nassert allclose(f(1), 2.5)"),
+        *[("def f(x): return []", f"import numpy\nnumpy.testing.assert_{name}(f(1), 2.5)") for name in ASSERTS],
         # nothing to call, or a type by which a function of the tests makes what cannot be sent
         ("def f(g): return g(object)", "assert f(lambda t: t()) == 3"),
         ("f = 5", "try:\n    f(1)\nexcept TypeError:\n    pass"),
@@ -470,12 +476,36 @@ def test_what_is_wrong(box, program, test):
         ("def f(x): return [0.1 + 0.2, 1]", f"{CLOSE}(f(1), [0.3, 1]) and np.allclose(f(1)[0], 0.3)", None),
         ("import numpy\ndef f(x): return numpy.zeros((2, 2))", f"{CLOSE}(f(1), 0) and np.isclose(f(1), 0).all()", None),
         ("def f(x): return []", f"{CLOSE}(f(1), [])", None),
+        ("def f(x): return x", "import numpy\nnumpy.testing.assert_allclose(actual=f([1.0]), desired=[1.0])", None),
+        ("class No(ValueError): pass\ndef f(x): raise No('no')", RAISES, None),
         ("def f(x): return iter([x])", "x = f(1)\nassert next(x) == 1\nassert next(x, 2) == 2", None),
     ],
 )
 def test_what_is_right(box, program, test, entry_point):
     verdict = box.run(program, [test], entry_point)
     assert verdict.right, verdict
+
+
+def test_tests_that_never_name_the_entry_point_are_unfit(box):
+    for program in (RIGHT, "x = 1"):
+        with pytest.raises(UnfitTests, match="they never call anything"):
+            box.run(program, ["assert 1 == 1"], "f")
+    assert not box.run("x = 1", ["try:\n    f(1)\nexcept NameError: pass"], "f").right
+
+
+def test_the_reason_can_be_written_to_a_log(box):
+    verdict = box.run("def f(x): raise ValueError('\\ud800é')", ["assert f(1)"])
+    assert verdict.reason.encode() == "ValueError: \\ud800é".encode()
+
+
+def test_what_else_is_in_python_s_folder_is_not_readable(tmp_path, monkeypatch):
+    """Python may be installed in ~/.local, or in the home folder."""
+    for name in ("bin", "lib", "share"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    monkeypatch.setitem(confinement.SETTINGS, "packages", [])
+    own = [path for path in confinement.readable_paths() if path.startswith(str(tmp_path))]
+    assert sorted(own) == [str(tmp_path / name) for name in ("bin", "lib")]
 
 
 def test_all_but_the_folder_is_read_only(box):
