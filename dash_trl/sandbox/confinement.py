@@ -386,12 +386,13 @@ class Place:
         with suppress(PermissionError):  # by rlimits of an ordinary user
             held = {}
             mapped = self.mapped(folder, process)
-            for thread in self.names(f"{process}/task"):  # the first may have ended
-                for number in self.names(f"{process}/task/{thread}/fd"):
-                    with suppress(FileNotFoundError):
-                        status = os.stat(f"{process}/task/{thread}/fd/{number}", dir_fd=self.proc)
-                        if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
-                            held[status.st_ino] = 512 * status.st_blocks
+            for thread in self.names(f"{process}/task"):
+                with suppress(PermissionError):  # the first, which has ended
+                    for number in self.names(f"{process}/task/{thread}/fd"):
+                        with suppress(FileNotFoundError):
+                            status = os.stat(f"{process}/task/{thread}/fd/{number}", dir_fd=self.proc)
+                            if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                                held[status.st_ino] = 512 * status.st_blocks
             if (mapped - held.keys()) & self.mapped(folder, process):
                 raise OSError(errno.ENOENT, "deleted files in memory")
             size += sum(held.values())
