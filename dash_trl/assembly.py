@@ -92,7 +92,10 @@ def log_prob_rules(trainer: Any) -> LogProbRules:
         reference=trainer.beta != 0.0,
         sampler_is_old=args.loss_type == "aipo",
         correction=correction if corrects else None,
-        repeatable=not has_dropout(trainer.model),
+        repeatable=corrects
+        and args.num_iterations == 1
+        and args.neftune_noise_alpha is None
+        and not has_dropout(trainer.model),
     )
 
 

@@ -37,7 +37,9 @@ class LogProbRules:
         reference: those of the reference model are.
         sampler_is_old: the old log-probs are the sampler's.
         correction: the keyword arguments of `importance_sampling_ratio`, where the sampler is corrected.
-        repeatable: a pass in training finds the log-probs that one without gradient finds: there is no dropout.
+        repeatable: a pass in training finds the log-probs that one without gradient finds: there is neither dropout nor
+            NEFTune's noise, and a row is trained on once. (If a callback cuts an epoch, the second time may follow an
+            optimizer step.)
     """
 
     outlives_its_weights: bool

@@ -240,6 +240,27 @@ def test_a_window_of_one_step_is_corrected_without_a_pass_of_its_own(tiny_model,
     assert "sampling/importance_sampling_ratio/mean" in before.state.log_history[0]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"neftune_noise_alpha": 5.0, "gradient_accumulation_steps": 4},  # another pass draws other noise
+        {"num_iterations": 2, "gradient_accumulation_steps": 8, "steps_per_generation": 4},  # a cut may part the two
+    ],
+)
+def test_the_sampler_is_corrected_by_a_pass_of_its_own(tiny_model, tmp_path, monkeypatch, settings):
+    """Where a training pass may find other log-probs than those of the weights that began the window."""
+    with_gradient = []
+    of_pass = DASHTrainer._get_per_token_logps_and_entropies
+
+    def noted(self, *args, **kwargs):
+        with_gradient.append(torch.is_grad_enabled())
+        return of_pass(self, *args, **kwargs)
+
+    monkeypatch.setattr(DASHTrainer, "_get_per_token_logps_and_entropies", noted)
+    run(DASHTrainer, tiny_model, tmp_path, **CORRECTED, **settings)
+    assert not all(with_gradient)
+
+
 def adapter(kind: str, config: Any, padding_free: bool, *marks: Any, **options: Any) -> Any:
     return pytest.param(config(task_type="CAUSAL_LM", **options), padding_free, id=kind, marks=marks)
 

@@ -11,14 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM, FalconConfig, OPTConfig
 
-from dash_trl.update import packed_log_probs
+from dash_trl import DASHTrainer
+from dash_trl.monitoring import packing_metrics
+from dash_trl.rollout import Survivors
+from dash_trl.update import MicroBatch, ModelPasses, has_dropout, packed_log_probs
 from dash_trl.update.packing import plan_segment
 from dash_trl.update.padding_free import PackedLayout, enable_padding_free
 from dash_trl.update.trees import TreeShape, flash_arguments, tree_attention
 from tests.test_padding_free import ARCHITECTURES
+from tests.tiny import assert_same_update, parameters, run, save_tiny_model, with_flash_stand_in
 
 TREES = (TreeShape(7, (3, 1, 5)), TreeShape(4), TreeShape(1, (2, 2)), TreeShape(40, (30, 17)))
+OPT = dict(num_hidden_layers=1, hidden_size=8, ffn_dim=8, num_attention_heads=2, vocab_size=9, word_embed_proj_dim=8)
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}
 
 
@@ -31,7 +37,9 @@ def states(dtype: torch.dtype, heads: tuple[int, ...] = (4, 2, 2)) -> list[torch
     ]
 
 
-def one_row_at_a_time(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def one_row_at_a_time(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None
+) -> torch.Tensor:
     """[1, L, H, D], by plain causal attention over prefix and branch."""
     outputs, start = [], 0
     for tree in TREES:
@@ -40,7 +48,8 @@ def one_row_at_a_time(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
             own = list(range(start + first, start + last))
             row = own if first == 0 else trunk + own
             q, k, v = query[:, :, row], key[:, :, row], value[:, :, row]
-            outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[:, :, -len(own) :])
+            row_output = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
+            outputs.append(row_output[:, :, -len(own) :])
         start += len(tree)
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
@@ -53,9 +62,9 @@ def test_attention_and_its_gradients(dtype, kernel, monkeypatch):
     found, expected = states(dtype), states(torch.float64)
     module = torch.nn.Module()
     module.num_key_value_groups = 2
-    output, _ = tree_attention(module, *found, None, trees=TREES)
+    output, _ = tree_attention(module, *found, None, trees=TREES, scaling=0.5)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    reference = one_row_at_a_time(*expected)
+    reference = one_row_at_a_time(*expected, scale=0.5)
     (output * weights).sum().backward()
     (reference * weights).sum().backward()
     close = {"atol": DTYPES[dtype], "rtol": DTYPES[dtype]}
@@ -70,6 +79,91 @@ def test_the_cpu_kernel_is_there(monkeypatch):
     module = torch.nn.Module()
     module.num_key_value_groups = 2
     tree_attention(module, *states(torch.float32), None, trees=TREES)
+
+
+def test_attention_under_autocast():
+    """Rotary embeddings leave queries and keys in float32, beside values in bfloat16; autocast makes them equal."""
+    query, key, value = states(torch.float32)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = tree_attention(module, query, key, value.bfloat16(), None, trees=TREES)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), one_row_at_a_time(query, key, value), atol=3e-2, rtol=3e-2)
+
+
+def test_attention_with_values_of_another_size():
+    """As in DeepSeek's."""
+    query, key, value = states(torch.float32)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    output, _ = tree_attention(module, query, key, value[..., :4], None, trees=TREES)
+    torch.testing.assert_close(output, one_row_at_a_time(query, key, value)[..., :4], atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "drawn"),
+    [
+        (OPTConfig(dropout=0.1, **OPT), True),  # a float, not a module
+        (OPTConfig(dropout=0.0, **OPT), False),
+        (FalconConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=9), False),  # Dropout(0.0)
+    ],
+)
+def test_dropout_is_seen(config, drawn):
+    assert has_dropout(AutoModelForCausalLM.from_config(config)) == drawn
+
+
+def passes(**settings) -> ModelPasses:
+    plain = {"virtual_tokens": False, "continuous_batching": False, "noisy_embeddings": False, "compiled": False}
+    defaults = {"share_prompts": None, "router_losses": False}
+    torch.manual_seed(0)
+    return ModelPasses([ARCHITECTURES["qwen2"]().eval()], **{**plain, **defaults, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "least"),
+    [
+        ({}, 32),
+        ({"share_prompts": True}, 1),
+        ({"share_prompts": False}, None),
+        ({"share_prompts": True, "router_losses": True}, None),
+        ({"share_prompts": True, "virtual_tokens": True}, None),
+    ],
+)
+def test_which_prompts_are_shared(settings, least):
+    assert passes(**settings).min_shared == least
+
+
+def test_a_prompt_is_shared_if_all_of_its_tokens_are_the_same():
+    """Not if padding completes it: 0 is a token, and stands in the padding."""
+    prompts = [[0, 5, 6], [5, 6], [5, 6], [7, 6], [5, 6]]
+    rollouts = Survivors.of_tokens(prompts, [[8, 9]] * 5, pad_token_id=0)
+    inputs = passes(share_prompts=True).inputs(rollouts, [0, 1, 2, 3, 4], size=6, pad_token_id=0)
+    assert [one.branches for one in inputs["layout"].trees] == [(), (3, 3), (), ()]
+    sums = rollouts.lengths()[:, 3].tolist()
+    assert sums[1] == sums[2] == sums[4] != sums[3]
+    inputs = passes().inputs(rollouts, [1, 2], size=2, pad_token_id=0)
+    assert [one.branches for one in inputs["layout"].trees] == [(), ()], "too short by default"
+
+
+def test_figures_of_packing():
+    """Two rows share 33 of 34 tokens, two have 32 tokens each; the planner keeps its budget by what is computed."""
+    table = torch.tensor([[[34, 10, 10, 1], [34, 20, 20, 1], [32, 10, 10, 2], [32, 20, 20, 2]]])
+    found = packing_metrics([MicroBatch(((0, 1, 2, 3),))], table, padding_free=True, min_shared=32)
+    assert found["packing/max_tokens"] == 192 - 33 and found["packing/shared_tokens"] == pytest.approx(33 / 192)
+    assert found["packing/padding_share"] == 0
+    (micro_batches,) = plan_segment(table[:, :2], 1, max_rows=1, max_tokens=34 + 10 + 21, min_shared=32)
+    assert [one.rows for one in micro_batches] == [((0, 1),)]
+
+
+def test_flash_attention_shares_prompts(tmp_path):
+    path = save_tiny_model(tmp_path / "model")
+    plain, shared = (
+        run(DASHTrainer, path, tmp_path, loaded=with_flash_stand_in(path), constant=0.2, share_prompts=share)
+        for share in (False, True)
+    )
+    assert shared.state.log_history[0]["packing/shared_tokens"] > 0
+    assert_same_update(parameters(path), parameters(plain.model), parameters(shared.model))
 
 
 def test_flash_attention_gets_the_keys_of_each_branch():

@@ -78,14 +78,23 @@ def without_compiled_ops() -> None:
     deepspeed.ops.__compatible_ops__ = {}
 
 
+def _place(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """[tokens] each: the sample of every token, and how many tokens of it are left."""
+    place = torch.arange(tokens)
+    sample = torch.bucketize(place, ends[1:], right=True)
+    return sample, ends[1:][sample] - place
+
+
 def packed_by_mask(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Attention with the arguments of FlashAttention's varlen kernels, which take a GPU."""
+    """Attention with the arguments of FlashAttention's varlen kernels, which take a GPU: causal from the lower right."""
     if "cu_seq_lens_q" in settings:
-        position = torch.arange(query.shape[2])
-        sample = torch.bucketize(position, settings["cu_seq_lens_q"][1:].long(), right=True)
-        mask = (sample[:, None] == sample) & (position[:, None] >= position)[None, None]
+        (sample, left), (of_key, key_left) = (
+            _place(settings[name].long(), states.shape[2])
+            for name, states in (("cu_seq_lens_q", query), ("cu_seq_lens_k", key))
+        )
+        mask = ((sample[:, None] == of_key) & (left[:, None] <= key_left))[None, None]
     return sdpa_attention_forward(module, query, key, value, mask, **settings)
 
 

@@ -53,9 +53,15 @@ def plain_causal_attention(model: PreTrainedModel) -> bool:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether a pass in training mode draws random numbers."""
+    """Whether a pass in training mode draws random numbers, by a module or by a rate that some models keep as a float
+    and hand to a function (OPT's `dropout`, Mixtral's `jitter_noise`)."""
     return any(
-        isinstance(module, nn.Dropout) and module.p > 0 or getattr(module, "attention_dropout", None) not in (None, 0)
+        isinstance(module, nn.Dropout)
+        and module.p > 0
+        or any(
+            isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
+            for name, value in vars(module).items()
+        )
         for module in model.modules()
     )
 

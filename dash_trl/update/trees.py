@@ -78,6 +78,9 @@ def _of_tree(
     module: nn.Module, tree: TreeShape, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
 ) -> list[Tensor]:
     """[1, ·, H, D] of the trunk and of the branches."""
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # as it does for SDPA, but not for the CPU's kernel
+        query, key, value = (one.to(torch.get_autocast_dtype(kind)) for one in (query, key, value))
     trunk, states = tree.trunk, (query, key, value)
     outputs = [sdpa_attention_forward(module, *(one[:, :, :trunk] for one in states), None, **kwargs)[0]]
     if tree.mask is not None:
@@ -86,14 +89,15 @@ def _of_tree(
         if (groups := query.shape[1] // key.shape[1]) > 1:
             key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         scale = kwargs.get("scaling") or query.shape[3] ** -0.5
-        attend = _BranchAttention.apply if _has_cpu_kernel(query) else masked_branch_attention
+        attend = _BranchAttention.apply if _has_cpu_kernel(query, value) else masked_branch_attention
         branches = attend(query[:, :, trunk:], key, value, tree.branches, scale)
         outputs.append(branches.transpose(1, 2))
     return outputs
 
 
-def _has_cpu_kernel(query: Tensor) -> bool:
-    return query.device.type == "cpu" and flash_cpu is not None and query.dtype in (torch.float32, torch.bfloat16)
+def _has_cpu_kernel(query: Tensor, value: Tensor) -> bool:
+    known = flash_cpu is not None and query.dtype in (torch.float32, torch.bfloat16)
+    return known and query.device.type == "cpu" and query.shape[3] == value.shape[3]
 
 
 def masked_branch_attention(
