@@ -117,7 +117,8 @@ def passes(**settings) -> ModelPasses:
     plain = {"virtual_tokens": False, "continuous_batching": False, "noisy_embeddings": False, "compiled": False}
     defaults = {"share_prompts": None, "router_losses": False}
     torch.manual_seed(0)
-    return ModelPasses([ARCHITECTURES["qwen2"]().eval()], **{**plain, **defaults, **settings})
+    models = settings.pop("models", None) or [ARCHITECTURES["qwen2"]()]
+    return ModelPasses(models, **{**plain, **defaults, **settings})
 
 
 @pytest.mark.parametrize(
@@ -132,6 +133,12 @@ def passes(**settings) -> ModelPasses:
 )
 def test_which_prompts_are_shared(settings, least):
     assert passes(**settings).min_shared == least
+
+
+def test_a_model_with_dropout_shares_none():
+    model = ARCHITECTURES["qwen2"]()
+    model.lora_dropout = torch.nn.Dropout(0.1)
+    assert passes(share_prompts=True, models=[model]).min_shared is None
 
 
 def test_a_prompt_is_shared_if_all_of_its_tokens_are_the_same():

@@ -88,7 +88,7 @@ def _place(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 def packed_by_mask(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Attention with the arguments of FlashAttention's varlen kernels, which take a GPU: causal from the lower right."""
+    """Attention with the arguments of FlashAttention's varlen kernels (causal from the lower right)."""
     if "cu_seq_lens_q" in settings:
         (sample, left), (of_key, key_left) = (
             _place(settings[name].long(), states.shape[2])
