@@ -119,7 +119,7 @@ def test_with_the_pipeline_the_update_is_the_same(tiny_model, tmp_path, settings
             assert not pipe or answer % 2 == 0 or seen.answers[answer - 1].wait(60)
             return alternating(completion, completion_ids)
 
-        one = {"reward_pipeline": pipe, "callbacks": [seen], "shuffle_dataset": False, "max_steps": 3, **settings}
+        one = {"reward_pipeline": pipe, "callbacks": [seen], "shuffle_dataset": False, "max_steps": 2, **settings}
         trainer = trained(tiny_model, tmp_path, Watched, in_turn, **one)
         ends.append(parameters(trainer.model))
         figures.append([(name, value) for line in trainer.state.log_history for name, value in line.items()])

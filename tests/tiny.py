@@ -90,10 +90,8 @@ def packed_by_mask(
 ) -> tuple[Tensor, None]:
     """Attention with the arguments of FlashAttention's varlen kernels (causal from the lower right)."""
     if "cu_seq_lens_q" in settings:
-        (sample, left), (of_key, key_left) = (
-            _place(settings[name].long(), states.shape[2])
-            for name, states in (("cu_seq_lens_q", query), ("cu_seq_lens_k", key))
-        )
+        sample, left = _place(settings["cu_seq_lens_q"].long(), query.shape[2])
+        of_key, key_left = _place(settings["cu_seq_lens_k"].long(), key.shape[2])
         mask = ((sample[:, None] == of_key) & (left[:, None] <= key_left))[None, None]
     return sdpa_attention_forward(module, query, key, value, mask, **settings)
 
