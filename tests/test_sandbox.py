@@ -760,3 +760,19 @@ def test_the_table_of_what_holds():
         )
         for kind, cell in zip(PROTECTS, cells, strict=True):
             assert kind == "rlimits" or "**not" not in cell and set(names) <= ATTACKS[kind].keys(), (row, kind)
+
+
+def test_threads_that_end_while_files_are_counted_are_no_excess():
+    """Hundreds of them, under many looks."""
+    program = """
+import threading, time
+def f(x):
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        threads = [threading.Thread(target=time.sleep, args=(0.0005,)) for _ in range(4)]
+        for one in threads: one.start()
+        for one in threads: one.join()
+    return x + 1
+"""
+    with Sandbox(isolation="landlock", count=1) as one:
+        assert one.run(program, ["assert f(1) == 2"]).right

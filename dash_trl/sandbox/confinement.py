@@ -351,6 +351,8 @@ class Place:
                 return f"more than {SETTINGS['processes']} threads beside its first"
             try:
                 count, size = self.files(folder, process)
+            except (FileNotFoundError, ProcessLookupError):
+                raise
             except OSError as error:  # by a name that is too long, or a folder without rights
                 return f"files that cannot be counted ({error.strerror})"
             if count > INODES or size > SETTINGS["disk"]:
@@ -387,21 +389,25 @@ class Place:
             held = {}
             mapped = self.mapped(folder, process)
             for thread in self.names(f"{process}/task"):
-                with suppress(PermissionError):  # the first, which has ended
+                with suppress(
+                    PermissionError, FileNotFoundError, ProcessLookupError
+                ):  # it has ended meanwhile, or before
                     for number in self.names(f"{process}/task/{thread}/fd"):
                         with suppress(FileNotFoundError):
                             status = os.stat(f"{process}/task/{thread}/fd/{number}", dir_fd=self.proc)
                             if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
                                 held[status.st_ino] = 512 * status.st_blocks
             if (mapped - held.keys()) & self.mapped(folder, process):
-                raise OSError(errno.ENOENT, "deleted files in memory")
+                raise OSError(errno.EBUSY, "deleted files in memory")
             size += sum(held.values())
         return count, size
 
     def mapped(self, folder: str, process: str) -> set[int]:
         """The deleted files of a folder that are mapped into memory. Their sizes are told only where they are open."""
-        thread = self.names(f"{process}/task")[-1]
-        lines = self.read(f"{process}/task/{thread}/maps").splitlines()
+        lines: list[str] = []
+        for thread in self.names(f"{process}/task"):
+            with suppress(PermissionError, FileNotFoundError, ProcessLookupError):  # it has ended meanwhile, or before
+                lines = lines or self.read(f"{process}/task/{thread}/maps").splitlines()
         beginning = f" {os.path.realpath(folder)}/"
         return {int(line.split()[4]) for line in lines if beginning in line and line.endswith(" (deleted)")}
 
