@@ -76,6 +76,12 @@ def loss_settings(trainer: Any, *, training: bool) -> dict[str, Any]:
     return settings | ({"use_vllm": True} if corrected else {})
 
 
+def is_repeatable(trainer: Any) -> bool:
+    """See `LogProbRules.repeatable`; it looks at every module."""
+    args = trainer.args
+    return args.num_iterations == 1 and args.neftune_noise_alpha is None and not has_dropout(trainer.model)
+
+
 def log_prob_rules(trainer: Any) -> LogProbRules:
     """Which log-probs the loss needs."""
     args, settings = trainer.args, loss_settings(trainer, training=True)
@@ -92,10 +98,7 @@ def log_prob_rules(trainer: Any) -> LogProbRules:
         reference=trainer.beta != 0.0,
         sampler_is_old=args.loss_type == "aipo",
         correction=correction if corrects else None,
-        repeatable=corrects
-        and args.num_iterations == 1
-        and args.neftune_noise_alpha is None
-        and not has_dropout(trainer.model),
+        repeatable=partial(is_repeatable, trainer),
     )
 
 

@@ -144,11 +144,11 @@ class DASHConfig(GRPOConfig):
         default=None,
         metadata={"help": "Token budget of one model pass. `None`: rows as in TRL (`per_device_train_batch_size`)."},
     )
-
     share_prompts: bool | None = field(
         default=None,
         metadata={"help": "Compute a prompt once for the rows of a pass that have it. `None`: where it is faster."},
     )
+
     async_level: int = field(
         default=0,
         metadata={"help": "So many generation windows at most do the servers sample ahead of training."},

@@ -46,7 +46,7 @@ class LogProbRules:
     reference: bool
     sampler_is_old: bool
     correction: dict[str, Any] | None
-    repeatable: bool
+    repeatable: Callable[[], bool]
 
     def names(self, *, serves_one_step: bool) -> list[str]:
         """Whose log-probs are to be found before training.
@@ -55,7 +55,7 @@ class LogProbRules:
             serves_one_step: one optimizer step uses all of the window. Its weights are those of the old log-probs, so
                 that its own passes find them: see `CorrectionInPass`.
         """
-        corrects = self.correction is not None and not (serves_one_step and self.repeatable)
+        corrects = self.correction is not None and not (serves_one_step and self.repeatable())
         old = self.outlives_its_weights or self.sampler_is_old or corrects
         return ["old_per_token_logps"] * old + ["ref_per_token_logps"] * self.reference
 
@@ -230,34 +230,35 @@ class CorrectionInPass:
 
     def __init__(self, rules: Callable[[], LogProbRules], rank: int):
         self._rules, self._rank = rules, rank
-        self._inputs: Inputs | None = None  # of the pass that is running, if its ratio is wanted
-        self._table: list[tuple[Tensor, ...]] = []  # of the window of that pass
+        # Of the pass that is running, if its ratio is wanted: its inputs, the rules of now, and the window's table.
+        self._running: tuple[Inputs, dict[str, Any], list[tuple[Tensor, ...]]] | None = None
         self._tables: defaultdict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
 
     @contextmanager
     def observe(self, inputs: Inputs, window: int) -> Iterator[None]:
         """Within it, TRL computes the loss of a pass over rows of a window, and `see` gets its log-probs."""
-        if self._rules().correction is not None and "importance_sampling_ratio" not in inputs:
-            self._inputs, self._table = inputs, self._tables[window]
+        correction = self._rules().correction
+        if correction is not None and "importance_sampling_ratio" not in inputs:
+            self._running = inputs, correction, self._tables[window]
         try:
             yield
         finally:
-            self._inputs = None
+            self._running = None
 
     def see(self, log_probs: Tensor) -> None:
         """
         Args:
             log_probs: [S, T], of the policy.
         """
-        if self._inputs is None:
+        if self._running is None:
             return
-        inputs, correction = self._inputs, self._rules().correction
+        inputs, correction, table = self._running
         old, sampled = log_probs.detach().float(), inputs["sampling_per_token_logps"]
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        ratio = importance_sampling_ratio(old, sampled, mask, **(correction or {}))
+        ratio = importance_sampling_ratio(old, sampled, mask, **correction)
         give_late_ratio(inputs, ratio)
         rows = len(inputs["pass"].micro_batch.rows[self._rank])  # the rows behind them are dummies
-        self._table.append(tuple(one[:rows].cpu() for one in (old, sampled, mask, ratio)))
+        table.append(tuple(one[:rows].cpu() for one in (old, sampled, mask, ratio)))
 
     def of_step(self) -> Iterator[tuple[Tensor, ...]]:
         """Of each window of the step that ends: old log-probs, the sampler's, loss mask, ratio; begins anew."""

@@ -209,30 +209,30 @@ def test_importance_sampling_correction(start, tiny_model, tmp_path, loss_type, 
     assert "sampling/importance_sampling_ratio/mean" in dash.state.log_history[0]
 
 
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_a_window_of_one_step_is_corrected_without_a_pass_of_its_own(tiny_model, tmp_path, monkeypatch, mode):
-    """Two windows per optimizer step: their figures are those of a pass before training. Mini needs that pass."""
-    passes = []
+@pytest.fixture
+def passes(monkeypatch) -> list[bool]:
+    """Of each pass of the policy, whether it was made with gradient."""
+    made: list[bool] = []
     of_pass = DASHTrainer._get_per_token_logps_and_entropies
 
-    def counted(self, *args, **kwargs):
-        passes.append(torch.is_grad_enabled())
+    def noted(self, *args, **kwargs):
+        made.append(torch.is_grad_enabled())
         return of_pass(self, *args, **kwargs)
 
-    monkeypatch.setattr(DASHTrainer, "_get_per_token_logps_and_entropies", counted)
+    monkeypatch.setattr(DASHTrainer, "_get_per_token_logps_and_entropies", noted)
+    return made
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_a_window_of_one_step_is_corrected_without_a_pass_of_its_own(tiny_model, tmp_path, monkeypatch, passes, mode):
+    """Two windows per optimizer step: the update and the figures are those of a pass before training."""
     settings = {**CORRECTED, "vllm_importance_sampling_mode": mode, "max_steps": 2}
-
-    def trained(**others: Any) -> tuple[DASHTrainer, int]:
-        trainer = run(DASHTrainer, tiny_model, tmp_path, **settings, **others)
-        without_gradient = passes.count(False)
-        passes.clear()
-        return trainer, without_gradient
-
-    found, count = trained(gradient_accumulation_steps=8, steps_per_generation=4)
-    _, of_mini = trained(gradient_accumulation_steps=2, steps_per_generation=4)
+    settings |= {"gradient_accumulation_steps": 8, "steps_per_generation": 4}
+    found = run(DASHTrainer, tiny_model, tmp_path, **settings)
+    assert all(passes)
     monkeypatch.setattr("dash_trl.assembly.has_dropout", lambda model: True)
-    before, count_before = trained(gradient_accumulation_steps=8, steps_per_generation=4)
-    assert (count, of_mini > 0, count_before > 0) == (0, True, True)
+    before = run(DASHTrainer, tiny_model, tmp_path, **settings)
+    assert not all(passes)
     assert_same_update(parameters(tiny_model), parameters(before.model), parameters(found.model), least=1e-4)
     for log, other in zip(found.state.log_history, before.state.log_history, strict=True):
         figures = {name: value for name, value in other.items() if name.startswith(("sampling/", "off_policy/"))}
@@ -243,22 +243,15 @@ def test_a_window_of_one_step_is_corrected_without_a_pass_of_its_own(tiny_model,
 @pytest.mark.parametrize(
     "settings",
     [
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 2},  # Mini
         {"neftune_noise_alpha": 5.0, "gradient_accumulation_steps": 4},  # another pass draws other noise
         {"num_iterations": 2, "gradient_accumulation_steps": 8, "steps_per_generation": 4},  # a cut may part the two
     ],
 )
-def test_the_sampler_is_corrected_by_a_pass_of_its_own(tiny_model, tmp_path, monkeypatch, settings):
+def test_the_sampler_is_corrected_by_a_pass_of_its_own(tiny_model, tmp_path, passes, settings):
     """Where a training pass may find other log-probs than those of the weights that began the window."""
-    with_gradient = []
-    of_pass = DASHTrainer._get_per_token_logps_and_entropies
-
-    def noted(self, *args, **kwargs):
-        with_gradient.append(torch.is_grad_enabled())
-        return of_pass(self, *args, **kwargs)
-
-    monkeypatch.setattr(DASHTrainer, "_get_per_token_logps_and_entropies", noted)
     run(DASHTrainer, tiny_model, tmp_path, **CORRECTED, **settings)
-    assert not all(with_gradient)
+    assert not all(passes)
 
 
 def adapter(kind: str, config: Any, padding_free: bool, *marks: Any, **options: Any) -> Any:

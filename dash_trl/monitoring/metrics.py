@@ -28,7 +28,7 @@ def filter_metrics(
     Args:
         reduce_sum: adds a tensor up over the ranks; gets int64 and float32 (MPS has no float64), called twice.
     """
-    tokens = rollouts.lengths()[:, 2]
+    tokens = rollouts.loss_mask.sum(dim=1)
     advantages = replace(rollouts, advantages=rollouts.advantages.abs()).mean_advantages()
     keep = filtered.keep
     counted = [keep, filtered.constant, filtered.threshold, filtered.unscored, tokens[keep], tokens]
