@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dash_trl.process_rewards import ProcessRewardCallback
     from dash_trl.rewards import CodeReward, MathAccuracyReward, RewardAgent
     from dash_trl.rollout import RolloutBatch
+    from dash_trl.tools import ProcessTool
     from dash_trl.trainer import DASHTrainer
 
 try:

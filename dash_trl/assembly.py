@@ -9,25 +9,31 @@ Only these functions read the trainer's settings for the objects; the objects th
 
 import logging
 import weakref
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend, is_peft_model
 from torch import Tensor
+from trl.chat_template_utils import parse_response
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from dash_trl.checkpoints import Checkpoints
+from dash_trl.checks import check_prompt, check_prompt_lengths
 from dash_trl.collect import (
     ByFunction,
     Collector,
     InProcess,
     OnServers,
     Rewards,
+    Rounds,
     RowSettings,
     Sampler,
+    TurnsInProcess,
+    TurnsOnServers,
     WindowLog,
     decoded,
 )
@@ -35,7 +41,8 @@ from dash_trl.log_probs import LogProbRules, LogProbs
 from dash_trl.micro_steps import MicroBatches, MicroSteps
 from dash_trl.monitoring import Recorder
 from dash_trl.rollout import GenerationWindow, PromptReader, RunAhead, Shapes, open_epoch
-from dash_trl.seams import shuffled, sync_weights, weights_of
+from dash_trl.seams import shuffled, sync_weights, tool_suffix, weights_of
+from dash_trl.tools import Conversations, EnvironmentReward, Environments, ToolCalls, TurnRules
 from dash_trl.update import ModelPasses, Schedule, has_dropout, trl_settings
 
 logger = logging.getLogger(__name__)
@@ -131,27 +138,108 @@ def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
     def versions(rows: int) -> Tensor:
         return torch.full((rows, 2), weights_of(trainer))
 
+    def use_environments(instances: list[Any]) -> None:
+        if trainer.environment_factories is not None:
+            trainer.environments = instances  # TRL hands them to reward functions
+
     if trainer.rollout_func is not None:
         return ByFunction(call_function, decode=decode, versions=versions, timed=timed)
+    common = {"generate": generate, "decode": decode, "on_rows": on_rows, "timed": timed}
     if on_servers(trainer):
-        return OnServers(
-            trainer.vllm_generation,
-            generate,
-            decode=decode,
-            on_rows=on_rows,
-            timed=timed,
-            figures=trainer.recorder.log,
-            total=trainer.recorder.total,
-            add=trainer.ranks.sum,
-        )
+        common |= {"pool": trainer.vllm_generation, "add": trainer.ranks.sum}
+        common |= {"figures": trainer.recorder.log, "total": trainer.recorder.total}
+        if trainer.conversations is None:
+            return OnServers(**common)
+        return TurnsOnServers(trainer.conversations, use_environments, **common)
     own_log_probs = partial(log_probs.of_tokens, pad_token_id=trainer._tokenizer.pad_token_id)
-    return InProcess(
-        generate,
-        decode=decode,
-        versions=versions,
-        on_rows=on_rows,
-        timed=timed,
-        log_probs=own_log_probs if one_ahead(trainer) else None,
+    common |= {"versions": versions, "log_probs": own_log_probs if one_ahead(trainer) else None}
+    if trainer.conversations is None:
+        return InProcess(**common)
+    return TurnsInProcess(
+        new_rounds(trainer),
+        trainer.conversations,
+        use_environments,
+        knows_log_probs=trainer.use_vllm,
+        **common,
+    )
+
+
+def new_conversations(trainer: Any) -> Conversations | None:
+    """What leads rows through several turns; `None` without tools and environments. Takes TRL's idle environments."""
+    if not trainer.tools and trainer.environment_factories is None:
+        return None
+    tokenizer, context = deepcopy(trainer._tokenizer), trainer.context_length  # not the main thread's
+
+    def tokenize(prompt: Any, tools: Sequence[Any]) -> list[int]:
+        check_prompt(prompt, "A row")
+        ids = tokenizer.apply_chat_template(
+            prompt,
+            tools=list(tools) or None,
+            chat_template=trainer.chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **trainer.chat_template_kwargs,
+        )["input_ids"]
+        check_prompt_lengths([ids], context)
+        return ids
+
+    def rules() -> TurnRules:
+        of_sampler = None
+        if trainer.use_vllm:
+            sampler = trainer.vllm_generation
+            servers = trainer.vllm_mode == "server"
+            of_sampler = sampler.context if servers else sampler.llm.llm_engine.model_config.max_model_len
+        return TurnRules(
+            most_tokens=trainer.max_completion_length,
+            context=min((one for one in (context, of_sampler) if one is not None), default=None),
+            most_rounds=trainer.args.max_tool_calling_iterations,
+            parse=lambda ids, prefix, tools: parse_response(tokenizer, ids, prefix=prefix, tools=list(tools)),
+            encode=partial(tool_suffix, trainer, tokenizer),
+        )
+
+    calls, environments = ToolCalls(trainer.args.tool_timeout), None
+    if trainer.environment_factories is not None:
+        kinds = dict.fromkeys(type(pool[0]) for pool in trainer._environment_pool.values())
+        environments = Environments(trainer.environment_factories, trainer._env_tools, trainer._environment_pool)
+    conversations = Conversations(
+        rules, calls, trainer._standalone_tools, environments, tokenize, trainer._tokenizer.eos_token_id
+    )
+    if environments is not None:
+        own = [kind for kind in kinds if hasattr(kind, "get_reward")]
+        first = len(trainer.reward_funcs) - len(own)  # TRL has appended them
+        trainer.reward_funcs[first:] = [EnvironmentReward(kind, conversations) for kind in own]
+    return conversations
+
+
+def new_rounds(trainer: Any) -> Rounds:
+    def generate(contexts: list[list[int]], first: bool) -> tuple[list[list[int]], Any]:
+        idle = not contexts and not on_servers(trainer)  # other ranks sample, which may take all of them
+        if idle:
+            contexts = [[trainer._tokenizer.eos_token_id]]
+        ids, log_probs = trainer._generate_single_turn(contexts, None, {}, trainer.num_generations if first else 1)
+        return ([], None) if idle else (ids, log_probs)
+
+    return Rounds(trainer.ranks, trainer.conversations, generate)
+
+
+def evaluated_turns(
+    trainer: Any, prompt_ids: list[list[int]], completion_ids: list[list[int]], log_probs: list[list[float]] | None
+) -> tuple:
+    """What TRL's `_tool_call_loop` returns, of first turns that were sampled."""
+    rows = trainer.conversations.begun(
+        prompt_ids, trainer.environments, trainer._batch_environments if trainer.environments else None
+    )
+    new_rounds(trainer).go_on(rows, completion_ids, log_probs)
+    turns = [row.turns for row in rows]
+    return (
+        [one.own for one in turns],
+        [one.messages for one in turns],
+        [one.completion_ids for one in turns],
+        None if log_probs is None else [one.log_probs for one in turns],
+        sum(row.calls for row in rows),
+        sum(row.failed_calls for row in rows),
+        [[] for _ in rows],  # images
     )
 
 
@@ -254,7 +342,10 @@ def new_collector(trainer: Any, rewards: Rewards) -> Collector:
             weights=lambda: trainer.reward_weights,
             count_tokens=count_tokens,
         ),
-        tokenize=trainer._tokenize_prompts if trainer.rollout_func is None else None,
+        # An environment adds to prompts when it is reset.
+        tokenize=trainer._tokenize_prompts
+        if trainer.rollout_func is None and trainer.environment_factories is None
+        else None,
         upcoming=lambda: trainer._reader.upcoming(trainer._step),
         ahead=RunAhead(args.async_level if looks_ahead(trainer) else 0),
         log_staleness=looks_ahead(trainer),

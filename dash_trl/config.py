@@ -26,6 +26,7 @@ LIMITS: dict[str, tuple[float, str]] = {
     "max_tokens_per_microbatch": (1, "it is the token budget of a model pass; None packs rows as TRL does"),
     "async_level": (0, "it is the number of windows that are sampled ahead of training"),
     "aipo_delta": (1, "a smaller one would take the gradient from tokens that the policy itself has just sampled"),
+    "tool_timeout": (1e-3, "it is the number of seconds that a tool may take for one call"),
     "vllm_request_timeout": (1e-3, "it is the number of seconds that a server may take for a prompt's completions"),
     # TRL takes 0, which is greedy sampling in vLLM (as is any value under 1e-5), and divides the loss's logits by it.
     "temperature": (1e-5, "logits are divided by it, in the loss, too"),
@@ -98,6 +99,9 @@ class DASHConfig(GRPOConfig):
             Train on the groups that are scored while the rewards of others are awaited, within one optimizer step; its
             update is the same. Mini's steps take the groups that come next. It takes reward functions that score each
             completion (`dash_trl.RewardAgent`); see docs/rewards.md.
+        tool_timeout (`float`, defaults to `600.0`):
+            Seconds for one call of a tool, or of an environment's `reset` or `get_reward`. A call that takes longer is
+            left alone, and its row is unscored; see docs/tools.md.
         vllm_server_urls (`list[str]` or `None`, defaults to `None`):
             Sample from these vLLM servers (`python -m dash_trl.serve` starts some), e.g. `http://127.0.0.1:8000
             http://127.0.0.1:8001`. Implies `use_vllm=True` and `vllm_mode="server"`; TRL's `vllm_server_timeout` is how
@@ -156,6 +160,10 @@ class DASHConfig(GRPOConfig):
     reward_pipeline: bool = field(
         default=False,
         metadata={"help": "Train on the groups that are scored while the rewards of others are awaited."},
+    )
+    tool_timeout: float = field(
+        default=600.0,
+        metadata={"help": "Seconds for one call of a tool, or of an environment's `reset` or `get_reward`."},
     )
     vllm_server_urls: list[str] | None = field(
         default=None,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,6 +58,18 @@ def give_late_ratio(inputs: dict[str, Any], ratio: Tensor) -> None:
         inputs: those of the loss. ratio: [B, T], or [B, 1] of sequences.
     """
     inputs["importance_sampling_ratio"] = ratio
+
+
+def tool_suffix(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+    """TRL's token ids of tool messages, by a tokenizer that no other thread uses."""
+    this: Any = SimpleNamespace(
+        processing_class=tokenizer,
+        _tokenizer=tokenizer,
+        _is_vlm=False,
+        chat_template=trainer.chat_template,
+        chat_template_kwargs=trainer.chat_template_kwargs,
+    )
+    return type(trainer)._get_tool_suffix_ids(this, messages)
 
 
 def weights_of(trainer: Any) -> int:

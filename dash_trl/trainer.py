@@ -25,10 +25,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from dash_trl.assembly import (
+    evaluated_turns,
     knows_log_probs,
     loss_settings,
     new_checkpoints,
     new_collector,
+    new_conversations,
     new_micro_steps,
     new_passes,
     new_reader,
@@ -88,7 +90,7 @@ class DASHTrainer(GRPOTrainer):
     rows are lost. An optimizer step without any signal on any rank changes nothing: no momentum, no weight decay.
 
     Raises:
-        ValueError: for tools, environments and vision-language models, and for what `dash_trl.checks` finds.
+        ValueError: for vision-language models, and for what `dash_trl.checks` finds.
     """
 
     _tag_names = ["trl", "grpo", "dash"]
@@ -127,6 +129,7 @@ class DASHTrainer(GRPOTrainer):
         if on_servers:
             install(self)
         self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)
+        self.conversations = new_conversations(self)
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
         self.reward_funcs = [watch(func, name) for func, name in functions]
         if (rollout_func := self.rollout_func) is not None:
@@ -407,8 +410,13 @@ class DASHTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's, for evaluations only: in training, the collector samples."""
-        with with_settings(self, loss_settings(self, training=False)):
+        environments = nullcontext() if self.conversations is None else self.conversations.lent()
+        with with_settings(self, loss_settings(self, training=False)), environments:
             return super()._generate_and_score_completions(inputs)
+
+    def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, *others) -> tuple:
+        """For evaluations: the turns of training, with its time limits, and on all ranks alike."""
+        return evaluated_turns(self, prompt_ids, completion_ids, logprobs)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()

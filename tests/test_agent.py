@@ -17,7 +17,7 @@ from datasets import Dataset
 from dash_trl import DASHConfig, DASHTrainer, RewardAgent
 from dash_trl.checks import check_rewards
 from dash_trl.rewards import RewardTeam, Score, raise_mistakes, unpack
-from dash_trl.workers import GivenUp, ThreadCalls
+from dash_trl.workers import GivenUp, Overdue, ThreadCalls
 from tests.tiny import run
 
 NAN = math.nan
@@ -74,7 +74,7 @@ def test_what_fails_on_an_event_loop_takes_nothing_along(monkeypatch):
         (outcomes,) = scores(agent, 8)
     gate.set()
     kinds = [type(one) for one in outcomes]
-    assert kinds == [Score, KeyError, TimeoutError, TimeoutError, Score, TimeoutError, GivenUp, GivenUp]
+    assert kinds == [Score, KeyError, Overdue, Overdue, Score, Overdue, GivenUp, GivenUp]
     assert [outcomes[i].value for i in (0, 4)] == [0, 4]
     assert str(outcomes[2]) == "took more than 0.5 s" and "the event loop did not answer" in str(outcomes[3])
 

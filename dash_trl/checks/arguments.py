@@ -8,8 +8,9 @@ from transformers import ProcessorMixin
 
 from dash_trl.callbacks import ROLLOUT_EVENTS, DASHCallback, misspelt
 from dash_trl.checks.models import check_model
-from dash_trl.checks.prompts import check_batch, check_dataset
+from dash_trl.checks.prompts import check_batch, check_conversations, check_dataset
 from dash_trl.config import DASHConfig
+from dash_trl.rewards import scores_alone
 from dash_trl.update import OFF_POLICY_LOSSES
 
 logger = logging.getLogger(__name__)
@@ -24,27 +25,29 @@ def check_arguments(
             f"args is a {type(args).__name__}, which lacks DASH's options. Pass a dash_trl.DASHConfig: it takes all "
             "fields of trl.GRPOConfig."
         )
-    for name in ("tools", "environment_factory"):
-        if others.get(name):
-            raise ValueError(
-                f"{name} is set, but DASHTrainer trains single-turn text completions only: a tool's tokens would need "
-                "credit of their own. Use trl.GRPOTrainer for it."
-            )
+    own_rollouts, environments = others.get("rollout_func") is not None, others.get("environment_factory") is not None
+    if own_rollouts and (others.get("tools") or environments):
+        name = "tools" if others.get("tools") else "environment_factory"
+        raise ValueError(
+            f"{name} and rollout_func are both set, but a rollout_func makes whole completions, tool calls included. "
+            "Leave one of the two out."
+        )
     if isinstance(processing_class, ProcessorMixin):
         raise ValueError(
             f"processing_class is a {type(processing_class).__name__}, a multimodal processor, but DASHTrainer trains "
             "text models only: images cannot be re-packed. Pass a tokenizer, or use trl.GRPOTrainer."
         )
     check_callbacks(others.get("callbacks") or ())
-    own_rollouts = others.get("rollout_func") is not None
     if args.loss_type in OFF_POLICY_LOSSES and not (args.use_vllm or own_rollouts or args.async_level):
         raise ValueError(
             f"loss_type={args.loss_type!r} compares the policy with the sampler, and transformers' generate reports no "
             "log-probs. Sample with vLLM (vllm_server_urls, or use_vllm=True), or with a rollout_func that returns "
             "'logprobs'; or use one of TRL's losses."
         )
-    check_dataset(train_dataset, "train_dataset", own_rollouts)
-    check_dataset(eval_dataset, "eval_dataset", own_rollouts)
+    for dataset, name in ((train_dataset, "train_dataset"), (eval_dataset, "eval_dataset")):
+        check_dataset(dataset, name, own_rollouts, environments=environments)
+        if others.get("tools") or environments:
+            check_conversations(dataset, name)
     check_batch(train_dataset, args)
     check_correction(args)
     check_model(model, args, others.get("peft_config"))
@@ -74,8 +77,9 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
         )
     if own_rollouts:
         raise ValueError(
-            f"async_level={args.async_level} with a rollout_func: it samples when it is called, so that nothing can be "
-            "sampled ahead. Leave async_level at 0, or rollout_func out."
+            f"async_level={args.async_level} with a rollout_func, which gets the trainer in its hands: what it calls "
+            "there may need all ranks, so that it cannot run beside training. Leave async_level at 0, or sample from "
+            "servers with tools or an environment_factory in place of rollout_func."
         )
     truncated = {name: value for name, none in UNTRUNCATED.items() if (value := getattr(args, name)) not in none}
     truncated |= {name: value for name, value in (args.generation_kwargs or {}).items() if name not in HARMLESS}
@@ -143,6 +147,11 @@ def check_pipeline(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
     Args:
         base: `DASHTrainer`, whose own methods may.
     """
+    if trainer.environment_factories is not None and not all(map(scores_alone, trainer.reward_funcs)):
+        raise ValueError(
+            "reward_pipeline=True with an environment that has get_reward, which TRL asks for a whole batch. Give a "
+            "reward function of one completion in its place, or leave the pipeline out."
+        )
     if getattr(trainer, "aux_loss_enabled", False):
         raise ValueError(
             "reward_pipeline=True with a router loss, which is shared out over all rows that are kept, while the "
@@ -167,7 +176,7 @@ def check_pipeline(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
 
 
 # Methods of TRL's that sample in training, which `dash_trl.collect` does.
-NOT_CALLED = ("_generate", "_generate_and_score_completions")
+NOT_CALLED = ("_generate", "_generate_and_score_completions", "_tool_call_loop")
 
 
 def check_subclass(kind: type, base: type) -> None:

@@ -9,21 +9,22 @@ from dash_trl.config import DASHConfig
 from dash_trl.update import OFF_POLICY_LOSSES
 
 
-def check_dataset(dataset: Any, name: str, own_rollouts: bool) -> None:
+def check_dataset(dataset: Any, name: str, own_rollouts: bool, *, environments: bool = False) -> None:
     """Refuse a dataset that is empty, has images, or has no `prompt` column, or no prompt in its first row.
 
     The other rows are checked as they are sampled.
 
     Args:
         own_rollouts: there is a `rollout_func`, which may make of the prompts what it likes.
+        environments: there are environments, whose observations may be the whole prompts.
     """
     if isinstance(dataset, Mapping):
         for split, part in dataset.items():
-            check_dataset(part, f"{name}[{split!r}]", own_rollouts)
+            check_dataset(part, f"{name}[{split!r}]", own_rollouts, environments=environments)
     if not isinstance(dataset, Dataset | IterableDataset):
         return  # None, or a type that TRL refuses itself
     columns = dataset.column_names or ["prompt"]  # a stream's may be unknown
-    if "prompt" not in columns:
+    if "prompt" not in columns and not environments:
         raise ValueError(
             f"{name} has the columns {columns}, but no 'prompt'. Rename the column with the problem, or load the data "
             "with dash_trl.load_math_dataset, which knows GSM8K's and MATH's columns."
@@ -38,8 +39,19 @@ def check_dataset(dataset: Any, name: str, own_rollouts: bool) -> None:
             raise ValueError(
                 f"{name} is empty (columns: {columns}), so there is no prompt to sample from. Check the split."
             )
-        if not own_rollouts:
+        if not own_rollouts and "prompt" in columns:
             check_prompt(dataset[0]["prompt"], f"Row 0 of {name}")
+
+
+def check_conversations(dataset: Any, name: str) -> None:
+    """Refuse prompts that are texts, in which a chat template cannot name tools."""
+    for part in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
+        if isinstance(part, Dataset) and "prompt" in part.column_names and isinstance(part[0]["prompt"], str):
+            raise ValueError(
+                f"{name} has texts as prompts (row 0: {part[0]['prompt']!r:.80}), but tools and environments need "
+                "conversations, to which the chat template adds the tools. Write each prompt as "
+                "[{'role': 'user', 'content': '…'}]."
+            )
 
 
 def check_prompt(prompt: Any, place: str) -> None:

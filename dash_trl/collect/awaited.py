@@ -35,6 +35,7 @@ class RewardBatch:
     prompts: list[Any]
     completions: list[Any]
     completion_ids: list[list[int]]
+    failed: Tensor | None = None  # [B] bool, rows that are unscored whatever functions say; see `TurnCounts`
 
 
 class Awaited(Protocol):
@@ -138,7 +139,8 @@ class Rewards:
         def report() -> Tensor:
             if request is not None:  # TRL calls the functions; they return what the request has
                 self.team.hand_over(request, batch.completions)
-            return self._calculate(*arguments)
+            rewards = self._calculate(*arguments)
+            return rewards if batch.failed is None else _without(self._ranks.gather(batch.failed), rewards)
 
         if not by_group:
             return Together(report, self._ranks.own(len(batch.examples)))
@@ -146,7 +148,12 @@ class Rewards:
         groups = len(batch.examples) // self._num_generations
         waiting = arrivals(request, groups, self._least_of_ranks, self._groups_of_step)
         waiting = self._recorder.timed_each("wait_for_rewards", waiting)
-        return ByGroup(waiting, partial(self.team.rewards, request, self._functions), report)
+
+        def rewards_of(rows: Sequence[int]) -> Tensor:
+            rewards = self.team.rewards(request, self._functions, rows)
+            return rewards if batch.failed is None else _without(batch.failed[rows], rewards)
+
+        return ByGroup(waiting, rewards_of, report)
 
     def of_all(self, call_functions: Callable[[], Tensor], *, training: bool, group_size: int | None = None) -> Tensor:
         """[N, F], with every row NaN in which a function failed; the trainer's `_calculate_rewards` and values call it.
@@ -181,3 +188,8 @@ class Rewards:
         """The least number of groups that has come on any rank."""
         with self._recorder.timed("wait_for_ranks"):
             return self._ranks.least(groups)
+
+
+def _without(failed: Tensor, rewards: Tensor) -> Tensor:
+    """The rewards [rows, F], with those rows unscored that a tool or environment has failed."""
+    return rewards.masked_fill(failed.to(rewards.device).unsqueeze(1), torch.nan)

@@ -129,7 +129,13 @@ class Collector:
         prompts = self._announce(examples)
         sampled = self._ranks.agree(partial(self._sampler.take, prompts))  # a rank may fail to decode its rows
         rollouts = self._rollouts(prompts, sampled)
-        batch = RewardBatch(rollouts.examples, prompts.prompts, rollouts.completions, sampled.completion_ids)
+        batch = RewardBatch(
+            rollouts.examples,
+            sampled.prompts,
+            rollouts.completions,
+            sampled.completion_ids,
+            None if sampled.turns is None else sampled.turns.failed,
+        )
         awaited = self._rewards.begin(prompts.window, batch, by_group=by_group)
         self._ranks.agree(self._sampler.meanwhile)
         self._dispatch("on_rollouts_sampled", rollouts)

@@ -6,7 +6,7 @@ Letters: B rows of this rank.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ class Prompts:
     Attributes:
         window: its number, from 0.
         examples: B rows of the dataset.
-        tokenized: what TRL's `_tokenize_prompts` returned, its token ids first; empty where a `rollout_func` samples.
+        tokenized: what TRL's `_tokenize_prompts` returned, its token ids first; empty where a `rollout_func` samples,
+            and where an environment may add to each prompt.
     """
 
     window: int
@@ -45,25 +46,43 @@ class Prompts:
 
 
 @dataclass(frozen=True)
+class TurnCounts:
+    """What tools and environments did in a window's rows on this rank.
+
+    Attributes:
+        calls: [B, 2] int64: calls of tools, and how many of them failed.
+        failed: [B] bool: a tool or the environment of the row hung or failed. The row is unscored.
+    """
+
+    calls: Tensor
+    failed: Tensor
+
+
+@dataclass(frozen=True)
 class Sampled:
     """What a sampler gives of a window's rows on this rank.
 
     Attributes:
         prompt_ids, completion_ids: B lists of token ids.
         completions: B texts, or lists of messages, see `decoded`.
+        prompts: B texts or conversations: those of the dataset, and what an environment has added.
         policy_version: [B, 2] int64, see `RolloutBatch`.
         log_probs: B lists with one for each completion token, `None` or NaN where it is not known. `None`: none is.
         own_tokens: B lists, 1 = a token that the policy wrote, 0 = one of its environment. `None`: it wrote all.
         columns: of a `rollout_func`: name → a list with a value for each row, or one value for all.
+        turns: of tools and environments, if there are any.
     """
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
     completions: list[Any]
     policy_version: Tensor
+    _: KW_ONLY
+    prompts: list[Any]
     log_probs: list[list[float | None]] | None = None
     own_tokens: list[list[int]] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    turns: TurnCounts | None = None
 
     def examples(self, examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The rows of the dataset with the columns of a `rollout_func`; a list that is too short leaves rows out."""

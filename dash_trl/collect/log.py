@@ -82,6 +82,11 @@ class WindowLog:
         prompts, completions = self._ranks.gather(prompts), self._ranks.gather(completions)
         self._total("num_tokens", self._count_tokens(int(prompts.sum() + completions.sum())))
         self._figures(length_figures(completions, self._ranks.gather(truncated)))
+        if sampled.turns is not None:
+            calls, failed = self._ranks.gather(sampled.turns.calls).sum(dim=0).tolist()
+            failed_rows = self._ranks.gather(sampled.turns.failed).float().mean().item()
+            self._figures({"tools/call_frequency": calls / len(prompts), "tools/failed_rows": failed_rows})
+            self._figures({"tools/failure_frequency": failed / calls if calls else 0.0})
 
     def rewarded(
         self, prompts: Sequence[Any], completions: Sequence[Any], rewards: Tensor, advantages: Tensor, silent: Tensor

@@ -9,6 +9,7 @@ Rows are handed to `on_rows` as they come, those of windows that have not begun 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,8 @@ from dash_trl.collect.decode import Prompts, Sampled
 Generate = Callable[[tuple[Any, ...]], tuple[list[list[int]], Any]]  # tokenized prompts → token ids, log-probs or None
 Decode = Callable[[Sequence[Any], Sequence[list[int]], Sequence[list[int]]], list[Any]]  # see `decode.decoded`
 Versions = Callable[[int], Tensor]  # rows → [rows, 2], see `RolloutBatch.policy_version`
-OnRows = Callable[[int, int, list[list[int]], list[Any]], None]  # (window, first row, token ids, completions)
+# (window, first row, prompts, token ids, completions)
+OnRows = Callable[[int, int, list[Any], list[list[int]], list[Any]], None]
 Timed = Callable[[str], AbstractContextManager[Any]]  # a phase whose seconds are logged
 
 
@@ -70,6 +72,7 @@ class ByFunction:
             completion_ids=completion_ids,
             completions=self._decode(prompts.prompts, prompt_ids, completion_ids),
             policy_version=self._versions(len(completion_ids)),
+            prompts=prompts.prompts,
             log_probs=log_probs,
             own_tokens=columns.pop("env_mask", None),
             columns=columns,
@@ -99,7 +102,7 @@ class InProcess:
         versions: Versions,
         on_rows: OnRows | None,
         timed: Timed,
-        log_probs: Callable[[list[list[int]], list[list[int]]], list[list[float]]] | None = None,
+        log_probs: Callable[[list[list[int]], list[list[int]]], Any] | None = None,
     ):
         self._generate, self._decode, self._versions = generate, decode, versions
         self._on_rows, self._timed, self._log_probs = on_rows, timed, log_probs
@@ -123,12 +126,20 @@ class InProcess:
         with self._timed("generate"):
             completion_ids, log_probs = self._generate(prompts.tokenized)
             completions = self._decode(prompts.prompts, prompts.ids, completion_ids)
-        if log_probs is None and self._log_probs is not None:
-            log_probs = self._log_probs(prompts.ids, completion_ids)
-        if self._on_rows is not None:
-            self._on_rows(prompts.window, 0, completion_ids, deepcopy(completions))
         versions = self._versions(len(completion_ids))
-        return Sampled(prompts.ids, completion_ids, completions, versions, log_probs)
+        sampled = Sampled(
+            prompts.ids, completion_ids, completions, versions, prompts=prompts.prompts, log_probs=log_probs
+        )
+        return self._finished(prompts.window, sampled)
+
+    def _finished(self, window: int, sampled: Sampled) -> Sampled:
+        """With log-probs, if they are asked for; its rewards may begin."""
+        if sampled.log_probs is None and self._log_probs is not None:
+            sampled = replace(sampled, log_probs=self._log_probs(sampled.prompt_ids, sampled.completion_ids))
+        if self._on_rows is not None:
+            completions = deepcopy(sampled.completions)
+            self._on_rows(window, 0, sampled.prompts, sampled.completion_ids, completions)
+        return sampled
 
     def look(self) -> None: ...
 
@@ -181,14 +192,14 @@ class OnServers:
             else:
                 completions = self._completions.pop(prompts.window)
         del self._known[prompts.window]
-        return Sampled(prompts.ids, completion_ids, completions, versions, log_probs)
+        return Sampled(prompts.ids, completion_ids, completions, versions, prompts=prompts.prompts, log_probs=log_probs)
 
     def _come(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
         own, prompts = slice(first, first + len(completion_ids)), self._known[window]
         completions = self._decode(prompts.prompts[own], prompts.ids[own], completion_ids)
         self._completions[window][own] = completions
         assert self._on_rows is not None, "nobody is asked for rows otherwise"
-        self._on_rows(window, first, completion_ids, deepcopy(completions))
+        self._on_rows(window, first, prompts.prompts[own], completion_ids, deepcopy(completions))
 
     def meanwhile(self) -> None: ...
 

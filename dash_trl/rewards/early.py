@@ -45,12 +45,13 @@ class EarlyRewards:
         if self.wanted:
             self._windows[window] = _Window(self._team.begin(len(examples), self._group_size), examples)
 
-    def take(self, window: int, first: int, completion_ids: list[list[int]], completions: list[Any]) -> None:
+    def take(
+        self, window: int, first: int, prompts: list[Any], completion_ids: list[list[int]], completions: list[Any]
+    ) -> None:
         """Rows from `first` on have come; each comes once, in any order."""
         if (one := self._windows.get(window)) is None:
             return
         examples = one.examples[first : first + len(completion_ids)]
-        prompts = [example["prompt"] for example in examples]
         self._team.start(one.request, first, reward_rows(examples, prompts, completions, completion_ids))
 
     def claim(self, window: int) -> Request | None:

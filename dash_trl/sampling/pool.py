@@ -3,6 +3,7 @@
     submit: jobs ──► backlog ──► the server with the fewest outstanding tokens ──► collect: results, in their order
                         ▲                        │ failed, hung, died
                         └────────────────────────┘
+    submit_chains: coroutines that ask for one job after the other
 
 Several batches may be in work at once, by the rules of `backlog.Backlog` and `health.Fleet`; both, and everything else
 that is written here while servers work, belong to the event loop's thread. What has finished belongs to who takes it.
@@ -16,7 +17,8 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -43,21 +45,40 @@ class PoolError(RuntimeError):
 Seen = Callable[[int, Any], None]  # called with (number of a job, its result)
 
 
+class Ask(Protocol):
+    async def __call__(self, ids: list[int], max_tokens: int) -> Completion:
+        """One continuation of a prompt."""
+
+
+@dataclass(eq=False)
+class Chain:
+    """Requests of which each depends on what came of the one before, as in a conversation.
+
+    Attributes:
+        run: a coroutine function on the pool's event loop, which asks for one completion after the other.
+        versions: of the weights when the first request was given to its server, and when the last one was done.
+    """
+
+    run: Callable[[Ask], Awaitable[None]]
+    versions: tuple[int, int] = (-1, -1)
+    sequences: int = 1
+
+
 class Batch:
     """Jobs that were submitted together; the loop's thread finishes them, the one that submitted them takes them.
 
     Args:
-        jobs: numbered from 0. began: seconds, on the loop's clock.
+        jobs: or chains, numbered from 0. began: seconds, on the loop's clock.
         seen: called with each result once, where it is taken.
     Attributes:
         finished: (number of a job, its result), as they come; an exception in place of the rest.
         results: that were taken, in the order of the jobs.
     """
 
-    def __init__(self, jobs: list[Job], began: float, seen: Seen | None = None):
+    def __init__(self, jobs: Sequence[Job | Chain], began: float, seen: Seen | None = None):
         self.jobs = jobs
         self.began = began
-        self.finished: queue.SimpleQueue[tuple[int, Any] | BaseException] = queue.SimpleQueue()
+        self.finished: Any = queue.SimpleQueue()
         self.results: list[Any] = [None] * len(jobs)
         self._seen = seen
         self._left = len(jobs)
@@ -87,6 +108,21 @@ class Batch:
             raise self._error
 
 
+class _Reply:
+    """Where a request of a chain ends, in place of a batch's queue."""
+
+    def __init__(self, future: asyncio.Future[Any]):
+        self._future = future
+
+    def put(self, finished: tuple[int, Any] | BaseException) -> None:
+        if self._future.done():  # its chain was cancelled
+            return
+        if isinstance(finished, BaseException):
+            self._future.set_exception(finished)
+        else:
+            self._future.set_result(finished[1])
+
+
 class ServerPool:
     """Work for several servers, balanced by outstanding tokens; what a failed server had is done by the others.
 
@@ -111,6 +147,7 @@ class ServerPool:
         self.retried = 0  # requests that went to another server
         self._batches: dict[Job, Batch] = {}  # of the jobs that are not done
         self._requests: dict[Job, asyncio.Task[Any]] = {}
+        self._chains: dict[Batch, list[asyncio.Task[None]]] = {}
         self._heard = dict.fromkeys(self.urls, 0.0)  # server → when it last answered, or had nothing to answer
         self._worker: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -207,8 +244,48 @@ class ServerPool:
         try:
             batch.take(wait=True)
         finally:  # what is left of it after an error, or an interrupt
-            self._loop.run(self._forget(batch.jobs))
+            self._loop.run(self._forget(batch))
         return batch.results
+
+    def submit_chains(
+        self, chains: Sequence[Chain], sampling: dict[str, Any], *, order: int, seen: Seen | None = None
+    ) -> Batch:
+        """Run these chains from now on; `collect` waits for all of them.
+
+        Args:
+            sampling: as in `completions`. order, seen: as in `submit`; the result of each chain is an empty list.
+        """
+
+        async def start() -> Batch:
+            batch = Batch(chains, time.monotonic(), seen)
+            follow = (self._follow(batch, number, one, sampling, order) for number, one in enumerate(chains))
+            self._chains[batch] = [asyncio.ensure_future(one) for one in follow]
+            return batch
+
+        return self._loop.run(start())
+
+    async def _follow(self, batch: Batch, number: int, chain: Chain, sampling: dict[str, Any], order: int) -> None:
+        async def ask(ids: list[int], max_tokens: int) -> Completion:
+            (job,) = self.completions([(ids, 1, max_tokens)], sampling)
+            job.order, job.number = order, number
+            reply = asyncio.get_running_loop().create_future()
+            await self._submit([job], None, _Reply(reply))
+            try:
+                (completion,) = await reply
+            finally:
+                self._drop([job])
+            oldest, newest = job.versions
+            chain.versions = oldest if chain.versions[0] < 0 else chain.versions[0], newest
+            return completion
+
+        try:
+            await chain.run(ask)
+        except Exception as error:
+            self._fail({batch}, error)
+        else:
+            if chain.versions[0] < 0:  # it asked for nothing
+                chain.versions = self.fleet.version, self.fleet.version
+            batch.finished.put((number, []))
 
     def as_completed(self, jobs: list[Job]) -> Iterator[tuple[int, Any]]:
         """(number of a job, its result), as they come; raises as `run`. Where it is left early, so is the work."""
@@ -220,13 +297,13 @@ class ServerPool:
                     raise finished
                 yield finished
         finally:
-            self._loop.run(self._forget(jobs))
+            self._loop.run(self._forget(batch))
 
     def cancel(self) -> None:
         """Nobody needs what is in work: it is taken back from the servers, too."""
 
         async def cancel() -> None:
-            self._fail(set(self._batches.values()), PoolError("The work was cancelled."))
+            self._fail({*self._chains, *self._batches.values()}, PoolError("The work was cancelled."))
 
         self._loop.run(cancel())
 
@@ -239,8 +316,10 @@ class ServerPool:
         """
         return self.collect(self.submit(jobs, order=URGENT))
 
-    async def _submit(self, jobs: list[Job], seen: Seen | None) -> Batch:
+    async def _submit(self, jobs: list[Job], seen: Seen | None, reply: _Reply | None = None) -> Batch:
         batch = Batch(jobs, time.monotonic(), seen)
+        if reply is not None:
+            batch.finished = reply
         self.fleet.look_around(batch.began)
         suspects = [url for url in self.fleet.to_probe(batch.began) if self.fleet.servers[url].state == State.SUSPECT]
         if suspects:  # the first to answer would be given all the work
@@ -345,10 +424,16 @@ class ServerPool:
     def _fail(self, batches: Iterable[Batch], error: BaseException) -> None:
         for batch in batches:
             batch.finished.put(error)
-            self._drop(batch.jobs)
+            self._drop_batch(batch)
 
-    async def _forget(self, jobs: Sequence[Job]) -> None:
-        self._drop(jobs)
+    async def _forget(self, batch: Batch) -> None:
+        self._drop_batch(batch)
+
+    def _drop_batch(self, batch: Batch) -> None:
+        for task in self._chains.pop(batch, ()):
+            if task is not asyncio.current_task():
+                task.cancel()
+        self._drop([job for job in batch.jobs if isinstance(job, Job)])
 
     def _drop(self, jobs: Sequence[Job]) -> None:
         self.backlog.drop(jobs)

@@ -6,10 +6,11 @@ prompts of this rank ──► ServerPool ──► completions, in prompt order
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, groupby
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ from trl.generation.vllm_generation import VLLMGeneration
 from dash_trl.distributed import TIMEOUT, Ranks
 from dash_trl.sampling.backlog import Job
 from dash_trl.sampling.health import State
-from dash_trl.sampling.pool import Batch, ServerPool
+from dash_trl.sampling.pool import Ask, Batch, Chain, ServerPool
 from dash_trl.sampling.server import Completion, VLLMServer
 from dash_trl.sampling.weights import WEIGHT_DIR, FileWeights, NCCLWeights, WeightSync, check_servers
 
 logger = logging.getLogger(__name__)
 
 Seen = Callable[[int, int, list[list[int]]], None]  # called with (window, first row, token ids of some rows)
+Run = Callable[[Ask], Awaitable[None]]  # see `Chain`
 
 
 class VLLMPool(VLLMGeneration):
@@ -43,6 +45,7 @@ class VLLMPool(VLLMGeneration):
     Attributes:
         policy_version: [rows, 2] int64, of what `generate` returned last: the optimizer steps of the oldest and of the
             newest weights that may have sampled a row.
+        context: tokens that every server has room for; `None` before the first sync of weights.
     """
 
     def __init__(
@@ -82,9 +85,11 @@ class VLLMPool(VLLMGeneration):
         self._steps = {0: 0}  # version of the weights, one for each time that they were sent → optimizer step
         self._window: int | None = None  # whose rows the next call of `generate` wants
         self._to_submit: dict[int, list[list[int]]] = {}  # window → prompts, once the weights have been sent
-        self._seen: Seen | None = None  # of the windows in `_to_submit`
+        self._to_run: Mapping[int, Sequence[Run]] = {}  # likewise, the rows of windows with several turns
+        self._seen: Seen | None = None  # of the windows in `_to_submit` and `_to_run`
         self._in_flight: dict[int, Batch] = {}  # window → the work on it
         self.policy_version = torch.zeros(0, 2, dtype=torch.long)
+        self.context: int | None = None
         self.ranks.agree(self.pool.wait_until_ready)
 
     # ------------------------------------------------------------------------------------------------ sampling
@@ -103,28 +108,38 @@ class VLLMPool(VLLMGeneration):
             max_tokens: for each prompt, in place of `max_completion_length`.
         """
         window, self._window = self._window, None
+        done: Sequence[Job | Chain]
         if window is None:  # of an evaluation, or a callback
-            jobs = self._jobs(prompts, num_generations, max_tokens)
+            done = jobs = self._jobs(prompts, num_generations, max_tokens)
             groups = self.ranks.agree(lambda: self.pool.run(jobs))
         else:
             with self.timed("rollouts"):
-                jobs, groups = self.ranks.agree(lambda: self._of_window(window, num_generations))
+                done, groups = self.ranks.agree(lambda: self._of_window(window, num_generations))
         rows = [completion for group in groups for completion in group]
-        versions = [[self._steps[one] for one in job.versions] for job in jobs for _ in range(job.sequences)]
+        versions = [[self._steps[version] for version in one.versions] for one in done for _ in range(one.sequences)]
         self.policy_version = torch.tensor(versions, dtype=torch.long).view(-1, 2)
         log_probs = [[[value] for value in row.log_probs] for row in rows]
         token_ids = [[[token] for token in row.token_ids] for row in rows]
         return prompts, [row.token_ids for row in rows], log_probs, token_ids
 
-    def expect(self, window: int, prompts: dict[int, list[list[int]]], seen: Seen | None = None) -> None:
+    def expect(
+        self,
+        window: int,
+        prompts: dict[int, list[list[int]]],
+        seen: Seen | None = None,
+        *,
+        chains: Mapping[int, Sequence[Run]] = MappingProxyType({}),
+    ) -> None:
         """The next call of `generate` is for a window's rows; before it, these windows are to be submitted.
 
         Args:
             prompts: number of a window → token ids of this rank's rows, for windows that were not submitted before.
             seen: called on the main thread with the rows of these windows, each once, as they finish: while `generate`
                 waits for their window, and in `show_finished`. What it raises, the `generate` of their window raises.
+            chains: as `prompts`, for windows whose rows take several turns: `Chain.run` of each row. What they sample
+                is theirs: `generate` and `seen` get rows without tokens.
         """
-        self._window, self._to_submit, self._seen = window, prompts, seen
+        self._window, self._to_submit, self._to_run, self._seen = window, prompts, chains, seen
 
     def show_finished(self) -> None:
         """`seen` of the rows of later windows that have finished; without waiting."""
@@ -139,16 +154,20 @@ class VLLMPool(VLLMGeneration):
 
     def forget_windows(self) -> None:
         """What was submitted ahead is not needed any more."""
-        self._window, self._to_submit, self._seen, self._in_flight = None, {}, None, {}
+        self._window, self._to_submit, self._to_run, self._seen, self._in_flight = None, {}, {}, None, {}
         self.pool.cancel()
 
-    def _of_window(self, window: int, num_generations: int) -> tuple[list[Job], list[list[Completion]]]:
+    def _of_window(self, window: int, num_generations: int) -> tuple[Sequence[Job | Chain], list[list[Completion]]]:
         """First submits, so that the servers have work during the window's last rows; then waits for these."""
         for number, rows in self._to_submit.items():
             jobs = self._jobs(rows, num_generations)
             seen = None if self._seen is None else _with_rows(partial(self._seen, number), jobs)
             self._in_flight[number] = self.pool.submit(jobs, order=number, seen=seen)
-        self._to_submit = {}
+        for number, runs in self._to_run.items():
+            chains = [Chain(run) for run in runs]
+            seen = None if self._seen is None else _with_rows(partial(self._seen, number), chains)
+            self._in_flight[number] = self.pool.submit_chains(chains, self._sampling(), order=number, seen=seen)
+        self._to_submit, self._to_run = {}, {}
         batch = self._in_flight.pop(window)
         return batch.jobs, self.pool.collect(batch)
 
@@ -163,6 +182,10 @@ class VLLMPool(VLLMGeneration):
             for ids, count, most in runs
             for done in range(0, count, num_generations)
         ]
+        return self.pool.completions(groups, self._sampling())
+
+    def _sampling(self) -> dict[str, Any]:
+        """vLLM's parameters."""
         sampling = {
             "repetition_penalty": self.repetition_penalty,
             "temperature": self.temperature,
@@ -173,8 +196,7 @@ class VLLMPool(VLLMGeneration):
         }
         if self.structured_outputs_regex is not None:
             sampling["structured_outputs"] = {"regex": self.structured_outputs_regex}
-        sampling.update(self.generation_kwargs)
-        return self.pool.completions(groups, sampling)
+        return {**sampling, **self.generation_kwargs}
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """log P of every token but the first under the servers' weights; called by all ranks, each with its own."""
@@ -186,15 +208,15 @@ class VLLMPool(VLLMGeneration):
         """Give all servers the model's weights; see `WeightSync.send`."""
         with self.timed("weights"):
             if self._sync is None:
-                dtype = self.ranks.agree(self._check_servers, main_only=True)
+                dtype, self.context = self.ranks.agree(self._check_servers, main_only=True)
                 vocabulary = len(self.processing_class)
                 self._sync = WeightSync(
                     self.pool, self.ranks, self._way(dtype), self.model, vocabulary, self._gather, self._plain_name
                 )
             self._sync.send()
 
-    def _check_servers(self) -> torch.dtype:
-        """Whether they can be this trainer's; returns the dtype of their weights."""
+    def _check_servers(self) -> tuple[torch.dtype, int]:
+        """Whether they can be this trainer's; returns the dtype of their weights and `context`."""
         dtype = check_servers(self.pool, self.model.config, self.model.name_or_path)
         reports = self.pool.ask_all(lambda server: server.weight_report())
         if any(report.checksum is None for report in reports.values()):
@@ -212,7 +234,7 @@ class VLLMPool(VLLMGeneration):
             )
         if self.weight_sync == "nccl":
             self._check_nccl(configs)
-        return dtype
+        return dtype, min(config["model_config"]["max_model_len"] for config in configs.values())
 
     def _check_nccl(self, configs: dict[str, Any]) -> None:
         device = self.accelerator.device
@@ -244,7 +266,7 @@ async def _waits_for_weights(server: VLLMServer) -> None:
     """Before the first sync. No trial: a run that was killed may have left the server paused."""
 
 
-def _with_rows(seen: Callable[[int, list[list[int]]], None], jobs: list[Job]) -> Callable[[int, Any], None]:
+def _with_rows(seen: Callable[[int, list[list[int]]], None], jobs: Sequence[Job | Chain]) -> Callable[[int, Any], None]:
     """`seen` of (first row, token ids of its rows) from (number of a job, its completions)."""
     first = list(accumulate((job.sequences for job in jobs), initial=0))
     return lambda number, completions: seen(first[number], [completion.token_ids for completion in completions])

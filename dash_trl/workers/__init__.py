@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.workers.async_calls import AsyncCalls, EventLoop, RetriedCalls
-    from dash_trl.workers.calls import LAST_SECONDS, Backend, Call, GivenUp, Pace, Request, call_all
+    from dash_trl.workers.async_calls import AsyncCalls, EventLoop, RetriedCalls, called
+    from dash_trl.workers.calls import LAST_SECONDS, Backend, Call, GivenUp, Overdue, Pace, Request, call_all
     from dash_trl.workers.process_calls import ROWS_AHEAD, ProcessCalls, WorkerDied, shared_workers
     from dash_trl.workers.processes import Command, OutOfWork, default_workers, run_within
     from dash_trl.workers.ray_calls import RayCalls

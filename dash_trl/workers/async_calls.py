@@ -14,13 +14,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from dash_trl.workers.calls import Backend, Call, GivenUp, Pace, forks
+from dash_trl.workers.calls import Backend, Call, GivenUp, Overdue, Pace, forks
 
 CLOSE_SECONDS = 5.0  # for a loop to answer
 MOST_BLOCKED_LOOPS = 8  # abandoned because a call blocked them: beyond, the function is broken
@@ -159,7 +159,7 @@ class _Lane:
                 task.cancel()
                 self._deaf.add(task)
                 task.add_done_callback(self._has_ended)
-                outcome = None, TimeoutError(f"took more than {call.timeout:g} s")
+                outcome = None, Overdue(f"took more than {call.timeout:g} s")
         finally:
             if not self.given_up:  # else it has its outcome, or is made on another loop
                 del self.running[call]
@@ -185,7 +185,7 @@ class AsyncCalls:
     """A `Backend`: at most `count` calls at once, on one thread.
 
     A coroutine function that blocks (`requests.get`, `time.sleep`) stops all the others. When the loop does not answer
-    for a call's timeout, all calls that have begun on it end with `TimeoutError`, and the others begin on a new loop.
+    for a call's timeout, all calls that have begun on it end with `Overdue`, and the others begin on a new loop.
 
     Args:
         pace: of the starts, None: as soon as one has ended.
@@ -255,7 +255,7 @@ class AsyncCalls:
             now = self._open_lane()
         for call in begun:
             call.finish(
-                error=TimeoutError(
+                error=Overdue(
                     f"the event loop did not answer for {lane.longest:g} s: a call blocks it. An async reward function "
                     "must await; one that blocks is better written without async, which is run on threads"
                 )
@@ -298,11 +298,27 @@ class RetriedCalls:
             call.finish(error=GivenUp("the agent was closed") if closed else error)
 
     async def _attempt(self, call: Call) -> Any:
-        ended: Future[Call] = Future()
-        ended.set_running_or_notify_cancel()  # where this task is cancelled, the backend still sets a result
-        one = Call(call.function, call.arguments, timeout=call.timeout, done=ended.set_result, stop=call.stop)
-        self._backend.submit([one])
-        await asyncio.wrap_future(ended)
-        if one.error is not None:
-            raise one.error
-        return one.value
+        return await called(self._backend, call.function, call.arguments, timeout=call.timeout, stop=call.stop)
+
+
+async def called(
+    backend: Backend,
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    *,
+    timeout: float,
+    stop: threading.Event | None = None,
+) -> Any:
+    """What the function returns. Raises what it raises, or why the backend has no value.
+
+    Args:
+        backend, function, arguments, timeout, stop: see `Call`.
+    """
+    ended: Future[Call] = Future()
+    ended.set_running_or_notify_cancel()  # if this task is cancelled, the backend still sets a result
+    call = Call(function, arguments, timeout=timeout, done=ended.set_result, stop=stop)
+    backend.submit([call])
+    await asyncio.wrap_future(ended)
+    if call.error is not None:
+        raise call.error
+    return call.value

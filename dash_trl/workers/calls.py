@@ -22,7 +22,7 @@ class Call:
     Args:
         function: what is called; a coroutine function where the backend awaits it.
         arguments: by name.
-        timeout: seconds from its start, not from its submission, after which it is given up with a `TimeoutError`.
+        timeout: seconds from its start, not from its submission, after which it is given up with `Overdue`.
         done: gets the call as soon as it has its outcome, once, on any thread. It must not raise, nor take long.
         stop: once it is set, nobody waits for the call: a backend does not start it any more, and need not finish it.
     Attributes:
@@ -69,6 +69,10 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
+
+
+class Overdue(TimeoutError):
+    """A call took longer than its timeout. A thread that is in it still runs."""
 
 
 class GivenUp(RuntimeError):

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from dash_trl.workers.calls import Call, GivenUp, Pace, forks
+from dash_trl.workers.calls import Call, GivenUp, Overdue, Pace, forks
 
 MOST_ABANDONED = 64  # threads that hang at the same time: memory runs out, so that others wait until some come back
 PATIENCE = 3  # of a call's timeouts: if no thread has come back for so long, the function is broken
@@ -174,7 +174,7 @@ class ThreadCalls:
                         pause = min(pause, one.deadline - now)
                         self._running.set()
                         continue
-                    late.append((one.call, TimeoutError(f"took more than {one.call.timeout:g} s")))
+                    late.append((one.call, Overdue(f"took more than {one.call.timeout:g} s")))
                     one.given_up = True
                     self._threads.remove(one)
                     self.abandoned += 1

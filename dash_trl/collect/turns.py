@@ -1,0 +1,187 @@
+"""Samplers of rows that take several turns, because they call tools or act in an environment.
+
+    in rounds, all ranks in step: sample all rows that wait ──► run their tools, side by side ──► …
+    on servers, each row by itself: ask a server ──► run its tools ──► ask a server ──► …
+"""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dash_trl.collect.decode import Prompts, Sampled, TurnCounts
+from dash_trl.collect.samplers import InProcess, OnServers
+from dash_trl.distributed import Ranks
+from dash_trl.tools import Conversation, Conversations
+
+# (token ids that a turn continues, it is the first) → token ids, log-probs or None
+GenerateTurn = Callable[[list[list[int]], bool], tuple[list[list[int]], list[Any] | None]]
+BROKEN_AFTER = 3  # windows in a row; the first one is enough, as for reward functions
+
+Use = Callable[[list[Any]], None]  # hands the environments of a window's rows to reward functions
+
+
+class Rounds:
+    """Samples rows turn by turn. Every method is called on every rank at the same point.
+
+    Args:
+        generate: called on every rank in every round, if need be without any row.
+    """
+
+    def __init__(self, ranks: Ranks, conversations: Conversations, generate: GenerateTurn):
+        self._ranks, self._conversations, self._generate = ranks, conversations, generate
+
+    def sample(self, rows: Sequence[Conversation], prompt_ids: Sequence[list[int] | None]) -> None:
+        """Leads rows from their prompts to their ends.
+
+        Args:
+            prompt_ids: of each row, where they are known.
+        """
+        begin = [self._conversations.begin(*one) for one in zip(rows, prompt_ids, strict=True)]
+        waiting = self._those(rows, begin)
+        self._rounds(waiting, first=True)
+
+    def go_on(self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[Any] | None) -> None:
+        """Leads rows to their ends whose first turns were sampled."""
+        self._rounds(self._answered(rows, ids, log_probs), first=False)
+
+    def _rounds(self, waiting: list[Conversation], *, first: bool) -> None:
+        while self._ranks.sum(torch.tensor(len(waiting))):  # ranks need not have equally many rows that wait
+            contexts = [row.turns.context for row in waiting if row.turns is not None]
+            waiting = self._answered(waiting, *self._generate(contexts, first))
+            first = False
+
+    def _answered(
+        self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[Any] | None
+    ) -> list[Conversation]:
+        log_probs = [None] * len(rows) if log_probs is None else log_probs
+        answers = [self._conversations.answer(*one) for one in zip(rows, ids, log_probs, strict=True)]
+        return self._those(rows, answers)
+
+    def _those(self, rows: Sequence[Conversation], go_on: Sequence[Any]) -> list[Conversation]:
+        """The rows whose coroutine says that there is another turn."""
+        found = self._ranks.agree(partial(self._conversations.run, go_on))
+        return [row for row, has_turn in zip(rows, found, strict=True) if has_turn]
+
+
+class _Windows:
+    """The rows of windows that are sampled, from their beginning until nobody needs their environments."""
+
+    def __init__(self, conversations: Conversations, use: Use, *, knows_log_probs: bool):
+        self._conversations, self._use, self._knows_log_probs = conversations, use, knows_log_probs
+        self._rows: dict[int, list[Conversation]] = {}
+        self._failed_in_a_row = BROKEN_AFTER - 1  # windows without a row that came to its end
+
+    def __getitem__(self, window: int) -> list[Conversation]:
+        return self._rows[window]
+
+    def add(self, prompts: Prompts) -> list[Conversation]:
+        rows = self._rows[prompts.window] = [Conversation(example) for example in prompts.examples]
+        return rows
+
+    def begin(self, window: int) -> None:
+        """Earlier windows have their rewards."""
+        for number in [number for number in self._rows if number < window]:
+            self._conversations.give_back(self._rows.pop(number))
+
+    def sampled(self, window: int, versions: Tensor) -> Sampled:
+        """The window's rows, which have ended."""
+        rows = self._rows[window]
+        turns = [row.turns for row in rows if row.turns is not None]
+        all_failed = all(row.failure is not None for row in rows)
+        self._failed_in_a_row = self._failed_in_a_row + 1 if all_failed else 0
+        if self._failed_in_a_row == BROKEN_AFTER:
+            raise RuntimeError(
+                f"Tools or environments failed on every row of the last windows, at last with {rows[-1].failure}. "
+                "Nothing can be learned from such rows: correct the tool or environment. A tool that hangs can run in "
+                "processes, which are ended (dash_trl.ProcessTool), or get more time (tool_timeout)."
+            )
+        self._use([row.environment for row in rows])
+        return Sampled(
+            prompt_ids=[one.prompt_ids for one in turns],
+            completion_ids=[one.completion_ids for one in turns],
+            completions=[one.messages for one in turns],
+            policy_version=versions,
+            log_probs=[one.log_probs or [] for one in turns] if self._knows_log_probs else None,
+            own_tokens=[one.own for one in turns],
+            prompts=[row.prompt for row in rows],
+            turns=TurnCounts(
+                calls=torch.tensor([[row.calls, row.failed_calls] for row in rows]),
+                failed=torch.tensor([row.failure is not None for row in rows]),
+            ),
+        )
+
+    def forget(self) -> None:
+        for rows in self._rows.values():
+            self._conversations.give_back(rows)
+        self._rows.clear()
+
+
+class TurnsInProcess(InProcess):
+    """
+    Args:
+        rounds, conversations: of the run. use: see `Use`. knows_log_probs: `rounds` gets them from the generator.
+    """
+
+    def __init__(self, rounds: Rounds, conversations: Conversations, use: Use, *, knows_log_probs: bool, **others: Any):
+        super().__init__(**others)
+        self._rounds, self._windows = rounds, _Windows(conversations, use, knows_log_probs=knows_log_probs)
+
+    def begin(self, window: int, new: Sequence[Prompts]) -> None:
+        super().begin(window, new)
+        self._windows.begin(window)
+
+    def _sample(self, prompts: Prompts) -> Sampled:
+        rows = self._windows.add(prompts)
+        with self._timed("generate"):
+            self._rounds.sample(rows, prompts.ids if prompts.tokenized else [None] * len(rows))
+        sampled = self._windows.sampled(prompts.window, self._versions(len(rows)))
+        return self._finished(prompts.window, sampled)
+
+    def forget(self) -> None:
+        super().forget()
+        self._windows.forget()
+
+
+class TurnsOnServers(OnServers):
+    """
+    Args:
+        conversations: of the run. use: see `Use`.
+    """
+
+    def __init__(self, conversations: Conversations, use: Use, **others: Any):
+        super().__init__(**others)
+        self._conversations, self._windows = conversations, _Windows(conversations, use, knows_log_probs=True)
+
+    def begin(self, window: int, new: Sequence[Prompts]) -> None:
+        self._windows.begin(window)
+        chains = {}
+        for one in new:
+            rows = self._windows.add(one)
+            prompt_ids = one.ids if one.tokenized else [None] * len(rows)
+            chains[one.window] = [partial(self._lead, *row) for row in zip(rows, prompt_ids, strict=True)]
+        self._pool.expect(window, {}, None if self._on_rows is None else self._come, chains=chains)
+
+    async def _lead(self, row: Conversation, prompt_ids: list[int] | None, ask: Any) -> None:
+        """From its prompt to its end; on the pool's event loop."""
+        goes_on = await self._conversations.begin(row, prompt_ids)
+        while goes_on and row.turns is not None:
+            turn = await ask(row.turns.context, row.turns.room)
+            goes_on = await self._conversations.answer(row, turn.token_ids, turn.log_probs)
+
+    def take(self, prompts: Prompts) -> Sampled:
+        with self._timed("generate"):
+            self._generate(([], None, {}))  # waits for the window's chains
+        return self._windows.sampled(prompts.window, self._pool.policy_version)
+
+    def _come(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
+        row = self._windows[window][first]
+        assert self._on_rows is not None and row.turns is not None, "it has ended, and somebody asked for it"
+        self._on_rows(window, first, [row.prompt], [row.turns.completion_ids], deepcopy([row.turns.messages]))
+
+    def forget(self) -> None:
+        super().forget()  # first: what is at work ends
+        self._windows.forget()

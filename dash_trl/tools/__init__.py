@@ -1,0 +1,13 @@
+"""Tools that the policy calls, and environments: rows of several turns."""
+
+from typing import TYPE_CHECKING
+
+from dash_trl._lazy import lazy
+
+if TYPE_CHECKING:
+    from dash_trl.tools.calls import ProcessTool, ToolCalls
+    from dash_trl.tools.conversations import Conversation, Conversations, EnvironmentReward
+    from dash_trl.tools.environments import Environments
+    from dash_trl.tools.turns import TurnRules, Turns
+
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -1,0 +1,173 @@
+"""`ToolCalls`: answers the tool calls of a message. `ProcessTool`: a tool that runs in worker processes.
+
+calls ──► a thread (functions), an event loop (coroutine functions), a worker process (`ProcessTool`)
+            └─ value, or error ──► a message for the policy        └─ over its time in this process: `Overdue`
+"""
+
+import asyncio
+import functools
+import weakref
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import iscoroutinefunction
+from typing import Any
+
+from dash_trl.tools.turns import Message
+from dash_trl.workers import (
+    AsyncCalls,
+    EventLoop,
+    GivenUp,
+    Overdue,
+    ProcessCalls,
+    ThreadCalls,
+    call_all,
+    called,
+    default_workers,
+)
+
+HANGS = Overdue, GivenUp  # what is known of a call in this process that does not come back
+MOST_CALLS = 256  # at a time, of threads and of coroutines: tools mostly wait for something
+
+
+class ProcessTool:
+    """A tool that runs in worker processes: one that hangs or crashes is killed, and the policy is told so.
+
+        trainer = DASHTrainer(..., tools=[ProcessTool(run_python, timeout=10)])
+
+    The function is sent to the workers, so that it cannot change anything in the trainer's process. Its name,
+    signature and docstring are those of the function.
+
+    Args:
+        function: the tool. It is no coroutine function and no method of an environment.
+        timeout: seconds for one call, from its start.
+        max_concurrency: worker processes; `None` is this process's share of the CPUs, and 8 at most.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, timeout: float = 60.0, max_concurrency: int | None = None):
+        if not callable(function) or iscoroutinefunction(function):
+            raise ValueError(
+                f"ProcessTool({function!r}) needs an ordinary function: a coroutine function belongs to an event loop "
+                "of the trainer's process. Write it without async, or pass it as a tool without ProcessTool."
+            )
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout} lets no call come to its end: give more than 0.")
+        functools.update_wrapper(self, function)
+        self.function, self.timeout = function, timeout
+        self.workers = ProcessCalls(default_workers() if max_concurrency is None else max_concurrency)
+        weakref.finalize(self, self.workers.close)
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Calls the function in a worker and waits for its value."""
+        (call,) = call_all(self.workers.submit, self.function, [arguments], timeout=self.timeout)
+        if call.error is not None:
+            raise call.error
+        return call.value
+
+
+class ToolCalls:
+    """Calls tools, `reset` and `get_reward`, many at a time, without waiting on the main thread.
+
+    Args:
+        timeout: seconds for one call. A function that is still running then cannot be ended: it is left alone.
+    """
+
+    def __init__(self, timeout: float):
+        self.timeout = timeout
+        self._threads, self._coroutines = ThreadCalls(MOST_CALLS), AsyncCalls(MOST_CALLS)
+        self._loop = EventLoop()  # of coroutines that wait for tools
+        for one in (self._loop, self._threads, self._coroutines):
+            weakref.finalize(self, one.close)
+
+    def run(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """The results of coroutines that run side by side; waits for all. The first error ends them."""
+
+        async def together() -> list[Any]:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one) for one in coroutines]
+            return [task.result() for task in tasks]
+
+        try:
+            return self._loop.run(together())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """What the function returns. Raises what it raises.
+
+        Raises:
+            Overdue: it took longer than `timeout`. GivenUp: so many calls hang that no more are made.
+        """
+        backend = self._coroutines if iscoroutinefunction(function) else self._threads
+        return await called(backend, function, arguments, timeout=self.timeout)
+
+    async def answer(
+        self, calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]]
+    ) -> tuple[list[Message], int]:
+        """Makes the tool calls of one message: functions one after the other, coroutine functions together after them.
+
+        Args:
+            calls: as the tokenizer parsed them. tools: by name.
+        Returns:
+            The messages of the tools, in TRL's order (functions first), and how many of the calls failed. The message
+            of a failed call is the error.
+        Raises:
+            Overdue, GivenUp: see `call`.
+        """
+        found: list[tuple[str, Any]] = []
+        waiting: list[tuple[str, Coroutine[Any, Any, Any]]] = []
+        for one in calls:
+            name = one.get("name", "unknown")
+            try:
+                if one["type"] != "function":
+                    raise ValueError(f"Unsupported tool call type: {one['type']}")
+                name = one["function"]["name"]
+                if (tool := tools.get(name)) is None:
+                    raise ValueError(f"Tool {name} not found.")
+                arguments = one["function"]["arguments"]
+                if iscoroutinefunction(tool):
+                    waiting.append((name, tool(**arguments)))
+                elif isinstance(tool, ProcessTool):
+                    # Not on a thread: its time begins when a worker takes it.
+                    found.append((name, await called(tool.workers, tool.function, arguments, timeout=tool.timeout)))
+                else:
+                    found.append((name, await self.call(tool, arguments)))
+            except HANGS:
+                for _, coroutine in waiting:
+                    coroutine.close()
+                raise
+            except Exception as error:
+                found.append((name, _Failed(error)))
+        results = await asyncio.gather(*(self._finish(name, one) for name, one in waiting), return_exceptions=True)
+        for (name, _), value in zip(waiting, results, strict=True):
+            if isinstance(value, HANGS):
+                raise value
+            found.append((name, _Failed(value) if isinstance(value, BaseException) else value))
+        failed = sum(isinstance(value, _Failed) for _, value in found)
+        return [{"role": "tool", "name": name, "content": _content(value)} for name, value in found], failed
+
+    async def _finish(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        async def awaits() -> Any:
+            return await coroutine
+
+        awaits.__name__ = name
+        return await self.call(awaits, {})
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """What a failed call has in place of a value."""
+
+    error: BaseException
+
+    def __str__(self) -> str:
+        return str({"error": str(self.error)})
+
+
+def _content(value: Any) -> str | list[dict[str, str]]:
+    """What the policy reads. Blocks of text are left to the chat template; everything else is written as a string."""
+    if isinstance(value, list) and value and all(isinstance(one, dict) and one.get("type") == "text" for one in value):
+        return value
+    try:
+        return str(value)
+    except Exception as error:  # its own `__str__` fails
+        return str({"error": f"{type(value).__name__} cannot be written: {type(error).__name__}"})

@@ -1,0 +1,195 @@
+"""`Conversations`: leads rows from their prompt to the end of their last turn, whoever samples.
+
+    begin: environment, reset, prompt ──► [sampled] ──► answer: run tools ──► [sampled] ──► … ──► end: get_reward
+
+Everything between two samples of a row is a coroutine, so that many rows wait for their tools at the same time.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from dash_trl.tools.calls import HANGS, ToolCalls
+from dash_trl.tools.environments import NO_PROMPT, Environments, methods_of, observed
+from dash_trl.tools.turns import TurnRules, Turns
+
+logger = logging.getLogger(__name__)
+
+NOTHING_SAID = {"role": "assistant", "content": ""}
+
+
+class Conversation:
+    """One row.
+
+    Args:
+        example: of the dataset.
+    Attributes:
+        prompt: the messages that `turns` begins with. name, environment: of the instance that the row has, if any.
+        turns: `None` before it has begun.
+        failure: why the row is unscored, if it is.
+        calls, failed_calls: of tools, so far.
+    """
+
+    def __init__(self, example: Mapping[str, Any]):
+        self.example = example
+        self.prompt: Any = example.get("prompt", NO_PROMPT)
+        self.name: str | None = None
+        self.environment: Any = None
+        self.turns: Turns | None = None
+        self.tools: dict[str, Callable[..., Any]] = {}
+        self.failure: str | None = None
+        self.in_use = True  # its environment: nobody else may have it
+        self.calls = self.failed_calls = 0
+
+
+class Conversations:
+    """
+    Args:
+        rules: of turns, as they are now. calls: runs tools and the methods of environments.
+        tools: those that no environment brings. environments: `None` if there are none.
+        tokenize: (prompt, tools that it names) → token ids.
+        end_id: a token; the whole completion of a row that never began.
+    """
+
+    def __init__(
+        self,
+        rules: Callable[[], TurnRules],
+        calls: ToolCalls,
+        tools: Sequence[Callable[..., Any]],
+        environments: Environments | None,
+        tokenize: Callable[[Any, Sequence[Any]], list[int]],
+        end_id: int,
+    ):
+        self._rules, self._calls, self._tools, self._environments = rules, calls, tools, environments
+        self._tokenize, self._end_id = tokenize, end_id
+
+    def run(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """The results of coroutines that run side by side; for the main thread, which waits for all of them."""
+        return self._calls.run(coroutines)
+
+    def lent(self) -> AbstractContextManager[None]:
+        """Within it TRL has the idle environments."""
+        return nullcontext() if self._environments is None else self._environments.lent()
+
+    def begun(
+        self, prompt_ids: Sequence[list[int]], environments: Sequence[Any] | None, names: Sequence[str | None] | None
+    ) -> list[Conversation]:
+        """Rows that TRL has begun.
+
+        Args:
+            prompt_ids: of each. environments, names: of each, if there are any.
+        """
+        rows = []
+        for i, ids in enumerate(prompt_ids):
+            row, named = Conversation({}), self._tools
+            row.tools = {tool.__name__: tool for tool in self._tools}
+            if self._environments is not None and environments and names:
+                row.name, row.environment = names[i], environments[i]
+                named = self._environments.tools[row.name]
+                row.tools |= {tool.__name__: tool for tool in methods_of(row.environment)}
+            row.turns = Turns(self._rules(), ids, named)
+            rows.append(row)
+        return rows
+
+    async def begin(self, row: Conversation, prompt_ids: list[int] | None = None) -> bool:
+        """Prepares a row for its first turn.
+
+        Args:
+            prompt_ids: of its prompt, if they are known.
+        Returns:
+            Whether there is a turn to sample.
+        """
+        named, environments = self._tools, self._environments
+        if environments is not None:
+            row.name = environments.name_of(row.example)
+            named = environments.tools[row.name]
+            row.environment = environments.lease(row.name)
+            if row.environment is None:
+                row.environment = await self._calls.call(environments.factories[row.name], {})
+            try:
+                arguments = environments.reset_arguments(row.example)
+                row.prompt = observed(row.prompt, await self._calls.call(row.environment.reset, arguments))
+            except Exception as error:
+                self._fail(row, error, "reset")
+            row.tools = {tool.__name__: tool for tool in methods_of(row.environment)}
+        row.tools = {tool.__name__: tool for tool in self._tools} | row.tools
+        prompt_ids = self._tokenize(row.prompt, named) if prompt_ids is None else prompt_ids
+        row.turns = Turns(self._rules(), prompt_ids, named)
+        if row.failure is not None:
+            row.turns.never_began(self._end_id, NOTHING_SAID)
+        return row.failure is None
+
+    async def answer(self, row: Conversation, ids: list[int], log_probs: list[float | None] | None) -> bool:
+        """Takes a turn of the policy and lets its tools answer.
+
+        Returns:
+            Whether there is another turn to sample.
+        """
+        assert row.turns is not None, "it has begun"
+        calls = row.turns.sampled(ids, log_probs)
+        if calls:
+            row.calls += len(calls)
+            try:
+                messages, failed = await self._calls.answer(calls, row.tools)
+            except HANGS as error:
+                self._fail(row, error, " and ".join(str(one["function"]["name"]) for one in calls))
+            else:
+                row.failed_calls += failed
+                if row.turns.answered(messages):
+                    return True
+        await self._end(row)
+        return False
+
+    def rewards(self, instances: Sequence[Any]) -> list[Any]:
+        """What `get_reward` of each instance has returned, or returns now; NaN for one that has failed."""
+        assert self._environments is not None, "there are instances"
+        found = self._environments.rewards
+        missing = [one for one in instances if id(one) not in found]
+        values = self.run([self._reward(one) for one in missing])
+        now = dict(zip(map(id, missing), values, strict=True))
+        return [found[id(one)] if id(one) in found else now[id(one)] for one in instances]
+
+    def give_back(self, rows: Sequence[Conversation]) -> None:
+        """Nobody looks at the environments of these rows any more. Those that are still at work are not used again."""
+        for row in rows:
+            if self._environments is not None and row.environment is not None and not row.in_use:
+                self._environments.give_back(row.name, row.environment)
+
+    async def _end(self, row: Conversation) -> None:
+        environments = self._environments
+        if environments is not None and row.failure is None and hasattr(row.environment, "get_reward"):
+            environments.rewards[id(row.environment)] = await self._reward(row.environment)
+        row.in_use = row.failure is not None
+
+    async def _reward(self, instance: Any) -> Any:
+        try:
+            return await self._calls.call(instance.get_reward, {})
+        except Exception as error:
+            logger.warning(f"get_reward of a {type(instance).__name__} failed, its row is unscored: {error!r}")
+            return math.nan
+
+    def _fail(self, row: Conversation, error: Exception, what: str) -> None:
+        """Its environment is in an unknown state: it is left out of the pool."""
+        row.failure = f"{what}: {type(error).__name__}: {error}"
+        if self._environments is not None:
+            self._environments.rewards[id(row.environment)] = math.nan
+        logger.warning(f"A row is unscored, since a call for it failed: {row.failure}")
+
+
+class EnvironmentReward:
+    """The reward function of an environment's class: what `get_reward` of each row's instance returned.
+
+    Args:
+        kind: the class. It does not apply to a row whose instance is of another class.
+    """
+
+    def __init__(self, kind: type, conversations: Conversations):
+        self.kind, self._conversations = kind, conversations
+        self.__name__ = kind.__name__
+
+    def __call__(self, environments: Sequence[Any], **_: Any) -> list[float | None]:
+        own = [one for one in environments if type(one) is self.kind]
+        values = iter(self._conversations.rewards(own))
+        return [next(values) if type(one) is self.kind else None for one in environments]
