@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from accelerate.utils import DynamoBackend, is_peft_model
 from torch import Tensor
-from trl.chat_template_utils import parse_response
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
@@ -42,7 +41,7 @@ from dash_trl.micro_steps import MicroBatches, MicroSteps
 from dash_trl.monitoring import Recorder
 from dash_trl.rollout import GenerationWindow, PromptReader, RunAhead, Shapes, open_epoch
 from dash_trl.seams import shuffled, sync_weights, tool_suffix, weights_of
-from dash_trl.tools import Conversations, EnvironmentReward, Environments, ToolCalls, TurnRules
+from dash_trl.tools import NO_PROMPT, Conversations, EnvironmentReward, Environments, ToolCalls, TurnRules
 from dash_trl.update import ModelPasses, Schedule, has_dropout, trl_settings
 
 logger = logging.getLogger(__name__)
@@ -184,6 +183,10 @@ def new_conversations(trainer: Any) -> Conversations | None:
         check_prompt_lengths([ids], context)
         return ids
 
+    def parse(ids: list[int], prefix: list[int], tools: Sequence[Any]) -> dict[str, Any]:
+        ((message,),) = decoded(tokenizer, [NO_PROMPT], [prefix], [ids], tools=tools)
+        return message
+
     def rules() -> TurnRules:
         of_sampler = None
         if trainer.use_vllm:
@@ -193,8 +196,8 @@ def new_conversations(trainer: Any) -> Conversations | None:
         return TurnRules(
             most_tokens=trainer.max_completion_length,
             context=min((one for one in (context, of_sampler) if one is not None), default=None),
-            most_rounds=trainer.args.max_tool_calling_iterations,
-            parse=lambda ids, prefix, tools: parse_response(tokenizer, ids, prefix=prefix, tools=list(tools)),
+            most_rounds=trainer.args.max_tool_calling_iterations if trainer.tools else 0,
+            parse=parse,
             encode=partial(tool_suffix, trainer, tokenizer),
         )
 

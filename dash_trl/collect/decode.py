@@ -50,11 +50,11 @@ class TurnCounts:
     """What tools and environments did in a window's rows on this rank.
 
     Attributes:
-        calls: [B, 2] int64: calls of tools, and how many of them failed.
+        calls: [B, 2] int64: calls of tools, and how many of them failed; `None` if there is no tool.
         failed: [B] bool: a tool or the environment of the row hung or failed. The row is unscored.
     """
 
-    calls: Tensor
+    calls: Tensor | None
     failed: Tensor
 
 
@@ -94,13 +94,18 @@ class Sampled:
 
 
 def decoded(
-    tokenizer: Any, prompts: Sequence[Any], prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]]
+    tokenizer: Any,
+    prompts: Sequence[Any],
+    prompt_ids: Sequence[list[int]],
+    completion_ids: Sequence[list[int]],
+    *,
+    tools: Sequence[Any] = (),
 ) -> list[Any]:
     """The completions as reward functions get them, the same for some rows as for all.
 
     Args:
         tokenizer: where it can parse a response (reasoning, …), the message has those parts.
-        prompts: B texts or conversations.
+        prompts: B texts or conversations. tools: that the prompts name.
     Returns:
         B texts; of conversations B lists with one message each.
     """
@@ -108,7 +113,7 @@ def decoded(
         return tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
         rows = zip(completion_ids, prompt_ids, strict=True)
-        return [[parse_response(tokenizer, ids, prefix=prompt)] for ids, prompt in rows]
+        return [[parse_response(tokenizer, ids, prefix=prompt, tools=list(tools))] for ids, prompt in rows]
     texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     return [[{"role": "assistant", "content": text}] for text in texts]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import nanstd
 
-from dash_trl.collect.decode import Sampled
+from dash_trl.collect.decode import Sampled, TurnCounts
 from dash_trl.distributed import Ranks
 
 
@@ -83,10 +83,15 @@ class WindowLog:
         self._total("num_tokens", self._count_tokens(int(prompts.sum() + completions.sum())))
         self._figures(length_figures(completions, self._ranks.gather(truncated)))
         if sampled.turns is not None:
-            calls, failed = self._ranks.gather(sampled.turns.calls).sum(dim=0).tolist()
-            failed_rows = self._ranks.gather(sampled.turns.failed).float().mean().item()
-            self._figures({"tools/call_frequency": calls / len(prompts), "tools/failed_rows": failed_rows})
-            self._figures({"tools/failure_frequency": failed / calls if calls else 0.0})
+            self._turns(sampled.turns)
+
+    def _turns(self, turns: TurnCounts) -> None:
+        failed = self._ranks.gather(turns.failed)
+        self._figures({"tools/failed_rows": failed.float().mean().item()})
+        if turns.calls is not None:
+            made, in_vain = self._ranks.gather(turns.calls).sum(dim=0).tolist()
+            frequency = {"call": made / len(failed), "failure": in_vain / made if made else 0.0}
+            self._figures({f"tools/{name}_frequency": value for name, value in frequency.items()})
 
     def rewarded(
         self, prompts: Sequence[Any], completions: Sequence[Any], rewards: Tensor, advantages: Tensor, silent: Tensor

@@ -1,7 +1,7 @@
 """Samplers of rows that take several turns, because they call tools or act in an environment.
 
-    in rounds, all ranks in step: sample all rows that wait ──► run their tools, side by side ──► …
-    on servers, each row by itself: ask a server ──► run its tools ──► ask a server ──► …
+in rounds, all ranks in step: sample all rows that wait ──► run their tools, side by side ──► …
+on servers, each row by itself: ask a server ──► run its tools ──► ask a server ──► …
 """
 
 from collections.abc import Callable, Sequence
@@ -99,17 +99,20 @@ class _Windows:
                 "Nothing can be learned from such rows: correct the tool or environment. A tool that hangs can run in "
                 "processes, which are ended (dash_trl.ProcessTool), or get more time (tool_timeout)."
             )
+        known = self._knows_log_probs or any(one.log_probs is not None for one in turns)
         self._use([row.environment for row in rows])
         return Sampled(
             prompt_ids=[one.prompt_ids for one in turns],
             completion_ids=[one.completion_ids for one in turns],
             completions=[one.messages for one in turns],
             policy_version=versions,
-            log_probs=[one.log_probs or [] for one in turns] if self._knows_log_probs else None,
+            log_probs=[one.log_probs or [None] * len(one.own) for one in turns] if known else None,
             own_tokens=[one.own for one in turns],
             prompts=[row.prompt for row in rows],
             turns=TurnCounts(
-                calls=torch.tensor([[row.calls, row.failed_calls] for row in rows]),
+                calls=torch.tensor([[row.calls, row.failed_calls] for row in rows])
+                if self._conversations.has_tools
+                else None,
                 failed=torch.tensor([row.failure is not None for row in rows]),
             ),
         )

@@ -15,6 +15,7 @@ from typing import Any
 from dash_trl.tools.turns import Message
 from dash_trl.workers import (
     AsyncCalls,
+    Call,
     EventLoop,
     GivenUp,
     Overdue,
@@ -97,6 +98,12 @@ class ToolCalls:
         Raises:
             Overdue: it took longer than `timeout`. GivenUp: so many calls hang that no more are made.
         """
+        call = await self._made(function, arguments)
+        if call.error is not None:
+            raise call.error
+        return call.value
+
+    async def _made(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Call:
         backend = self._coroutines if iscoroutinefunction(function) else self._threads
         return await called(backend, function, arguments, timeout=self.timeout)
 
@@ -128,29 +135,31 @@ class ToolCalls:
                     waiting.append((name, tool(**arguments)))
                 elif isinstance(tool, ProcessTool):
                     # Not on a thread: its time begins when a worker takes it.
-                    found.append((name, await called(tool.workers, tool.function, arguments, timeout=tool.timeout)))
+                    call = await called(tool.workers, tool.function, arguments, timeout=tool.timeout)
+                    found.append((name, _value(call)))
                 else:
-                    found.append((name, await self.call(tool, arguments)))
+                    found.append((name, _value(await self._made(tool, arguments))))
             except HANGS:
                 for _, coroutine in waiting:
                     coroutine.close()
                 raise
             except Exception as error:
                 found.append((name, _Failed(error)))
-        results = await asyncio.gather(*(self._finish(name, one) for name, one in waiting), return_exceptions=True)
-        for (name, _), value in zip(waiting, results, strict=True):
-            if isinstance(value, HANGS):
-                raise value
-            found.append((name, _Failed(value) if isinstance(value, BaseException) else value))
+        made = await asyncio.gather(*(self._made(_awaits, {"coroutine": one}) for _, one in waiting))
+        found += [(name, _value(call)) for (name, _), call in zip(waiting, made, strict=True)]
         failed = sum(isinstance(value, _Failed) for _, value in found)
         return [{"role": "tool", "name": name, "content": _content(value)} for name, value in found], failed
 
-    async def _finish(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        async def awaits() -> Any:
-            return await coroutine
 
-        awaits.__name__ = name
-        return await self.call(awaits, {})
+async def _awaits(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return await coroutine
+
+
+def _value(call: Call) -> Any:
+    """What it returned, or its error as a value. Raises if a call in this process hangs."""
+    if isinstance(call.error, HANGS):
+        raise call.error
+    return call.value if call.error is None else _Failed(call.error)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,10 @@ class Conversations:
         self._rules, self._calls, self._tools, self._environments = rules, calls, tools, environments
         self._tokenize, self._end_id = tokenize, end_id
 
+    @property
+    def has_tools(self) -> bool:
+        return bool(self._tools) or self._environments is not None and any(self._environments.tools.values())
+
     def run(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         """The results of coroutines that run side by side; for the main thread, which waits for all of them."""
         return self._calls.run(coroutines)

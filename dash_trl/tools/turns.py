@@ -83,7 +83,7 @@ class Turns:
     def never_began(self, token: int, message: Message) -> None:
         """Nothing is sampled for this row. Other rows need it to have a token and a message; the token is not own."""
         self.messages = [message]
-        self._append([token], 0, [0.0])
+        self._append([token], 0, None)
 
     def answered(self, messages: list[Message]) -> bool:
         """Appends the answers of tools, if there is room for all of them. Else the row ends as it was.

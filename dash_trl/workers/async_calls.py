@@ -298,7 +298,10 @@ class RetriedCalls:
             call.finish(error=GivenUp("the agent was closed") if closed else error)
 
     async def _attempt(self, call: Call) -> Any:
-        return await called(self._backend, call.function, call.arguments, timeout=call.timeout, stop=call.stop)
+        one = await called(self._backend, call.function, call.arguments, timeout=call.timeout, stop=call.stop)
+        if one.error is not None:
+            raise one.error
+        return one.value
 
 
 async def called(
@@ -308,8 +311,8 @@ async def called(
     *,
     timeout: float,
     stop: threading.Event | None = None,
-) -> Any:
-    """What the function returns. Raises what it raises, or why the backend has no value.
+) -> Call:
+    """Waits for one call, which then has its value or error.
 
     Args:
         backend, function, arguments, timeout, stop: see `Call`.
@@ -319,6 +322,4 @@ async def called(
     call = Call(function, arguments, timeout=timeout, done=ended.set_result, stop=stop)
     backend.submit([call])
     await asyncio.wrap_future(ended)
-    if call.error is not None:
-        raise call.error
-    return call.value
+    return call
