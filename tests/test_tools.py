@@ -56,6 +56,14 @@ def tokens(text: str) -> tuple[int, ...]:
 tokenizer = functools.cache(tiny_tokenizer)
 
 
+def with_templates(model: str, **templates: Any) -> Any:
+    """The model's tokenizer with other templates."""
+    other = PreTrainedTokenizerFast.from_pretrained(model)
+    for name, template in templates.items():
+        setattr(other, name, template)
+    return other
+
+
 # ---------------------------------------------------------------------- tools
 
 
@@ -401,8 +409,7 @@ def test_arguments_of_the_template_reach_prompts_and_answers(kind, model, tmp_pa
 
 def test_a_template_that_loses_prefixes_is_replaced_by_trls_for_training(kind, model, tmp_path):
     """Qwen3's drops earlier thoughts; TRL also knows how to parse its calls."""
-    own = PreTrainedTokenizerFast.from_pretrained(model, response_template=None)
-    own.chat_template = qwen3_chat_template
+    own = with_templates(model, chat_template=qwen3_chat_template, response_template=None)
     loaded = AutoModelForCausalLM.from_pretrained(model)
     loaded.config.max_position_embeddings = 2048
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
@@ -713,10 +720,6 @@ class NoReset:
     pass
 
 
-def plain(model: str, **others: Any) -> Any:
-    return PreTrainedTokenizerFast.from_pretrained(model, **others)
-
-
 MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no reset": (lambda model: {"environment_factory": NoReset}, {}, "reset"),
     "no reward": (lambda model: {"tools": [add], "reward_funcs": None}, {}, "reward"),
@@ -742,7 +745,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a template without tools": (
         lambda model: {
             "tools": [add],
-            "processing_class": plain(
+            "processing_class": with_templates(
                 model, chat_template="{% for one in messages %}{{ one.content }}{% endfor %}", response_template=None
             ),
         },
@@ -750,7 +753,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
         "template",
     ),
     "a template that nobody can parse": (
-        lambda model: {"tools": [add], "processing_class": plain(model, response_template=None)},
+        lambda model: {"tools": [add], "processing_class": with_templates(model, response_template=None)},
         {},
         "response",
     ),

@@ -184,9 +184,8 @@ class Unmasked(GRPOTrainer):
 
 def test_tokens_of_tools_would_change_the_update(start, model, tmp_path):
     """The control of the tests above."""
-    settings = {"more": {"tools": TOOLS}, "in_process": True, "dataset": problems(64), "max_completion_length": LONGEST}
-    prepare = plays(RandomTurns())
-    ends = [
-        parameters(run(kind, model, tmp_path, prepare=prepare, **settings).model) for kind in (Unmasked, DASHTrainer)
+    settings = {"more": {"tools": TOOLS}, "in_process": True, "dataset": problems(64), "prepare": plays(RandomTurns())}
+    trainers = [
+        run(kind, model, tmp_path, max_completion_length=LONGEST, **settings) for kind in (Unmasked, DASHTrainer)
     ]
-    assert relative_difference(start, *ends)[0] > 1e-2
+    assert relative_difference(start, *(parameters(trainer.model) for trainer in trainers))[0] > 1e-2
