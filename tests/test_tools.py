@@ -141,22 +141,18 @@ def repeated(times: int, *, calls: int, last: tuple) -> Case:
 
 
 def filled(room: int, *, then: str | list[int]) -> tuple[list[str | list[int]], list[str], list[dict[str, Any]]]:
-    """A call whose answer leaves so much room for the turn after it: turns, texts, messages without the last one."""
-    length = BUDGET
-    while True:
-        call = ("", ("fill", {"length": length}))
-        used = len(tokens(written(*call))) + len(tokens(given("fill", "z" * length)))
-        if used == BUDGET - room:
-            break
-        length -= 1
-    first, appended = written(*call), given("fill", "z" * length)
-    return [first, then], [first, appended], [parsed(*call), *answered(("fill", "z" * length))]
+    """A call after whose answer so many tokens are left: its turns, its texts, its messages without the last turn's."""
+    call, contents = ("fill", {"length": 40}), "z" * 40
+    appended = given("fill", contents)
+    words = "y" * (BUDGET - room - len(tokens(written("", call))) - len(tokens(appended)))
+    first = written(words, call)
+    return [first, then], [first, appended], [parsed(words, call), *answered(("fill", contents))]
 
 
 def cut(room: int) -> Case:
     """The last turn is longer than the room that is left."""
-    turns, ids, messages = filled(room, then=written("y" * 30))
-    return Case(turns, [*ids, "y" * room], [*messages, *([parsed("y" * room)] if room else [])], 1)
+    turns, ids, messages = filled(room, then=written("x" * 30))
+    return Case(turns, [*ids, "x" * room], [*messages, *([parsed("x" * room)] if room else [])], 1)
 
 
 def overlong() -> Case:
@@ -390,7 +386,7 @@ def test_an_evaluation_calls_tools_too(kind, model, tmp_path):
 
 def test_log_probs_of_a_sampler_are_those_of_own_tokens(kind, model, tmp_path):
     """Those of others are 0, and a turn that is cut loses its own."""
-    rows, (turns, *_) = Rows(), filled(10, then=written("y" * 30))
+    rows, (turns, *_) = Rows(), filled(10, then=written("x" * 30))
     script = ScriptedTurns(lambda *_: turns, noise=0.0)
     train(kind, model, tmp_path, script, rows, callbacks=[rows], more={"tools": [fill]})
     for ids, own, log_probs in rows.windows[0]:
