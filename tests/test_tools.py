@@ -74,12 +74,17 @@ def value(name: str) -> Any:
         name: Of what.
     """
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    return {"number": 1.5, "nothing": None, "mapping": {"a": 1}, "tuple": (1, 2), "parts": parts, "no parts": []}[name]
+    return {"number": 1.5, "nothing": None, "mapping": {"a": 1}, "tuple": (1, 2), "parts": parts}[name]
 
 
 async def fails_later() -> str:
     """Fails, too."""
     raise KeyError("page")
+
+
+def stops() -> str:
+    """Fails with what ends loops."""
+    return next(iter(()))
 
 
 def given(name: str, *contents: str) -> str:
@@ -187,6 +192,7 @@ CASES: dict[str, Case] = {
     ),
     "a tool that raises answers with its error": failed("fails", ("fails", {}), error="no such page"),
     "so does a coroutine function": failed("fails_later", ("fails_later", {}), error="'page'"),
+    "an error without a text is an empty one": failed("stops", ("stops", {}), error=""),
     "a failure does not stop the other calls": one_call(
         ("fails_later", {}), ("fails", {}), ("later", {"text": "x"}), ("add", {"a": 1, "b": 2}),
         answers=[
@@ -235,7 +241,6 @@ CASES: dict[str, Case] = {
     "a list of parts stays one": one_call(
         ("value", {"name": "parts"}), answers=[("value", value("parts"))], texts=["onetwo"]
     ),
-    "so does an empty list": one_call(("value", {"name": "no parts"}), answers=[("value", [])], texts=[""]),
     "a call that a turn without end makes is answered": Case(
         [written(*CALL, end=""), written("done", end="")],
         [written(*CALL, end=""), given("add", "3"), written("done", end="")],
@@ -259,10 +264,8 @@ CASES: dict[str, Case] = {
         prompt=CONTEXT - 1,
     ),
 }  # fmt: skip
-TOOLS = [add, later, fails, fails_later, fill, value]
-SCHEMA = (
-    "<tools>add:a integer,b integer,;later:text string,;fails:;fails_later:;fill:length integer,;value:name string,;"
-)
+TOOLS = [add, later, fails, fails_later, stops, fill, value]
+SCHEMA = "<tools>add:a integer,b integer,;later:text string,;fails:;fails_later:;stops:;fill:length integer,;value:name string,;"
 
 
 def content_of(name: str, case: Case) -> str:
@@ -691,14 +694,17 @@ class OwnsItsData:
         return "guess"
 
 
-def test_an_environment_may_own_the_prompts(kind, model, tmp_path):
-    """Without a dataset, and without tools: then there is no mask, and no figure of tools."""
-    judge = Judge()
-    more = {"environment_factory": OwnsItsData, "train_dataset": None}
+@pytest.mark.parametrize("can_parse", [True, False])
+def test_an_environment_may_own_the_prompts(kind, model, tmp_path, can_parse):
+    """Without a dataset. Without tools, there are no figures of tools, and nobody answers what looks like a call."""
+    judge, more = Judge(), {"environment_factory": OwnsItsData, "train_dataset": None}
+    if not can_parse:
+        more["processing_class"] = with_templates(model, response_template=None)
     script = [written(*CALL)]
     log = train(kind, model, tmp_path, lambda *_: script, reward=judge, more=more).state.log_history[0]
     assert judge.asked[0]["prompts"] == [user("guess")] * 2
-    assert judge.asked[0]["completions"] == [[parsed(*CALL)]] * 2, "nobody answers"
+    message = parsed(*CALL) if can_parse else parsed(written(*CALL, end=""))
+    assert judge.asked[0]["completions"] == [[message]] * 2
     assert not any(name.startswith("tools/") for name in log)
 
 
