@@ -265,7 +265,10 @@ CASES: dict[str, Case] = {
     ),
 }  # fmt: skip
 TOOLS = [add, later, fails, fails_later, stops, fill, value]
-SCHEMA = "<tools>add:a integer,b integer,;later:text string,;fails:;fails_later:;stops:;fill:length integer,;value:name string,;"
+SCHEMA = (
+    "<tools>add:a integer,b integer,;later:text string,;fails:;fails_later:;stops:;fill:length integer,;"
+    "value:name string,;"
+)
 
 
 def content_of(name: str, case: Case) -> str:
