@@ -239,8 +239,9 @@ class Rows(DASHCallback):
         self.add(rollouts.completion_ids, rollouts.completion_mask, rollouts.tool_mask, log_probs)
 
     def prepare(self, trainer: Any) -> None:
-        """Sees the windows of TRL's trainer; ours calls back."""
+        """From now on this sees the windows of `trainer`."""
         if isinstance(trainer, DASHTrainer):
+            trainer.add_callback(self)
             return
         score = trainer._generate_and_score_completions
 

@@ -112,7 +112,6 @@ def check_tools_contract(model: str, folder: Path, name: str) -> None:
                 dataset=problems(12),
                 eval_dataset=problems(2),
                 prepare=prepare,
-                callbacks=[rows],
                 more=arguments,
                 max_completion_length=LONGEST,
                 **{**defaults, **settings, **own},
