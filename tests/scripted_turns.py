@@ -109,6 +109,7 @@ class ScriptedTurns:
         """From now on `trainer` samples these turns; the transformer does not run."""
 
         def sampled(prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
+            trainer._last_loaded_step = trainer.state.global_step  # by the weights of now
             turns = [self.turn(trainer._tokenizer, prompt) for prompt in prompt_ids]
             if self.noise is None:
                 return turns, None

@@ -52,7 +52,7 @@ def problems(count: int) -> Dataset:
         {
             "prompt": [user(f"{number} + {3 * number} = ") for number in range(count)],
             "environment": [names[number % 4] for number in range(count)],
-            "observed": [("text", "parts", "")[number % 3] for number in range(count)],
+            "observed": [("text", "")[number // 4 % 2] for number in range(count)],
         }
     )
 
@@ -60,7 +60,7 @@ def problems(count: int) -> Dataset:
 def corrects(trainer: Any) -> None:
     """As with vLLM in this process, whose log-probs are those of the script."""
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
-    trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "colocate", -1
+    trainer.use_vllm, trainer.vllm_mode = True, "colocate"
     trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None, llm=SimpleNamespace(llm_engine=config))
 
 
@@ -90,7 +90,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 def check_tools_contract(model: str, folder: Path, name: str) -> None:
-    """The log, the tables, the rows, and what reward functions got, of four steps and two evaluations."""
+    """The log, the tables, the rows, and what reward functions got, of two steps and their evaluations."""
     arguments, of_script, settings = SCENARIOS[name]
     trainers, judges, windows = [], [], []
     for kind in (ByTokens, DASHTrainer):
@@ -98,9 +98,14 @@ def check_tools_contract(model: str, folder: Path, name: str) -> None:
         turns = RandomTurns(calls=script.pop("calls", RANDOM_CALLS), ends=1.0 if script.get("generated") else 0.7)
         prepare = plays(turns, rows.prepare, *script.pop("also", ()), **script)
         own = {"gradient_filter_threshold": None} if kind is DASHTrainer else {}
-        defaults: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 4, "learning_rate": 1e-3}
-        defaults |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-        defaults |= {"log_completions": True, "loss_type": "dapo", "reward_weights": [1.0, 0.5, 1.0]}
+        defaults: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 2, "learning_rate": 1e-3}
+        defaults |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+        defaults |= {
+            "log_completions": True,
+            "num_completions_to_print": 1,
+            "loss_type": "dapo",
+            "reward_weights": [1.0, 0.5, 1.0],
+        }
         torch.manual_seed(0)
         trainers.append(
             run(
