@@ -39,7 +39,9 @@ from dash_trl.process_rewards import (
 from dash_trl.process_rewards.worth import evidence_of
 from dash_trl.rewards.failures import watch
 from dash_trl.sampling.weights.proof import model_log_probs
+from tests.scripted_turns import RandomTurns, plays, save_tool_model
 from tests.test_contract import SCENARIOS, check_contract
+from tests.test_tools_training import LONGEST, TOOLS, check_tools_contract, problems
 from tests.tiny import (
     ScriptedReward,
     ScriptedRollouts,
@@ -80,6 +82,7 @@ def models(tiny_model, tmp_path_factory) -> dict[str, tuple[str, Ends]]:
         "tiny": tiny_model,
         "sliding window": save_tiny_model(tmp_path_factory.mktemp("model"), **windowed),
         "tied head": save_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=4000, tie_word_embeddings=True),
+        "tools": save_tool_model(tmp_path_factory.mktemp("model")),
         "untied head": save_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=4000, tie_word_embeddings=False),
     }
     return {name: (path, parameters(path)) for name, path in paths.items()}
@@ -175,6 +178,23 @@ def test_the_update_is_trls(train, name):
     expected = whole(train(model, GRPOTrainer, reward=scripted[0], **settings))
     reward = RewardAgent(Late(silent)) if "reward_pipeline" in ours else scripted[1]
     train(model, expected=expected, reward=reward, **settings, **ours)
+
+
+@pytest.mark.parametrize("turns", [3 * RANK, 2 + RANK], ids=["a rank calls no tool", "other numbers of turns"])
+def test_the_update_with_tools_is_trls(train, turns):
+    settings: dict[str, Any] = {"in_process": True, "dataset": problems(64), "max_completion_length": LONGEST}
+    settings |= {"more": {"tools": TOOLS}, "prepare": plays(RandomTurns(turns)), "loss_type": "dapo"}
+    trl = train("tools", GRPOTrainer, **settings)
+    dash = train("tools", expected=whole(trl), **settings)
+    logs = [trainer.state.log_history[0] for trainer in (trl, dash)]
+    for name in ("tools/call_frequency", "tools/failure_frequency", "completions/mean_length"):
+        assert logs[1][name] == pytest.approx(logs[0][name], rel=1e-5) and logs[0][name] > 0
+
+
+@ON_DDP
+@pytest.mark.parametrize("name", ["tools", "environments"])
+def test_everything_that_trl_logs_of_tools(models, output, name):
+    check_tools_contract(models["tools"][0], output / name, name)
 
 
 @ON_DDP

@@ -6,6 +6,7 @@ of the loss count by tokens here, and by micro-batches in TRL: there TRL's, weig
 
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +159,18 @@ def logged(
 
 
 def check_contract(model: str, folder: Path, settings: dict[str, Any]) -> None:
-    """Every key and value of TRL's log on every rank, and every column of the tables."""
-    trainers = [
-        logged(kind, model, folder / kind.__name__, **settings)
-        for kind in (GRPOTrainer if settings.get("equal") else ByTokens, DASHTrainer)
-    ]
-    unequal = () if settings.get("equal") else OF_PASSES
+    equal = settings.get("equal", False)
+    kinds = GRPOTrainer if equal else ByTokens, DASHTrainer
+    check_logs([logged(kind, model, folder / kind.__name__, **settings) for kind in kinds], equal=equal)
+
+
+def check_logs(trainers: Sequence[Any], *, equal: bool = False) -> None:
+    """Every key and value of TRL's log on every rank, and every column of the tables.
+
+    Args:
+        trainers: TRL's and ours. equal: all completions have one length.
+    """
+    unequal = () if equal else OF_PASSES
     for one, other in zip(*(trainer.state.log_history for trainer in trainers), strict=True):
         for name, value in one.items():
             if not any(clock in name for clock in TIMES) and name.removeprefix("eval_") not in unequal:

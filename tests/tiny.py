@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -251,11 +251,13 @@ def run(
     eval_dataset: Any = None,
     in_process: bool = False,
     loaded: Any = None,
+    more: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
     """Train `trainer_class` on scripted rollouts, or on those of servers; the trainer afterwards.
 
-    `loaded` takes the place of the model in the directory `model`, which then gives the tokenizer only.
+    `loaded` takes the place of the model in the directory `model`, which then gives the tokenizer only. `more` are
+    further arguments of the trainer, and others than these here.
     """
     from trl import GRPOConfig
 
@@ -290,7 +292,7 @@ def run(
     args = config(**{**defaults, **settings})
     if rollouts is None and "vllm_server_urls" not in settings and not in_process:  # by transformers' generate
         rollouts = ScriptedRollouts(rollout_seed, noise=0.1 if logprobs else None)
-    trainer = trainer_class(
+    arguments = dict(
         model=AutoModelForCausalLM.from_pretrained(model) if loaded is None else loaded,
         reward_funcs=ScriptedReward(constant=constant) if reward is None else reward,
         args=args,
@@ -301,6 +303,7 @@ def run(
         peft_config=peft_config,
         callbacks=callbacks,
     )
+    trainer = trainer_class(**{**arguments, **(more or {})})
     if read_ahead:
         args.async_level = read_ahead
     if prepare is not None:
