@@ -10,9 +10,9 @@ difference after one step of SGD (learning rate 1, no clipping), relative to the
 
     python benchmarks/update_phase.py --prompts 32 256 768                # ~10 minutes more
 
-Groups of 8 whose prompts have so many tokens: `shared` against `plain` packing and TRL, in turn, on 1 thread, all rows
-with signal. `tokens` and `flops` are the ratios of plain packing to shared prompts, by counting: sharing saves neither
-the attention of a completion to its prompt nor the LM head.
+Groups of 8 whose prompts have so many tokens: shared (`share_prompts=True`) against `plain` packing and TRL, in turn,
+on 1 thread, all rows with signal. `tokens` and `flops` are the ratios of plain packing to shared prompts, by counting:
+sharing saves neither the attention of a completion to its prompt nor the LM head.
 """
 
 import math
@@ -110,7 +110,7 @@ def compare_shared(path: str, prompt: int) -> dict[str, float]:
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "trl": (GRPOTrainer, {}),
         "plain": (DASHTrainer, {"share_prompts": False}),
-        "dash": (DASHTrainer, {}),
+        "dash": (DASHTrainer, {"share_prompts": True}),
     }
     clocks: dict[str, harness.Clock] = {}
     seconds: dict[str, list[float]] = {name: [] for name in kinds}

@@ -147,16 +147,16 @@ def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
     if on_servers(trainer):
         common |= {"pool": trainer.vllm_generation, "add": trainer.ranks.sum}
         common |= {"figures": trainer.recorder.log, "total": trainer.recorder.total}
-        if trainer.conversations is None:
+        if trainer._conversations is None:
             return OnServers(**common)
-        return TurnsOnServers(trainer.conversations, use_environments, **common)
+        return TurnsOnServers(trainer._conversations, use_environments, **common)
     own_log_probs = partial(log_probs.of_tokens, pad_token_id=trainer._tokenizer.pad_token_id)
     common |= {"versions": versions, "log_probs": own_log_probs if one_ahead(trainer) else None}
-    if trainer.conversations is None:
+    if trainer._conversations is None:
         return InProcess(**common)
     return TurnsInProcess(
         new_rounds(trainer),
-        trainer.conversations,
+        trainer._conversations,
         use_environments,
         knows_log_probs=trainer.use_vllm,
         **common,
@@ -223,14 +223,14 @@ def new_rounds(trainer: Any) -> Rounds:
         ids, log_probs = trainer._generate_single_turn(contexts, None, {}, trainer.num_generations if first else 1)
         return ([], None) if idle else (ids, log_probs)
 
-    return Rounds(trainer.ranks, trainer.conversations, generate)
+    return Rounds(trainer.ranks, trainer._conversations, generate)
 
 
 def evaluated_turns(
     trainer: Any, prompt_ids: list[list[int]], completion_ids: list[list[int]], log_probs: list[list[float]] | None
 ) -> tuple:
     """What TRL's `_tool_call_loop` returns, of first turns that were sampled."""
-    rows = trainer.conversations.begun(
+    rows = trainer._conversations.begun(
         prompt_ids, trainer.environments, trainer._batch_environments if trainer.environments else None
     )
     new_rounds(trainer).go_on(rows, completion_ids, log_probs)

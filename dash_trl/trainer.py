@@ -129,7 +129,7 @@ class DASHTrainer(GRPOTrainer):
         if on_servers:
             install(self)
         self.ranks = Ranks(self.accelerator, timeout=args.ddp_timeout)
-        self.conversations = new_conversations(self)
+        self._conversations = new_conversations(self)
         functions = zip(self.reward_funcs, self.reward_func_names, strict=True)
         self.reward_funcs = [watch(func, name) for func, name in functions]
         if (rollout_func := self.rollout_func) is not None:
@@ -410,7 +410,7 @@ class DASHTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's, for evaluations only: in training, the collector samples."""
-        environments = nullcontext() if self.conversations is None else self.conversations.lent()
+        environments = nullcontext() if self._conversations is None else self._conversations.lent()
         with with_settings(self, loss_settings(self, training=False)), environments:
             return super()._generate_and_score_completions(inputs)
 

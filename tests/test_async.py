@@ -358,6 +358,7 @@ def test_equal_neighbours_are_groups_of_their_own(fakes):
         generation_kwargs={},
         pool=ServerPool([fakes().url]),
     )
+    vllm._sampling = lambda: VLLMPool._sampling(vllm)
     rows = [[1, 2]] * 2 + [[3]] * 8 + [[4]] * 3  # of a group on two ranks, two prompts alike, a part of a group
     jobs = VLLMPool._jobs(vllm, rows, 4)
     assert [(job.sequences, job.number) for job in jobs] == [(2, 0), (4, 1), (4, 2), (3, 3)]

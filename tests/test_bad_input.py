@@ -165,15 +165,18 @@ NEITHER = "which is neither a text nor a conversation. Write it as"
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "TRL's config": ({"args": GRPOConfig("x", bf16=False, use_cpu=True)}, "GRPOConfig, which lacks DASH's options"),
     "a processor": ({"processing_class": Processor()}, "Processor, a multimodal processor"),
-    "tools": ({"tools": [print]}, "tools is set, but DASHTrainer trains single-turn"),
-    "an environment": ({"environment_factory": [print]}, "environment_factory is set, but DASHTrainer trains"),
+    "tools for texts": ({"tools": [print]}, "train_dataset has texts as prompts .* Write each prompt as"),
+    "tools and own rollouts": (
+        {"tools": [print], "rollout_func": lambda prompts, trainer: {}},
+        "tools and rollout_func are both set, .* Leave one of the two out",
+    ),
     "sampling ahead on the trainer's device": (
         {"settings": {"async_level": 1}},
         "async_level=1 lets servers sample while the trainer trains, .* Name servers .*, or leave async_level at 0",
     ),
     "sampling ahead by a rollout_func": (
         {"settings": {"async_level": 2, **SERVER}, "rollout_func": lambda prompts, trainer: {}},
-        "async_level=2 with a rollout_func: it samples when it is called",
+        "async_level=2 with a rollout_func, which gets the trainer in its hands",
     ),
     "aipo without a sampler's log-probs": (
         {"settings": AIPO},

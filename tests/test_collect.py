@@ -60,7 +60,16 @@ def test_rows_and_figures_are_those_of_trl(trainer):
     )
     completions = decoded(trainer._tokenizer, texts, prompt_ids, completion_ids)
     versions = torch.zeros(16, 2, dtype=torch.long)
-    sampled = Sampled(prompt_ids, completion_ids, completions, versions, log_probs, own_tokens, columns)
+    sampled = Sampled(
+        prompt_ids,
+        completion_ids,
+        completions,
+        versions,
+        prompts=texts,
+        log_probs=log_probs,
+        own_tokens=own_tokens,
+        columns=columns,
+    )
     truncated = is_truncated(completion_ids, [EOS, trainer._tokenizer.pad_token_id])
     assert 0 < truncated.sum() < 16
     settings = {"pad_token_id": trainer._tokenizer.pad_token_id, "pad_to_multiple_of": 8, "masked": truncated}

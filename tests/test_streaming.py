@@ -270,7 +270,7 @@ def test_a_group_may_come_in_parts_and_in_any_order():
         early = EarlyRewards(RewardTeam(agent.own), 4, wanted=True)
         early.begin(7, [{"prompt": "p", "number": number} for number in range(6)])
         for first in (4, 2, 0):
-            early.take(7, first, [[first], [first + 1]], ["", ""])
+            early.take(7, first, ["p", "p"], [[first], [first + 1]], ["", ""])
         request = early.claim(7)
         request.wait()
         assert [score.value for score in request.outcomes[0]] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]

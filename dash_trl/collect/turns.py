@@ -101,6 +101,7 @@ class _Windows:
             )
         known = self._knows_log_probs or any(one.log_probs is not None for one in turns)
         self._use([row.environment for row in rows])
+        self._conversations.score(rows)
         return Sampled(
             prompt_ids=[one.prompt_ids for one in turns],
             completion_ids=[one.completion_ids for one in turns],

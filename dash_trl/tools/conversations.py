@@ -17,6 +17,7 @@ from dash_trl.tools.turns import TurnRules, Turns
 
 logger = logging.getLogger(__name__)
 
+ASK = object()
 NOTHING_SAID = {"role": "assistant", "content": ""}
 
 
@@ -28,6 +29,7 @@ class Conversation:
     Attributes:
         prompt: the messages that `turns` begins with. name, environment: of the instance that the row has, if any.
         turns: `None` before it has begun.
+        reward: what `get_reward` of its environment returned; NaN = it failed. `ASK`: it was not called.
         failure: why the row is unscored, if it is.
         calls, failed_calls: of tools, so far.
     """
@@ -40,7 +42,9 @@ class Conversation:
         self.turns: Turns | None = None
         self.tools: dict[str, Callable[..., Any]] = {}
         self.failure: str | None = None
+        self.reward: Any = ASK
         self.in_use = True  # its environment: nobody else may have it
+        self.began = False  # its environment, by `begin`
         self.calls = self.failed_calls = 0
 
 
@@ -64,6 +68,7 @@ class Conversations:
     ):
         self._rules, self._calls, self._tools, self._environments = rules, calls, tools, environments
         self._tokenize, self._end_id = tokenize, end_id
+        self._scored: Sequence[Conversation] = ()  # the rows that reward functions are asked of
 
     @property
     def has_tools(self) -> bool:
@@ -74,13 +79,14 @@ class Conversations:
         return self._calls.run(coroutines)
 
     def lent(self) -> AbstractContextManager[None]:
-        """Within it TRL has the idle environments."""
+        """Within it TRL has the idle environments, for rows of its own."""
+        self._scored = ()
         return nullcontext() if self._environments is None else self._environments.lent()
 
     def begun(
         self, prompt_ids: Sequence[list[int]], environments: Sequence[Any] | None, names: Sequence[str | None] | None
     ) -> list[Conversation]:
-        """Rows that TRL has begun.
+        """Rows that TRL has begun, and rewards.
 
         Args:
             prompt_ids: of each. environments, names: of each, if there are any.
@@ -95,6 +101,7 @@ class Conversations:
                 row.tools |= {tool.__name__: tool for tool in methods_of(row.environment)}
             row.turns = Turns(self._rules(), ids, named)
             rows.append(row)
+        self._scored = rows
         return rows
 
     async def begin(self, row: Conversation, prompt_ids: list[int] | None = None) -> bool:
@@ -109,7 +116,7 @@ class Conversations:
         if environments is not None:
             row.name = environments.name_of(row.example)
             named = environments.tools[row.name]
-            row.environment = environments.lease(row.name)
+            row.began, row.environment = True, environments.lease(row.name)
             if row.environment is None:
                 row.environment = await self._calls.call(environments.factories[row.name], {})
             try:
@@ -143,29 +150,29 @@ class Conversations:
                 row.failed_calls += failed
                 if row.turns.answered(messages):
                     return True
-        await self._end(row)
+        if row.failure is None:
+            if row.began and hasattr(row.environment, "get_reward"):
+                row.reward = await self._reward(row.environment)
+            row.in_use = False
         return False
+
+    def score(self, rows: Sequence[Conversation]) -> None:
+        """Reward functions are asked of these rows next."""
+        self._scored = rows
 
     def rewards(self, instances: Sequence[Any]) -> list[Any]:
         """What `get_reward` of each instance has returned, or returns now; NaN for one that has failed."""
-        assert self._environments is not None, "there are instances"
-        found = self._environments.rewards
+        found = {id(row.environment): row.reward for row in self._scored if row.reward is not ASK}
         missing = [one for one in instances if id(one) not in found]
         values = self.run([self._reward(one) for one in missing])
-        now = dict(zip(map(id, missing), values, strict=True))
-        return [found[id(one)] if id(one) in found else now[id(one)] for one in instances]
+        found |= zip(map(id, missing), values, strict=True)
+        return [found[id(one)] for one in instances]
 
     def give_back(self, rows: Sequence[Conversation]) -> None:
         """Nobody looks at the environments of these rows any more. Those that are still at work are not used again."""
         for row in rows:
             if self._environments is not None and row.environment is not None and not row.in_use:
                 self._environments.give_back(row.name, row.environment)
-
-    async def _end(self, row: Conversation) -> None:
-        environments = self._environments
-        if environments is not None and row.failure is None and hasattr(row.environment, "get_reward"):
-            environments.rewards[id(row.environment)] = await self._reward(row.environment)
-        row.in_use = row.failure is not None
 
     async def _reward(self, instance: Any) -> Any:
         try:
@@ -176,9 +183,7 @@ class Conversations:
 
     def _fail(self, row: Conversation, error: Exception, what: str) -> None:
         """Its environment is in an unknown state: it is left out of the pool."""
-        row.failure = f"{what}: {type(error).__name__}: {error}"
-        if self._environments is not None:
-            self._environments.rewards[id(row.environment)] = math.nan
+        row.failure, row.reward = f"{what}: {type(error).__name__}: {error}", math.nan
         logger.warning(f"A row is unscored, since a call for it failed: {row.failure}")
 
 

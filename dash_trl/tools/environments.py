@@ -30,7 +30,6 @@ class Environments:
         self.factories, self._pool = factories, pool
         self._idle: dict[str | None, list[Any]] = {name: [] for name in factories}
         self._take_back()
-        self.rewards: dict[int, Any] = {}  # id of an instance in use → what its `get_reward` returned; NaN = failed
 
     def name_of(self, example: Mapping[str, Any]) -> str | None:
         """The environment of a dataset row: its column `environment`, if there are several."""
@@ -50,7 +49,6 @@ class Environments:
             return None
 
     def give_back(self, name: str | None, instance: Any) -> None:
-        self.rewards.pop(id(instance), None)
         self._idle[name].append(instance)
 
     @contextmanager
