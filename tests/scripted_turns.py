@@ -127,6 +127,8 @@ class ScriptedTurns:
 
     def turn(self, tokenizer: Any, prompt: list[int]) -> list[int]:
         prompt, text = list(prompt), tokenizer.decode(prompt)
+        if self.anchor not in text:
+            return [tokenizer.eos_token_id]  # of a rank without a row that waits, which only takes part
         if text.count(self.anchor) == 1:
             self.prompts.append(text)
             asked = self._asked[text] = self._asked.get(text, -1) + 1

@@ -333,9 +333,9 @@ def played_long(kind, model, tmp_path_factory) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_becomes_of_a_row(request, name):
-    played = request.getfixturevalue("played" if name in SHORT else "played_long")
-    case, place = CASES[name], played.asked["case"].index(name)
+def test_what_becomes_of_a_row(played, played_long, name):
+    case, played = CASES[name], played if name in SHORT else played_long
+    place = played.asked["case"].index(name)
     own = [1 - number % 2 for number, text in enumerate(case.ids) for _ in tokens(text)]
     assert played.asked["completions"][place] == list(case.messages)
     assert played.asked["completion_ids"][place] == [token for text in case.ids for token in tokens(text)]
