@@ -136,27 +136,21 @@ def balanced_bins(
         units: of at most `max_rows` rows each, which are better kept together. tokens: of a unit.
     """
     bins: list[list[list[int]]] = [[] for _ in range(count)]
-    room = [max_rows] * count
-    open_bins = [(0, index) for index in range(count)]  # a heap: (tokens, bin with room)
+    open_bins = {max_rows: [(0, index) for index in range(count)]}  # room in rows → a heap: (tokens, bin)
     waiting = [(-tokens(unit), place, unit) for place, unit in enumerate(units)]
     heapq.heapify(waiting)
     while waiting:
         _, place, unit = heapq.heappop(waiting)
-        narrow = []
-        while open_bins and room[open_bins[0][1]] < len(unit):
-            narrow.append(heapq.heappop(open_bins))
-        if open_bins:
-            load, index = heapq.heappop(open_bins)
-        else:
-            load, index = widest = max(narrow, key=lambda one: room[one[1]])
-            narrow.remove(widest)
-            unit, rest = unit[: room[index]], unit[room[index] :]
+        if len(unit) > (widest := max(open_bins)):
+            unit, rest = unit[:widest], unit[widest:]
             heapq.heappush(waiting, (-tokens(rest), place, rest))
+        room = min((room for room in open_bins if room >= len(unit)), key=lambda room: open_bins[room][0])
+        load, index = heapq.heappop(open_bins[room])
+        if not open_bins[room]:
+            del open_bins[room]
         bins[index].append(unit)
-        room[index] -= len(unit)
-        for one in [*narrow, (load + tokens(unit), index)]:
-            if room[one[1]]:
-                heapq.heappush(open_bins, one)
+        if room > len(unit):
+            heapq.heappush(open_bins.setdefault(room - len(unit), []), (load + tokens(unit), index))
     return bins
 
 
