@@ -174,6 +174,7 @@ def test_the_update_is_trls(start, model, tmp_path, name):
         for figure in ("loss", "reward", "completions/mean_length", "tools/call_frequency", "tools/failure_frequency"):
             assert other.get(figure) == pytest.approx(one.get(figure), abs=1e-5), figure
     kept = dash.state.log_history[0]["filter/kept_rows"]
+    assert "shared" not in name or dash.state.log_history[0]["packing/shared_tokens"] > 0
     assert (kept == 1) == ("gradient_filter_threshold" in settings) and trl.state.log_history[0]["tools/call_frequency"]
 
 
