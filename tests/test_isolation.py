@@ -35,7 +35,7 @@ from dash_trl.update.padding_free import (
     packing_flaw,
     to_device,
 )
-from dash_trl.update.trees import tree_attention
+from dash_trl.update.trees import TreeShape, tree_attention
 from tests.test_values import by_prefix, random_requests
 from tests.tiny import VOCABULARY, parameters, relative_difference, run, save_tiny_model
 
@@ -54,6 +54,14 @@ class DeafQwen2(Qwen2ForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         self.model.layers[1].self_attn.__class__ = DeafAttention  # one of the layers
+
+
+class ForgetfulAttention(Qwen2Attention):
+    """Keeps rows apart, but what they share from them, too."""
+
+    def forward(self, *args, trees=(), **kwargs):
+        alone = tuple(TreeShape(tokens) for tree in trees or () for tokens in (tree.trunk, *tree.branches))
+        return super().forward(*args, trees=alone or None, **kwargs)
 
 
 class Qwen2WithOldCheckpointing(Qwen2ForCausalLM):
@@ -138,6 +146,16 @@ def test_a_flaw_of_checkpointed_layers(model_class):
     flaw = flaw_of(model)
     assert (flaw is None) == (model_class is Qwen2ForCausalLM), flaw
     assert all(module.training for module in model.modules())
+
+
+def test_a_model_whose_rows_do_not_see_a_shared_prompt_shares_none(tiny_model, tmp_path, caplog):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = ForgetfulAttention
+    trainer = run(DASHTrainer, tiny_model, tmp_path, loaded=model)
+    assert "do not share it, because another prompt moves the log-probs of a sample by 0, where" in caplog.text
+    log = trainer.state.log_history[0]
+    assert log["packing/padding_free"] == 1 and log["packing/shared_tokens"] == 0
 
 
 @pytest.mark.parametrize("name", ["nemotron", "qwen2 moe"])

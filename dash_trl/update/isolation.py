@@ -48,7 +48,7 @@ def isolation_flaw(
         alone: each sample in a row of its own.
         vocabulary: token ids lie below it.
         dtype: in which the model computes.
-        others: the same two, of samples behind a prompt with another first token, where all share a prompt.
+        others: the same two, of samples behind a prompt with other tokens before its last, where all share a prompt.
     """
     samples = [_tokens(length, start, vocabulary) for start, length in enumerate(SAMPLE_TOKENS)]
     expected = alone(samples)

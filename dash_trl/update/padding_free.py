@@ -245,7 +245,8 @@ def packing_flaw(
     """
 
     def log_probs(function: Any, samples: Sequence[Sequence[int]], first: int = 0) -> list[Tensor]:
-        common = [(first + 5 * i) % vocabulary for i in range(COMMON_PROMPT_TOKENS * shared)]
+        # The last token stays: it is computed in each row, so that a row would see another one without its prompt.
+        common = [*((first + 5 * i) % vocabulary for i in range(COMMON_PROMPT_TOKENS - 1)), 0] * shared
         prompt = len(common) or min(map(len, samples)) // 2  # the same for all, so that no row is padded on its left
         rows = [[*common, *sample] for sample in samples]
         kept = max(map(len, rows)) - prompt
