@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, FalconConfig, OPTConfig
+from transformers import AutoModelForCausalLM, FalconConfig, MixtralConfig, OPTConfig
 
 from dash_trl import DASHTrainer
 from dash_trl.monitoring import packing_metrics
@@ -24,6 +24,7 @@ from tests.test_padding_free import ARCHITECTURES
 from tests.tiny import assert_same_update, parameters, run, save_tiny_model, with_flash_stand_in
 
 TREES = (TreeShape(7, (3, 1, 5)), TreeShape(4), TreeShape(1, (2, 2)), TreeShape(40, (30, 17)))
+MIXTRAL = dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=2, vocab_size=9)
 OPT = dict(num_hidden_layers=1, hidden_size=8, ffn_dim=8, num_attention_heads=2, vocab_size=9, word_embed_proj_dim=8)
 DTYPES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}
 
@@ -73,12 +74,33 @@ def test_attention_and_its_gradients(dtype, kernel, monkeypatch):
         torch.testing.assert_close(one.grad.double(), other.grad, **close)
 
 
-def test_the_cpu_kernel_is_there(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cpu_kernel_is_there(dtype, monkeypatch):
     """Else the tests above compare masks with masks."""
     monkeypatch.setattr("dash_trl.update.trees.masked_branch_attention", None)
     module = torch.nn.Module()
     module.num_key_value_groups = 2
-    tree_attention(module, *states(torch.float32), None, trees=TREES)
+    tree_attention(module, *states(dtype), None, trees=TREES)
+
+
+def test_branches_keep_no_more_for_the_backward_pass_than_rows_do():
+    """No copies of the trunk's keys and values, one per head of the queries (GQA)."""
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+
+    def kept(trees: tuple[TreeShape, ...]) -> int:
+        sizes: dict[int, int] = {}
+
+        def note(saved: torch.Tensor) -> torch.Tensor:
+            storage = saved.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+            output, _ = tree_attention(module, *states(torch.float32), None, trees=trees)
+        return sum(sizes.values()) if output.requires_grad else 0
+
+    assert 0 < kept(TREES) <= 1.01 * kept(tuple(TreeShape(len(tree)) for tree in TREES))
 
 
 def test_attention_under_autocast():
@@ -106,6 +128,7 @@ def test_attention_with_values_of_another_size():
     [
         (OPTConfig(dropout=0.1, **OPT), True),  # a float, not a module
         (OPTConfig(dropout=0.0, **OPT), False),
+        (MixtralConfig(router_jitter_noise=0.1, **MIXTRAL), True),
         (FalconConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=9), False),  # Dropout(0.0)
     ],
 )
@@ -149,7 +172,8 @@ def test_a_prompt_is_shared_if_all_of_its_tokens_are_the_same():
     assert [one.branches for one in inputs["layout"].trees] == [(), (3, 3), (), ()]
     sums = rollouts.lengths()[:, 3].tolist()
     assert sums[1] == sums[2] == sums[4] != sums[3]
-    inputs = passes().inputs(rollouts, [1, 2], size=2, pad_token_id=0)
+    rollouts = Survivors.of_tokens([[5] * 32] * 2, [[8, 9]] * 2, pad_token_id=0)
+    inputs = passes().inputs(rollouts, [0, 1], size=2, pad_token_id=0)
     assert [one.branches for one in inputs["layout"].trees] == [(), ()], "too short by default"
 
 
@@ -169,7 +193,7 @@ def test_flash_attention_shares_prompts(tmp_path):
         run(DASHTrainer, path, tmp_path, loaded=with_flash_stand_in(path), constant=0.2, share_prompts=share)
         for share in (False, True)
     )
-    assert shared.state.log_history[0]["packing/shared_tokens"] > 0
+    assert shared.state.log_history[0]["packing/shared_tokens"] > 0.25, "groups are kept together"
     assert_same_update(parameters(path), parameters(plain.model), parameters(shared.model))
 
 
@@ -292,6 +316,20 @@ def test_groups_stay_together_where_they_fit():
     assert [len(one.rows[0]) for one in micro_batches] == [6, 6] and prompts == [2, 2]
     (apart,) = plan_segment(table, 1, max_rows=6)
     assert [len({row % 3 for row in one.rows[0]}) for one in apart] == [3, 3]
+
+
+def test_a_group_goes_where_it_fits():
+    """Four rows per pass: a long row, two groups of three, a short row. The lighter pass has no room for a group."""
+    rows = [[33, 99, 99, 0], *[[33, 5, 5, 1]] * 3, *[[33, 3, 3, 2]] * 3, [33, 1, 1, 3]]
+    (micro_batches,) = plan_segment(torch.tensor([rows]), 1, max_rows=4, min_shared=32)
+    assert [one.rows[0] for one in micro_batches] == [(0, 4, 5, 6), (1, 2, 3, 7)]
+
+
+def test_parts_of_a_group_that_meet_again_are_adjacent():
+    """A group of four in three parts, of which two fit into one pass, where another row has come between them."""
+    rows = [[33, length, length, 0] for length in (78, 109, 58, 20)] + [[5, 50, 50, 1]]
+    (micro_batches,) = plan_segment(torch.tensor([rows]), 1, max_rows=4, max_tokens=220, min_shared=32)
+    assert [one.rows[0] for one in micro_batches] == [(1, 2), (0, 3, 4)]
 
 
 def test_long_prompts_only_are_kept_together():

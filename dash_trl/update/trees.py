@@ -86,8 +86,6 @@ def _of_tree(
     if tree.mask is not None:
         outputs.append(sdpa_attention_forward(module, query[:, :, trunk:], key, value, tree.mask, **kwargs)[0])
     elif tree.branches:
-        if (groups := query.shape[1] // key.shape[1]) > 1:
-            key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         scale = kwargs.get("scaling") or query.shape[3] ** -0.5
         attend = _BranchAttention.apply if _has_cpu_kernel(query, value) else masked_branch_attention
         branches = attend(query[:, :, trunk:], key, value, tree.branches, scale)
@@ -106,11 +104,13 @@ def masked_branch_attention(
     """Of branches at the end of a trunk, branch by branch, causal from the lower right. A GPU's kernels know that.
 
     Args:
-        query: [1, H, Q, D], of the branches. key, value: [1, H, P + Q, D], of the trunk and the branches.
+        query: [1, H, Q, D], of the branches. key, value: [1, ·, P + Q, D], of the trunk and the branches, see GQA.
         branches: the tokens of each branch, adding up to Q. scale: of the scores.
     Returns:
         [1, H, Q, D].
     """
+    if (groups := query.shape[1] // key.shape[1]) > 1:
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     trunk = key.shape[2] - query.shape[2]
     outputs = []
     for start, length in zip(accumulate(branches, initial=0), branches, strict=False):
