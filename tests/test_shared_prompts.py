@@ -83,8 +83,11 @@ def test_the_cpu_kernel_is_there(dtype, monkeypatch):
     tree_attention(module, *states(dtype), None, trees=TREES)
 
 
-def test_branches_keep_no_more_for_the_backward_pass_than_rows_do():
-    """No copies of the trunk's keys and values, one per head of the queries (GQA)."""
+@pytest.mark.parametrize("kernel", ["of the CPU", "with masks"])
+def test_branches_keep_no_more_for_the_backward_pass_than_rows_do(kernel, monkeypatch):
+    """No copies of the trunk's keys and values, neither one per branch nor one per head of the queries (GQA)."""
+    if kernel == "with masks":
+        monkeypatch.setattr("dash_trl.update.trees.flash_cpu", None)
     module = torch.nn.Module()
     module.num_key_value_groups = 2
 
