@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dash_trl.micro_steps import MicroSteps
 from dash_trl.update.packing import plan_segment
 from dash_trl.update.schedule import Schedule
 
@@ -110,6 +111,23 @@ def test_what_an_optimizer_step_takes_of_its_window(per_generation, accumulation
     walk = schedule(per_generation, accumulation=accumulation)
     walk.begin_optimizer_step(begins, taken, 1)
     assert walk.share(begins) == share and walk.has_whole_share(begins) == whole
+
+
+def test_whether_one_optimizer_step_uses_all_of_a_window():
+    """Not where an epoch's short last step cuts it."""
+    asked = []
+
+    def collect(examples, *, serves_one_step, **kwargs):
+        asked.append(serves_one_step)
+        raise InterruptedError
+
+    rest = {"by_group": False, "num_generations": 2, "log": None, "to_training": None}
+    for taken in (8, 3):
+        steps = MicroSteps(schedule(4, accumulation=8), None, collect, **rest)
+        steps.begin_optimizer_step(8, taken, 1)
+        with pytest.raises(InterruptedError):
+            next(steps.inputs(8, 1, []))
+    assert asked == [True, False]
 
 
 @pytest.mark.parametrize(
