@@ -180,7 +180,7 @@ def new_conversations(trainer: Any) -> Conversations | None:
             return_dict=True,
             **trainer.chat_template_kwargs,
         )["input_ids"]
-        check_prompt_lengths([ids], context)
+        check_prompt_lengths([ids], rules().context)
         return ids
 
     def parse(ids: list[int], prefix: list[int], tools: Sequence[Any]) -> dict[str, Any]:

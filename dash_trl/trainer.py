@@ -70,6 +70,7 @@ from dash_trl.seams import (
     vllm_is_behind,
     with_settings,
 )
+from dash_trl.tools import ProcessTool
 from dash_trl.update import (
     SkippedSteps,
     checked_advantages,
@@ -120,6 +121,8 @@ class DASHTrainer(GRPOTrainer):
         args = DASHConfig("dash-output") if args is None else args
         reward_funcs = unpack(reward_funcs)
         check_arguments(model, args, train_dataset, eval_dataset, processing_class, kwargs)
+        if tools := kwargs.get("tools"):
+            kwargs["tools"] = [tool.as_function() if isinstance(tool, ProcessTool) else tool for tool in tools]
         own_rollouts = kwargs.get("rollout_func") is not None
         check_rewards(reward_funcs, args, train_dataset, eval_dataset, own_rollouts)
         with without_client(args) as on_servers:

@@ -41,6 +41,8 @@ from dash_trl.rewards.failures import watch
 from dash_trl.sampling.weights.proof import model_log_probs
 from tests.scripted_turns import RandomTurns, plays, save_tool_model
 from tests.test_contract import SCENARIOS, check_contract
+from tests.test_tool_faults import ROWS as FATED_ROWS
+from tests.test_tool_faults import check_fates, check_interrupt
 from tests.test_tools_training import LONGEST, TOOLS, check_tools_contract, problems
 from tests.tiny import (
     ScriptedReward,
@@ -195,6 +197,28 @@ def test_the_update_with_tools_is_trls(train, turns):
 @pytest.mark.parametrize("name", ["tools", "environments"])
 def test_everything_that_trl_logs_of_tools(models, output, name):
     check_tools_contract(models["tools"][0], output / name, name)
+
+
+@ON_DDP
+def test_faults_of_tools(models, output):
+    """Other rows on each rank, and other numbers of turns."""
+    path, _ = models["tools"]
+    check_fates(path, output / "fates", [row for row in FATED_ROWS if row[1] in ("", "raises", "exits", "hangs")], 2)
+    check_interrupt(path, output / "interrupt", 2)
+
+
+class FailsOnRank1:
+    """Every row of rank 1 fails before its first turn, so that this rank has nothing to sample."""
+
+    def reset(self, **columns: Any) -> None:
+        fail_on_rank_1()
+
+
+def test_a_rank_that_samples_nothing(train, models):
+    """The model itself samples, which under ZeRO-3 takes both ranks."""
+    settings = {"in_process": True, "dataset": problems(64), "max_completion_length": 8, "max_steps": 2}
+    trainer = train("tools", more={"environment_factory": FailsOnRank1}, **settings)
+    assert [log["tools/failed_rows"] for log in trainer.state.log_history[:2]] == [0.5, 0.5]
 
 
 @ON_DDP

@@ -1,16 +1,19 @@
 """`DASHTrainer`'s arguments: each check raises a `ValueError` with value, reason, remedy, before it costs time."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from inspect import isfunction, ismethod
 from typing import Any
 
 from transformers import ProcessorMixin
+from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from dash_trl.callbacks import ROLLOUT_EVENTS, DASHCallback, misspelt
 from dash_trl.checks.models import check_model
 from dash_trl.checks.prompts import check_batch, check_conversations, check_dataset
 from dash_trl.config import DASHConfig
 from dash_trl.rewards import scores_alone
+from dash_trl.tools import ProcessTool
 from dash_trl.update import OFF_POLICY_LOSSES
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,7 @@ def check_arguments(
             f"processing_class is a {type(processing_class).__name__}, a multimodal processor, but DASHTrainer trains "
             "text models only: images cannot be re-packed. Pass a tokenizer, or use trl.GRPOTrainer."
         )
+    check_tools(others.get("tools") or ())
     check_callbacks(others.get("callbacks") or ())
     if args.loss_type in OFF_POLICY_LOSSES and not (args.use_vllm or own_rollouts or args.async_level):
         raise ValueError(
@@ -51,6 +55,25 @@ def check_arguments(
     check_batch(train_dataset, args)
     check_correction(args)
     check_model(model, args, others.get("peft_config"))
+
+
+def check_tools(tools: Sequence[Any]) -> None:
+    """Refuse tools of which the policy cannot be told, or that it cannot tell apart."""
+    for tool in tools:
+        try:
+            if not (isfunction(tool) or ismethod(tool) or isinstance(tool, ProcessTool)):
+                raise TypeError("it is neither a function nor a method")
+            get_json_schema(tool)
+        except (ValueError, TypeError, TypeHintParsingException, DocstringParsingException) as error:
+            raise ValueError(
+                f"{tool!r:.100} is no tool, of which the policy is told: {error}. Pass a function with type hints and "
+                "a docstring that describes it and, under Args:, its arguments; or one around another object."
+            ) from error
+    names = [tool.__name__ for tool in tools]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(
+            f"Several tools have the names {sorted(twice)}, and a call could mean any of them: rename some."
+        )
 
 
 # Options of transformers' `generate` that leave the distribution as it is.

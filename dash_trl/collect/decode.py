@@ -52,10 +52,12 @@ class TurnCounts:
     Attributes:
         calls: [B, 2] int64: calls of tools, and how many of them failed; `None` if there is no tool.
         failed: [B] bool: a tool or the environment of the row hung or failed. The row is unscored.
+        failure: of one of these rows, in words; empty if there is none.
     """
 
     calls: Tensor | None
     failed: Tensor
+    failure: str
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,17 @@ def decoded(
         return tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
         rows = zip(completion_ids, prompt_ids, strict=True)
-        return [[parse_response(tokenizer, ids, prefix=prompt, tools=list(tools))] for ids, prompt in rows]
+        return [[_parsed(tokenizer, ids, prompt, tools)] for ids, prompt in rows]
     texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[Any]) -> dict[str, Any]:
+    """TRL's message; its text if JSON in it is too deep, as TRL has it for other mistakes of the policy."""
+    try:
+        return parse_response(tokenizer, ids, prefix=prompt, tools=list(tools))
+    except RecursionError:
+        return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
 
 def is_truncated(completion_ids: Sequence[list[int]], end_ids: Collection[int]) -> Tensor:

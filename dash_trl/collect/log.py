@@ -10,6 +10,8 @@ from trl.trainer.utils import nanstd
 from dash_trl.collect.decode import Sampled, TurnCounts
 from dash_trl.distributed import Ranks
 
+BROKEN_AFTER = 3  # windows in a row whose rows all failed; the first one is enough, as for reward functions
+
 
 def length_figures(lengths: Tensor, truncated: Tensor) -> dict[str, float]:
     """TRL's figures of completions.
@@ -69,6 +71,7 @@ class WindowLog:
         self._ranks, self._figures, self._total = ranks, figures, total
         self._tables, self._extra, self._metrics = tables, extra, metrics
         self._names, self._weights, self._count_tokens = names, weights, count_tokens
+        self._failed_in_a_row = BROKEN_AFTER - 1  # windows without a row that came to its end
 
     def sampled(self, sampled: Sampled, truncated: Tensor) -> None:
         """The tokens of a window that has begun.
@@ -86,7 +89,18 @@ class WindowLog:
             self._turns(sampled.turns)
 
     def _turns(self, turns: TurnCounts) -> None:
+        """
+        Raises:
+            RuntimeError: on all ranks, if tools or environments are broken.
+        """
         failed = self._ranks.gather(turns.failed)
+        self._failed_in_a_row = self._failed_in_a_row + 1 if failed.all() else 0
+        if self._failed_in_a_row == BROKEN_AFTER:
+            raise RuntimeError(
+                f"Tools or environments failed on every row of the last windows, at last with {turns.failure}. "
+                "Nothing can be learned from such rows: correct the tool or environment. A tool that hangs can run in "
+                "processes, which are ended (dash_trl.ProcessTool), or get more time (tool_timeout)."
+            )
         self._figures({"tools/failed_rows": failed.float().mean().item()})
         if turns.calls is not None:
             made, in_vain = self._ranks.gather(turns.calls).sum(dim=0).tolist()

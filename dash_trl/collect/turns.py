@@ -19,7 +19,6 @@ from dash_trl.tools import Conversation, Conversations
 
 # (token ids that a turn continues, it is the first) → token ids, log-probs or None
 GenerateTurn = Callable[[list[list[int]], bool], tuple[list[list[int]], list[Any] | None]]
-BROKEN_AFTER = 3  # windows in a row; the first one is enough, as for reward functions
 
 Use = Callable[[list[Any]], None]  # hands the environments of a window's rows to reward functions
 
@@ -73,7 +72,6 @@ class _Windows:
     def __init__(self, conversations: Conversations, use: Use, *, knows_log_probs: bool):
         self._conversations, self._use, self._knows_log_probs = conversations, use, knows_log_probs
         self._rows: dict[int, list[Conversation]] = {}
-        self._failed_in_a_row = BROKEN_AFTER - 1  # windows without a row that came to its end
 
     def __getitem__(self, window: int) -> list[Conversation]:
         return self._rows[window]
@@ -91,17 +89,7 @@ class _Windows:
         """The window's rows, which have ended."""
         rows = self._rows[window]
         turns = [row.turns for row in rows if row.turns is not None]
-        all_failed = all(row.failure is not None for row in rows)
-        self._failed_in_a_row = self._failed_in_a_row + 1 if all_failed else 0
-        if self._failed_in_a_row == BROKEN_AFTER:
-            raise RuntimeError(
-                f"Tools or environments failed on every row of the last windows, at last with {rows[-1].failure}. "
-                "Nothing can be learned from such rows: correct the tool or environment. A tool that hangs can run in "
-                "processes, which are ended (dash_trl.ProcessTool), or get more time (tool_timeout)."
-            )
         known = self._knows_log_probs or any(one.log_probs is not None for one in turns)
-        self._use([row.environment for row in rows])
-        self._conversations.score(rows)
         return Sampled(
             prompt_ids=[one.prompt_ids for one in turns],
             completion_ids=[one.completion_ids for one in turns],
@@ -115,8 +103,15 @@ class _Windows:
                 if self._conversations.has_tools
                 else None,
                 failed=torch.tensor([row.failure is not None for row in rows]),
+                failure=next((row.failure for row in rows if row.failure is not None), ""),
             ),
         )
+
+    def taken(self, window: int) -> None:
+        """Reward functions are asked of this window next."""
+        rows = self._rows[window]
+        self._use([row.environment for row in rows])
+        self._conversations.score(rows)
 
     def forget(self) -> None:
         for rows in self._rows.values():
@@ -137,6 +132,11 @@ class TurnsInProcess(InProcess):
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
         super().begin(window, new)
         self._windows.begin(window)
+
+    def take(self, prompts: Prompts) -> Sampled:
+        sampled = super().take(prompts)
+        self._windows.taken(prompts.window)
+        return sampled
 
     def _sample(self, prompts: Prompts) -> Sampled:
         rows = self._windows.add(prompts)
@@ -179,6 +179,7 @@ class TurnsOnServers(OnServers):
     def take(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
             self._generate(([], None, {}))  # waits for the window's chains
+        self._windows.taken(prompts.window)
         return self._windows.sampled(prompts.window, self._pool.policy_version)
 
     def _come(self, window: int, first: int, completion_ids: list[list[int]]) -> None:

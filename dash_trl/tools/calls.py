@@ -24,6 +24,7 @@ from dash_trl.workers import (
     call_all,
     called,
     default_workers,
+    pack,
 )
 
 HANGS = Overdue, GivenUp  # what is known of a call in this process that does not come back
@@ -52,10 +53,23 @@ class ProcessTool:
             )
         if not timeout > 0:
             raise ValueError(f"timeout={timeout} lets no call come to its end: give more than 0.")
+        if max_concurrency is not None and max_concurrency < 1:
+            raise ValueError(f"max_concurrency={max_concurrency} makes no call: give 1 or more.")
+        pack(function)  # one that cannot be sent is a mistake here, and would be an error for the policy in each call
         functools.update_wrapper(self, function)
         self.function, self.timeout = function, timeout
         self.workers = ProcessCalls(default_workers() if max_concurrency is None else max_concurrency)
         weakref.finalize(self, self.workers.close)
+
+    def as_function(self) -> Callable[..., Any]:
+        """For TRL and transformers, which take functions only."""
+
+        @functools.wraps(self.function)
+        def tool(**arguments: Any) -> Any:
+            return self(**arguments)
+
+        tool.process_tool = self  # type: ignore[attr-defined]
+        return tool
 
     def __call__(self, **arguments: Any) -> Any:
         """Calls the function in a worker and waits for its value."""
@@ -99,9 +113,11 @@ class ToolCalls:
             Overdue: it took longer than `timeout`. GivenUp: so many calls hang that no more are made.
         """
         call = await self._made(function, arguments)
-        if call.error is not None:
+        if call.error is None:
+            return call.value
+        if isinstance(call.error, Exception):
             raise call.error
-        return call.value
+        raise RuntimeError(repr(call.error)) from call.error  # SystemExit would end the loop, and all rows would wait
 
     async def _made(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Call:
         backend = self._coroutines if iscoroutinefunction(function) else self._threads
@@ -127,15 +143,15 @@ class ToolCalls:
             try:
                 if one["type"] != "function":
                     raise ValueError(f"Unsupported tool call type: {one['type']}")
-                name = one["function"]["name"]
+                name = _encodable(one["function"]["name"])
                 if (tool := tools.get(name)) is None:
                     raise ValueError(f"Tool {name} not found.")
                 arguments = one["function"]["arguments"]
                 if iscoroutinefunction(tool):
                     waiting.append((name, tool(**arguments)))
-                elif isinstance(tool, ProcessTool):
+                elif (apart := getattr(tool, "process_tool", None)) is not None:
                     # Not on a thread: its time begins when a worker takes it.
-                    call = await called(tool.workers, tool.function, arguments, timeout=tool.timeout)
+                    call = await called(apart.workers, apart.function, arguments, timeout=apart.timeout)
                     found.append((name, _value(call)))
                 else:
                     found.append((name, _value(await self._made(tool, arguments))))
@@ -148,7 +164,18 @@ class ToolCalls:
         made = await asyncio.gather(*(self._made(_awaits, {"coroutine": one}) for _, one in waiting))
         found += [(name, _value(call)) for (name, _), call in zip(waiting, made, strict=True)]
         failed = sum(isinstance(value, _Failed) for _, value in found)
-        return [{"role": "tool", "name": name, "content": _content(value)} for name, value in found], failed
+        return [{"role": "tool", "name": name, "content": await self._content(value)} for name, value in found], failed
+
+    async def _content(self, value: Any) -> str | list[dict[str, str]]:
+        """What the policy reads. Not written on the loop: the `__str__` of an object may take long, or hang."""
+        if type(value) is str:
+            return _written(value)
+        call = await self._made(_written, {"value": value})
+        if isinstance(call.error, HANGS):
+            raise call.error
+        if call.error is None:
+            return call.value
+        return str({"error": f"{type(value).__name__} cannot be written: {type(call.error).__name__}"})
 
 
 async def _awaits(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -172,11 +199,17 @@ class _Failed:
         return str({"error": str(self.error)})
 
 
-def _content(value: Any) -> str | list[dict[str, str]]:
-    """What the policy reads. Blocks of text are left to the chat template; everything else is written as a string."""
-    if isinstance(value, list) and value and all(isinstance(one, dict) and one.get("type") == "text" for one in value):
-        return value
-    try:
-        return str(value)
-    except Exception as error:  # its own `__str__` fails
-        return str({"error": f"{type(value).__name__} cannot be written: {type(error).__name__}"})
+def _written(value: Any) -> str | list[dict[str, str]]:
+    """Blocks of text, which are left to the chat template, or a string; without what a tokenizer does not take."""
+    if isinstance(value, list) and value and all(map(_is_block, value)):
+        return [{**one, "text": _encodable(one["text"])} for one in value]
+    return _encodable(str(value))
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") == "text" and isinstance(value.get("text"), str)
+
+
+def _encodable(text: str) -> str:
+    """Half of a surrogate pair, as in JSON that was cut, or of a file's name, becomes a question mark."""
+    return text.encode(errors="replace").decode()

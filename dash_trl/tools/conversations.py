@@ -7,8 +7,10 @@ Everything between two samples of a row is a coroutine, so that many rows wait f
 
 import logging
 import math
+import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from typing import Any
 
 from dash_trl.tools.calls import HANGS, ToolCalls
@@ -36,7 +38,7 @@ class Conversation:
 
     def __init__(self, example: Mapping[str, Any]):
         self.example = example
-        self.prompt: Any = example.get("prompt", NO_PROMPT)
+        self.prompt: Any = example["prompt"] if "prompt" in example else deepcopy(NO_PROMPT)
         self.name: str | None = None
         self.environment: Any = None
         self.turns: Turns | None = None
@@ -119,17 +121,20 @@ class Conversations:
             row.began, row.environment = True, environments.lease(row.name)
             if row.environment is None:
                 row.environment = await self._calls.call(environments.factories[row.name], {})
+            given = row.prompt
             try:
                 arguments = environments.reset_arguments(row.example)
                 row.prompt = observed(row.prompt, await self._calls.call(row.environment.reset, arguments))
+                prompt_ids = self._tokenize(row.prompt, named)
             except Exception as error:
                 self._fail(row, error, "reset")
+                row.prompt = given  # a mistake in it, too, ends the run below
             row.tools = {tool.__name__: tool for tool in methods_of(row.environment)}
         row.tools = {tool.__name__: tool for tool in self._tools} | row.tools
         prompt_ids = self._tokenize(row.prompt, named) if prompt_ids is None else prompt_ids
         row.turns = Turns(self._rules(), prompt_ids, named)
         if row.failure is not None:
-            row.turns.never_began(self._end_id, NOTHING_SAID)
+            row.turns.never_began(self._end_id, dict(NOTHING_SAID))
         return row.failure is None
 
     async def answer(self, row: Conversation, ids: list[int], log_probs: list[float | None] | None) -> bool:
@@ -145,15 +150,17 @@ class Conversations:
             try:
                 messages, failed = await self._calls.answer(calls, row.tools)
             except HANGS as error:
-                self._fail(row, error, " and ".join(str(one["function"]["name"]) for one in calls))
+                self._fail(row, error, " and ".join(str(one.get("function", one).get("name")) for one in calls))
             else:
                 row.failed_calls += failed
                 if row.turns.answered(messages):
                     return True
-        if row.failure is None:
-            if row.began and hasattr(row.environment, "get_reward"):
-                row.reward = await self._reward(row.environment)
-            row.in_use = False
+        if row.failure is None and row.began and hasattr(row.environment, "get_reward"):
+            try:
+                row.reward = await self._calls.call(row.environment.get_reward, {})
+            except Exception as error:
+                self._fail(row, error, "get_reward")
+        row.in_use = row.failure is not None
         return False
 
     def score(self, rows: Sequence[Conversation]) -> None:
@@ -175,16 +182,28 @@ class Conversations:
                 self._environments.give_back(row.name, row.environment)
 
     async def _reward(self, instance: Any) -> Any:
+        """Of a row that TRL has begun."""
         try:
             return await self._calls.call(instance.get_reward, {})
         except Exception as error:
             logger.warning(f"get_reward of a {type(instance).__name__} failed, its row is unscored: {error!r}")
+            error.__traceback__ = None  # see `_fail`
+            self._retire(instance)
             return math.nan
 
     def _fail(self, row: Conversation, error: Exception, what: str) -> None:
         """Its environment is in an unknown state: it is left out of the pool."""
-        row.failure, row.reward = f"{what}: {type(error).__name__}: {error}", math.nan
+        text = "".join(traceback.format_exception_only(error)).strip()  # it is safe where the error's `__str__` fails
+        error.__traceback__ = None  # a thread that hangs keeps the error, and would keep the trainer
+        row.failure, row.reward = f"{what}: {text}", math.nan
         logger.warning(f"A row is unscored, since a call for it failed: {row.failure}")
+        if not row.began:
+            self._retire(row.environment)
+
+    def _retire(self, instance: Any) -> None:
+        """TRL has begun its row, and would use it again."""
+        if self._environments is not None:
+            self._environments.retire(instance)
 
 
 class EnvironmentReward:

@@ -51,12 +51,17 @@ class Environments:
     def give_back(self, name: str | None, instance: Any) -> None:
         self._idle[name].append(instance)
 
+    def retire(self, instance: Any) -> None:
+        """TRL uses this one of its idle instances no more."""
+        for pool in self._pool.values():
+            pool[:] = [one for one in pool if one is not instance]
+
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Within it TRL has the idle instances, for an evaluation."""
-        for name, idle in self._idle.items():
-            while idle:  # another thread may lease some
-                self._pool[name].append(idle.pop())
+        for name, pool in self._pool.items():
+            while (instance := self.lease(name)) is not None:  # another thread may lease some, too
+                pool.append(instance)
         try:
             yield
         finally:

@@ -12,7 +12,9 @@ from typing import Any
 
 Message = dict[str, Any]
 
-MOST_CHARACTERS = 1000  # of a token; an answer with more for each token that has room is too long without counting
+MOST_CHARACTERS = (
+    200  # of a token (known ones have 128); an answer with more for each that has room is too long without counting
+)
 
 
 @dataclass(frozen=True)

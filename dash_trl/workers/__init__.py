@@ -11,5 +11,6 @@ if TYPE_CHECKING:
     from dash_trl.workers.processes import Command, OutOfWork, default_workers, run_within
     from dash_trl.workers.ray_calls import RayCalls
     from dash_trl.workers.threads import Feeder, ThreadCalls
+    from dash_trl.workers.wire import pack
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -256,8 +256,8 @@ class AsyncCalls:
         for call in begun:
             call.finish(
                 error=Overdue(
-                    f"the event loop did not answer for {lane.longest:g} s: a call blocks it. An async reward function "
-                    "must await; one that blocks is better written without async, which is run on threads"
+                    f"the event loop did not answer for {lane.longest:g} s: a call blocks it. An async function must "
+                    "await; one that blocks is better written without async, which is run on threads"
                 )
             )
         for call in left:

@@ -133,6 +133,7 @@ class ThreadCalls:
                 if not me.closed:
                     self._unfinished -= 1
             call.finish(value, error)
+            del call, value, error  # a thread that waits for the next call must not keep them in memory
 
     def _wait_for_room(self, call: Call, me: _Thread) -> bool:
         """False where too many threads hang and none comes back."""

@@ -43,7 +43,7 @@ def pack(function: Callable[..., Any]) -> bytes:
         raise ValueError(
             f"The function '{name}' cannot be sent to another process ({type(error).__name__}: {error}): it refers to "
             "something that lives in this process only, such as a lock, a connection or an open file. Make that within "
-            "the function, or call it on threads (backend='thread')."
+            "the function, or call it on threads of this process (backend='thread', or no ProcessTool)."
         ) from error
 
 

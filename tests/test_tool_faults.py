@@ -1,0 +1,553 @@
+"""Faults of tools and environments: each costs its own row at most, and the run goes on.
+
+Every row is accounted for once, and what hangs is left alone after its time.
+"""
+
+import asyncio
+import functools
+import gc
+import math
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+from dash_trl import DASHCallback, DASHConfig, DASHTrainer, ProcessTool, RewardAgent
+from dash_trl.tools import ToolCalls
+from tests.scripted_turns import Judge, answered, parsed, plays, save_tool_model, user, written
+from tests.test_tools_training import corrects
+from tests.tiny import run
+
+TIMEOUT = 0.5  # of calls that wait for what never comes
+NEVER = threading.Event()
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_tool_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def hung_threads_end():
+    NEVER.clear()
+    yield
+    NEVER.set()
+
+
+# ---------------------------------------------------------------------- what becomes of a row
+
+
+def raises(error: BaseException) -> Any:
+    raise error
+
+
+class Written:
+    """An object, or an exception, whose text is made by a function."""
+
+    def __init__(self, text: Callable[[], Any]):
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+class WrittenError(Written, Exception):
+    pass
+
+
+class Gone:
+    """For an expected answer: the row is unscored, and its completion ends with the call."""
+
+
+GONE, NO_ROOM = Gone(), Gone()  # without room for its answer, a row ends too, but it is scored
+
+
+def error(text: str) -> str:
+    return str({"error": text})
+
+
+# name → (what a function does, what the policy reads)
+FATES: dict[str, tuple[Callable[[], Any], Any]] = {
+    "raises": (lambda: raises(ValueError("no")), error("no")),
+    "exits": (lambda: raises(SystemExit(3)), error("3")),
+    "is interrupted": (lambda: raises(KeyboardInterrupt("now")), error("now")),
+    "is cancelled": (lambda: raises(asyncio.CancelledError("so")), error("so")),
+    "is closed": (lambda: raises(GeneratorExit()), error("")),
+    "hangs": (lambda: NEVER.wait() and "late", GONE),
+    "a text that exits": (
+        lambda: Written(lambda: raises(SystemExit())),
+        error("Written cannot be written: SystemExit"),
+    ),
+    "a text that fails": (lambda: Written(lambda: None), error("Written cannot be written: TypeError")),
+    "a text that hangs": (lambda: Written(lambda: NEVER.wait() and ""), GONE),
+    "an error whose text exits": (
+        lambda: raises(WrittenError(lambda: raises(SystemExit()))),
+        error("_Failed cannot be written: SystemExit"),
+    ),
+    "an error whose text hangs": (lambda: raises(WrittenError(lambda: NEVER.wait() and "")), GONE),
+    "half a character": (lambda: "a\ud800b", "a?b"),
+    "half a character in a block": (lambda: [{"type": "text", "text": "\udcff"}], [{"type": "text", "text": "?"}]),
+    "a block of text": (lambda: PARTS, PARTS),
+    "a block without text": (lambda: [{"type": "text"}], "[{'type': 'text'}]"),
+    "a block of nothing": (lambda: [{"type": "text", "text": None}], "[{'type': 'text', 'text': None}]"),
+    "no blocks": (list, "[]"),
+    "bytes": (lambda: b"\xff", "b'\\xff'"),
+    "too much text": (lambda: "z" * 1_000_000, NO_ROOM),
+    "megabytes": (lambda: "z" * 20_000_000, NO_ROOM),
+}
+
+
+def act(fate: str) -> Any:
+    """Acts.
+
+    Args:
+        fate: What happens.
+    """
+    return FATES[fate][0]()
+
+
+async def act_later(fate: str) -> Any:
+    """Acts later.
+
+    Args:
+        fate: What happens.
+    """
+    if fate == "hangs":
+        await asyncio.Event().wait()
+    if fate == "does not let itself be cancelled":
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.Event().wait()
+    return NEVER.wait() if fate == "blocks the loop" else act(fate)
+
+
+def act_apart_of() -> Callable[..., Any]:
+    """A tool for worker processes, which do not import this file, and torch with it."""
+
+    def act_apart(fate: str) -> Any:
+        """Acts in another process.
+
+        Args:
+            fate: What happens.
+        """
+        import os
+        import signal
+        import threading
+
+        if fate == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fate == "hangs":
+            threading.Event().wait()
+        if fate == "forks":
+            os.fork()
+        if fate == "exits":
+            raise SystemExit(3)
+        return threading.Lock() if fate == "cannot be sent" else f"{fate} there"
+
+    return act_apart
+
+
+APART = {
+    "works": "works there",
+    "forks": "forks there",
+    "dies": error("killed by SIGKILL"),
+    "exits": error("SystemExit: 3"),
+    "hangs": error(f"took more than {TIMEOUT:g} s"),
+    "cannot be sent": error("returned a lock, which cannot be sent back: cannot pickle '_thread.lock' object"),
+}
+OF_ENVIRONMENTS = ["", "raises", "exits", "is cancelled", "hangs", "an error whose text exits"]
+ROWS: list[tuple[str, str]] = [  # where, fate
+    *(("act", fate) for fate in FATES),
+    *(("act_later", fate) for fate in FATES if "hangs" not in fate),
+    ("act_later", "hangs"),
+    ("act_later", "does not let itself be cancelled"),
+    ("act_later", "blocks the loop"),
+    *(("act_apart", fate) for fate in APART),
+    *(("method", fate) for fate in ("raises", "hangs", "exits")),
+    *((where, fate) for where in ("reset", "get_reward") for fate in OF_ENVIRONMENTS),
+    *(("reset", fate) for fate in ("too much text", "bytes", "half a character")),
+    *(("get_reward", fate) for fate in ("NaN", "None")),
+]
+
+
+class Fated:
+    """An environment to which a row's fate happens.
+
+    Attributes:
+        rows: that it was reset for. failed: in one of them; it is in an unknown state.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[str] = []
+        self.failed: list[str] = []
+
+    def reset(self, where: str, fate: str, **columns: Any) -> Any:
+        self.where, self.fate = where, fate
+        self.rows.append(f"{where}: {fate}")
+        return self._meets("reset")
+
+    def method(self, fate: str) -> Any:
+        """Acts.
+
+        Args:
+            fate: What happens.
+        """
+        if fate == "hangs":
+            self.failed.append(self.rows[-1])
+        return act(fate)
+
+    def get_reward(self) -> Any:
+        if self.fate in ("NaN", "None"):
+            return float("nan") if self.fate == "NaN" else None
+        return 1.0 if self._meets("get_reward") is None else 0.0
+
+    def _meets(self, where: str) -> Any:
+        if self.where != where or not self.fate:
+            return None
+        self.failed.append(self.rows[-1])
+        return act(self.fate)
+
+
+def expected(where: str, fate: str) -> tuple[list[dict[str, Any]], bool]:
+    """What becomes of a row: its completion, and whether it is scored."""
+    if where == "reset":
+        return [{"role": "assistant", "content": ""} if fate else parsed("no")], not fate
+    if where in ("get_reward", "fine"):
+        return [parsed("no")], where == "fine" or fate in ("", "None")
+    read = APART[fate] if where == "act_apart" else FATES.get(fate, (None, GONE))[1]
+    if where == "act_later" and fate == "is cancelled":
+        read = error("so")
+    call = (where, {"fate": fate})
+    turns = [parsed("", call)]
+    if fate == "blocks the loop":
+        turns = [parsed("", ("act", {"fate": "bytes"})), *answered(("act", FATES["bytes"][1])), *turns]
+    if not isinstance(read, Gone):
+        turns += [*answered((where, read)), parsed("done")]
+    return turns, read is not GONE
+
+
+def script(text: str, asked: int) -> Sequence[str]:
+    """The first row of a prompt meets its fate."""
+    where, _, fate = text.partition("<user>")[2].partition("<|im_end|>")[0].partition(": ")
+    if asked or where in ("reset", "get_reward", "fine"):
+        return [written("no")]
+    call = written("", (where, {"fate": fate}))
+    # By itself in its round: a loop that is blocked takes all calls with it that have begun there.
+    return [written("", ("act", {"fate": "bytes"})), call] if fate == "blocks the loop" else [call, written("done")]
+
+
+class Seen(DASHCallback):
+    """The rows of each window: their columns, completion, rewards."""
+
+    def __init__(self) -> None:
+        self.windows: list[list[tuple[dict[str, Any], Any, list[float]]]] = []
+
+    def on_rewards(self, args: Any, state: Any, control: Any, rollouts: Any, **kwargs: Any) -> None:
+        rows = zip(rollouts.examples, rollouts.completions, rollouts.rewards.tolist(), strict=True)
+        self.windows.append(list(rows))
+
+
+def problems(rows: Sequence[tuple[str, str]]) -> Dataset:
+    return Dataset.from_dict(
+        {
+            "prompt": [user(f"{where}: {fate}") for where, fate in rows],
+            "where": [where for where, _ in rows],
+            "fate": [fate for _, fate in rows],
+        }
+    )
+
+
+def train(model: str, output: Path, **settings: Any) -> Any:
+    defaults: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+    defaults |= {"num_generations": 2, "max_completion_length": 200, "shuffle_dataset": False}
+    defaults |= {"tool_timeout": TIMEOUT, "prepare": plays(script), "reward": Judge(), "in_process": True}
+    return run(DASHTrainer, model, output, **{**defaults, **settings})
+
+
+def check_fates(model: str, output: Path, rows: Sequence[tuple[str, str]], ranks: int = 1) -> None:
+    """A window with these rows, an evaluation with hanging calls, and a window in which nothing happens."""
+    made: list[Fated] = []
+
+    def factory() -> Fated:
+        made.append(Fated())
+        return made[-1]
+
+    seen = Seen()
+    rows = [*rows, *[("fine", "")] * (-len(rows) % ranks)]
+    fine = [("fine", f"{number}") for number in range(len(rows))]
+    evaluated = [("method", "hangs"), ("get_reward", "hangs")] * ranks
+    trainer = train(
+        model,
+        output,
+        dataset=problems([*rows, *fine]),
+        eval_dataset=problems(evaluated),
+        per_device_train_batch_size=2 * len(rows) // ranks,
+        per_device_eval_batch_size=4,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        callbacks=[seen],
+        more={
+            "environment_factory": factory,
+            "tools": [act, act_later, ProcessTool(act_apart_of(), timeout=TIMEOUT, max_concurrency=2)],
+        },
+    )
+    first, second = seen.windows
+    own = [(columns["where"], columns["fate"]) for columns, _, _ in first]
+    assert own == [row for row in own[::2] for _ in range(2)] and len(set(own)) == len(rows) / ranks, "each once"
+    assert ranks > 1 or own[::2] == list(rows)
+    for number, (row, (_, completion, rewards)) in enumerate(zip(own, first, strict=True)):
+        turns, scored = expected(*row)
+        if number % 2 and row[0] not in ("reset", "get_reward", "fine"):
+            turns, scored = [parsed("no")], True
+        assert (completion, math.isfinite(rewards[0])) == (turns, scored), row
+    assert all(math.isfinite(rewards[0]) for _, _, rewards in second)
+    log = trainer.state.log_history
+    assert log[0]["tools/failed_rows"] > 0 and log[2]["tools/failed_rows"] == 0
+    for environment in made:
+        assert all(row == environment.rows[-1] for row in environment.failed), "it was not used again"
+
+
+def test_what_becomes_of_a_row(model, tmp_path):
+    check_fates(model, tmp_path, ROWS)
+
+
+# ---------------------------------------------------------------------- whole runs
+
+
+class Numbered:
+    """Its reward is the number of its row."""
+
+    def reset(self, number: float, **columns: Any) -> None:
+        self.number = number
+
+    def get_reward(self) -> float:
+        return self.number
+
+
+def numbers(count: int) -> Dataset:
+    return Dataset.from_dict({"prompt": [user(f"fine: {one}") for one in range(count)], "number": range(count)})
+
+
+def scored_later(completion: Any) -> float:
+    return float(len(completion))
+
+
+def test_environments_of_a_window_that_is_sampled_ahead(model, tmp_path):
+    """Rewards ask those of the rows that they score, though later rows and an evaluation have others meanwhile."""
+    seen = Seen()
+    settings = {"dataset": numbers(8), "eval_dataset": numbers(2), "per_device_eval_batch_size": 4}
+    settings |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_train_batch_size": 4, "max_steps": 3}
+    with RewardAgent(scored_later) as agent:
+        more = {"environment_factory": Numbered}
+        train(model, tmp_path, reward=agent, async_level=1, callbacks=[seen], more=more, **settings)
+    rows = [(columns["number"], rewards[1]) for window in seen.windows for columns, _, rewards in window]
+    assert len(rows) == 12 and all(number == reward for number, reward in rows)
+
+
+class Interrupting:
+    """Its first row is interrupted in a call, as by Ctrl+C."""
+
+    interrupts = True
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def reset(self, **columns: Any) -> None:
+        self.rows += 1
+
+    def method(self, fate: str) -> str:
+        """Acts.
+
+        Args:
+            fate: What happens.
+        """
+        if Interrupting.interrupts and fate == "0":
+            Interrupting.interrupts = False
+            os.kill(os.getpid(), signal.SIGINT)
+            NEVER.wait()
+        return fate
+
+
+def check_interrupt(model: str, output: Path, ranks: int = 1) -> None:
+    """In mid-turn; another run of the trainer begins anew, with other environments for rows that had not ended."""
+    made: list[Interrupting] = []
+    seen, trainers = Seen(), []
+
+    def turns(text: str, asked: int) -> Sequence[str]:
+        return [written("", ("method", {"fate": str(asked)})), written("done")]
+
+    def factory() -> Interrupting:
+        made.append(Interrupting())
+        return made[-1]
+
+    Interrupting.interrupts = True
+    settings = {"dataset": numbers(4 * ranks), "per_device_train_batch_size": 8, "callbacks": [seen]}
+    settings |= {"prepare": lambda trainer: plays(turns)(trainer) or trainers.append(trainer), "tool_timeout": 600.0}
+    with pytest.raises(KeyboardInterrupt):
+        train(model, output, more={"environment_factory": factory}, **settings)
+    NEVER.set()
+    assert not seen.windows and len(made) == 8
+    interrupted, made[:] = list(made), []
+    trainers[0].train()
+    ((*rows,),) = seen.windows
+    assert len(rows) == 8 and all(len(completion) == 3 and reward == reward for _, completion, (reward,) in rows)
+    assert [one.rows for one in (*interrupted, *made)] == [1] * 16, "it is not known where they were interrupted"
+
+
+def test_an_interrupt_in_mid_turn(model, tmp_path):
+    check_interrupt(model, tmp_path)
+
+
+def test_nothing_of_a_run_stays(model, tmp_path):
+    """An environment that has failed goes at once, the others with the trainer, but for those in hung calls."""
+    made: list[weakref.ref[Any]] = []
+
+    def factory() -> Fated:
+        environment = Fated()
+        made.append(weakref.ref(environment))
+        return environment
+
+    def left() -> int:
+        gc.collect()
+        return sum(one() is not None for one in made)
+
+    rows = [("reset", "raises"), ("act", "hangs"), ("method", "hangs"), ("fine", "0")]
+    more = {"environment_factory": factory, "tools": [act]}
+    settings = {"dataset": problems(rows), "per_device_train_batch_size": 8, "max_steps": 2}
+    trainer = train(model, tmp_path, reward=lambda prompts, **_: [1.0] * len(prompts), more=more, **settings)
+    trainer.environments = None
+    # Of six that failed, two did so in the last window, and one is in a call; TRL keeps the first.
+    assert len(made) == 12 and left() <= 6 + 2 + 1 + 1
+    gone = weakref.ref(trainer)
+    del trainer
+    assert left() <= 1 and gone() is None
+
+
+def test_values_do_not_stay_with_threads():
+    calls, values = ToolCalls(600.0), weakref.WeakSet()
+    values.add(calls.run([calls.call(Fated, {})])[0])
+    for _ in range(500):  # the thread goes on as soon as it may
+        if not values:
+            break
+        time.sleep(0.01)
+    assert not values
+
+
+def test_a_window_whose_rows_all_fail_ends_the_run(model, tmp_path):
+    with pytest.raises(RuntimeError, match="failed on every row .* reset: ValueError: no"):
+        train(model, tmp_path, dataset=problems([("reset", "raises")]), more={"environment_factory": Fated})
+
+
+class Talkative:
+    def reset(self, **columns: Any) -> str:
+        return "z" * 200
+
+
+def test_an_observation_beyond_the_sampler_s_context_fails_its_row(model, tmp_path):
+    """A server may have room for less than the model, and would refuse the request."""
+
+    def prepare(trainer: Any) -> None:
+        plays(script)(trainer)
+        corrects(trainer)
+        trainer.vllm_generation.llm.llm_engine.model_config.max_model_len = 150
+
+    with pytest.raises(RuntimeError, match="failed on every row .* the model's context is 150"):
+        train(model, tmp_path, dataset=numbers(1), prepare=prepare, more={"environment_factory": Talkative})
+
+
+# ---------------------------------------------------------------------- what the policy writes
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ("<function:act>" + "[" * 3000 + "</><|im_end|>", parsed("<function:act>" + "[" * 3000 + "</>")),
+        (
+            '<function:act>{"fate": "\\ud800"}</><|im_end|>',
+            parsed("", ("act", {"fate": "\ud800"})),
+        ),
+    ],
+    ids=["JSON that is too deep", "half a character"],
+)
+def test_what_the_policy_writes_ends_no_run(model, tmp_path, turn, message):
+    judge = Judge()
+    settings = {"prepare": plays(lambda *_: [turn, written("done")]), "max_completion_length": 4000, "reward": judge}
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded.config.max_position_embeddings = 8192
+    train(model, tmp_path, loaded=loaded, dataset=problems([("", "")]), more={"tools": [act]}, **settings)
+    assert judge.asked[0]["completions"][0][0] == message
+
+
+def test_names_that_cannot_be_written():
+    """Of a call; some templates write it before the answer."""
+    calls = ToolCalls(TIMEOUT)
+    made = [{"type": "function", "function": {"name": "\ud800", "arguments": {}}}]
+    ((messages, failed),) = calls.run([calls.answer(made, {})])
+    assert messages == answered(("?", error("Tool ? not found."))) and failed == 1
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+def undescribed(a: int) -> int:
+    return a
+
+
+class Callables:
+    """Acts."""
+
+    __name__ = "act"
+
+    def __call__(self) -> None: ...
+
+
+def other_act(fate: str) -> Any:
+    """Acts.
+
+    Args:
+        fate: What happens.
+    """
+
+
+other_act.__name__ = "act"
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("tools", "named"),
+    [
+        ([undescribed], "undescribed .* no docstring"),
+        ([functools.partial(act, fate="")], "partial.*neither a function nor a method"),
+        ([Callables()], "Callables .*neither a function nor a method"),
+        ([act, other_act], r"several tools have the names \['act'\]"),
+    ],
+    ids=["no docstring", "partial", "object", "one name"],
+)
+def test_what_is_no_tool(model, tmp_path, unloadable, tools, named):
+    with pytest.raises(ValueError, match=f"(?i){named}"):
+        DASHTrainer(model, [Judge()], DASHConfig(str(tmp_path), use_cpu=True, bf16=False), numbers(2), tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"function": act_later}, "coroutine function"),
+        ({"function": lambda: LOCK}, "cannot be sent"),
+        ({"function": act, "timeout": 0}, "timeout=0"),
+        ({"function": act, "max_concurrency": 0}, "max_concurrency=0"),
+    ],
+)
+def test_mistakes_in_process_tools(options, named):
+    with pytest.raises(ValueError, match=named):
+        ProcessTool(**options)
