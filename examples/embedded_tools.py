@@ -19,7 +19,7 @@ from transformers.utils import get_json_schema
 from dash_trl.embedded import Lessons, WarmUp, arithmetic_tokenizer
 from dash_trl.embedded.problems import TEST_PROBLEMS, TRAIN_PROBLEMS, split_of
 
-OPERANDS = (2, 3, 4)  # numbers in a chain: one to three calls
+OPERANDS = (2, 3)  # numbers in a chain: one or two calls
 SMALLEST, LARGEST = 100, 999  # of the numbers and of every running total
 LONGEST_EXPRESSION = 100  # characters
 
@@ -112,7 +112,7 @@ def _solution(problem: str, generator: random.Random, guess_rate: float, slip_ra
     return [*messages, _answer(total)]
 
 
-CALCULATOR_WARM_UP = WarmUp(steps=400, clean_share=0.8, slip_rate=0.35, wait_rate=0.1)
+CALCULATOR_WARM_UP = WarmUp(steps=500, clean_share=0.7, slip_rate=0.5, wait_rate=0.05)
 CALCULATOR_LESSONS = Lessons(
     "calculator",
     lambda: arithmetic_tokenizer(["The answer is", "calculator(expression)", "calculator\nexpression"], tools=True),

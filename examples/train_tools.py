@@ -44,8 +44,9 @@ class ToolUse(Mathematics):
     def embedded_defaults() -> dict[str, Any]:
         return embedded_defaults() | {
             "output_dir": "outputs/embedded_tools",
-            "max_completion_length": 128,  # the tools' answers are part of it
-            "max_tool_calling_iterations": 6,
+            "max_completion_length": 96,  # the tools' answers are part of it
+            "max_steps": 40,
+            "max_tool_calling_iterations": 4,
             "per_device_eval_batch_size": 128,
             "num_generations_eval": 2,
         }
