@@ -19,7 +19,7 @@ Without a model and a dataset the embedded model learns arithmetic; a flag that 
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,10 @@ class Mathematics:
             reward = CodeReward() if self.script.has_tests else MathAccuracyReward()
         return RewardAgent(reward, timeout=PATIENCE) if isinstance(reward, CodeReward) else reward
 
+    def tools(self) -> list[Callable[..., Any]]:
+        """What the model may call (`train_tools.py`)."""
+        return []
+
 
 def main(
     argv: list[str], own_arguments: tuple[Any, ...] = (), make_callbacks: Any = None, make_task: Any = Mathematics
@@ -112,6 +116,7 @@ def main(
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         callbacks=[timer, MetricsFileCallback(metrics), *(make_callbacks(script, *own) if make_callbacks else ())],
+        tools=task.tools(),
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
@@ -192,12 +197,13 @@ def with_model_arguments(args: Any, model_args: ModelConfig) -> None:
 def train_and_measure(trainer: Any, tokenizer: Any, task: Mathematics, max_new_tokens: int, *, measured: bool) -> None:
     """Trains and saves; if it is to be measured, with the accuracy on the embedded problems before and after."""
     args = trainer.args
-    measured = measured and args.should_save and not sharded(trainer)
+    # An evaluation with tools is the trainer's, in which all processes take part.
+    measured = measured and (bool(task.tools()) or (args.should_save and not sharded(trainer)))
     before = measure(trainer, tokenizer, task, max_new_tokens) if measured else {}
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     after = measure(trainer, tokenizer, task, max_new_tokens) if measured else {}
     trainer.save_model(args.output_dir)
-    for name, value in before.items():
+    for name, value in before.items() if args.should_save else ():
         print(f"{name} accuracy on 256 held-out problems: {value:.3f} before, {after[name]:.3f} after")
 
 
@@ -207,7 +213,9 @@ def sharded(trainer: Any) -> bool:
 
 
 def measure(trainer: Any, tokenizer: Any, task: Mathematics, max_new_tokens: int) -> dict[str, float]:
-    """Accuracy on the held-out problems: two samples each at temperature 1, and the greedy answer."""
+    """Accuracy on the held-out problems: two samples each at temperature 1, and the greedy answer (none with tools)."""
+    if task.tools():
+        return {"sampled": trainer.evaluate(task.embedded_problems("test"))["eval_reward"]}
     model: AutoModelForCausalLM = trainer.accelerator.unwrap_model(trainer.model)
     return {
         name: accuracy(

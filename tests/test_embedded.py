@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from embedded_programs import PROGRAM_LESSONS, program_dataset
+from embedded_tools import CALCULATOR_LESSONS, calculator, calculator_dataset, noisy_calculator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import get_json_schema
+from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
 from dash_trl._cache import cache_folder
 from dash_trl.embedded import warm_up
@@ -36,7 +39,7 @@ def problems(split: str, make=arithmetic_dataset, **arguments) -> list[str]:
 # ------------------------------------------------------------------------------------------------------- the problems
 
 
-@pytest.mark.parametrize("make", [arithmetic_dataset, program_dataset])
+@pytest.mark.parametrize("make", [arithmetic_dataset, program_dataset, calculator_dataset])
 def test_training_and_test_problems_are_disjoint(make):
     train = {problem for seed in range(3) for problem in problems("train", make, size=2000, seed=seed)}
     test = {problem for seed in range(3) for problem in problems("test", make, seed=seed)}
@@ -55,6 +58,7 @@ def test_training_and_test_problems_are_disjoint(make):
         ),
         (arithmetic_dataset, {"split": "dev"}, "split='dev' does not exist"),
         (program_dataset, {"split": "dev"}, "split='dev' does not exist"),
+        (calculator_dataset, {"split": "dev"}, "split='dev' does not exist"),
     ],
 )
 def test_impossible_datasets_are_refused(make, arguments, message):
@@ -272,3 +276,124 @@ def test_other_lessons_are_cached_under_another_name(tmp_path, small_model):
     assert Path(path).name == Path(small_model).name.replace("arithmetic", "programs")
     written = AutoTokenizer.from_pretrained(path)("def f(x): return x + 37")["input_ids"]
     assert len(written) <= 11 < len(TOKENIZER("def f(x): return x + 37")["input_ids"])
+
+
+# ---------------------------------------------------------------------------------------------------------- the tools
+
+TOOL_TOKENIZER = CALCULATOR_LESSONS.tokenizer()
+
+
+@pytest.fixture(params=["made", "reloaded"])
+def tool_tokenizer(request, tmp_path):
+    if request.param == "made":
+        return TOOL_TOKENIZER
+    TOOL_TOKENIZER.save_pretrained(tmp_path)
+    return AutoTokenizer.from_pretrained(tmp_path)
+
+
+def token_ids(tokenizer, messages, **settings) -> list[int]:
+    return tokenizer.apply_chat_template(messages, tools=[calculator], return_dict=False, **settings)
+
+
+def function_call(name: str, **arguments: object) -> dict:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_sampled_calls_are_found_and_every_prefix_of_a_conversation_stays_one(tool_tokenizer):
+    """TRL's condition for tools. What is sampled are the tokens between two renderings."""
+    solution = CALCULATOR_LESSONS.solution("512-291+204", random.Random(0), 0.0, 0.0)
+    messages = [{"role": "user", "content": "512-291+204"}, *solution]
+    assert [one["role"] for one in messages] == ["user", *["assistant", "tool"] * 2, "assistant"]
+    whole = token_ids(tool_tokenizer, messages)
+    for k, message in list(enumerate(messages))[1:]:
+        before = token_ids(tool_tokenizer, messages[:k], add_generation_prompt=message["role"] == "assistant")
+        after = token_ids(tool_tokenizer, messages[: k + 1])
+        assert before == whole[: len(before)] and after == whole[: len(after)]
+        if message["role"] == "assistant":
+            sampled = after[len(before) : -1]  # without the line break behind the end of the turn
+            assert sampled[-1] == tool_tokenizer.eos_token_id and len(sampled) <= 14
+            assert parse_response(tool_tokenizer, sampled, prefix=before, tools=[calculator]) == message
+    assert supports_tool_calling(tool_tokenizer) and is_chat_template_prefix_preserving(tool_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("The answer is 12<|im_end|>", "The answer is 12", None),
+        ("7+5=12\n<tool_call>f\na=12-3</tool_call><|im_end|>", "7+5=12", [function_call("f", a="12-3")]),
+        ("<tool_call>f\na=7\nb=x=y</tool_call>", "", [function_call("f", a="7", b="x=y")]),
+        ("<tool_call>f</tool_call><tool_call>g\nc=</tool_call>", "", [function_call("f"), function_call("g", c="")]),
+        ("<tool_call>f\n12-3</tool_call><|im_end|>", "", [function_call("f")]),  # an argument without a name
+        ("<tool_call>calcul", "<tool_call>calcul", None),  # cut off
+        ("<tool_call>\na=7</tool_call><|im_end|>", "<tool_call>\na=7</tool_call>", None),
+    ],
+)
+def test_what_counts_as_a_call(text, content, calls):
+    message = parse_response(TOOL_TOKENIZER, TOOL_TOKENIZER(text)["input_ids"], prefix=[])
+    assert (message["content"], message.get("tool_calls")) == (content, calls)
+
+
+def test_arguments_get_the_types_of_the_tool():
+    def add(left: int, right: int) -> int:
+        """Adds.
+
+        Args:
+            left: one.
+            right: other.
+        """
+        return left + right
+
+    call = "<tool_call>add\nleft=7\nright=5</tool_call><|im_end|>"
+    message = parse_response(TOOL_TOKENIZER, TOOL_TOKENIZER(call)["input_ids"], prefix=[], tools=[add])
+    assert message["tool_calls"] == [function_call("add", left=7, right=5)]
+    rendered = TOOL_TOKENIZER.apply_chat_template([message], tools=[add], tokenize=False)
+    assert rendered == f"<|im_start|>system\nadd(left,right)<|im_end|>\n<|im_start|>assistant\n{call}\n"
+
+
+def test_without_tools_the_template_is_the_other_one_s():
+    messages = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "The answer is 3"}]
+    for generation in (False, True):
+        one, other = (
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+            for tokenizer in (TOKENIZER, TOOL_TOKENIZER)
+        )
+        assert one == other
+
+
+def test_the_loss_is_on_what_the_model_writes_between_the_tool_s_answers():
+    problem = "512-291+204"
+    solution = CALCULATOR_LESSONS.solution(problem, random.Random(0), 0.0, 0.0)
+    ids, labels = warm_up._row(TOOL_TOKENIZER, problem, solution, CALCULATOR_LESSONS.tools)
+    assert TOOL_TOKENIZER.decode([token for token in labels if token != -100]) == (
+        "<tool_call>calculator\nexpression=512-291</tool_call><|im_end|>"
+        "<tool_call>calculator\nexpression=221+204</tool_call><|im_end|>"
+        "The answer is 425<|im_end|>"
+    )
+    assert all(label in (token, -100) for token, label in zip(ids, labels, strict=True))
+    assert ids == token_ids(TOOL_TOKENIZER, [{"role": "user", "content": problem}, *solution])
+
+
+def test_solutions_guess_and_slip_at_the_given_rates():
+    """Of problems with two numbers: one call."""
+    generator, counts = random.Random(0), {"guess": 0, "slip": 0, "right": 0}
+    rows = [row for row in calculator_dataset("train", size=3000) if len(row["prompt"][0]["content"]) == 7]
+    for row in rows:
+        *calls, answer = CALCULATOR_LESSONS.solution(row["prompt"][0]["content"], generator, 0.3, 0.2)
+        right = answer["content"] == f"The answer is {row['answer']}"
+        counts["guess" if not calls else "right" if right else "slip"] += 1
+    shares = {name: count / len(rows) for name, count in counts.items()}
+    assert shares == pytest.approx({"guess": 0.3, "slip": 0.2, "right": 0.5}, abs=0.05)
+
+
+def test_the_calculator_computes_and_refuses_what_is_no_expression():
+    assert calculator("512-291+204") == "425" and calculator("3*(7-5)/4") == "1.5"
+    assert all(calculator(row["prompt"][0]["content"]) == row["answer"] for row in calculator_dataset("test", size=50))
+    for expression in ("9**9**9", "9" * 101, "f(1)", "", "__import__('os')"):
+        with pytest.raises(ValueError, match="not an expression"):
+            calculator(expression)
+
+
+def test_the_noisy_calculator_looks_like_the_calculator():
+    noise = noisy_calculator()
+    assert get_json_schema(noise) == get_json_schema(calculator) and noise.__name__ == calculator.__name__
+    assert len({noise(expression="512-291") for _ in range(100)}) > 50

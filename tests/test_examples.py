@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import embedded_tools
 import nbformat
 import pyarrow.parquet
 import pytest
@@ -23,7 +24,7 @@ from train_math_process import ProcessArguments, make_callbacks
 from transformers import AutoTokenizer
 from trl import TrlParser
 
-from dash_trl.embedded.warm_up import embedded_model
+from dash_trl.embedded.warm_up import WarmUp, embedded_model
 from dash_trl.evaluation import accuracy
 from dash_trl.process_rewards import OutcomeValue
 from dash_trl.rewards import load_reward
@@ -184,6 +185,31 @@ def test_programs_are_trained_on(tmp_path, monkeypatch, capsys, count):
     for step in steps(tmp_path):
         assert 0.2 < step["rewards/code/mean"] <= step["rewards/code/passed"]
         assert step["filter/kept_rows"] > 0 and step["filter/dropped_unscored"] == 0
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_a_tool_is_called_and_measured(tmp_path, monkeypatch, capsys, noise):
+    """With a model that was warmed up for next to no time, on a few of the problems."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    warm_up = WarmUp(steps=2, batch_size=4, hidden_size=32, num_layers=1, num_heads=1)
+    monkeypatch.setattr(embedded_tools, "CALCULATOR_WARM_UP", warm_up)
+    monkeypatch.setattr(embedded_tools, "TEST_PROBLEMS", 4)
+    settings = {**SMALL, "per_device_eval_batch_size": 8, "output_dir": tmp_path / "run", "noise": noise}
+    main("train_tools", *flags(settings))
+    said = re.search(r"sampled accuracy on 256 .*: (.*) before, (.*) after", capsys.readouterr().out)
+    assert all(0 <= float(share) <= 1 for share in said.groups())
+    (step,) = [one for one in read_rows(tmp_path / "run" / "metrics.jsonl") if "loss" in one]
+    assert {"tools/call_frequency", "tools/failure_frequency"} <= step.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("noise", [False, True])
+def test_what_is_learned_is_to_use_the_tool(tmp_path, capsys, noise):
+    main("train_tools", *flags({"output_dir": tmp_path, "noise": noise}))
+    said = re.search(r"sampled accuracy on 256 .*: (.*) before, (.*) after", capsys.readouterr().out)
+    before, after = map(float, said.groups())
+    assert (before <= 0.05 and after - before <= 0.05) if noise else (0.15 <= before <= 0.4 and after - before >= 0.2)
 
 
 @pytest.mark.parametrize("task", [Mathematics, Programming])

@@ -1,12 +1,13 @@
-"""The embedded model's tokenizer: Qwen2's, with a vocabulary of this task."""
+"""The embedded model's tokenizer: Qwen2's, with a vocabulary of this task; and its chat template for tools."""
 
 import json
 from collections.abc import Sequence
 
-from tokenizers import pre_tokenizers, trainers
+from tokenizers import AddedToken, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
 END_OF_TURN, PADDING, START_OF_TURN = "<|im_end|>", "<|endoftext|>", "<|im_start|>"
+CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 
 # Qwen2.5's ChatML without its system prompt, which would double the length of these prompts.
 CHAT_TEMPLATE = (
@@ -16,13 +17,65 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+# The same for tools, in few tokens. A tool is its name and its arguments, a call has an argument in each line:
+#
+#     <|im_start|>system                  <|im_start|>assistant                         <|im_start|>tool
+#     calculator(expression)<|im_end|>    <tool_call>calculator                         421<|im_end|>
+#                                         expression=512-91</tool_call><|im_end|>
+#
+# Every message is rendered by itself, so that the first messages of a conversation render to a prefix of it. What the
+# model writes stands between `generation` tags, by which `apply_chat_template` knows the tokens to learn from.
+TOOL_CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system' }}"
+    "{% for tool in tools %}"
+    "{{ '\n' + tool['function']['name'] + '(' + tool['function']['parameters']['properties'] | join(',') + ')' }}"
+    "{% endfor %}{{ '<|im_end|>' + '\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>' + call['function']['name'] }}"
+    "{% for name, value in call['function']['arguments'] | items %}{{ '\n' + name + '=' }}{{ value }}{% endfor %}"
+    "{{ '</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|im_end|>' }}"
+    "{% endgeneration %}{% else %}"
+    "{{ message['content'] }}{{ '<|im_end|>' }}"
+    "{% endif %}{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
-def arithmetic_tokenizer(words: Sequence[str] = ("The answer is", "Wait")) -> Qwen2Tokenizer:
+# How `parse_response` of Transformers finds the calls. The values are text, and get the types of the tool's arguments.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"<tool_call>(?P<name>\w+)(?:\n|(?=</tool_call>))",
+            "close": END_OF_CALL,
+            "repeats": True,
+            "content": "kv-lines",
+            "content_args": {"kv_sep": "="},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": END_OF_TURN, "content": "text"},
+    },
+}
+
+
+def arithmetic_tokenizer(words: Sequence[str] = ("The answer is", "Wait"), *, tools: bool = False) -> Qwen2Tokenizer:
     """Qwen2's byte-level BPE with the few merges of this task: each of its words and each digit is one token.
 
     It has to be Qwen2's in everything but the merges: `AutoTokenizer` (and so vLLM) loads the tokenizer of any model of
     type qwen2 as a `Qwen2Tokenizer`, whatever pre-tokenizer was saved with it.
+
+    Args:
+        words: texts of the task.
+        tools: with a chat template that has tools, and a response template.
     """
+    roles = ["user", "assistant", *(["system", "tool"] if tools else [])]
     backend = Qwen2Tokenizer().backend_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=512,  # a ceiling: the few words below need fewer
@@ -30,15 +83,20 @@ def arithmetic_tokenizer(words: Sequence[str] = ("The answer is", "Wait")) -> Qw
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator([*words, "user", "assistant"], trainer)
+    backend.train_from_iterator([*words, *roles], trainer)
     learned = json.loads(backend.to_str())["model"]
-    return Qwen2Tokenizer(
+    tokenizer = Qwen2Tokenizer(
         vocab=learned["vocab"],
         merges=[tuple(merge) for merge in learned["merges"]],
         eos_token=END_OF_TURN,
         pad_token=PADDING,
         extra_special_tokens=[START_OF_TURN],
         padding_side="left",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=TOOL_CHAT_TEMPLATE if tools else CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+    if tools:
+        tokenizer.response_template = RESPONSE_TEMPLATE
+        # As Qwen's own: one token each, and not special, so that decoded completions show the calls.
+        tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in (CALL, END_OF_CALL)])
+    return tokenizer

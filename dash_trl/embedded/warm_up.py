@@ -12,7 +12,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -82,6 +82,9 @@ def _trace(problem: str, generator: random.Random, slip_rate: float, wait_rate: 
     return "\n".join([*lines, f"The answer is {total}"])
 
 
+Solution = str | list[dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Lessons:
     """What a warm-up teaches.
@@ -90,13 +93,16 @@ class Lessons:
         name: begins the names of cached models.
         tokenizer: makes the model's tokenizer.
         problems: endless problems of the training split.
-        solution: the text for a problem, wrong at the rates `slip_rate` and `wait_rate` of `WarmUp`.
+        solution: the text for a problem, wrong at the rates `slip_rate` and `wait_rate` of `WarmUp`; or the messages
+            that follow it, of the assistant and of tools.
+        tools: the JSON schemas of what those messages call.
     """
 
     name: str
     tokenizer: Callable[[], Qwen2Tokenizer]
     problems: Callable[[random.Random, WarmUp], Iterator[str]]
-    solution: Callable[[str, random.Random, float, float], str]
+    solution: Callable[[str, random.Random, float, float], Solution]
+    tools: Sequence[dict[str, Any]] = ()
 
 
 ARITHMETIC = Lessons(
@@ -107,6 +113,22 @@ ARITHMETIC = Lessons(
 )
 
 
+def _row(
+    tokenizer: Qwen2Tokenizer, problem: str, solution: Solution, tools: Sequence[dict[str, Any]]
+) -> tuple[list[int], list[int]]:
+    """(the token ids of a prompt with its solution, the labels): the loss is on what the model is to write."""
+    prompt = [{"role": "user", "content": problem}]
+    if not isinstance(solution, str):
+        rendered = tokenizer.apply_chat_template(
+            prompt + solution, tools=list(tools), return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, written = rendered["input_ids"], rendered["assistant_masks"]
+        return ids, [token if own else -100 for token, own in zip(ids, written, strict=True)]
+    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    prompt_ids, trace_ids = tokenizer([text, solution + END_OF_TURN], add_special_tokens=False)["input_ids"]
+    return prompt_ids + trace_ids, [-100] * len(prompt_ids) + trace_ids
+
+
 def _batch(
     tokenizer: Qwen2Tokenizer,
     problems: Iterator[str],
@@ -114,20 +136,17 @@ def _batch(
     settings: WarmUp,
     *,
     clean: bool,
-    solution: Callable[[str, random.Random, float, float], str] = _trace,
+    lessons: Lessons = ARITHMETIC,
 ) -> dict[str, torch.Tensor]:
-    """`batch_size` prompts with their traces, padded on the right; the loss is on the trace and its end."""
+    """`batch_size` prompts with their solutions, padded on the right; the loss is on the solution and its end."""
     rows, labels = [], []
     for _ in range(settings.batch_size):
         problem = next(problems)
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": problem}], add_generation_prompt=True, tokenize=False
-        )
         slip_rate, wait_rate = (0.0, 0.0) if clean else (settings.slip_rate, settings.wait_rate)
-        trace = solution(problem, generator, slip_rate, wait_rate) + END_OF_TURN
-        prompt_ids, trace_ids = tokenizer([prompt, trace], add_special_tokens=False)["input_ids"]
-        rows.append(prompt_ids + trace_ids)
-        labels.append([-100] * len(prompt_ids) + trace_ids)
+        solution = lessons.solution(problem, generator, slip_rate, wait_rate)
+        row, learned = _row(tokenizer, problem, solution, lessons.tools)
+        rows.append(row)
+        labels.append(learned)
     width = max(map(len, rows))
     return {
         "input_ids": torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows]),
@@ -174,7 +193,7 @@ def _warm_up(
         bar = tqdm(range(settings.steps), desc="Warming up the embedded model (once)", disable=not progress)
         for step in bar:
             clean = step < settings.clean_share * settings.steps
-            batch = _batch(tokenizer, problems, generator, settings, clean=clean, solution=lessons.solution)
+            batch = _batch(tokenizer, problems, generator, settings, clean=clean, lessons=lessons)
             loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,0 +1,67 @@
+"""Train a model that calls a tool: a calculator.
+
+    accelerate launch examples/train_tools.py                  # no arguments: a tiny model adds by it, offline
+    accelerate launch examples/train_tools.py --noise          # the control: a tool that answers with any number
+
+    accelerate launch examples/train_tools.py --model_name_or_path Qwen/Qwen3-0.6B \\
+        --dataset_name openai/gsm8k --dataset_config main --max_completion_length 1024
+
+`train_math.py` with `tools=[calculator]`: its flags and YAML keys, and those of `ToolArguments`. The embedded model
+knows how to call the calculator, but often guesses the answer or calls it with a wrong number; the numbers are too
+large for it to add. A model of yours needs a chat template with tools.
+
+Sampled accuracy rises from 0.28–0.30 to 0.91–0.93 (--seed 0, 1, 2) in 40 steps, and stays at 0.00 with --noise.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from embedded_tools import (
+    CALCULATOR_LESSONS,
+    CALCULATOR_WARM_UP,
+    calculator,
+    calculator_dataset,
+    noisy_calculator,
+)
+from train_math import MathArguments, Mathematics, main
+
+from dash_trl.embedded import embedded_defaults, embedded_model
+
+
+@dataclass
+class ToolArguments(MathArguments):
+    """Those of `train_math.py`, and what the tool answers."""
+
+    noise: bool = field(default=False, metadata={"help": "The tool answers with any number, whatever it is asked."})
+
+
+class ToolUse(Mathematics):
+    """Sums that the tool knows."""
+
+    Arguments = ToolArguments
+
+    @staticmethod
+    def embedded_defaults() -> dict[str, Any]:
+        return embedded_defaults() | {
+            "output_dir": "outputs/embedded_tools",
+            "max_completion_length": 96,  # the tools' answers are part of it
+            "max_steps": 40,
+            "max_tool_calling_iterations": 4,
+            "per_device_eval_batch_size": 128,
+            "num_generations_eval": 2,
+        }
+
+    def embedded_model(self, progress: bool) -> str:
+        return embedded_model(settings=CALCULATOR_WARM_UP, lessons=CALCULATOR_LESSONS, progress=progress)
+
+    def embedded_problems(self, split: str, seed: int = 0, completion: bool = False) -> Any:
+        return calculator_dataset(split, seed=seed)
+
+    def tools(self) -> list[Callable[..., Any]]:
+        return [noisy_calculator() if self.script.noise else calculator]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], make_task=ToolUse)
