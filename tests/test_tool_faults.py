@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, ProcessTool, RewardAgent
 from dash_trl.tools import ToolCalls
 from tests.scripted_turns import Judge, answered, parsed, plays, save_tool_model, user, written
-from tests.test_tools_training import corrects
 from tests.tiny import run
 
 TIMEOUT = 0.5  # of calls that wait for what never comes
@@ -447,23 +446,6 @@ def test_values_do_not_stay_with_threads():
 def test_a_window_whose_rows_all_fail_ends_the_run(model, tmp_path):
     with pytest.raises(RuntimeError, match="failed on every row .* reset: ValueError: no"):
         train(model, tmp_path, dataset=problems([("reset", "raises")]), more={"environment_factory": Fated})
-
-
-class Talkative:
-    def reset(self, **columns: Any) -> str:
-        return "z" * 200
-
-
-def test_an_observation_beyond_the_sampler_s_context_fails_its_row(model, tmp_path):
-    """A server may have room for less than the model, and would refuse the request."""
-
-    def prepare(trainer: Any) -> None:
-        plays(script)(trainer)
-        corrects(trainer)
-        trainer.vllm_generation.llm.llm_engine.model_config.max_model_len = 150
-
-    with pytest.raises(RuntimeError, match="failed on every row .* the model's context is 150"):
-        train(model, tmp_path, dataset=numbers(1), prepare=prepare, more={"environment_factory": Talkative})
 
 
 # ---------------------------------------------------------------------- what the policy writes
