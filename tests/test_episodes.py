@@ -135,6 +135,59 @@ def test_ids_without_a_token_have_no_text():
     assert after == (0, before[1] + 1, before[2] + 2)
 
 
+def of_turns(*turns: tuple[str, bool], **arguments) -> tuple[list[str], list[int]]:
+    """As `cut`, of turns with whether the policy wrote them; its turns end with `END`."""
+    pieces = [TOKENIZER(text)["input_ids"] + [END] * is_own for text, is_own in turns]
+    ids = [token for piece in pieces for token in piece]
+    own = [int(is_own) for piece, (_, is_own) in zip(pieces, turns, strict=True) for _ in piece]
+    episodes = Segmenter(TOKENIZER, **arguments)(ids, own)
+    return [TOKENIZER.decode(ids[part]) for part in episodes.slices()], list(episodes.boundaries)
+
+
+OWN, TOOL = True, False
+
+
+@pytest.mark.parametrize(
+    ("turns", "arguments", "episodes"),
+    [
+        pytest.param(
+            [("we add. Wait, no", OWN), ("no. So x. The answer is 7", TOOL), ("x is 4. So the answer is 4", OWN)],
+            {"min_episode_tokens": 1},
+            ["we add. ", "Wait, no<|end|>no. So x. The answer is 7", "x is 4. ", "So ", "the answer is 4<|end|>"],
+            id="only what the policy wrote is looked at",
+        ),
+        pytest.param(
+            [("x", OWN), ("7", TOOL), ("y", OWN), ("8", TOOL), ("z", OWN)],
+            {},
+            ["x<|end|>7", "y<|end|>8", "z", "<|end|>"],
+            id="turns that are shorter than an episode",
+        ),
+        pytest.param(
+            [("x. The answer is 4. Wait, no", OWN), ("7", TOOL), ("it is 7", OWN)],
+            {"min_episode_tokens": 1},
+            ["x. The answer is 4. ", "Wait, no<|end|>7", "it is 7", "<|end|>"],
+            id="an answer before a call of a tool is not the final one",
+        ),
+        pytest.param([("x", OWN), ("7<|end|>", TOOL)], {}, ["x<|end|>7<|end|>", ""], id="a tool has the last word"),
+        pytest.param([("", OWN), ("7", TOOL), ("", OWN)], {}, ["<|end|>7", "<|end|>"], id="turns without a word"),
+        pytest.param([("7", TOOL), ("x", OWN)], {}, ["7x", "<|end|>"], id="an environment begins"),
+        pytest.param([("7", TOOL)], {}, ["7"], id="nothing is the policy's"),
+    ],
+)
+def test_an_episode_ends_where_the_policy_s_next_turn_begins(turns, arguments, episodes):
+    assert of_turns(*turns, **arguments)[0] == episodes
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(texts, st.booleans()), max_size=6), st.integers(1, 5))
+def test_each_episode_has_a_token_of_the_policy_s(turns, shortest):
+    _, boundaries = of_turns(*turns, min_episode_tokens=shortest, max_episode_tokens=10)
+    own = [is_own for text, is_own in turns for _ in TOKENIZER(text)["input_ids"] + [END] * is_own]
+    begins = [at for at, is_own in enumerate(own) if is_own and not (at and own[at - 1])]
+    assert boundaries == sorted(set(boundaries)) and set(begins[1:]) <= set(boundaries)
+    assert boundaries[0] == 0 and all(own[at] for at in boundaries[1:] if at < len(own))
+
+
 def test_short_episodes_are_merged():
     assert len(cut("Wait So Wait So Wait So add. add. add.", min_episode_tokens=8)[0]) < len(
         cut("Wait So Wait So Wait So add. add. add.")[0]

@@ -190,6 +190,13 @@ def test_servers_get_all_rollouts_at_once_and_no_weights(trainer, monkeypatch):
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize("name", ["conversations", "rollout_func"])
+def test_completions_of_several_turns_are_refused(name, trainer, monkeypatch):
+    monkeypatch.setattr(trainer, name, object())
+    with pytest.raises(ValueError, match="MonteCarloValue with .* would finish each prefix in one turn"):
+        MonteCarloValue(2)([ValueRequest((5,), (6, 7), (0, 2), example=EXAMPLE, own=(1, 0))], trainer)
+
+
 def test_a_failed_reward_leaves_its_rollout_out_though_another_function_scored_it(trainer, monkeypatch, caplog):
     def failing(completion_ids, **kwargs):
         return [math.nan if ids[0] == 4 or sum(ids) % 3 == 0 else 1.0 for ids in completion_ids]

@@ -17,6 +17,8 @@ def test_features_by_hand():
     assert rows == [[-5.0, -4.0, -5.0, -4.0, 2.0, 2.5, 2.0], [-7.0, -4.0, -2.0, -2.0, 3.0, 3.5, 2.0]]
     assert prefix_features((0, 2, 3), [-1.0, -4.0, -2.0]) == [row[:5] for row in rows]
     assert len(rows[0]) == len(FEATURES) and prefix_features((0,), []) == []
+    without_tools = prefix_features((0, 3, 4), [-1.0, -4.0, 0.0, -2.0], own=[1, 1, 0, 1])
+    assert without_tools == [row[:5] for row in rows]
 
 
 def test_an_unknown_log_prob_is_one_of_every_prefix_that_holds_it():

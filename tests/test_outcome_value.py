@@ -84,6 +84,28 @@ def test_later_tokens_and_other_rows_leave_a_value_bitwise():
         assert found[:known] == before[:known] and found[known:] != before[known:]
 
 
+def test_a_tool_s_tokens_leave_a_value_as_it_is():
+    """Three of them behind each token of the policy."""
+    value, trainer = taught(rollouts(0))
+    alone, _ = rollouts(2)
+
+    def among_others(numbers: tuple) -> tuple:
+        return tuple(one for number in numbers for one in (number, 0, 0, 0))
+
+    with_tools = [
+        replace(
+            one,
+            completion_ids=among_others(one.completion_ids),
+            boundaries=tuple(4 * boundary for boundary in one.boundaries),
+            log_probs=among_others(one.log_probs),
+            entropies=among_others(one.entropies),
+            own=among_others((1,) * len(one.completion_ids)),
+        )
+        for one in alone
+    ]
+    assert value(with_tools, trainer) == value(alone, trainer)
+
+
 def test_a_window_is_valued_without_its_outcomes():
     (first, outcomes), (second, others) = rollouts(0), rollouts(1)
     value, trainer = taught((first, outcomes))
@@ -268,11 +290,18 @@ class FittedAndKnown(OutcomeValue):
 
 
 class Tools(ScriptedRollouts):
-    """Every other token is not the policy's."""
+    """Every other token is not the policy's. own_first: whether the first one is."""
+
+    def __init__(self, own_first: bool = True, **arguments):
+        super().__init__(**arguments)
+        self.own_first = own_first
 
     def __call__(self, prompts, trainer):
         sampled = super().__call__(prompts, trainer)
-        return {**sampled, "env_mask": [[i % 2 for i in range(len(ids))] for ids in sampled["completion_ids"]]}
+        return {
+            **sampled,
+            "env_mask": [[(i + self.own_first) % 2 for i in range(len(ids))] for ids in sampled["completion_ids"]],
+        }
 
 
 @pytest.mark.parametrize("sampler", [True, False], ids=["the sampler's log-probs", "a pass"])
@@ -288,13 +317,13 @@ def test_it_trains_without_answers_and_on_what_the_policy_wrote(tiny_model, tmp_
     assert logs[-1]["process/missing_values"] == logs[-1]["process/unknown_prefixes"] == 0.0
     assert logs[-1]["process/structured_rows"] > 0.5 and logs[-1]["time/values"] > 0
     outcome = windows.advantages[0]
-    assert torch.equal(outcome, outcome[:, :1] * windows.rollouts[0].completion_mask), "by outcome alone, the first"
+    assert torch.equal(outcome, outcome[:, :1] * windows.rollouts[0].loss_mask), "by outcome alone, the first"
     assert process.value.state_dict()["windows"][0]["features"].shape[1] == (5 if sampler else 7)
     assert "No row has a value" not in caplog.text
     assert len(process.value.lessons) == 80
     for request in process.value.lessons:
         assert len(request.log_probs) == len(request.completion_ids)
-        assert not any(request.log_probs[::2]) and all(one < 0 for one in request.log_probs[1::2])
+        assert not any(request.log_probs[1::2]) and all(one < 0 for one in request.log_probs[::2])
     mine, trls = logged(trainer, "process/entropy"), logged(trainer, "entropy")
     assert len(trls) == 5 and len(mine) == (0 if sampler else 5)
     # The first window has no V; TRL's entropy of a window is known when it has been trained on.
@@ -321,11 +350,16 @@ def test_solved_groups_teach_and_are_not_paid_for_and_unscored_rows_do_not_teach
         assert request.entropies == pytest.approx(policy.entropy().tolist(), abs=1e-5)
 
 
-def test_masked_completions_do_not_teach(tiny_model, tmp_path):
+@pytest.mark.parametrize(
+    "settings",
+    [{"mask_truncated_completions": True}, {"rollouts": Tools(own_first=False, longest=4)}],
+    ids=["truncated ones", "nothing is the policy's"],
+)
+def test_masked_completions_do_not_teach(tiny_model, tmp_path, settings):
     """Their prefixes are unknown: their outcomes would be in V_0, the mean outcome, and in no V behind it."""
-    process = callback(FittedAndKnown())
-    trainer, windows = train(tiny_model, tmp_path, process, mask_truncated_completions=True, max_steps=2)
-    written = [rollouts.completion_mask.any(dim=1) for rollouts in windows.rollouts]
+    process = callback(FittedAndKnown(), skip_solved=False)
+    trainer, windows = train(tiny_model, tmp_path, process, max_steps=2, **settings)
+    written = [rollouts.loss_mask.any(dim=1) for rollouts in windows.rollouts]
     outcomes = torch.cat([rollouts.rewards[rows, 0] for rollouts, rows in zip(windows.rollouts, written, strict=True)])
     taught = torch.cat([window["outcome"] for window in process.value.state_dict()["windows"]])
     assert torch.equal(taught.float(), outcomes) and len(taught) < 32

@@ -29,7 +29,7 @@ from dash_trl.process_rewards.diagnostics import Diagnostics
 from dash_trl.process_rewards.picture import credit_html
 from dash_trl.update import weighted_rewards
 from tests.test_credit import as_rewards, make_rows
-from tests.tiny import ScriptedReward, parameters, relative_difference, run, tiny_tokenizer
+from tests.tiny import ScriptedReward, ScriptedRollouts, parameters, relative_difference, run, tiny_tokenizer
 
 PROBLEMS = Dataset.from_dict(
     {"prompt": [f"{i} + {i} = " for i in range(16)], "answer": [str(2 * i) for i in range(16)]}
@@ -145,6 +145,51 @@ def test_solved_groups_and_failed_rewards_are_not_valued(tiny_model, tmp_path):
     assert asked == [6] and update > 0 and trainer.state.log_history[0]["filter/dropped_unscored"] == 0.125
     assert not rollouts.advantages[:8].any() and not rollouts.advantages[8::4].any()
     assert all(rollouts.advantages[row].any() for row in (9, 13))
+
+
+class InTurns(ScriptedRollouts):
+    """Turns of three tokens, and a tool's three between them; of each group's first row all are the tool's."""
+
+    def __call__(self, prompts, trainer):
+        sampled = super().__call__(prompts, trainer)
+        rows = enumerate(sampled["completion_ids"])
+        return {**sampled, "env_mask": [[int(row % 4 > 0 and i % 6 < 3) for i in range(len(ids))] for row, ids in rows]}
+
+
+class Boundaries:
+    """V is the boundary."""
+
+    space, needs_answers = "reward", False
+
+    def __call__(self, requests, trainer):
+        self.requests = requests
+        return [[float(boundary) for boundary in request.boundaries] for request in requests]
+
+
+def test_credit_knows_the_policy_s_tokens_alone(tiny_model, tmp_path, monkeypatch):
+    seen = []
+
+    def counted(rewards, settings):
+        seen.append(rewards)
+        return (torch.arange(rewards.mask.shape[1]) + 1.0).expand(rewards.mask.shape) * rewards.mask
+
+    monkeypatch.setitem(ESTIMATORS, "counted", counted)
+    process = ProcessRewardCallback(Boundaries(), estimator="counted")
+    trainer, rollouts, _ = train(tiny_model, tmp_path, process, rollouts=InTurns(), reward=ScriptedReward(constant=0.0))
+    (rewards,), own = seen, rollouts.loss_mask.bool()
+    lengths = own.sum(dim=1).tolist()
+    assert lengths[::4] == [0] * 4 and not rewards.valued[::4].any() and max(lengths) > 6
+    for row, length in enumerate(lengths):
+        assert rollouts.advantages[row][own[row]].tolist() == list(range(1, length + 1))
+        ends = rewards.ends[row].nonzero().flatten().tolist()
+        turns = list(range(2, length - 1, 3))  # the last tokens of those that a tool has answered
+        assert ends[: len(turns)] == turns and len(ends) <= len(turns) + 1
+        assert rewards.process[row, turns].tolist() == [6.0] * len(turns)
+        request, tokens = process.value.requests[row], rollouts.completion_mask[row].bool()
+        assert request.own == tuple(own[row][tokens].long().tolist())
+    assert not rollouts.advantages[~own].any() and rewards.mask.sum(dim=1).tolist() == lengths
+    logged = trainer.state.log_history[0]
+    assert logged["advantage/mean"] == pytest.approx(sum(n * (n + 1) / 2 for n in lengths) / sum(lengths))
 
 
 def skipped(rewards: list, weights: list, lengths: list | None = None, **arguments) -> list[int]:

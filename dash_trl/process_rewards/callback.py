@@ -261,7 +261,9 @@ class ProcessRewardCallback(DASHCallback):
         width = max(columns, 1) if alone else max(1, *ranks.gather_object(columns))
 
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
-        outcomes, lengths = gather(outcome), gather(rollouts.completion_mask.sum(dim=1))
+        # Credit sees only the tokens that the policy wrote: lengths, boundaries and columns count no others.
+        own = rollouts.loss_mask.bool()
+        outcomes, lengths = gather(outcome), gather(own.sum(dim=1))
         skipped = self._skipped(outcomes, gather(self._highest(rollouts, trainer.reward_weights)), lengths, group_size)
         requests, found, entropy = self._values(rollouts, skipped[mine], outcome, trainer)
         paid = [
@@ -270,14 +272,14 @@ class ProcessRewardCallback(DASHCallback):
         ]
         self.last += paid
 
-        boundaries = gather(_table([at for at, _ in paid], -1), pad=-1)
+        boundaries = gather(_among_own(_table([at for at, _ in paid], -1), own), pad=-1)
         values = gather(_table([row for _, row in paid], math.nan), pad=math.nan).double()
         paid_at, earned = anchor(boundaries, values, lengths, outcomes) if self.anchored else (boundaries, values)
-        process, ends, per_token, valued = place_rewards(paid_at, earned, lengths, width)
+        process, ends, levels, valued = place_rewards(paid_at, earned, lengths, width)
         rewards = Rewards(
             process=process,
             ends=ends,
-            values=per_token,
+            values=levels,
             mask=torch.arange(width) < lengths.unsqueeze(1),
             outcome=outcomes.double(),
             outcome_advantages=gather(rollouts.advantages).double(),
@@ -287,6 +289,7 @@ class ProcessRewardCallback(DASHCallback):
             sum_over_ranks=partial(_sum, ranks) if alone else _as_it_is,
         )
         credit = ranks.agree(partial(self._credit, rewards))
+        per_token = credit.new_zeros(own.shape).masked_scatter(own, credit[mine][rewards.mask[mine]])
         return _Part(
             rewards=rewards,
             credit=credit,
@@ -299,7 +302,7 @@ class ProcessRewardCallback(DASHCallback):
             ),
             entropy=entropy,
             alone=alone,
-        ), credit[mine, :columns]
+        ), per_token
 
     def _end_window(self, trainer: Any) -> None:
         """All its parts have come: V learns from it, and what V was worth in it is noted and logged."""
@@ -341,7 +344,7 @@ class ProcessRewardCallback(DASHCallback):
         A skipped row that V learns from has boundaries, too. From a row without a token it does not learn: no prefix of
         such rows is known, so that their outcomes would be in V_0 alone.
         """
-        learned = ~outcome.isnan() & rollouts.completion_mask.any(dim=1) & self._learns
+        learned = ~outcome.isnan() & rollouts.loss_mask.any(dim=1) & self._learns
         asked = ~skipped | learned
         log_probs, entropies = _log_probs(rollouts, asked, trainer) if self.needs_log_probs else (None, None)
         requests = trainer.ranks.agree(partial(self._requests, rollouts, asked, log_probs, entropies))
@@ -358,19 +361,21 @@ class ProcessRewardCallback(DASHCallback):
         self, rollouts: CreditedRollouts, asked: Tensor, log_probs: Tensor | None, entropies: Tensor | None
     ) -> list[ValueRequest]:
         """Of this rank's rows; without boundaries where V is not asked for."""
-        requests = []
+        requests, loss_mask = [], None if rollouts.tool_mask is None else rollouts.loss_mask
         for row, example in enumerate(rollouts.examples):
             tokens = rollouts.completion_mask[row].bool()
             completion = tuple(rollouts.completion_ids[row][tokens].tolist())
+            own = None if loss_mask is None else tuple(loss_mask[row][tokens].tolist())
             requests.append(
                 ValueRequest(
                     prompt_ids=tuple(rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()].tolist()),
                     completion_ids=completion,
-                    boundaries=self._segmenter(completion).boundaries if asked[row] else (),
+                    boundaries=self._segmenter(completion, own).boundaries if asked[row] else (),
                     answers=accepted_answers(example, self.answer_column) if self._needs_answers else (),
                     example=example,
                     log_probs=None if log_probs is None else tuple(log_probs[row][tokens].tolist()),
                     entropies=None if entropies is None else tuple(entropies[row][tokens].tolist()),
+                    own=own,
                 )
             )
         return requests
@@ -455,6 +460,12 @@ def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
     """Rows of different lengths → [B, K], int64 or float32 as the padding is: MPS, too, can gather these."""
     dtype = torch.tensor(padding).dtype
     return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=padding)
+
+
+def _among_own(boundaries: Tensor, own: Tensor) -> Tensor:
+    """[B, K] positions in completions, padded with −1 → how many tokens before them the policy wrote; own: [B, T]."""
+    before = torch.nn.functional.pad(own.long().cumsum(dim=1), (1, 0))
+    return before.gather(1, boundaries.clamp(min=0)).where(boundaries >= 0, boundaries)
 
 
 def _as_it_is(rows: Tensor, *, pad: float = 0) -> Tensor:

@@ -34,6 +34,8 @@ VARIANCE_EPSILON = 1e-8
 class Rewards:
     """What an estimator sees: whole groups, of this rank, or of all ranks where a group lies on several.
 
+    In completions of several turns only the policy's tokens are there, one turn behind the other.
+
     Args:
         process: [N, T], U_i on the last token of episode i, 0 elsewhere.
         ends: [N, T] bool, True on those last tokens (a U may be 0).

@@ -97,6 +97,10 @@ class Segmenter:
     is where the final answer begins. A completion without the answer's format, truncated or not, is one whose last
     boundary is its end (before the end-of-sequence token): the forced answer then says how far it came.
 
+    In a completion of several turns each turn of the policy begins an episode, however short the one before it is: a
+    call of a tool and the tool's answer belong to one episode. Markers and sentence ends are looked for in the policy's
+    own text alone, the final answer in its last turn.
+
     Args:
         tokenizer: a fast tokenizer.
         markers: texts that begin an episode where they begin a word; or a function: text → character positions.
@@ -149,10 +153,25 @@ class Segmenter:
             words = "|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True))
             self._marker = re.compile(rf"(?<!\w)(?:{words})")
 
-    def __call__(self, token_ids: Sequence[int]) -> Episodes:
-        """The episodes of one completion (no padding; the end-of-sequence token may be there)."""
-        length = len(token_ids)
-        written = length
+    def __call__(self, token_ids: Sequence[int], own: Sequence[int] | None = None) -> Episodes:
+        """The episodes of one completion (no padding; the end-of-sequence token may be there).
+
+        Args:
+            own: for each token, 1 = the policy wrote it, 0 = a tool or an environment. None: the policy wrote all.
+        """
+        turns = _turns([1] * len(token_ids) if own is None else own)
+        boundaries = []
+        for turn in turns:
+            is_last = turn == turns[-1]
+            found = self._of_turn(token_ids[turn], is_last=is_last)
+            if not is_last and len(found) > 1:
+                found = found[:-1]  # the episode goes on to the next turn
+            boundaries += [turn.start + at for at in found]
+        return Episodes((0, *boundaries[1:]), len(token_ids))  # an environment may begin
+
+    def _of_turn(self, token_ids: Sequence[int], *, is_last: bool) -> tuple[int, ...]:
+        """The boundaries of a turn, its beginning and its end (or where the final answer begins) among them."""
+        written = len(token_ids)
         while written and token_ids[written - 1] in self._special:
             written -= 1
         # A model may have more embeddings than its tokenizer has tokens (Qwen2.5 has 271): those have no text.
@@ -165,7 +184,7 @@ class Segmenter:
             byte = len(text[:character].encode("utf-8", "surrogateescape"))
             return bisect_right(starts, byte, hi=written) - 1 if byte < starts[-1] else written
 
-        answers = list(self._final_answer.finditer(text))
+        answers = list(self._final_answer.finditer(text)) if is_last else []
         begins = [token_at(answer.start()) for answer in answers]
         while len(begins) > 1:
             last, before = answers.pop(), answers[-1]
@@ -178,7 +197,7 @@ class Segmenter:
         else:
             cuts = [match.start() for match in self._marker.finditer(text)]
         sentences = [token_at(match.end()) for match in _SENTENCE_END.finditer(text)]
-        return Episodes(self._boundaries(sorted({token_at(cut) for cut in cuts}), sentences, end), length)
+        return self._boundaries(sorted({token_at(cut) for cut in cuts}), sentences, end)
 
     def _boundaries(self, cuts: list[int], sentences: list[int], end: int) -> tuple[int, ...]:
         boundaries = [0]
@@ -194,6 +213,14 @@ class Segmenter:
                 boundaries.append(sentences[at] if at >= first else latest)
             boundaries.append(cut)
         return tuple(dict.fromkeys(boundaries))
+
+
+def _turns(own: Sequence[int]) -> list[slice]:
+    """The runs of tokens that the policy wrote; behind a tool's answer that ends the completion, an empty one."""
+    turns = [slice(*run.span()) for run in re.finditer(b"\x01+", bytes(own))]
+    if not turns or turns[-1].stop < len(own):
+        turns.append(slice(len(own), len(own)))
+    return turns
 
 
 def line_starts(text: str) -> list[int]:

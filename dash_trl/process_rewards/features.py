@@ -25,24 +25,30 @@ WITHOUT_ENTROPIES = 5
 
 
 def prefix_features(
-    boundaries: Sequence[int], log_probs: Sequence[float], entropies: Sequence[float] | None = None
+    boundaries: Sequence[int],
+    log_probs: Sequence[float],
+    entropies: Sequence[float] | None = None,
+    own: Sequence[int] | None = None,
 ) -> list[list[float]]:
     """[K − 1, F], a row per boundary b behind b_0, which has no token to speak of; a = the boundary before b.
 
-    Σ_{t<b} log p_t, min_{t<b} log p_t, Σ_{a≤t<b} log p_t, min_{a≤t<b} log p_t, b, Σ_{t<b} H_t, max_{t<b} H_t.
+    Σ_{t<b} log p_t, min_{t<b} log p_t, Σ_{a≤t<b} log p_t, min_{a≤t<b} log p_t, n, Σ_{t<b} H_t, max_{t<b} H_t; n = the
+    tokens before b that the policy wrote.
 
     A number that is not known (NaN) makes its sum NaN, and with it the rows of every prefix that holds the token.
 
     Args:
         boundaries: 0 = b_0 < b_1 < …; log_probs, entropies: one per token of the completion, 0 for tokens that the
-            policy did not write.
+            policy did not write. own: see `ValueRequest`.
     """
     rows = []
     total = lowest = disorder = highest = 0.0
+    written = 0
     for start, end in pairwise(boundaries):
-        own, least = sum(log_probs[start:end]), min(log_probs[start:end])
-        total, lowest = total + own, min(lowest, least)
-        row = [total, lowest, own, least, float(end)]
+        written += end - start if own is None else sum(own[start:end])
+        last, least = sum(log_probs[start:end]), min(log_probs[start:end])
+        total, lowest = total + last, min(lowest, least)
+        row = [total, lowest, last, least, float(written)]
         if entropies is not None:
             disorder, highest = disorder + sum(entropies[start:end]), max(highest, *entropies[start:end])
             row += [disorder, highest]

@@ -49,8 +49,13 @@ class MonteCarloValue:
     scored by its reward functions, weighted by its reward weights. A rollout whose reward failed is left out, and
     without any scored one the value is missing. What reward functions log of these rollouts is dropped.
 
+    Rollouts have one turn. With tools or environments the value would be that of a policy that has none, so it is
+    refused.
+
     Args:
         num_rollouts: K, at least 1.
+    Raises:
+        ValueError: in training with tools, an environment, or an `env_mask` of a `rollout_func`.
     """
 
     space = "reward"
@@ -60,6 +65,7 @@ class MonteCarloValue:
         self.num_rollouts = num_rollouts
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
+        _check_turns(requests, trainer)
         rank = trainer.accelerator.process_index
         own = [
             _Prefix(rank, row, boundary, _room(request, boundary, trainer), request)
@@ -114,6 +120,17 @@ class MonteCarloValue:
 
     def _repeat(self, values: Sequence[Any]) -> list[Any]:
         return [value for value in values for _ in range(self.num_rollouts)]
+
+
+def _check_turns(requests: Sequence[ValueRequest], trainer: Any) -> None:
+    has_function = trainer.rollout_func is not None and any(request.own is not None for request in requests)
+    if trainer.conversations is not None or has_function:
+        raise ValueError(
+            "MonteCarloValue with "
+            + ("a rollout_func that returns env_mask" if has_function else "tools or an environment")
+            + " would finish each prefix in one turn: a rollout that calls a tool gets no answer and is scored as it "
+            "is, so that V would be too low wherever a tool helps. Use AnswerLogProbValue() or OutcomeValue()."
+        )
 
 
 def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:

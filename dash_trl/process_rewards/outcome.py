@@ -165,7 +165,7 @@ class OutcomeValue:
 
     def _features(self, request: ValueRequest) -> list[list[float]]:
         assert request.log_probs is not None, "ValueRequest(..., log_probs=...), one per token of the completion"
-        return prefix_features(request.boundaries, request.log_probs, request.entropies)
+        return prefix_features(request.boundaries, request.log_probs, request.entropies, request.own)
 
     def _columns(self, requests: Sequence[ValueRequest]) -> int:
         """F of these requests, which is that of the buffer."""

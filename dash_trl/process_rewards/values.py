@@ -52,6 +52,8 @@ class ValueRequest:
         example: the dataset row, for the reward functions of `MonteCarloValue`.
         log_probs, entropies: of each token of the completion, by the policy that sampled it; NaN = not known, 0 = not
             written by the policy. For an estimator that `needs_log_probs`; entropies where they are known.
+        own: for each token of the completion, 1 = the policy wrote it, 0 = a tool or an environment. None: the policy
+            wrote all.
     """
 
     prompt_ids: tuple[int, ...]
@@ -61,6 +63,7 @@ class ValueRequest:
     example: dict[str, Any] | None = None
     log_probs: tuple[float, ...] | None = None
     entropies: tuple[float, ...] | None = None
+    own: tuple[int, ...] | None = None
 
 
 class ValueEstimator(Protocol):

@@ -52,7 +52,8 @@ class RolloutBatch:
         group: [B] int64, which prompt of the (global) generation batch a row answers.
         policy_version: [B, 2] int64, the optimizer steps of the oldest and of the newest weights that may have sampled
             the row: those of its request's dispatch and end, which differ if new weights came while it was in flight.
-        tool_mask: [B, T], 1 = written by the policy; only where a `rollout_func` returned `env_mask`.
+        tool_mask: [B, T], 1 = written by the policy; only with tools or environments, and where a `rollout_func`
+            returned `env_mask`.
         sampling_per_token_logps: [B, T], the sampler's log-probs, where the sampler reports them.
         old_per_token_logps, ref_per_token_logps: [B, T], where the loss asks for them: of `Survivors`, or of all rows
             where these are not known yet when the first optimizer step takes some.
