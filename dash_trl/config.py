@@ -84,9 +84,9 @@ class DASHConfig(GRPOConfig):
         aipo_detached (`bool`, defaults to `False`):
             The weight is a factor without gradient: a token above `aipo_delta` keeps that much of its own.
         max_tokens_per_microbatch (`int` or `None`, defaults to `None`):
-            Token budget of one model pass (prompt and completion tokens; padding counts where the model cannot run
-            padding-free). `None`: at most `per_device_train_batch_size` rows, as in TRL. Set it to what fits in
-            memory; short rows then share a pass. A single row above the budget gets a pass of its own.
+            Token budget of one model pass (prompt and completion tokens, a shared prompt once; padding counts where the
+            model cannot run padding-free). `None`: at most `per_device_train_batch_size` rows, as in TRL. Set it to
+            what fits in memory; short rows then share a pass. A single row above the budget gets a pass of its own.
         share_prompts (`bool` or `None`, defaults to `None`):
             Rows of a pass that have the same prompt compute it once; the update is the same. `None`: where it is faster
             (prompts of more than 32 tokens). `True`: wherever a prompt has two tokens. `False`: never.
