@@ -74,7 +74,8 @@ def tool_suffix(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) ->
 
 def weights_of(trainer: Any) -> int:
     """The optimizer step of the weights by which the trainer samples now."""
-    return trainer._last_loaded_step if trainer.use_vllm else trainer.state.global_step
+    loaded = trainer._last_loaded_step if trainer.use_vllm else -1
+    return trainer.state.global_step if loaded < 0 else loaded  # vLLM gets the weights of now before it samples
 
 
 def sync_weights(trainer: Any) -> None:

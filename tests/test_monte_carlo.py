@@ -190,7 +190,7 @@ def test_servers_get_all_rollouts_at_once_and_no_weights(trainer, monkeypatch):
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize("name", ["conversations", "rollout_func"])
+@pytest.mark.parametrize("name", ["_conversations", "rollout_func"])
 def test_completions_of_several_turns_are_refused(name, trainer, monkeypatch):
     monkeypatch.setattr(trainer, name, object())
     with pytest.raises(ValueError, match="MonteCarloValue with .* would finish each prefix in one turn"):

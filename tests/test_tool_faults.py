@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from dash_trl import DASHCallback, DASHConfig, DASHTrainer, ProcessTool, RewardAgent
 from dash_trl.tools import ToolCalls
 from tests.scripted_turns import Judge, answered, parsed, plays, save_tool_model, user, written
+from tests.test_tools_training import corrects
 from tests.tiny import run
 
 TIMEOUT = 0.5  # of calls that wait for what never comes
@@ -358,6 +359,7 @@ class Interrupting:
     """Its first row is interrupted in a call, as by Ctrl+C."""
 
     interrupts = True
+    interrupted = threading.Event()
 
     def __init__(self) -> None:
         self.rows = 0
@@ -373,7 +375,8 @@ class Interrupting:
         """
         if Interrupting.interrupts and fate == "0":
             Interrupting.interrupts = False
-            os.kill(os.getpid(), signal.SIGINT)
+            while not self.interrupted.wait(0.05):  # a signal that comes just before the main thread waits is not seen
+                os.kill(os.getpid(), signal.SIGINT)
             NEVER.wait()
         return fate
 
@@ -390,12 +393,22 @@ def check_interrupt(model: str, output: Path, ranks: int = 1) -> None:
         made.append(Interrupting())
         return made[-1]
 
+    def interrupt(*_: Any) -> None:
+        if not Interrupting.interrupted.is_set():
+            Interrupting.interrupted.set()
+            raise KeyboardInterrupt
+
     Interrupting.interrupts = True
+    Interrupting.interrupted.clear()
     settings = {"dataset": numbers(4 * ranks), "per_device_train_batch_size": 8, "callbacks": [seen]}
     settings |= {"prepare": lambda trainer: plays(turns)(trainer) or trainers.append(trainer), "tool_timeout": 600.0}
-    with pytest.raises(KeyboardInterrupt):
-        train(model, output, more={"environment_factory": factory}, **settings)
-    NEVER.set()
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(model, output, more={"environment_factory": factory}, **settings)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        NEVER.set()
     assert not seen.windows and len(made) == 8
     interrupted, made[:] = list(made), []
     trainers[0].train()
@@ -446,6 +459,23 @@ def test_values_do_not_stay_with_threads():
 def test_a_window_whose_rows_all_fail_ends_the_run(model, tmp_path):
     with pytest.raises(RuntimeError, match="failed on every row .* reset: ValueError: no"):
         train(model, tmp_path, dataset=problems([("reset", "raises")]), more={"environment_factory": Fated})
+
+
+class Talkative:
+    def reset(self, **columns: Any) -> str:
+        return "z" * 200
+
+
+def test_an_observation_beyond_the_sampler_s_context_fails_its_row(model, tmp_path):
+    """A server may have room for less than the model, and would refuse the request."""
+
+    def prepare(trainer: Any) -> None:
+        plays(script)(trainer)
+        corrects(trainer)
+        trainer.vllm_generation.llm.llm_engine.model_config.max_model_len = 150
+
+    with pytest.raises(RuntimeError, match="failed on every row .* the model's context is 150"):
+        train(model, tmp_path, dataset=numbers(1), prepare=prepare, more={"environment_factory": Talkative})
 
 
 # ---------------------------------------------------------------------- what the policy writes

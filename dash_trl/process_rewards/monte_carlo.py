@@ -124,7 +124,7 @@ class MonteCarloValue:
 
 def _check_turns(requests: Sequence[ValueRequest], trainer: Any) -> None:
     has_function = trainer.rollout_func is not None and any(request.own is not None for request in requests)
-    if trainer.conversations is not None or has_function:
+    if trainer._conversations is not None or has_function:
         raise ValueError(
             "MonteCarloValue with "
             + ("a rollout_func that returns env_mask" if has_function else "tools or an environment")
