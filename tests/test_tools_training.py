@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOTrainer
 
-from dash_trl import DASHTrainer
+from dash_trl import DASHCallback, DASHTrainer
 from tests.scripted_turns import (
     RANDOM_CALLS,
     Judge,
@@ -29,7 +29,7 @@ from tests.scripted_turns import (
 from tests.test_contract import ByTokens, check_logs, first, second
 from tests.test_equivalence import TOLERANCE, compare, padded
 from tests.test_tools import Counter, Echo, Mute
-from tests.tiny import parameters, relative_difference, run
+from tests.tiny import EOS, parameters, relative_difference, run
 
 TOOLS = [add, later, fails, fill]
 OF_ENVIRONMENTS = {"add": {"a": 1, "b": 2}, "count": {"step": 2}, "count_later": {"step": 1}, "shout": {"text": "hey"}}
@@ -194,3 +194,44 @@ def test_tokens_of_tools_would_change_the_update(start, model, tmp_path):
         run(kind, model, tmp_path, max_completion_length=LONGEST, **settings) for kind in (Unmasked, DASHTrainer)
     ]
     assert relative_difference(start, *(parameters(trainer.model) for trainer in trainers))[0] > 1e-2
+
+
+class Numbered:
+    """An environment whose reward is the number of its prompt."""
+
+    def reset(self, number: int, **columns: Any) -> None:
+        self.number = number
+
+    def get_reward(self) -> float:
+        return float(self.number)
+
+
+class Pairs(DASHCallback):
+    """Each row's number, and the reward of its environment."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, float]] = []
+
+    def on_rewards(self, args: Any, state: Any, control: Any, rollouts: Any, **kwargs: Any) -> None:
+        numbers = [row["number"] for row in rollouts.examples]
+        self.seen += zip(numbers, rollouts.rewards[:, -1].tolist(), strict=True)
+
+
+def test_an_environment_is_asked_of_its_own_window_while_the_next_is_there(model, tmp_path):
+    pairs = Pairs()
+    dataset = problems(12).add_column("number", list(range(12)))
+    run(
+        DASHTrainer,
+        model,
+        tmp_path,
+        in_process=True,
+        dataset=dataset,
+        callbacks=[pairs],
+        reward=lambda completion, number: 0.0,
+        more={"environment_factory": Numbered},
+        prepare=plays(lambda text, asked: [[EOS]]),
+        async_level=1,
+        max_steps=3,
+        vllm_importance_sampling_correction=False,
+    )
+    assert len(pairs.seen) == 48 and all(number == reward for number, reward in pairs.seen)

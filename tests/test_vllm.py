@@ -536,6 +536,18 @@ def launched(servers, checkpoints, tmp_path_factory) -> tuple[dict[str, list[dic
 
 
 @pytest.mark.distributed
+def test_a_run_with_tools_and_an_environment_one_window_ahead(launched):
+    """On two ranks; each row goes on by itself, and its reward begins when it ends."""
+    saw, printed, _ = launched
+    assert "tools" in saw and len(saw["tools"]) == 2, printed
+    for rank in saw["tools"]:
+        assert len(rank["turns"]) == 32 and len(set(rank["turns"])) > 1 and not rank["wrong"]
+        assert rank["difference"] <= 1e-4 and rank["streamed"] and rank["ranks_agree"]
+        assert within_bound(rank["windows"], 1) and not within_bound(rank["windows"], 0)
+        assert min(rank["calls"]) > 0.5 and rank["failed"] == [0.0] * 2
+
+
+@pytest.mark.distributed
 def test_a_run_two_windows_ahead_is_killed_and_resumed_and_a_server_dies(launched):
     """On two ranks, with a window finished and a window in flight."""
     saw, printed, output = launched

@@ -2,6 +2,7 @@
 
 python -m tests.vllm_run MODEL ADAPTER OUTPUT URL,URL PROCESS_GROUP,PROCESS_GROUP
 
+tools: a run with a tool and an environment, one window ahead.
 killed: a run with `async_level` that ends in SIGKILL of both ranks, at a checkpoint.
 resumed: that run from its checkpoint; the last server dies meanwhile, and stays dead.
 zero3: two steps under ZeRO-3; then the first server dies, too, and sampling has to fail on both ranks.
@@ -15,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,11 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
+from torch.func import functional_call
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from dash_trl import DASHCallback, DASHTrainer
+from dash_trl import DASHCallback, DASHTrainer, RewardAgent
 from dash_trl.embedded.problems import arithmetic_dataset, arithmetic_reward
 from dash_trl.evaluation import open_sampler
 from dash_trl.serve import free_ports
@@ -66,6 +69,131 @@ class Watch(DASHCallback):
         prompts = [row["prompt"] for row in rollouts.examples[:: args.num_generations]]
         oldest, newest = rollouts.policy_version.min().item(), rollouts.policy_version.max().item()
         self.windows.append({"prompts": prompts, "step": state.global_step, "oldest": oldest, "newest": newest})
+
+
+# ---------------------------------------------------------------------------------------------- tools
+
+CHAT_TEMPLATE = (
+    "{% for one in messages %}{{ '<|im_start|>' + one.role + '\n' + one.content }}"
+    "{% for call in one.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LONGEST, ANSWER = 240, 40  # tokens of a completion, and more than a tool's answer has
+FIRST_WINDOW = 8  # prompts of both ranks
+
+
+class Caller(PreTrainedTokenizerFast):
+    """Reads turns as calls of the environment or of the tool, by their lengths; some are the end."""
+
+    def parse_response(self, response: list[int], **_: Any) -> dict[str, Any]:
+        text = self.decode(response, skip_special_tokens=True)
+        name = ("note", "twice", "note", None)[len(response) % 4] if response[-1] == self.eos_token_id else None
+        calls = [{"type": "function", "function": {"name": name, "arguments": {"text": text}}}] if name else []
+        return {"role": "assistant", "content": text, "tool_calls": calls}
+
+
+def twice(text: str) -> str:
+    """Asks the next problem.
+
+    Args:
+        text: Is not read.
+    """
+    return f"{len(text) % 10}+2-1"
+
+
+class Noted:
+    """An environment that is rewarded for its notes. The first of them waits for a reward of another row."""
+
+    rewarded, waits = threading.Event(), iter([True])
+    streamed = False
+
+    def reset(self, number: int, **_: Any) -> None:
+        self.number, self.notes = number, 0
+
+    def note(self, text: str) -> str:
+        """Notes a text.
+
+        Args:
+            text: What to note.
+        """
+        self.notes += 1
+        if self.number < FIRST_WINDOW and next(Noted.waits, False):
+            Noted.streamed = Noted.rewarded.wait(SECONDS)
+        return twice(text)
+
+    def get_reward(self) -> float:
+        return float(self.notes)
+
+
+def length(completion: Any, completion_ids: list[int], number: int) -> float:
+    if number < FIRST_WINDOW:
+        Noted.rewarded.set()
+    return len(completion_ids) / LONGEST
+
+
+class Rows(Watch):
+    """Compares the rows with the environments, and their log-probs with those of the weights that sampled them."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_pretrained(model)
+        self.weights: list[dict[str, torch.Tensor]] = []  # of each optimizer step
+        self.difference = 0.0
+        self.turns: list[int] = []
+        self.wrong: list[Any] = []
+
+    def on_rollouts_sampled(self, args, state, control, rollouts, trainer, **kwargs):
+        super().on_rollouts_sampled(args, state, control, rollouts, trainer)
+        self.weights.append(whole(trainer))
+        for row, (messages, environment) in enumerate(zip(rollouts.completions, trainer.environments, strict=True)):
+            length = int(rollouts.completion_mask[row].sum())
+            self.turns.append(sum(one["role"] == "assistant" for one in messages))
+            known = sum(one.get("name") == "note" for one in messages)
+            if length < LONGEST - ANSWER and known != environment.notes:  # else an answer may not have had room
+                self.wrong.append((known, environment.notes))
+            self.difference = max(self.difference, self.differences(rollouts, row, length))
+
+    @torch.no_grad()
+    def differences(self, rollouts: Any, row: int, length: int) -> float:
+        """The largest of the row's own tokens, each by the nearest of the weights that may have sampled it."""
+        completion = rollouts.completion_ids[row, :length]
+        ids = torch.cat([rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()], completion])
+        oldest, newest = rollouts.policy_version[row].tolist()
+        found = []
+        for weights in self.weights[oldest : newest + 1]:
+            logits = functional_call(self.model, weights, kwargs={"input_ids": ids[None]}).logits
+            log_probs = logits[0, -length - 1 : -1].log_softmax(-1)
+            found.append(log_probs.gather(1, completion[:, None]).squeeze(1))
+        sampled = rollouts.sampling_per_token_logps[row, :length]
+        nearest = (torch.stack(found) - sampled).abs().amin(dim=0)
+        return nearest[rollouts.tool_mask[row, :length].bool()].max().item()
+
+
+def tools(model: str, adapter: str, output: Path, urls: list[str], groups: list[int]) -> None:
+    tokenizer, watch = Caller.from_pretrained(model), Rows(model)
+    tokenizer.chat_template, tokenizer.response_template = CHAT_TEMPLATE, {}
+    problems = arithmetic_dataset("train", 2 * FIRST_WINDOW)
+    trainer = run(
+        DASHTrainer,
+        model,
+        output,
+        reward=RewardAgent(length),
+        dataset=problems.add_column("number", list(range(len(problems)))),
+        callbacks=[watch],
+        more={"processing_class": tokenizer, "tools": [twice], "environment_factory": Noted},
+        max_completion_length=LONGEST,
+        max_tool_calling_iterations=3,
+        max_steps=2,
+        learning_rate=0.01,
+        shuffle_dataset=False,
+        async_level=1,
+        vllm_server_urls=urls,
+    )
+    logs = [log for log in trainer.state.log_history if "tools/call_frequency" in log]
+    seen = {name: getattr(watch, name) for name in ("windows", "difference", "turns", "wrong")}
+    seen |= {"calls": [log["tools/call_frequency"] for log in logs], "streamed": Noted.streamed}
+    seen |= {"failed": [log["tools/failed_rows"] for log in logs], "ranks_agree": equal_on_all_ranks(whole(trainer))}
+    say("tools", seen)
 
 
 # ---------------------------------------------------------------------------------------------- two windows ahead
@@ -251,6 +379,7 @@ def in_process(model: str, adapter: str, output: Path, urls: list[str], groups: 
 # -------------------------------------------------------------------------------------------------- the launch
 
 SCENARIOS: dict[Any, tuple[int, dict[str, str]]] = {  # → ranks, environment
+    tools: (2, {"ACCELERATE_USE_CPU": "true"}),
     killed: (2, {"ACCELERATE_USE_CPU": "true"}),
     resumed: (2, {"ACCELERATE_USE_CPU": "true"}),
     zero3: (2, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}),

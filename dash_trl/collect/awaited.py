@@ -24,6 +24,7 @@ from dash_trl.rewards import (
     reward_rows,
     scores_alone,
 )
+from dash_trl.tools import EnvironmentReward
 from dash_trl.workers import Request
 
 
@@ -100,7 +101,8 @@ class Rewards:
     Args:
         functions, names: F, in the order of the columns; see `rewards.watch`.
         group_size: of the rows that functions are asked of now.
-        early: begin the rewards of rows as they are sampled, if all functions score each completion by itself.
+        early: begin the rewards of rows as they are sampled, if all functions score each completion by itself. What an
+            environment says of its row is known when the row ends.
         calculate: the trainer's `_calculate_rewards`, on this rank's rows; [N, F].
         groups_of_step: how many of this rank's groups the optimizer step that runs takes of the window.
     """
@@ -122,7 +124,8 @@ class Rewards:
         self._num_generations, self._calculate, self._groups_of_step = num_generations, calculate, groups_of_step
         agents = [func for func in functions if isinstance(func, AgentReward)]
         self.team = RewardTeam(agents, ranks.count, group_size)
-        wanted = early and bool(functions) and all(map(scores_alone, functions))
+        others = [func for func in functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
+        wanted = early and bool(others) and all(map(scores_alone, others))
         self.early = EarlyRewards(self.team, num_generations, wanted=wanted)
         self._failures = FailureWatch(functions, names)
 

@@ -1,0 +1,227 @@
+"""Rows of several turns on fake servers, one of which dies in mid-turn; and an interrupt in mid-turn.
+
+`test_vllm.py` has the real servers.
+"""
+
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
+
+from tests.fake_server import factory
+from tests.scripted_turns import parsed, save_tool_model, user, written
+from tests.test_async import SECONDS, STEP, Dated, Watch, asynchronous, nothing_in_work
+from tests.tiny import EOS
+
+ROWS, TURNS = 16, 3  # of a window, of a row
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_tool_model(tmp_path_factory.mktemp("model"))
+
+
+class Writer(Dated):
+    """Writes turns with its name: two that call `note`, and one that ends.
+
+    Attributes:
+        before: called with a prompt, before it is answered. If it raises, the connection is closed.
+    """
+
+    def __init__(self, model: str, name: str):
+        self.tokenizer, self.name = PreTrainedTokenizerFast.from_pretrained(model), name
+        self.before: Any = lambda prompt: None
+        self.lock = threading.Lock()  # a tokenizer is for one thread at a time
+        super().__init__()
+
+    def answer(self, send: Any, request: dict[str, Any], fault: str | None) -> None:
+        rollout = request["max_tokens"] > 1
+        with self.lock:
+            prompt = self.tokenizer.decode(request["prompt"])
+            calls = [("note", {"text": self.name})] if prompt.count("<assistant>") < TURNS else []
+            ids = self.tokenizer(text=written(self.name, *calls))["input_ids"]
+        self.before(prompt)
+        self.send_rows(send, request, [ids], rollout)
+
+
+writers = factory(Writer)
+
+
+class Notes:
+    """An environment that is rewarded for each note.
+
+    Args:
+        made: gets each instance. happens: called with "note" or "reward", and the instance.
+    Attributes:
+        number: of its prompt. resets: how often it began anew.
+    """
+
+    def __init__(self, made: list["Notes"], happens: Any):
+        self.resets, self.happens = 0, happens
+        made.append(self)
+
+    def reset(self, number: int, **columns: Any) -> None:
+        self.number, self.resets, self.said = number, self.resets + 1, []
+
+    def note(self, text: str) -> str:
+        """Takes a note.
+
+        Args:
+            text: What to note.
+        """
+        self.said.append(text)
+        self.happens("note", self)
+        return "noted"
+
+    def get_reward(self) -> float:
+        self.happens("reward", self)
+        return float(len(self.said))
+
+
+class Rows(Watch):
+    """The messages of each row, and the tokens that are its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[list[Any], list[int]]] = []
+
+    def on_rollouts_sampled(self, args, state, control, rollouts, trainer, **kwargs):
+        super().on_rollouts_sampled(args, state, control, rollouts, trainer)
+        own = (rollouts.tool_mask * rollouts.completion_mask).bool()
+        tokens = [ids[mask].tolist() for ids, mask in zip(rollouts.completion_ids, own, strict=True)]
+        self.rows += zip(rollouts.completions, tokens, strict=True)
+
+
+def train(model: str, output: Any, servers: list[Any], happens: Any, *, level: int = 0, **settings: Any) -> list[Notes]:
+    """A run without shuffling; returns the environments."""
+    made = settings.pop("made", [])
+    settings = {"max_steps": 1, "max_completion_length": 120, "shuffle_dataset": False, **STEP, **settings}
+    numbers = list(range(64))
+    problems = Dataset.from_dict({"prompt": [user(f"{number}+1=") for number in numbers], "number": numbers})
+    more = {"environment_factory": partial(Notes, made, happens)}
+    asynchronous(model, output, servers, level, dataset=problems, more=more, **{"reward": ends, **settings})
+    return made
+
+
+def ends(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    return [float(ids[-1] == EOS) for ids in completion_ids]
+
+
+def check_rows(rows: Rows, tokenizer: Any) -> list[str]:
+    """Each row is whole, and its own tokens are those of its turns. Returns the servers that wrote each."""
+    authors = ["".join(one["content"] for one in row if one["role"] == "assistant") for row, _ in rows.rows]
+    noted = {"role": "tool", "name": "note", "content": "noted"}
+    for (row, own), (*first, last) in zip(rows.rows, authors, strict=True):
+        calls = [(name, ("note", {"text": name})) for name in first]
+        assert tokenizer.decode(own) == "".join([*(written(*call) for call in calls), written(last)])
+        assert row == [one for call in calls for one in (parsed(*call), noted)] + [parsed(last)]
+    return authors
+
+
+def test_a_row_whose_server_dies_in_mid_turn_goes_on_elsewhere_with_its_earlier_turns(model, tmp_path, writers):
+    """Its tools are not called again."""
+    dying, other, rows = writers(model, "a"), writers(model, "b"), Rows()
+    dead: list[str] = []
+
+    def dies(prompt: str) -> None:
+        if dead or "noted" in prompt:
+            dead.append(prompt)
+            raise ConnectionError
+
+    dying.before = dies
+    notes: list[str] = []
+    happens = lambda what, environment: notes.append(environment.said[-1]) if what == "note" else None  # noqa: E731
+    train(model, tmp_path, [dying, other], happens, watch=rows)
+    authors = check_rows(rows, other.tokenizer)
+    assert len(authors) == ROWS and set(authors) == {"abb", "bbb"}
+    assert Counter(notes) == Counter(name for author in authors for name in author[:-1])
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """Interrupts the main thread, in a process that a shell has started in the background, too."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield partial(signal.pthread_kill, threading.get_ident(), signal.SIGINT)
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_an_interrupt_leaves_environments_at_work_out_of_the_next_run(model, tmp_path, writers, ctrl_c, level):
+    """A quarter of a window's rows wait for a tool, a quarter for a server, and the others have ended.
+
+    With `level` 0 the trainer waits for that window, with 1 it trains on the one before.
+    """
+    writer, rows, trainers, made = writers(model, "a"), Rows(), [], []
+    changed, run_ended, end = threading.Condition(), threading.Event(), threading.Event()
+    seen: dict[str, list[Any]] = {"tool": [], "server": [], "end": []}
+
+    def see(where: str, who: Any) -> None:
+        with changed:
+            seen[where].append(who)
+            changed.notify_all()
+        if where != "end":
+            end.wait(SECONDS)
+
+    def happens(what: str, environment: Notes) -> None:
+        if environment.number // 4 == level and not run_ended.is_set():
+            if what == "reward":
+                see("end", environment)
+            elif environment.number % 4 == 0:
+                see("tool", environment)
+
+    def before(prompt: str) -> None:
+        if f">{4 * level + 1}+1=" in prompt and "noted" in prompt and not run_ended.is_set():
+            see("server", prompt)
+
+    def wait(*_: Any) -> None:
+        with changed:
+            assert changed.wait_for(lambda: list(map(len, seen.values())) == [4, 4, 8], SECONDS), seen
+
+    def interrupt(window: int) -> None:
+        wait()
+        raise KeyboardInterrupt
+
+    def press() -> None:
+        wait()
+        ctrl_c()
+
+    writer.before = before
+    if level:
+        rows.wait = interrupt
+    else:
+        threading.Thread(target=press, daemon=True).start()
+    settings = {"watch": rows, "made": made, "prepare": trainers.append, "level": level, "max_steps": 1 + level}
+    with pytest.raises(KeyboardInterrupt):
+        train(model, tmp_path, [writer], happens, **settings)
+    assert nothing_in_work(trainers[0]) and not trainers[0].vllm_generation.pool._chains
+    run_ended.set()
+    rows.wait, rows.rows = (lambda window: None), []
+    resets = [one.resets for one in made]
+    trainers[0].train()
+    assert check_rows(rows, writer.tokenizer) == ["aaa"] * ROWS * (1 + level)
+    again = [one for one, before in zip(made, resets, strict=False) if one.resets > before]
+    assert not set(seen["tool"]) & set(again) and len(set(seen["end"]) & set(again)) >= 7
+    end.set()
+
+
+def test_the_reward_of_a_row_begins_when_it_ends(model, tmp_path, writers):
+    """Another row of its window goes on until then. An environment owns another reward."""
+    writer, rewarded, waited = writers(model, "a"), threading.Event(), []
+
+    def before(prompt: str) -> None:
+        if ">0+1=" in prompt and "noted" in prompt:
+            waited.append(rewarded.wait(SECONDS))
+
+    def reward(completion: Any, number: int) -> float:
+        rewarded.set()
+        return float(number)
+
+    writer.before = before
+    train(model, tmp_path, [writer], lambda what, environment: None, reward=reward)
+    assert waited and all(waited)
