@@ -137,6 +137,10 @@ def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
     def versions(rows: int) -> Tensor:
         return torch.full((rows, 2), weights_of(trainer))
 
+    def versions_of_turns(rows: int) -> Tensor:
+        sync_weights(trainer)  # nothing was sampled, nor vLLM given weights, if each row failed before its first turn
+        return versions(rows)
+
     def use_environments(instances: list[Any]) -> None:
         if trainer.environment_factories is not None:
             trainer.environments = instances  # TRL hands them to reward functions
@@ -159,7 +163,7 @@ def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
         trainer._conversations,
         use_environments,
         knows_log_probs=trainer.use_vllm,
-        **common,
+        **common | {"versions": versions_of_turns},
     )
 
 

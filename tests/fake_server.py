@@ -49,7 +49,10 @@ class Fake:
         self.asked = Counter()
         self.tag = "default"  # of the weights, as a server that was just started says
         self.report = {"checksums": {}, "dtype": "float32", "shape": {}, "comparable": True}
-        self.config = {"model_config": {"logprobs_mode": "processed_logprobs"}, "weight_transfer_config": None}
+        self.config = {
+            "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 4096},
+            "weight_transfer_config": None,
+        }
         self.authorisation: str | None = None
         self.key: str | None = None  # without which it answers nothing
         self.location: str | None = None  # to which it redirects

@@ -478,6 +478,27 @@ def test_an_observation_beyond_the_sampler_s_context_fails_its_row(model, tmp_pa
         train(model, tmp_path, dataset=numbers(1), prepare=prepare, more={"environment_factory": Talkative})
 
 
+class Away:
+    """Cannot be reset for the second prompt."""
+
+    def reset(self, number: int, **columns: Any) -> None:
+        if number == 1:
+            raise ConnectionError("away")
+
+
+def test_a_later_window_whose_rows_all_fail_costs_its_step(model, tmp_path):
+    """vLLM in this process is not asked then, and has the weights of the step before."""
+
+    def prepare(trainer: Any) -> None:
+        plays(script)(trainer)
+        corrects(trainer)
+
+    trainer = train(
+        model, tmp_path, dataset=numbers(3), prepare=prepare, more={"environment_factory": Away}, max_steps=3
+    )
+    assert [log["tools/failed_rows"] for log in trainer.state.log_history[:3]] == [0, 1, 0]
+
+
 # ---------------------------------------------------------------------- what the policy writes
 
 

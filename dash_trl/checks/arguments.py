@@ -40,7 +40,6 @@ def check_arguments(
             f"processing_class is a {type(processing_class).__name__}, a multimodal processor, but DASHTrainer trains "
             "text models only: images cannot be re-packed. Pass a tokenizer, or use trl.GRPOTrainer."
         )
-    check_tools(others.get("tools") or ())
     check_callbacks(others.get("callbacks") or ())
     if args.loss_type in OFF_POLICY_LOSSES and not (args.use_vllm or own_rollouts or args.async_level):
         raise ValueError(
@@ -52,6 +51,7 @@ def check_arguments(
         check_dataset(dataset, name, own_rollouts, environments=environments)
         if others.get("tools") or environments:
             check_conversations(dataset, name)
+    check_tools(others.get("tools") or ())
     check_batch(train_dataset, args)
     check_correction(args)
     check_model(model, args, others.get("peft_config"))
