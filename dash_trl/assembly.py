@@ -25,6 +25,7 @@ from dash_trl.checks import check_prompt, check_prompt_lengths
 from dash_trl.collect import (
     ByFunction,
     Collector,
+    DynamicSampling,
     InProcess,
     OnServers,
     Rewards,
@@ -39,7 +40,17 @@ from dash_trl.collect import (
 from dash_trl.log_probs import LogProbRules, LogProbs
 from dash_trl.micro_steps import MicroBatches, MicroSteps
 from dash_trl.monitoring import Recorder
-from dash_trl.rollout import GenerationWindow, PromptReader, RunAhead, Shapes, open_epoch
+from dash_trl.rollout import (
+    EpochOrder,
+    GenerationWindow,
+    PromptHistory,
+    PromptQueue,
+    PromptReader,
+    RunAhead,
+    Shapes,
+    open_epoch,
+    permutation,
+)
 from dash_trl.seams import shuffled, sync_weights, tool_suffix, weights_of
 from dash_trl.tools import NO_PROMPT, Conversations, EnvironmentReward, Environments, ToolCalls, TurnRules
 from dash_trl.update import ModelPasses, Schedule, has_dropout, trl_settings
@@ -111,15 +122,63 @@ def log_prob_rules(trainer: Any) -> LogProbRules:
 # ---------------------------------------------------------------------- from prompts to a window
 
 
-def new_reader(trainer: Any) -> PromptReader:
+def new_reader(trainer: Any) -> PromptReader | PromptQueue:
     args = trainer.args
-    return PromptReader(
-        args.async_level,
-        window_batches=args.steps_per_generation * args.num_iterations,
-        step_batches=args.gradient_accumulation_steps,
-        sized=isinstance(trainer.train_dataset, Sized),
-        open_epoch=lambda epoch: open_epoch(trainer.callback_handler.train_dataloader, epoch),
+    window_batches = args.steps_per_generation * args.num_iterations
+
+    def opened(epoch: int, skipped: int = 0) -> Iterator[list[dict[str, Any]]]:
+        return open_epoch(trainer.callback_handler.train_dataloader, epoch, skipped)
+
+    if not args.queues_prompts:
+        return PromptReader(
+            args.async_level,
+            window_batches=window_batches,
+            step_batches=args.gradient_accumulation_steps,
+            sized=isinstance(trainer.train_dataset, Sized),
+            open_epoch=opened,
+        )
+    return PromptQueue(
+        num_generations=trainer.num_generations,
+        prompts=prompts_of_rank(args),
+        window_batches=window_batches,
+        accumulation=args.gradient_accumulation_steps,
+        ahead=args.async_level if looks_ahead(trainer) else 0,
+        first=lambda: trainer._collector.first_prompts(prompts_of_rank(args)),
+        open_epoch=lambda epoch, batches: opened(epoch, batches * window_batches),
+        history=new_history(trainer),
+        rank=trainer.ranks.rank,
+        ranks=trainer.ranks.count,
     )
+
+
+def prompts_of_rank(args: Any) -> int:
+    """Of a generation batch."""
+    return args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
+
+
+def new_history(trainer: Any) -> PromptHistory | None:
+    args = trainer.args
+    if not args.max_skipped_epochs:
+        return None
+    prompts = len(trainer.train_dataset)
+    seed = args.seed if trainer.shuffle_dataset else None
+    return PromptHistory(
+        prompts,
+        most=args.max_skipped_epochs,
+        batch=prompts_of_rank(args) * trainer.ranks.count,
+        order=lambda epoch: permutation(prompts, epoch, seed),
+        seed=args.seed,
+    )
+
+
+def new_order(trainer: Any, sampler: Any) -> EpochOrder:
+    """The order of the prompts, from TRL's sampler."""
+
+    def chosen(epoch: int) -> Sequence[int] | None:
+        history = getattr(trainer._reader, "history", None)
+        return None if history is None else history.prompts(epoch)
+
+    return EpochOrder(sampler, lambda: int(trainer.state.epoch or 0), chosen)
 
 
 def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
@@ -356,11 +415,38 @@ def new_collector(trainer: Any, rewards: Rewards) -> Collector:
         upcoming=lambda: trainer._reader.upcoming(trainer._step),
         ahead=RunAhead(args.async_level if looks_ahead(trainer) else 0),
         log_staleness=looks_ahead(trainer),
+        **new_dynamic_sampling(trainer),
         step=lambda: trainer.state.global_step,
         dispatch=trainer._dispatch,
         advantages=trainer._advantages,
         draw_order=shuffled,
     )
+
+
+def new_dynamic_sampling(trainer: Any) -> dict[str, Any]:
+    """What a `Collector` takes for prompts whose number or choice depends on what was sampled."""
+    args, ranks = trainer.args, trainer.ranks
+    if not args.queues_prompts:
+        return {}
+
+    def note(examples: Sequence[Any], signal: Tensor, scored: Tensor) -> None:
+        queue = trainer._reader
+        trainer.recorder.total("prompts/epoch", queue.epochs)
+        if queue.history is not None:
+            numbers = torch.tensor([number for rows in examples for number in queue.numbers(rows)])
+            verdicts = ranks.gather(torch.stack([numbers, signal, scored], dim=1))
+            prompts, signal, scored = verdicts.unbind(dim=1)
+            queue.history.note(prompts[scored.bool()], signal[scored.bool()])
+            trainer.recorder.total("prompts/skipped", queue.history.skipped)
+
+    dynamic = DynamicSampling(
+        prompts_of_rank(args), ranks.count, most=args.max_num_gen_batches, ahead=looks_ahead(trainer)
+    )
+    return {
+        "dynamic": dynamic if args.max_num_gen_batches > 1 else None,
+        "more": lambda prompts: trainer._reader.take(prompts),
+        "verdicts": note,
+    }
 
 
 # ---------------------------------------------------------------------- from a window to model passes
@@ -431,6 +517,7 @@ def new_recorder(trainer: Any) -> Recorder:
         logged,
         servers=trainer.use_vllm and trainer.vllm_mode == "server",
         rewards=trainer.args.reward_pipeline,
+        rounds=trainer.args.max_num_gen_batches > 1,
     )
 
 

@@ -11,7 +11,17 @@ import torch
 
 from dash_trl.callbacks import DASHCallback, restore_states, states_of
 from dash_trl.distributed import Ranks
-from dash_trl.rollout import STATES, GenerationWindow, SavedRun, Shapes, load_states, one_run, why_a_new_window
+from dash_trl.rollout import (
+    STATES,
+    GenerationWindow,
+    PromptQueue,
+    PromptReader,
+    SavedRun,
+    Shapes,
+    load_states,
+    one_run,
+    why_a_new_window,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +35,11 @@ class Checkpoints:
 
     def __init__(self, ranks: Ranks, shapes: Callable[[], Shapes], callbacks: Callable[[], list[DASHCallback]]):
         self._ranks, self._shapes, self._callbacks = ranks, shapes, callbacks
-        self._before: dict[str, Any] = {}  # the callbacks' states, as they were before the optimizer step that runs
+        # As they were before the optimizer step that runs: the callbacks' states, and where the prompts stood.
+        self._before: tuple[dict[str, Any], dict[str, Any] | None] = {}, None
 
-    def begin_optimizer_step(self) -> None:
-        self._before = states_of(self._callbacks())
+    def begin_optimizer_step(self, reader: PromptReader | PromptQueue) -> None:
+        self._before = states_of(self._callbacks()), reader.state_dict()
 
     def save(
         self,
@@ -40,16 +51,18 @@ class Checkpoints:
         skipped_steps: int,
         window: GenerationWindow | None,
         samples_again: bool,
+        reader: PromptReader | PromptQueue,
     ) -> None:
         """
         Args:
             step: see `SavedRun`. window: None where a resumed run does not use it.
-            samples_again: it samples the window in use anew, before which the callbacks' states were others.
+            samples_again: it samples the window in use anew, before which the states were others.
+            reader: of the prompts.
         """
         shapes = self._shapes()
-        run = SavedRun(shapes, shapes.position(epoch, max_steps), step, skipped_steps, window)
+        states, prompts = self._before if samples_again else (states_of(self._callbacks()), reader.state_dict())
+        run = SavedRun(shapes, shapes.position(epoch, max_steps), step, skipped_steps, window, prompts)
         run.save(self._file(folder))
-        states = self._before if samples_again else states_of(self._callbacks())
         if states and self._ranks.rank == 0:
             torch.save(states, os.path.join(folder, STATES))
 
@@ -62,7 +75,7 @@ class Checkpoints:
             The run, where this one goes on in its window, else None and a warning why not; the steps skipped so far.
         """
         own = self._ranks.agree(partial(SavedRun.load, self._file(checkpoint)))
-        found = self._ranks.gather_object(own and replace(own, window=None))
+        found = self._ranks.gather_object(own and replace(own, window=None, prompts=None))
         saved = one_run(found, self._ranks.count, checkpoint)
         reason = why_a_new_window(
             saved, self._shapes(), start, checkpoint=checkpoint, ignore_data_skip=ignore_data_skip

@@ -24,6 +24,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 LIMITS: dict[str, tuple[float, str]] = {
     "gradient_filter_threshold": (0, "rows with a smaller advantage are dropped; None keeps all rows"),
     "max_tokens_per_microbatch": (1, "it is the token budget of a model pass; None packs rows as TRL does"),
+    "max_num_gen_batches": (1, "it is the number of generation batches that a window may take; 1 is off"),
+    "max_skipped_epochs": (0, "it is the number of epochs that may pass a prompt over; 0 is off"),
     "async_level": (0, "it is the number of windows that are sampled ahead of training"),
     "aipo_delta": (1, "a smaller one would take the gradient from tokens that the policy itself has just sampled"),
     "tool_timeout": (1e-3, "it is the number of seconds that a tool may take for one call"),
@@ -89,12 +91,19 @@ class DASHConfig(GRPOConfig):
             what fits in memory; short rows then share a pass. A single row above the budget gets a pass of its own.
         share_prompts (`bool` or `None`, defaults to `None`):
             Rows of a pass that have the same prompt compute it once; the update is the same. `None`: where it is faster
-            (prompts of more than 32 tokens). `True`: wherever a prompt has two tokens. `False`: never.
+            (prompts of 16 tokens and more). `True`: wherever a prompt has two tokens. `False`: never.
         async_level (`int`, defaults to `0`):
             So many generation windows at most do the servers sample ahead of training: window n is trained on rollouts
             of the weights with which window n − `async_level` began, or newer. Above 0 it takes servers, and a loss
             that bears it ("aipo", "decoupled_ppo"); see docs/async.md. `0`: a window is sampled when it is needed.
             `1` without servers: the next window is sampled while the rewards of an agent are awaited.
+        max_num_gen_batches (`int`, defaults to `1`):
+            Dynamic sampling (DAPO; the option's name is verl's). While fewer groups of a window have signal than a
+            generation batch has groups, more prompts are sampled, up to so many generation batches; the window is
+            trained on the groups with signal that came first. Needs `max_steps`; see docs/dynamic_sampling.md.
+        max_skipped_epochs (`int`, defaults to `0`):
+            An epoch may pass over prompts whose groups had no signal the last times, each in so many epochs in a row at
+            most. `0`: none is passed over. Needs `max_steps`; see docs/dynamic_sampling.md.
         reward_pipeline (`bool`, defaults to `False`):
             Train on the groups that are scored while the rewards of others are awaited, within one optimizer step; its
             update is the same. Mini's steps take the groups that come next. It takes reward functions that score each
@@ -157,6 +166,14 @@ class DASHConfig(GRPOConfig):
         default=0,
         metadata={"help": "So many generation windows at most do the servers sample ahead of training."},
     )
+    max_num_gen_batches: int = field(
+        default=1,
+        metadata={"help": "Sample so many generation batches at most until a window is full of groups with signal."},
+    )
+    max_skipped_epochs: int = field(
+        default=0,
+        metadata={"help": "Pass over a prompt without signal in so many epochs in a row at most."},
+    )
     reward_pipeline: bool = field(
         default=False,
         metadata={"help": "Train on the groups that are scored while the rewards of others are awaited."},
@@ -202,8 +219,15 @@ class DASHConfig(GRPOConfig):
                 },
                 f"advantage_estimator={self.advantage_estimator!r}",
             )
+        if self.queues_prompts:
+            self._check_queue()
         if self.reward_pipeline:
             self._check_pipeline()
+
+    @property
+    def queues_prompts(self) -> bool:
+        """How many prompts an epoch or a window takes depends on what was sampled."""
+        return self.max_num_gen_batches > 1 or self.max_skipped_epochs > 0
 
     def _check_values(self) -> None:
         for name, (least, reason) in LIMITS.items():
@@ -229,13 +253,43 @@ class DASHConfig(GRPOConfig):
         if self.loss_type == "decoupled_ppo" and self.vllm_importance_sampling_mode != "token_truncate":
             self._refuse({"vllm_importance_sampling_mode": "it is 'dapo' with 'token_truncate'"}, loss)
 
-    def _check_pipeline(self) -> None:
-        """Refuse what needs the rewards of a whole window before its first pass."""
-        accumulated = self.gradient_accumulation_steps
-        rows = self.per_device_train_batch_size * min(accumulated, self.steps_per_generation)
-        steps = f"steps_per_generation={self.steps_per_generation}"
-        alternatives = {
-            "filter_denominator='kept'": (self.filter_denominator == "kept", "divides by all rows that are kept"),
+    def _check_queue(self) -> None:
+        rounds = self.max_num_gen_batches > 1
+        option = f"max_num_gen_batches={self.max_num_gen_batches}" if rounds else ""
+        option = option or f"max_skipped_epochs={self.max_skipped_epochs}"
+        rows, group = self.per_device_train_batch_size * self.steps_per_generation, self.num_generations
+        if self.max_steps < 1:
+            raise ValueError(
+                f"{option} with max_steps={self.max_steps}: how many optimizer steps an epoch has depends on what is "
+                "sampled. Set max_steps, which fixes the learning-rate schedule."
+            )
+        if rows % group:
+            raise ValueError(
+                f"{option}, but a generation batch has {rows} completions of a process (per_device_train_batch_size="
+                f"{self.per_device_train_batch_size} × steps_per_generation={self.steps_per_generation}), which are no "
+                f"whole groups of num_generations={group}. Change one of the three."
+            )
+        if not rounds:
+            return
+        if self.gradient_filter_threshold is None:
+            raise ValueError(
+                f"{option} with gradient_filter_threshold=None, which keeps all rows: no group would be missing. Set "
+                "it to 0.0, its default."
+            )
+        if self.reward_pipeline:
+            raise ValueError(
+                f"{option} with reward_pipeline=True, which trains on groups before it is known which ones make the "
+                "window, and what the loss divides by. Leave one of the two out."
+            )
+        for name, reason in self._of_whole_window().items():
+            raise ValueError(
+                f"{option} with {name}, which {reason}, while the groups of a window come in rounds, and some are left "
+                "out. Leave one of the two out."
+            )
+
+    def _of_whole_window(self) -> dict[str, str]:
+        """The options that make an advantage depend on other groups than its own, and how."""
+        options = {
             "scale_rewards='batch'": (self.scale_rewards == "batch", "divides by the deviation of all rewards"),
             "multi_objective_aggregation='normalize_then_sum'": (
                 self.multi_objective_aggregation == "normalize_then_sum",
@@ -245,6 +299,17 @@ class DASHConfig(GRPOConfig):
                 self.advantage_estimator.startswith("reinforce_plus_plus"),
                 "divides by the deviation of all advantages",
             ),
+        }
+        return {name: reason for name, (is_set, reason) in options.items() if is_set}
+
+    def _check_pipeline(self) -> None:
+        """Refuse what needs the rewards of a whole window before its first pass."""
+        accumulated = self.gradient_accumulation_steps
+        rows = self.per_device_train_batch_size * min(accumulated, self.steps_per_generation)
+        steps = f"steps_per_generation={self.steps_per_generation}"
+        alternatives = {
+            "filter_denominator='kept'": (self.filter_denominator == "kept", "divides by all rows that are kept"),
+            **{name: (True, reason) for name, reason in self._of_whole_window().items()},
             f"entropy_coef={self.entropy_coef}": (
                 self.entropy_coef != 0 or self.use_adaptive_entropy,
                 "is shared out over all rows that are kept",

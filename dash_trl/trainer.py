@@ -32,6 +32,7 @@ from dash_trl.assembly import (
     new_collector,
     new_conversations,
     new_micro_steps,
+    new_order,
     new_passes,
     new_reader,
     new_recorder,
@@ -43,6 +44,7 @@ from dash_trl.checks import (
     check_arguments,
     check_callbacks,
     check_first_step,
+    check_per_group,
     check_pipeline,
     check_prompt,
     check_prompt_lengths,
@@ -55,7 +57,7 @@ from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
 from dash_trl.monitoring import OffPolicyMetrics, PassMetrics
 from dash_trl.rewards import unpack, watch
-from dash_trl.rollout import CreditedRollouts, EpochOrder, RolloutBatch
+from dash_trl.rollout import CreditedRollouts, PromptQueue, RolloutBatch
 from dash_trl.sampling import install, without_client
 from dash_trl.seams import (
     FirstStates,
@@ -154,6 +156,8 @@ class DASHTrainer(GRPOTrainer):
         )
         if self.args.reward_pipeline:
             check_pipeline(self, DASHTrainer, self.callback_handler.callbacks)
+        elif self.args.max_num_gen_batches > 1:
+            check_per_group(self, DASHTrainer, self.callback_handler.callbacks)
         self._begin_run()
         if resume_from_checkpoint is not None:
             start = self._resume(resume_from_checkpoint, start)
@@ -185,6 +189,10 @@ class DASHTrainer(GRPOTrainer):
             return start
         self._step = run.step
         self._micro_steps.resume(run.window)
+        if isinstance(self._reader, PromptQueue):
+            if not skip:
+                self._reader.load_state_dict(run.prompts)
+            return start
         return start if skip else run.position  # Transformers' is wrong in a stream that was read more than once
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -217,7 +225,7 @@ class DASHTrainer(GRPOTrainer):
 
     def get_train_dataloader(self) -> Any:
         dataloader = super().get_train_dataloader()
-        if self.args.async_level:
+        if self.args.async_level or self.args.queues_prompts:
             # An epoch that opens draws a seed for the dataloader's workers. When it opens depends on what was read
             # ahead, so the seed may not come from the random numbers that a resumed run has to draw again.
             generator = torch.Generator().manual_seed(self.args.seed)
@@ -225,7 +233,7 @@ class DASHTrainer(GRPOTrainer):
         return dataloader
 
     def _get_train_sampler(self, dataset=None) -> Sampler:
-        return EpochOrder(super()._get_train_sampler(dataset), epoch=lambda: int(self.state.epoch or 0))
+        return new_order(self, super()._get_train_sampler(dataset))
 
     # ------------------------------------------------------------------ an optimizer step
 
@@ -235,7 +243,7 @@ class DASHTrainer(GRPOTrainer):
         if self.state.global_step == 0 and not isinstance(self.train_dataset, Sized):
             self.ranks.agree(partial(check_first_step, len(batches), self.args))
         self._micro_steps.begin_optimizer_step(self._step, len(batches), self.state.global_step)
-        self._checkpoints.begin_optimizer_step()
+        self._checkpoints.begin_optimizer_step(self._reader)
         return batches, num_items
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> Tensor:
@@ -452,4 +460,5 @@ class DASHTrainer(GRPOTrainer):
             skipped_steps=self._skipped.total,
             window=self._micro_steps.window_to_save(step),
             samples_again=schedule.samples_again(step),
+            reader=self._reader,
         )

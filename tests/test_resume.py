@@ -207,6 +207,7 @@ SHAPES = Shapes(
     beta_above_0=False,
     vllm_importance_sampling=False,
     sampler_is_old=False,
+    queues_prompts=False,
 )
 SAVED = SavedRun(SHAPES, position=(0, 4), step=4, skipped_steps=0, window=None)
 

@@ -186,15 +186,22 @@ def check_pipeline(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
             "_calculate_rewards would be called after that. Change rewards in a DASHCallback (on_rewards, with "
             "per_group = True), or leave the pipeline out."
         )
+    check_per_group(trainer, base, callbacks)
+
+
+def check_per_group(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
+    """Refuse what makes a row's advantage from some groups of a window and does not say that it may."""
+    args = trainer.args
+    option = "reward_pipeline=True" if args.reward_pipeline else f"max_num_gen_batches={args.max_num_gen_batches}"
     judged = [(type(trainer), base, ["compute_advantages"], type(trainer).compute_advantages)]
     judged += [(type(one), DASHCallback, ["on_rewards", "on_advantages"], one) for one in callbacks]
     for kind, plain, names, marked in judged:
         own = issubclass(kind, plain) and any(getattr(kind, name) is not getattr(plain, name) for name in names)
         if own and not getattr(marked, "per_group", False):
             raise ValueError(
-                f"reward_pipeline=True hands over a few groups of a window at a time, but {kind.__name__} does not say "
-                f"that its {' and '.join(names)} treat each group by itself. Give it an attribute per_group = True if "
-                "they do (compute_advantages: the function), or leave the pipeline out."
+                f"{option} hands over some groups of a window at a time, but {kind.__name__} does not say that its "
+                f"{' and '.join(names)} treat each group by itself. Give it an attribute per_group = True if they do "
+                f"(compute_advantages: the function), or leave {option.partition('=')[0]} out."
             )
 
 

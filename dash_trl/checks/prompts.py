@@ -118,6 +118,11 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
 
 def check_batch(dataset: Any, args: DASHConfig) -> None:
     """Refuse a dataset with fewer prompts than one generation batch needs: TRL would train on nothing."""
+    if args.max_skipped_epochs and not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"max_skipped_epochs={args.max_skipped_epochs} remembers what came of each row of train_dataset, and a "
+            "stream's rows have no numbers. Pass a datasets.Dataset, or leave the option out."
+        )
     if isinstance(dataset, Dataset):
         needed = args.generation_batch_size // args.num_generations
         if len(dataset) < needed:

@@ -1,7 +1,8 @@
 """`Collector`: the way from prompts to the parts of a window.
 
     announce ──► sample ──► reward ──► credit ──► filter ──► log-probs ──► part
-                    └── meanwhile: the next window is sampled, and its rewards begin
+       ▲            └── meanwhile: the next window is sampled, and its rewards begin
+       └── with dynamic sampling: more groups, while too few have signal ──┘
 
 Letters: B rows of this rank, M of them in a part, N rows of all ranks, R ranks, F reward functions.
 """
@@ -10,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,11 +19,12 @@ from torch import Tensor
 
 from dash_trl.collect.awaited import Awaited, RewardBatch, Rewards
 from dash_trl.collect.decode import Prompts, Sampled, is_truncated, to_rollouts
+from dash_trl.collect.dynamic_sampling import DynamicSampling, places_in_window
 from dash_trl.collect.log import WindowLog
 from dash_trl.collect.samplers import Sampler
 from dash_trl.distributed import Ranks
 from dash_trl.log_probs import LogProbs
-from dash_trl.monitoring import EmptyWindows, Recorder, filter_metrics, staleness_metrics
+from dash_trl.monitoring import EmptyWindows, Recorder, UnfilledWindows, filter_metrics, staleness_metrics
 from dash_trl.rollout import (
     CreditedRollouts,
     GenerationWindow,
@@ -30,6 +33,7 @@ from dash_trl.rollout import (
     ScoredRollouts,
     Survivors,
     joined,
+    widened,
 )
 from dash_trl.update import Filtered, filter_rows
 
@@ -53,6 +57,35 @@ class RowSettings:
     pad_token_id: int
     pad_to_multiple_of: int | None
     threshold: float | None
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A generation batch whose rows are there, and whose rewards have begun."""
+
+    prompts: Prompts
+    sampled: Sampled
+    truncated: Tensor  # [B] bool
+    rollouts: RolloutBatch
+    batch: RewardBatch
+    awaited: Awaited
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A generation batch with its credit.
+
+    Attributes:
+        outcome: see `Part`.
+        keep: [B] bool, the filter's verdict on this rank's rows.
+        signal: [R, K] bool, the groups of which a row was kept.
+    """
+
+    begun: _Begun
+    credited: CreditedRollouts
+    outcome: Tensor
+    keep: Tensor
+    signal: Tensor
 
 
 @dataclass(frozen=True)
@@ -86,6 +119,10 @@ class Collector:
         dispatch: hands rollouts to callbacks, by the name of an event.
         advantages: (rewards [N, F], loss tokens [N]) → [N], by outcome alone.
         draw_order: rows → the order in which micro-steps get them, [rows] int64; draws random numbers.
+        dynamic: how many groups a window takes; `None`: those of its examples.
+        more: a number of prompts → this rank's next rows of the dataset.
+        verdicts: is told, on every rank, which of its groups of a window had signal, and which were scored, [K] bool
+            each; the examples of the window's generation batches come before.
     """
 
     def __init__(
@@ -106,15 +143,20 @@ class Collector:
         dispatch: Callable[[str, RolloutBatch], None],
         advantages: Callable[[Tensor, Tensor], Tensor],
         draw_order: Callable[[int], Tensor],
+        dynamic: DynamicSampling | None = None,
+        more: Callable[[int], list[dict[str, Any]]] | None = None,
+        verdicts: Callable[[list[Any], Tensor, Tensor], None] | None = None,
     ):
         self.log_probs = log_probs
         self._ranks, self._settings, self._recorder, self._log = ranks, settings, recorder, log
         self._sampler, self._rewards = sampler, rewards
         self._tokenize, self._upcoming, self._ahead, self._step = tokenize, upcoming, ahead, step
         self._dispatch, self._advantages, self._draw_order = dispatch, advantages, draw_order
+        self._dynamic, self._more, self._verdicts = dynamic, more, verdicts
+        self._numbers = count()  # of generation batches
         self._announced: dict[int, Prompts] = {}  # windows that have not begun
         self._log_staleness = log_staleness
-        self._empty_windows = EmptyWindows(settings().threshold)
+        self._empty_windows, self._unfilled_windows = EmptyWindows(settings().threshold), UnfilledWindows()
 
     def window(self, examples: list[dict[str, Any]], *, by_group: bool, serves_one_step: bool) -> Iterator[Part]:
         """Samples the next window and begins its rewards. The iterator that it returns waits for the rewards.
@@ -127,22 +169,15 @@ class Collector:
             The parts of the window. Its figures are logged just before the last one.
         """
         prompts = self._announce(examples)
-        sampled = self._ranks.agree(partial(self._sampler.take, prompts))  # a rank may fail to decode its rows
-        rollouts = self._rollouts(prompts, sampled)
-        batch = RewardBatch(
-            rollouts.examples,
-            sampled.prompts,
-            rollouts.completions,
-            sampled.completion_ids,
-            None if sampled.turns is None else sampled.turns.failed,
-        )
-        awaited = self._rewards.begin(prompts.window, batch, by_group=by_group)
-        self._ranks.agree(self._sampler.meanwhile)
-        self._dispatch("on_rollouts_sampled", rollouts)
-        num_items = self._ranks.sum(rollouts.loss_mask.sum())  # the normaliser, before any part is known
-        draw_order = self._draw_order
         find_log_probs: Callable[[GenerationWindow], None]
         find_log_probs = partial(self.log_probs.of_window, serves_one_step=serves_one_step)
+        if self._dynamic is not None:
+            return self._in_rounds(self._dynamic, prompts, find_log_probs)
+        begun = self._begin(prompts, by_group=by_group)
+        self._log_sampled(begun.sampled, begun.truncated)
+        rollouts = begun.rollouts
+        num_items = self._ranks.sum(rollouts.loss_mask.sum())  # the normaliser, before any part is known
+        draw_order = self._draw_order
         if by_group:
             # Groups run as they come, without a shuffle. Its random numbers are drawn all the same: what is sampled
             # later does not depend on the pipeline.
@@ -151,7 +186,11 @@ class Collector:
         if by_group and not serves_one_step:
             # Later steps, with other weights, use the window, too: its log-probs are those of the weights of now.
             rollouts, find_log_probs = self.log_probs.of_all(rollouts), _are_known
-        return self._parts(rollouts, num_items, batch, awaited, draw_order, find_log_probs)
+        return self._parts(begun, rollouts, num_items, draw_order, find_log_probs)
+
+    def first_prompts(self, prompts: int) -> int:
+        """How many of a rank's prompts the next window begins with, if a generation batch has so many."""
+        return prompts if self._dynamic is None else self._dynamic.first()
 
     def look(self) -> None:
         """Between model passes: begins the rewards of those rows of later windows that have come."""
@@ -182,14 +221,18 @@ class Collector:
         new = []
         not_announced = self._ahead.begin(self._step(), known=len(windows) - 1, anew=has_changed)
         for window in not_announced:
-            own = windows[window - number]
-            with self._recorder.timed("generate"):
-                tokenized = () if self._tokenize is None else self._tokenize([row["prompt"] for row in own])
-            new.append(Prompts(window, own, tokenized))
-            self._rewards.early.begin(window, own)
-        self._announced |= {one.window: one for one in new}
-        self._sampler.begin(number, new)
-        return self._announced.pop(number)
+            self._announced[window] = self._prompts(windows[window - number])
+            new.append(self._announced[window])
+        prompts = self._announced.pop(number)
+        self._sampler.begin(prompts.number, new)
+        return prompts
+
+    def _prompts(self, examples: list[dict[str, Any]]) -> Prompts:
+        with self._recorder.timed("generate"):
+            tokenized = () if self._tokenize is None else self._tokenize([row["prompt"] for row in examples])
+        prompts = Prompts(next(self._numbers), examples, tokenized)
+        self._rewards.early.begin(prompts.number, examples)
+        return prompts
 
     def _forget(self) -> None:
         """Let go of what is known, sampled or rewarded ahead."""
@@ -197,15 +240,33 @@ class Collector:
         self._rewards.early.forget()
         self._sampler.forget()
 
-    def _rollouts(self, prompts: Prompts, sampled: Sampled) -> RolloutBatch:
-        """This rank's rows, in CPU memory; the log gets the figures of sampling."""
-        own, settings = self._ranks.own(len(prompts.examples)), self._settings()
+    def _begin(self, prompts: Prompts, *, by_group: bool) -> _Begun:
+        """Samples a generation batch, and begins its rewards."""
+        sampled = self._ranks.agree(partial(self._sampler.take, prompts))  # a rank may fail to decode its rows
         self._ranks.agree(partial(self._ahead.check, int(sampled.policy_version.min())))
+        truncated = is_truncated(sampled.completion_ids, self._settings().end_ids)
+        rollouts = self._rollouts(prompts, sampled, truncated)
+        batch = RewardBatch(
+            rollouts.examples,
+            sampled.prompts,
+            rollouts.completions,
+            sampled.completion_ids,
+            None if sampled.turns is None else sampled.turns.failed,
+        )
+        awaited = self._rewards.begin(prompts.number, batch, by_group=by_group)
+        self._ranks.agree(self._sampler.meanwhile)
+        self._dispatch("on_rollouts_sampled", rollouts)
+        return _Begun(prompts, sampled, truncated, rollouts, batch, awaited)
+
+    def _log_sampled(self, sampled: Sampled, truncated: Tensor) -> None:
         if self._log_staleness:
             self._recorder.log(staleness_metrics(sampled.policy_version, self._step(), self._ranks.gather))
-        truncated = is_truncated(sampled.completion_ids, settings.end_ids)
         self._log.sampled(sampled, truncated)
         self._sampler.log()
+
+    def _rollouts(self, prompts: Prompts, sampled: Sampled, truncated: Tensor) -> RolloutBatch:
+        """This rank's rows, in CPU memory."""
+        own, settings = self._ranks.own(len(prompts.examples)), self._settings()
         return to_rollouts(
             sampled,
             sampled.examples(prompts.examples),
@@ -219,30 +280,96 @@ class Collector:
 
     def _parts(
         self,
+        begun: _Begun,
         rollouts: RolloutBatch,
         num_items: Tensor,
-        batch: RewardBatch,
-        awaited: Awaited,
         draw_order: Callable[[int], Tensor],
         find_log_probs: Callable[[GenerationWindow], None],
     ) -> Iterator[Part]:
         """Reward → credit → filter → log-probs, of each part.
 
         Args:
+            rollouts: those of the batch that has begun, which may have log-probs by now.
             num_items: the loss tokens of the window's rows on all ranks, dropped ones included.
             draw_order: M → the order in which micro-steps get the rows of a part, [M] int64.
             find_log_probs: adds to the survivors of a part the log-probs that the loss needs, see `LogProbRules`: none
                 if one optimizer step uses the window, and beta is 0.
         """
         parts: list[Part] = []
-        for rows, rewards, ends_step in awaited.parts():
+        for rows, rewards, ends_step in begun.awaited.parts():
             credited, outcome = self._credited(rollouts.rows(rows).with_rewards(rewards))
             window = GenerationWindow(*self._kept(credited, draw_order(len(rows))), num_items)
             find_log_probs(window)
             parts.append(Part(rows, credited, outcome, window, ends_step))
             if sum(len(part.rows) for part in parts) == len(rollouts):
-                self._log_whole(batch, awaited.report(), parts)
+                self._log_whole([begun], begun.awaited.report(), parts)
             yield parts[-1]
+
+    def _in_rounds(
+        self, dynamic: DynamicSampling, prompts: Prompts, find_log_probs: Callable[[GenerationWindow], None]
+    ) -> Iterator[Part]:
+        """One part: the window that the groups of all its rounds make."""
+        rounds = [self._round(prompts)]
+        with self._recorder.timed("dynamic_sampling"):
+            while groups := dynamic.next([one.signal for one in rounds]):
+                assert self._more is not None, "it comes with `dynamic`"
+                prompts = self._prompts(self._more(groups))
+                self._sampler.begin(prompts.number, [prompts])
+                rounds.append(self._round(prompts))
+        begun = [one.begun for one in rounds]
+        self._log_sampled(joined([one.sampled for one in begun]), torch.cat([one.truncated for one in begun]))
+        signal = [one.signal for one in rounds]
+        trained, whole = places_in_window(signal, dynamic.room)
+        rollouts = joined(widened([one.credited for one in rounds], self._settings().pad_token_id))
+        survivors = self._own_rows(trained) & torch.cat([one.keep for one in rounds])
+        num_items = self._ranks.sum(rollouts.loss_mask[self._own_rows(whole)].sum())
+        least = dynamic.room * self._settings().num_generations // self._ranks.count
+        window = GenerationWindow(*self._placed(rollouts, survivors.nonzero().flatten(), least=least), num_items)
+        find_log_probs(window)
+        outcome = self._by_rank([one.outcome for one in rounds])
+        part = Part(torch.arange(len(rollouts)), rollouts, outcome, window, ends_step=True)
+        metrics = dynamic.metrics(signal)
+        self._recorder.log(metrics)
+        if self._ranks.rank == 0:
+            self._unfilled_windows.note(metrics)
+        report = self._by_rank([one.awaited.report() for one in begun])
+        self._log_whole(begun, report, [part])
+        dynamic.note(signal)
+        yield part
+
+    def _round(self, prompts: Prompts) -> _Round:
+        begun = self._begin(prompts, by_group=False)
+        ((_, rewards, _),) = begun.awaited.parts()
+        credited, outcome = self._credited(begun.rollouts.with_rewards(rewards))
+        filtered = self._filtered(credited)
+        signal = self._ranks.gather(self._groups_with(filtered.keep).long()).view(self._ranks.count, -1).bool()
+        return _Round(begun, credited, outcome, filtered.keep, signal)
+
+    def _groups_with(self, rows: Tensor) -> Tensor:
+        """[K] bool: groups of which some row is one of these, [B] bool."""
+        return rows.view(-1, self._settings().num_generations).any(dim=1)
+
+    def _own_rows(self, groups: Sequence[Tensor]) -> Tensor:
+        """[R, K] of each round → this rank's rows of all rounds."""
+        own = torch.cat([one[self._ranks.rank] for one in groups])
+        return own.repeat_interleave(self._settings().num_generations)
+
+    def _by_rank(self, rows: Sequence[Tensor]) -> Tensor:
+        """[R · B, …] of each round → those of all rounds, still one rank after the other."""
+        return torch.cat([one.unflatten(0, (self._ranks.count, -1)) for one in rows], dim=1).flatten(0, 1)
+
+    def _placed(self, rollouts: CreditedRollouts, rows: Tensor, *, least: int) -> tuple[Survivors, Tensor]:
+        """As `_kept`, for survivors whose number is another on each rank: as many places as on the rank with the most.
+
+        Args:
+            rows: [K] int64, which survive. least: places, if no rank needs more.
+        """
+        places = max(-self._ranks.least(-len(rows)), least)
+        lengths = torch.zeros(places, 4, dtype=torch.long)
+        lengths[: len(rows)] = rollouts.lengths()[rows]
+        order = self._draw_order(places)
+        lengths, order = lengths[order], order[order < len(rows)]
+        return rollouts.survivors(rows[order]), self._ranks.gather(lengths).view(-1, places, 4)
 
     def _credited(self, rollouts: ScoredRollouts) -> tuple[CreditedRollouts, Tensor]:
         """The rows with their advantages, after callbacks; and `Part.outcome`, the advantages before callbacks."""
@@ -267,10 +394,11 @@ class Collector:
     def _filtered(self, rollouts: CreditedRollouts) -> Filtered:
         return filter_rows(rollouts.advantages, rollouts.loss_mask, rollouts.scored, self._settings().threshold)
 
-    def _log_whole(self, batch: RewardBatch, rewards: Tensor, parts: Sequence[Part]) -> None:
+    def _log_whole(self, begun: Sequence[_Begun], rewards: Tensor, parts: Sequence[Part]) -> None:
         """Logs a window whose parts have all come.
 
         Args:
+            begun: its generation batches.
             rewards: [N, F], see `Awaited.report`.
         """
         order = torch.cat([part.rows for part in parts]).argsort()
@@ -279,9 +407,14 @@ class Collector:
             dim=1
         )
         advantages = self._ranks.gather(rollouts.mean_advantages())
+        batch = joined([one.batch for one in begun])
         self._log.rewarded(batch.prompts, batch.completions, rewards, advantages, silent)
-        metrics = filter_metrics(rollouts, self._filtered(rollouts), self._ranks.sum)
+        filtered = self._filtered(rollouts)
+        metrics = filter_metrics(rollouts, filtered, self._ranks.sum)
         self._recorder.log(metrics)
+        if self._verdicts is not None:
+            examples = [one.prompts.examples for one in begun]
+            self._verdicts(examples, self._groups_with(filtered.keep), self._groups_with(~filtered.unscored))
         if self._ranks.rank == 0:
             self._empty_windows.note(metrics)
         self.log_probs.log(joined([part.window.rollouts for part in parts]))

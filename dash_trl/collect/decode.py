@@ -21,16 +21,16 @@ from dash_trl.update import NO_LOG_PROB
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a window, a row for each completion that is to be sampled.
+    """The prompts of a generation batch, a row for each completion that is to be sampled.
 
     Attributes:
-        window: its number, from 0.
+        number: of the batch, from 0, in the order in which the batches were announced.
         examples: B rows of the dataset.
         tokenized: what TRL's `_tokenize_prompts` returned, its token ids first; empty where a `rollout_func` samples,
             and where an environment may add to each prompt.
     """
 
-    window: int
+    number: int
     examples: list[dict[str, Any]]
     tokenized: tuple[Any, ...] = ()
 

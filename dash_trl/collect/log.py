@@ -1,5 +1,6 @@
 """What TRL logs of a window: its tokens, its rewards, and the table of its completions."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -121,13 +122,13 @@ class WindowLog:
         self._figures(reward_figures(rewards, self._names, self._weights()))
         self._figures({"frac_reward_zero_std": silent.float().mean().item()})
         for name, rows in (("prompt", prompts), ("completion", completions)):
-            self._tables[name].extend(self._gathered(rows))
+            self._tables[name] = _table(self._gathered(rows))
         for name, column in zip(self._names, rewards.T, strict=True):
-            self._tables["rewards"][name].extend(column.tolist())
-        self._tables["advantages"].extend(advantages.tolist())
+            self._tables["rewards"][name] = _table(column.tolist())
+        self._tables["advantages"] = _table(advantages.tolist())
         # Sorted: ranks may have logged them in another order, and each is gathered by itself.
         for name in sorted(set(self._gathered(list(self._extra)))):
-            self._tables["extra"][name].extend(self._gathered(self._extra.get(name, [None] * len(prompts))))
+            self._tables["extra"][name] = _table(self._gathered(self._extra.get(name, [None] * len(prompts))))
         for name in sorted(set(self._gathered(list(self._metrics)))):
             values = self._gathered([float(one) for one in self._metrics.get(name, [])])
             self._figures({name: sum(values) / len(values)})
@@ -136,3 +137,8 @@ class WindowLog:
 
     def _gathered(self, values: Sequence[Any]) -> list[Any]:
         return [one for rank in self._ranks.gather_object(list(values)) for one in rank]
+
+
+def _table(rows: list[Any]) -> deque[Any]:
+    """A column as TRL has it: one window; the rows of an evaluation push the oldest out."""
+    return deque(rows, maxlen=len(rows))

@@ -29,7 +29,11 @@ class Sampler(Protocol):
     """All methods but `look` and `forget` are called on every rank at the same point."""
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
-        """A window begins, the next that is taken. `new`: windows that were not announced before, in order."""
+        """A window begins, or goes on with more groups: this generation batch is taken next.
+
+        Args:
+            window: its number. new: generation batches that were not announced before, in order.
+        """
 
     def take(self, prompts: Prompts) -> Sampled:
         """This rank's rows of the window that has begun; waits for them."""
@@ -110,11 +114,11 @@ class InProcess:
         self._sampled: dict[int, Sampled] = {}
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
-        self._known |= {one.window: one for one in new}
+        self._known |= {one.number: one for one in new}
         self._known.pop(window, None)
 
     def take(self, prompts: Prompts) -> Sampled:
-        ahead = self._sampled.pop(prompts.window, None)
+        ahead = self._sampled.pop(prompts.number, None)
         return self._sample(prompts) if ahead is None else ahead
 
     def meanwhile(self) -> None:
@@ -130,7 +134,7 @@ class InProcess:
         sampled = Sampled(
             prompts.ids, completion_ids, completions, versions, prompts=prompts.prompts, log_probs=log_probs
         )
-        return self._finished(prompts.window, sampled)
+        return self._finished(prompts.number, sampled)
 
     def _finished(self, window: int, sampled: Sampled) -> Sampled:
         """With log-probs, if they are asked for; its rewards may begin."""
@@ -176,10 +180,10 @@ class OnServers:
         self._completions: dict[int, list[Any]] = {}  # of the rows that have come
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
-        self._known |= {one.window: one for one in new}
+        self._known |= {one.number: one for one in new}
         if self._on_rows is not None:
-            self._completions |= {one.window: [None] * len(one.examples) for one in new}
-        self._pool.expect(window, {one.window: one.ids for one in new}, None if self._on_rows is None else self._come)
+            self._completions |= {one.number: [None] * len(one.examples) for one in new}
+        self._pool.expect(window, {one.number: one.ids for one in new}, None if self._on_rows is None else self._come)
 
     def take(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
@@ -190,8 +194,8 @@ class OnServers:
             if self._on_rows is None:  # then the pool does not call it
                 completions = self._decode(prompts.prompts, prompts.ids, completion_ids)
             else:
-                completions = self._completions.pop(prompts.window)
-        del self._known[prompts.window]
+                completions = self._completions.pop(prompts.number)
+        del self._known[prompts.number]
         return Sampled(prompts.ids, completion_ids, completions, versions, prompts=prompts.prompts, log_probs=log_probs)
 
     def _come(self, window: int, first: int, completion_ids: list[list[int]]) -> None:

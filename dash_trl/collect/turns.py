@@ -72,18 +72,20 @@ class _Windows:
     def __init__(self, conversations: Conversations, use: Use, *, knows_log_probs: bool):
         self._conversations, self._use, self._knows_log_probs = conversations, use, knows_log_probs
         self._rows: dict[int, list[Conversation]] = {}
+        self._taken: set[int] = set()
 
     def __getitem__(self, window: int) -> list[Conversation]:
         return self._rows[window]
 
     def add(self, prompts: Prompts) -> list[Conversation]:
-        rows = self._rows[prompts.window] = [Conversation(example) for example in prompts.examples]
+        rows = self._rows[prompts.number] = [Conversation(example) for example in prompts.examples]
         return rows
 
-    def begin(self, window: int) -> None:
-        """Earlier windows have their rewards."""
-        for number in [number for number in self._rows if number < window]:
+    def begin(self) -> None:
+        """Those that were taken have their rewards."""
+        for number in self._taken:
             self._conversations.give_back(self._rows.pop(number))
+        self._taken.clear()
 
     def sampled(self, window: int, versions: Tensor) -> Sampled:
         """The window's rows, which have ended."""
@@ -110,6 +112,7 @@ class _Windows:
     def taken(self, window: int) -> None:
         """Reward functions are asked of this window next."""
         rows = self._rows[window]
+        self._taken.add(window)
         self._use([row.environment for row in rows])
         self._conversations.score(rows)
 
@@ -117,6 +120,7 @@ class _Windows:
         for rows in self._rows.values():
             self._conversations.give_back(rows)
         self._rows.clear()
+        self._taken.clear()
 
 
 class TurnsInProcess(InProcess):
@@ -131,19 +135,19 @@ class TurnsInProcess(InProcess):
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
         super().begin(window, new)
-        self._windows.begin(window)
+        self._windows.begin()
 
     def take(self, prompts: Prompts) -> Sampled:
         sampled = super().take(prompts)
-        self._windows.taken(prompts.window)
+        self._windows.taken(prompts.number)
         return sampled
 
     def _sample(self, prompts: Prompts) -> Sampled:
         rows = self._windows.add(prompts)
         with self._timed("generate"):
             self._rounds.sample(rows, prompts.ids if prompts.tokenized else [None] * len(rows))
-        sampled = self._windows.sampled(prompts.window, self._versions(len(rows)))
-        return self._finished(prompts.window, sampled)
+        sampled = self._windows.sampled(prompts.number, self._versions(len(rows)))
+        return self._finished(prompts.number, sampled)
 
     def forget(self) -> None:
         super().forget()
@@ -161,12 +165,12 @@ class TurnsOnServers(OnServers):
         self._conversations, self._windows = conversations, _Windows(conversations, use, knows_log_probs=True)
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
-        self._windows.begin(window)
+        self._windows.begin()
         chains = {}
         for one in new:
             rows = self._windows.add(one)
             prompt_ids = one.ids if one.tokenized else [None] * len(rows)
-            chains[one.window] = [partial(self._lead, *row) for row in zip(rows, prompt_ids, strict=True)]
+            chains[one.number] = [partial(self._lead, *row) for row in zip(rows, prompt_ids, strict=True)]
         self._pool.expect(window, {}, None if self._on_rows is None else self._come, chains=chains)
 
     async def _lead(self, row: Conversation, prompt_ids: list[int] | None, ask: Any) -> None:
@@ -179,8 +183,8 @@ class TurnsOnServers(OnServers):
     def take(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
             self._generate(([], None, {}))  # waits for the window's chains
-        self._windows.taken(prompts.window)
-        return self._windows.sampled(prompts.window, self._pool.policy_version)
+        self._windows.taken(prompts.number)
+        return self._windows.sampled(prompts.number, self._pool.policy_version)
 
     def _come(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
         row = self._windows[window][first]

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         EmptyWindows,
         OffPolicyMetrics,
         PassMetrics,
+        UnfilledWindows,
         corrected_share,
         filter_metrics,
         packing_metrics,

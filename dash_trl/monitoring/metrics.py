@@ -76,6 +76,30 @@ class EmptyWindows:
             )
 
 
+class UnfilledWindows:
+    """Warns when dynamic sampling could not fill `EMPTY_WINDOWS` windows in a row: training goes on with fewer rows."""
+
+    def __init__(self) -> None:
+        self._windows: list[Mapping[str, float]] = []  # since the last one that was filled
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """
+        Args:
+            metrics: those of the next window, from `DynamicSampling.metrics`.
+        """
+        self._windows = [] if metrics["dynamic_sampling/filled"] == 1.0 else [*self._windows, metrics]
+        if len(self._windows) == EMPTY_WINDOWS:
+            sampled, filled = (
+                sum(window[f"dynamic_sampling/{name}"] for window in self._windows) for name in ("sampled", "filled")
+            )
+            logger.warning(
+                f"Dynamic sampling could not fill {EMPTY_WINDOWS} generation windows in a row: {filled / sampled:.0%} "
+                "of the sampled groups have signal, which is too few for max_num_gen_batches. Training goes on with "
+                f"windows that are {filled / EMPTY_WINDOWS:.0%} full. Where (nearly) all problems are solved, or none "
+                "is, more samples hardly help: train on problems of another difficulty."
+            )
+
+
 def sampler_metrics(
     sampling_per_token_logps: Tensor,
     old_per_token_logps: Tensor,

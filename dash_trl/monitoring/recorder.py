@@ -11,6 +11,7 @@ import torch
 PHASES = ("generate", "reward", "logprobs", "train")
 WAITING = ("wait_for_rollouts", "wait_for_weights")  # for servers, which are within "generate"
 # Where the update does not wait for all of them; the second, for the slowest rank, is within the first.
+ROUNDS = ("dynamic_sampling",)  # those after a window's first, which are within "generate", "reward" and "logprobs"
 WAITING_FOR_REWARDS = ("wait_for_rewards", "wait_for_ranks")
 
 
@@ -23,6 +24,7 @@ class Recorder:
             is waited for only where the seconds are logged.
         logged: whether the optimizer step that ends will be logged.
         servers: sample, so that the trainer may wait for them. rewards: come while it trains.
+        rounds: a window may take several.
     """
 
     def __init__(
@@ -33,9 +35,11 @@ class Recorder:
         *,
         servers: bool = False,
         rewards: bool = False,
+        rounds: bool = False,
     ):
         self.metrics = metrics
-        self._phases = PHASES + (WAITING if servers else ()) + (WAITING_FOR_REWARDS if rewards else ())
+        self._phases = PHASES + (ROUNDS if rounds else ()) + (WAITING if servers else ())
+        self._phases += WAITING_FOR_REWARDS if rewards else ()
         self._on_gpu = device.type == "cuda"
         self._logged = logged
         self._spans: list[tuple[str, Any, Any]] = []  # (phase, its beginning, its end) since the last log

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
         ScoredRollouts,
         Survivors,
         joined,
+        widened,
     )
-    from dash_trl.rollout.prompts import EpochOrder, PromptReader, open_epoch
+    from dash_trl.rollout.history import PromptHistory
+    from dash_trl.rollout.prompts import EpochOrder, PromptReader, open_epoch, permutation
+    from dash_trl.rollout.queue import PromptQueue
     from dash_trl.rollout.resume import STATES, SavedRun, Shapes, load_states, one_run, why_a_new_window
     from dash_trl.rollout.window import GenerationWindow, Window
 

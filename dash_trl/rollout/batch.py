@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 # A micro-batch with no real row still has to run the model (every rank runs every pass). The shortest row that gives
@@ -252,7 +253,7 @@ class Survivors(CreditedRollouts):
                 value = value[:, max(value.shape[1] - prompt, 0) :][chosen] if rows else value.new_zeros(0, prompt)
             elif value.dim() == 2 and value.shape[1] == width:
                 value = value[:, :completion][chosen]
-                value = torch.nn.functional.pad(value, (0, max(completion - width, 0)), value=filler)
+                value = pad(value, (0, max(completion - width, 0)), value=filler)
             else:
                 value = value[chosen]
             dummies = value.new_full((size - len(rows), *value.shape[1:]), filler)
@@ -260,6 +261,27 @@ class Survivors(CreditedRollouts):
         if not rows:
             inputs["prompt_mask"][0] = 1
         return inputs
+
+
+Rollouts = TypeVar("Rollouts", bound=RolloutBatch)
+
+
+def widened(batches: Sequence[Rollouts], pad_token_id: int) -> list[Rollouts]:
+    """The same rows with as many columns in each batch, so that they can be `joined`."""
+    prompt = max(one.prompt_ids.shape[1] for one in batches)
+    completion = max(one.completion_ids.shape[1] for one in batches)
+
+    def wide(rollouts: Rollouts) -> Rollouts:
+        values = _fields(rollouts)
+        for name, value in rollouts.tensors().items():
+            fill = pad_token_id if name.endswith("_ids") else 0
+            if name in ("prompt_ids", "prompt_mask"):
+                values[name] = pad(value, (prompt - value.shape[1], 0), value=fill)
+            elif value.shape[1:] == rollouts.completion_ids.shape[1:] and name not in ("policy_version", "rewards"):
+                values[name] = pad(value, (0, completion - value.shape[1]), value=fill)
+        return type(rollouts)(**values)
+
+    return [wide(one) for one in batches]
 
 
 def _padded(rows: Sequence[list[int]], side: str, pad_token_id: int) -> tuple[Tensor, Tensor]:
@@ -304,7 +326,7 @@ def _of_tokens(advantages: list[Tensor]) -> list[Tensor]:
 def _stacked(tables: Sequence[Tensor]) -> Tensor:
     if all(table.dim() == 2 for table in tables):
         most, padding = max(table.shape[1] for table in tables), torch.nan if tables[0].is_floating_point() else -1
-        tables = [torch.nn.functional.pad(table, (0, most - table.shape[1]), value=padding) for table in tables]
+        tables = [pad(table, (0, most - table.shape[1]), value=padding) for table in tables]
     return torch.cat(list(tables))
 
 

@@ -1,12 +1,13 @@
 """The order of the prompts, reproducible from any epoch, and a reader that looks ahead in it."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
 import torch
+from accelerate import skip_first_batches
 from torch.utils.data import Sampler
 from trl.trainer.utils import RepeatSampler
 
@@ -22,35 +23,68 @@ class EpochOrder(Sampler):
     Args:
         sampler: TRL's sampler.
         epoch: the epoch, from 0, of an iteration that `set_epoch` has not told.
+        chosen: an epoch → its prompts in their order, whole generation batches; `None`: TRL's.
     """
 
-    def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
+    def __init__(
+        self,
+        sampler: RepeatSampler,
+        epoch: Callable[[], int],
+        chosen: Callable[[int], Sequence[int] | None] = lambda epoch: None,
+    ):
         self.sampler = sampler
         self.epoch = epoch
+        self.chosen = chosen
 
     def set_epoch(self, epoch: int) -> None:
         """accelerate's dataloader calls it before each epoch; not through `skip_first_batches` on several ranks."""
         self.epoch = lambda: epoch
 
     def __iter__(self) -> Iterator[int]:
+        if (prompts := self.chosen(self.epoch())) is not None:
+            return self._repeated(prompts)
         if self.sampler.shuffle and self.sampler.seed is not None:
             self.sampler.generator.manual_seed(self.sampler.seed)
             for _ in range(self.epoch()):
                 torch.randperm(self.sampler.num_samples, generator=self.sampler.generator)
         return iter(self.sampler)
 
+    def _repeated(self, prompts: Sequence[int]) -> Iterator[int]:
+        size = self.sampler.batch_size
+        for first in range(0, len(prompts), size):
+            for _ in range(self.sampler.repeat_count):
+                for prompt in prompts[first : first + size]:
+                    yield from [prompt] * self.sampler.mini_repeat_count
+
     def __len__(self) -> int:
         return len(self.sampler)
 
 
-def open_epoch(dataloader: Any, epoch: int) -> Iterator[Rows]:
-    """Begin an epoch, from 0, as Transformers' `_run_epoch` does."""
+def permutation(prompts: int, epoch: int, seed: int | None) -> list[int]:
+    """The order in which TRL's sampler has the prompts of an epoch.
+
+    Args:
+        seed: `None`: they are not shuffled.
+    """
+    if seed is None:
+        return list(range(prompts))
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(prompts, generator=generator) for _ in range(epoch + 1)]
+    return orders[-1].tolist()
+
+
+def open_epoch(dataloader: Any, epoch: int, skipped: int = 0) -> Iterator[Rows]:
+    """Begin an epoch, from 0, as Transformers' `_run_epoch` does.
+
+    Args:
+        skipped: micro-batches that are left out.
+    """
     if hasattr(dataloader, "set_epoch"):
         dataloader.set_epoch(epoch)
     sampler: Any = getattr(getattr(dataloader, "batch_sampler", None), "batch_sampler", None)
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-    return iter(dataloader)
+    return iter(skip_first_batches(dataloader, skipped) if skipped else dataloader)
 
 
 @dataclass
@@ -149,6 +183,9 @@ class PromptReader:
         self._given = None
         self._epochs.clear()
         self._handed = []
+
+    def state_dict(self) -> None:
+        """Nothing: Transformers knows where it stands."""
 
     def _read_ahead(self, state: Any) -> None:
         """Up to the first micro-batch of the last window to be known, or of all that will run."""

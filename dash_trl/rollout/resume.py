@@ -26,6 +26,7 @@ class Shapes:
         shuffle_seed: decides the order of the prompts, None where they are not shuffled.
         beta_above_0, vllm_importance_sampling: whether a window has reference log-probs, importance-sampling ratios.
         sampler_is_old: whether its old log-probs are the sampler's.
+        queues_prompts: whether a `PromptQueue` hands out the prompts.
         The others are `DASHConfig`'s.
     """
 
@@ -40,6 +41,7 @@ class Shapes:
     beta_above_0: bool
     vllm_importance_sampling: bool
     sampler_is_old: bool
+    queues_prompts: bool
 
     @classmethod
     def of(cls, args: Any, *, processes: int, prompts: int | None, corrected: bool, sampler_is_old: bool) -> Shapes:
@@ -85,6 +87,7 @@ class SavedRun:
         step: micro-steps since the run began, the trainer's `_step`.
         skipped_steps: optimizer steps skipped so far.
         window: the window in use; None where only the rest matters.
+        prompts: where a `PromptQueue` stands, if there is one, and only for a rank's own share.
     """
 
     shapes: Shapes
@@ -92,6 +95,7 @@ class SavedRun:
     step: int
     skipped_steps: int
     window: GenerationWindow | None
+    prompts: dict[str, Any] | None = None
 
     def save(self, path: str) -> None:
         state = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -164,6 +168,7 @@ def why_a_new_window(
     fits = batches % now.window_batches == 0
     if saved is None:
         reason = f"{checkpoint} has no generation window"
+        fits &= not now.queues_prompts or start == (0, 0)
     elif saved.shapes == now:
         return None
     else:
@@ -175,10 +180,16 @@ def why_a_new_window(
             f"{checkpoint} was saved with {', '.join(changed)}, after prompt {used} of epoch {saved.position[0]}, "
             f"with {left} of {then.window_batches} micro-batches of its window left"
         )
+        fits &= not (then.queues_prompts or now.queues_prompts)  # where the prompts stand is known of the old shapes
         same_order = (then.prompts, then.shuffle_seed) == (now.prompts, now.shuffle_seed) or used == 0
         fits &= same_order and (epoch, now.prompts_used(batches)) == (saved.position[0], used)
     if fits or ignore_data_skip:
         return reason
+    if now.queues_prompts:
+        raise ValueError(
+            f"{reason}. With max_num_gen_batches or max_skipped_epochs nothing else tells which prompts were used. "
+            "Resume with the values of the checkpoint, or pass ignore_data_skip=True to begin with the first prompt."
+        )
     raise ValueError(
         f"{reason}. Transformers would go on after micro-batch {batches} of epoch {epoch}, and {now.window_batches} of "
         f"them take {now.window_prompts} prompts: some prompts would be lost, or used twice. Resume with the values of "

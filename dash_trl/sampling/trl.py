@@ -19,7 +19,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from dash_trl.distributed import TIMEOUT, Ranks
 from dash_trl.sampling.backlog import Job
 from dash_trl.sampling.health import State
-from dash_trl.sampling.pool import Ask, Batch, Chain, ServerPool
+from dash_trl.sampling.pool import URGENT, Ask, Batch, Chain, ServerPool
 from dash_trl.sampling.server import Completion, VLLMServer
 from dash_trl.sampling.weights import WEIGHT_DIR, FileWeights, NCCLWeights, WeightSync, check_servers
 
@@ -159,14 +159,18 @@ class VLLMPool(VLLMGeneration):
 
     def _of_window(self, window: int, num_generations: int) -> tuple[Sequence[Job | Chain], list[list[Completion]]]:
         """First submits, so that the servers have work during the window's last rows; then waits for these."""
+
+        def order(number: int) -> int:
+            return URGENT if number == window else number
+
         for number, rows in self._to_submit.items():
             jobs = self._jobs(rows, num_generations)
             seen = None if self._seen is None else _with_rows(partial(self._seen, number), jobs)
-            self._in_flight[number] = self.pool.submit(jobs, order=number, seen=seen)
+            self._in_flight[number] = self.pool.submit(jobs, order=order(number), seen=seen)
         for number, runs in self._to_run.items():
             chains = [Chain(run) for run in runs]
             seen = None if self._seen is None else _with_rows(partial(self._seen, number), chains)
-            self._in_flight[number] = self.pool.submit_chains(chains, self._sampling(), order=number, seen=seen)
+            self._in_flight[number] = self.pool.submit_chains(chains, self._sampling(), order=order(number), seen=seen)
         self._to_submit, self._to_run = {}, {}
         batch = self._in_flight.pop(window)
         return batch.jobs, self.pool.collect(batch)

@@ -35,8 +35,9 @@ from dash_trl.update.zero3 import forget_plain_passes
 logger = logging.getLogger(__name__)
 
 # Tokens; see `ModelPasses.min_shared`. A branch costs attention in two parts and the last prompt token again, more than
-# few tokens save. `python benchmarks/update_phase.py --prompts 16 32 64` compares shared prompts with plain packing.
-MIN_SHARED = 32
+# few tokens save: against plain packing, groups of 8 took 0.97 of the speed with prompts of 8 tokens, 1.09 and 1.12
+# with 16, 1.20 and 1.20 with 32 (`python benchmarks/update_phase.py --prompts 8 16 32`, one thread).
+MIN_SHARED = 15
 COMMON_PROMPT_TOKENS = 12  # of the rows by which sharing is tried
 
 

@@ -138,8 +138,9 @@ class Schedule:
             share = self.share(step)
             steps = range(step, share.stop)
             left = self._left(step, lengths, micro_steps=len(steps))
-            first = share.start % self.steps_per_generation * self.rows_per_step
-            whole = lengths[:, first : first + len(share) * self.rows_per_step]
+            columns = self._columns_of_step(lengths)
+            first = share.start % self.steps_per_generation * columns
+            whole = lengths[:, first : first + len(share) * columns]
             plan = self._plan(step, left, num_items_in_batch, micro_steps=len(steps), whole=whole)
             self._planned.update(zip(steps, plan, strict=True))
             planned = [one.micro_batch for passes in plan for one in passes]
@@ -150,11 +151,16 @@ class Schedule:
 
     def _left(self, step: int, lengths: Tensor, micro_steps: int) -> Tensor:
         """`lengths` up to the end of these micro-steps' rows, 0 for rows that have run in this use of the window."""
-        first = step % self.steps_per_generation * self.rows_per_step
+        columns = self._columns_of_step(lengths)
+        first = step % self.steps_per_generation * columns
         if not self._ran.numel() or first == 0:  # a use begins; or a run goes on in the window of a checkpoint
             self.window_is_whole(first, lengths)
         left = lengths * ~self._ran.unsqueeze(2)
-        return left[:, : first + micro_steps * self.rows_per_step]
+        return left[:, : first + micro_steps * columns]
+
+    def _columns_of_step(self, lengths: Tensor) -> int:
+        """Columns of `lengths` of a micro-step: `rows_per_step`, more where a rank has more rows than others."""
+        return -(-lengths.shape[1] // self.steps_per_generation)
 
     def has_whole_share(self, step: int) -> bool:
         """The optimizer step takes as much of the window as it should.

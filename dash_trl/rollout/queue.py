@@ -1,0 +1,177 @@
+"""`PromptQueue`: prompts one after the other, through all epochs, in any number at a time.
+
+    epochs    |------------- 0 -------------|------------- 1 -------------|
+    windows   n, first  | n, more | n + 1, first | n + 1, more | n + 2 …
+
+`PromptReader` gives each window the prompts of one generation batch. A queue takes its place where the number depends
+on what was sampled (`max_num_gen_batches`), or where epochs leave some prompts out (`max_skipped_epochs`).
+
+Letters: G rows of a group.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+from dash_trl.rollout.history import PromptHistory
+from dash_trl.rollout.prompts import Rows
+
+Place = tuple[int, int]  # of a prompt: its epoch, and how many of this rank's prompts come before it there
+
+
+class QueuedRows(list[dict[str, Any]]):
+    """Rows of the dataset, each prompt G times. `places`: of these prompts."""
+
+    def __init__(self, rows: Rows, places: list[Place]):
+        super().__init__(rows)
+        self.places = places
+
+
+class PromptQueue:
+    """Hands out every prompt of an epoch once; those of the next epoch follow, within a window, too.
+
+    Transformers counts micro-steps, in epochs of as many as without a queue, and its own iterators are not read. Every
+    method is called on every rank at the same point with the same numbers; each rank reads its share of each epoch.
+
+    Args:
+        num_generations: G. prompts: of this rank in a generation batch.
+        window_batches, accumulation: micro-steps of a window, and of an optimizer step.
+        ahead: windows that are known ahead of the one that begins.
+        first: how many of this rank's prompts the next window begins with.
+        open_epoch: (an epoch, how many of its generation batches to leave out) → the others, `window_batches` times
+            each.
+        history: which prompts an epoch passes over; `None`: none.
+        rank, ranks: this rank, and how many there are.
+    Attributes:
+        place: of the next prompt. epoch: Transformers', which does not matter here.
+    """
+
+    epoch = 0
+
+    def __init__(
+        self,
+        *,
+        num_generations: int,
+        prompts: int,
+        window_batches: int,
+        accumulation: int,
+        ahead: int,
+        first: Callable[[], int],
+        open_epoch: Callable[[int, int], Iterator[Rows]],
+        history: PromptHistory | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+    ):
+        self.place: Place = (0, 0)
+        self.history = history
+        self._rank, self._ranks = rank, ranks
+        self._num_generations, self._prompts = num_generations, prompts
+        self._window_batches, self._accumulation, self._ahead = window_batches, accumulation, ahead
+        self._first, self._open_epoch = first, open_epoch
+        self._windows: dict[int, QueuedRows] = {}  # from the one in use to the last that is known
+        self._source: Iterator[Rows] | None = None
+        self._read: deque[Rows] = deque()  # prompts that were read and not handed out, G rows each
+
+    def read(self, epoch_iterator: Any, count: int, *, step: int, state: Any) -> Iterator[Rows]:
+        """Of each micro-step of the optimizer step that begins, the rows with which its window begins.
+
+        Args:
+            epoch_iterator: Transformers', not read. step: micro-steps before it. state: the `TrainerState`.
+        """
+        now, last = step // self._window_batches, (step + count - 1) // self._window_batches
+        end = (step + (state.max_steps - state.global_step) * self._accumulation - 1) // self._window_batches
+        self._windows = {window: rows for window, rows in self._windows.items() if window >= now}
+        for window in range(now, max(last, min(last + self._ahead, end)) + 1):
+            if window not in self._windows:
+                self._windows[window] = self.take(self._first())
+        return iter([self._windows[one // self._window_batches] for one in range(step, step + count)])
+
+    def upcoming(self, step: int) -> list[QueuedRows]:
+        """See `PromptReader.upcoming`."""
+        now = step // self._window_batches
+        return [self._windows[one] for one in range(now + 1, now + 1 + self._ahead) if one in self._windows]
+
+    def take(self, prompts: int) -> QueuedRows:
+        """The next prompts, in a window's reading or for more of its groups."""
+        rows: Rows = []
+        places: list[Place] = []
+        while len(places) < prompts:
+            rows += self._next()
+            epoch, number = self.place
+            places.append((epoch, number))
+            self.place = epoch, number + 1
+        return QueuedRows(rows, places)
+
+    @property
+    def epochs(self) -> int:
+        """Whole epochs whose prompts were handed out."""
+        return self.place[0]
+
+    def numbers(self, rows: QueuedRows) -> list[int]:
+        """The rows of the dataset that these prompts are, which the history knows."""
+        assert self.history is not None, "nobody asks otherwise"
+        found = []
+        for epoch, number in rows.places:
+            batch, place = divmod(number, self._prompts)
+            found.append(self.history.prompts(epoch)[(batch * self._ranks + self._rank) * self._prompts + place])
+        return found
+
+    def close(self) -> None:
+        """Let go of what was read, and of the dataloader's workers."""
+        self._windows, self._source = {}, None
+        self._read.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The next prompt, and those of the windows that are known."""
+        windows = {window: rows.places for window, rows in self._windows.items()}
+        history = None
+        if self.history is not None:
+            self.history.forget(min([self.place, *(place for places in windows.values() for place in places)])[0])
+            history = self.history.state_dict()
+        return {"place": self.place, "windows": windows, "history": history}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on there: reads the known windows' prompts once more."""
+        assert state is not None, "it is of a run with a queue, see `Shapes`"
+        self.close()
+        if self.history is not None:
+            self.history.load_state_dict(state["history"])
+        windows = {window: [tuple(place) for place in places] for window, places in state["windows"].items()}
+        wanted, end = {place for places in windows.values() for place in places}, tuple(state["place"])
+        self.place = epoch, number = min(wanted | {end})
+        batches, others = divmod(number, self._prompts)
+        self._source = self._open_epoch(epoch, batches)
+        self.place = epoch, batches * self._prompts
+        self.take(others)
+        found: dict[Place, Rows] = {}
+        while self.place < end:
+            one = self.take(1)
+            found[one.places[0]] = list(one)
+        self._windows = {
+            window: QueuedRows([row for place in places for row in found[place]], places)
+            for window, places in windows.items()
+        }
+
+    def _next(self) -> Rows:
+        """G rows of the next prompt; opens the next epoch where one has ended, which moves `place`."""
+        opened = 0
+        while not self._read:
+            if self._source is None:
+                self._source = self._open_epoch(self.place[0], 0)
+            batch = next(self._source, None)
+            if batch is not None:
+                next(islice(self._source, self._window_batches - 1, self._window_batches - 1), None)  # the same rows
+                size = self._num_generations
+                self._read.extend(batch[first : first + size] for first in range(0, len(batch), size))
+            elif opened:
+                raise ValueError(
+                    f"Epoch {self.place[0]} of train_dataset has no generation batch of prompts. A stream has to give "
+                    "its rows each time that it is read (IterableDataset.from_generator does), and enough for a batch."
+                )
+            else:
+                self.place = self.place[0] + 1, 0
+                self._source, opened = None, opened + 1
+        return self._read.popleft()

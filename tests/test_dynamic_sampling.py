@@ -1,0 +1,229 @@
+"""Dynamic sampling: how many prompts a window takes, which of them make it, and the update on these.
+
+The reference of updates is TRL's trainer on a dataset of the prompts that a window should be made of.
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from trl import GRPOTrainer
+
+from dash_trl import DASHCallback, DASHTrainer
+from dash_trl.collect import DynamicSampling
+from dash_trl.collect.dynamic_sampling import places_in_window
+from dash_trl.monitoring import UnfilledWindows
+from dash_trl.monitoring.metrics import EMPTY_WINDOWS
+from tests.tiny import EOS, ScriptedReward, assert_same_update, parameters, prompts, run, said
+
+GROUP, ROOM = 4, 4  # rows of a group, groups of a window
+
+
+def completion(prompt: str, number: int) -> list[int]:
+    chance = random.Random(f"{prompt} {number}")
+    tokens = [chance.randrange(4, 260) for _ in range(chance.randint(1, 20))]
+    return [*tokens, EOS if chance.random() < 0.7 else 77]
+
+
+class ByPrompt:
+    """A `rollout_func` whose completions depend on the prompt and their number in the group. `rounds`: its prompts."""
+
+    def __init__(self) -> None:
+        self.rounds: list[list[str]] = []
+
+    def __call__(self, rows: list[str], trainer: Any) -> dict[str, list]:
+        self.rounds.append(rows[::GROUP])
+        torch.manual_seed(0)  # the shuffle of a window follows
+        return {
+            "prompt_ids": trainer.processing_class(text=rows)["input_ids"],
+            "completion_ids": [completion(prompt, i % GROUP) for i, prompt in enumerate(rows)],
+            "logprobs": None,
+        }
+
+
+def has_signal(prompt: str, reward: ScriptedReward) -> bool:
+    rewards = reward(prompts=[prompt] * GROUP, completion_ids=[completion(prompt, i) for i in range(GROUP)])
+    return len(set(rewards)) > 1
+
+
+def expected_windows(dataset: Any, reward: ScriptedReward, most: int, count: int) -> list[list[int]]:
+    """The rows of the dataset that make each window, where a round has what is missing by the share so far."""
+    windows, first = [], 0
+    for _ in range(count):
+        size, signal, silent = ROOM, list[int](), list[int]()
+        sampled = 0
+        while size:
+            for row in range(first, first + size):
+                (signal if has_signal(dataset[row]["prompt"], reward) else silent).append(row)
+            first, sampled = first + size, sampled + size
+            missing = max(ROOM - len(signal), 0)
+            size = min(-(-missing * (sampled + 2) // (len(signal) + 1)), ROOM, most * ROOM - sampled)
+        windows.append(signal[:ROOM] + silent[: max(ROOM - len(signal), 0)])
+    return windows
+
+
+def ended(trainer: Any) -> dict[str, Tensor]:
+    return parameters(trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("most", "constant", "settings"),
+    [
+        (8, 0.5, {"loss_type": "dapo"}),
+        (8, 0.5, {"loss_type": "grpo", "max_tokens_per_microbatch": 60}),
+        (2, 0.9, {"loss_type": "dapo"}),  # not filled: silent groups are in the normaliser
+        (2, 0.9, {"loss_type": "bnpo", "filter_denominator": "kept"}),
+        # one window of two optimizer steps
+        (8, 0.5, {"gradient_accumulation_steps": 2, "steps_per_generation": 4}),  # Mini
+        (8, 0.5, {"num_iterations": 2, "loss_type": "grpo"}),  # Multi
+    ],
+)
+def test_the_update_is_trls_on_the_groups_of_the_window(tiny_model, tmp_path, most, constant, settings):
+    reward, dataset = ScriptedReward(constant=constant), prompts(64)
+    settings = {"max_steps": 2, "shuffle_dataset": False, "reward": reward, **settings}
+    rollouts = ByPrompt()
+    found = run(DASHTrainer, tiny_model, tmp_path, rollouts=rollouts, max_num_gen_batches=most, **settings)
+    windows = expected_windows(dataset, reward, most, 2)
+    assert windows[0] != list(range(ROOM))  # more was sampled
+    own = {name: settings.pop(name) for name in ("max_tokens_per_microbatch", "filter_denominator") if name in settings}
+    chosen = dataset.select([row for window in windows for row in window])
+    if "filter_denominator" in own:
+        expected = run(DASHTrainer, tiny_model, tmp_path, rollouts=ByPrompt(), dataset=chosen, **own, **settings)
+    else:
+        expected = run(GRPOTrainer, tiny_model, tmp_path, rollouts=ByPrompt(), dataset=chosen, **settings)
+    start = run(GRPOTrainer, tiny_model, tmp_path, rollouts=ByPrompt(), **{**settings, "learning_rate": 0.0})
+    assert_same_update(ended(start), ended(expected), ended(found))
+    handed = [row for one in rollouts.rounds for row in one]
+    assert handed == dataset["prompt"][: len(handed)]
+
+
+def test_figures(tiny_model, tmp_path):
+    """TRL's are of all sampled rows; those of dynamic sampling count groups in those of a window."""
+    reward, dataset = ScriptedReward(constant=0.5), prompts(64)
+    rollouts = ByPrompt()
+    trainer = run(DASHTrainer, tiny_model, tmp_path, rollouts=rollouts, max_num_gen_batches=8, shuffle_dataset=False)
+    log = trainer.state.log_history[0]
+    sampled = [prompt for one in rollouts.rounds for prompt in one]
+    rewards = [
+        reward(prompts=[prompt] * GROUP, completion_ids=[completion(prompt, i) for i in range(GROUP)])
+        for prompt in sampled
+    ]
+    signal = sum(has_signal(prompt, reward) for prompt in sampled)
+    lengths = [len(completion(prompt, i)) for prompt in sampled for i in range(GROUP)]
+    assert len(rollouts.rounds) > 1
+    assert log["reward"] == pytest.approx(torch.tensor(rewards).mean().item())
+    assert log["completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
+    assert log["filter/kept_rows"] == pytest.approx(signal / len(sampled))
+    assert log["frac_reward_zero_std"] == pytest.approx(1 - signal / len(sampled))
+    assert log["dynamic_sampling/rounds"] == len(rollouts.rounds)
+    assert log["dynamic_sampling/sampled"] == len(sampled) / ROOM
+    assert log["dynamic_sampling/filled"] == 1.0
+    assert log["dynamic_sampling/surplus"] == signal / ROOM - 1
+    assert len(trainer._logs["prompt"]) == GROUP * len(sampled) == len(trainer._logs["advantages"])
+    shown = dict(zip(trainer._logs["completion"], trainer._logs["rewards"]["scripted"], strict=True))
+    texts = trainer.processing_class.batch_decode(
+        [completion(prompt, i) for prompt in sampled for i in range(GROUP)], skip_special_tokens=True
+    )
+    assert shown == dict(zip(texts, [one for group in rewards for one in group], strict=True))
+
+
+class Seen(DASHCallback):
+    per_group = True
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def on_advantages(self, args, state, control, rollouts, **kwargs) -> None:
+        self.rows.append(len(rollouts))
+        rollouts.advantages = rollouts.advantages.unsqueeze(1) * torch.linspace(0.5, 1.5, rollouts.loss_mask.shape[1])
+
+
+def test_callbacks_see_each_round(tiny_model, tmp_path):
+    """Credit per token, in rounds of other widths."""
+    seen, rollouts = Seen(), ByPrompt()
+    settings = {"max_num_gen_batches": 8, "shuffle_dataset": False, "callbacks": [seen]}
+    trainer = run(DASHTrainer, tiny_model, tmp_path, rollouts=rollouts, **settings)
+    assert seen.rows == [GROUP * len(one) for one in rollouts.rounds] and len(seen.rows) > 1
+    assert trainer.state.log_history[0]["grad_norm"] > 0
+    with pytest.raises(ValueError, match="max_num_gen_batches=8 hands over some groups.*Seen does not say"):
+        Seen.per_group = False
+        try:
+            run(DASHTrainer, tiny_model, tmp_path, rollouts=rollouts, **{**settings, "callbacks": [Seen()]})
+        finally:
+            Seen.per_group = True
+
+
+# ---------------------------------------------------------------------------------------------- which groups, how many
+
+
+@st.composite
+def verdicts(draw: Any) -> list[Tensor]:
+    ranks = draw(st.integers(1, 3))
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    flags = st.booleans()
+    return [torch.tensor([[draw(flags) for _ in range(size)] for _ in range(ranks)]) for size in sizes]
+
+
+@given(verdicts(), st.data())
+def test_the_groups_of_a_window(signal, data):
+    room = data.draw(st.integers(1, sum(one.numel() for one in signal)))
+    trained, whole = places_in_window(signal, room)
+    order = [
+        (number, rank, place)
+        for number, one in enumerate(signal)
+        for place in range(one.shape[1])
+        for rank in range(one.shape[0])
+    ]
+    with_signal = [one for one in order if signal[one[0]][one[1], one[2]]]
+    without = [one for one in order if not signal[one[0]][one[1], one[2]]]
+    expected = with_signal[:room]
+
+    def places(masks: list[Tensor]) -> set[tuple[int, int, int]]:
+        return {one for one in order if masks[one[0]][one[1], one[2]]}
+
+    assert places(trained) == set(expected)
+    assert places(whole) == {*expected, *without[: room - len(expected)]}
+    assert [one.shape for one in trained] == [one.shape for one in signal]
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(2, 5), st.floats(0, 1), st.integers(0, 2**30))
+def test_rounds_end_at_a_full_window_or_at_the_bound(groups, ranks, most, share, seed):
+    dynamic = DynamicSampling(groups, ranks, most=most, ahead=False)
+    draw = torch.Generator().manual_seed(seed)
+    rounds = [torch.rand(ranks, dynamic.first(), generator=draw) < share]
+    while more := dynamic.next(rounds):
+        assert 0 < more <= groups
+        rounds.append(torch.rand(ranks, more, generator=draw) < share)
+    sampled, found = sum(one.shape[1] for one in rounds), sum(int(one.sum()) for one in rounds)
+    assert rounds[0].shape[1] == groups
+    assert found >= groups * ranks or sampled == most * groups
+    assert sampled <= most * groups
+    assert int(sum(one.sum() for one in rounds[:-1])) < groups * ranks  # the last one was needed
+
+
+def test_ahead_of_training_the_first_round_has_what_it_will_take():
+    dynamic = DynamicSampling(8, 1, most=4, ahead=True)
+    assert dynamic.first() == 8
+    for _ in range(50):
+        dynamic.note([torch.arange(16).view(1, 16) % 2 == 0])
+    assert dynamic.first() == 16
+    for _ in range(50):
+        dynamic.note([torch.zeros(1, 16, dtype=torch.bool)])
+    assert dynamic.first() == 32  # no more than the bound
+
+
+def test_a_warning_where_windows_stay_unfilled(caplog):
+    watch = UnfilledWindows()
+    poor = {"dynamic_sampling/sampled": 4.0, "dynamic_sampling/filled": 0.5}
+    for _ in range(EMPTY_WINDOWS - 1):
+        watch.note(poor)
+    watch.note(poor | {"dynamic_sampling/filled": 1.0})
+    for _ in range(EMPTY_WINDOWS - 1):
+        watch.note(poor)
+    assert not said(caplog)
+    watch.note(poor)
+    assert "12% of the sampled groups have signal" in said(caplog) and "50% full" in said(caplog)
