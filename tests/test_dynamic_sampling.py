@@ -103,7 +103,7 @@ def test_the_update_is_trls_on_the_groups_of_the_window(tiny_model, tmp_path, mo
 
 def test_figures(tiny_model, tmp_path):
     """TRL's are of all sampled rows; those of dynamic sampling count groups in those of a window."""
-    reward, dataset = ScriptedReward(constant=0.5), prompts(64)
+    reward = ScriptedReward(constant=0.5)
     rollouts = ByPrompt()
     trainer = run(DASHTrainer, tiny_model, tmp_path, rollouts=rollouts, max_num_gen_batches=8, shuffle_dataset=False)
     log = trainer.state.log_history[0]
