@@ -22,6 +22,7 @@ PURE = [
     *(f"process_rewards.{name}" for name in ("credit", "diagnostics", "features", "fit", "worth")),
     *(f"sampling.{name}" for name in ("backlog", "health", "checksum", "urls")),
     *("data", "evaluation.figures", "evaluation.records", "monitoring.metrics", "monitoring.recorder"),
+    "collect.dynamic_sampling",
 ]
 for room, others in PURE_ROOMS.items():
     PURE += sorted(f"{room}.{path.stem}" for path in (PACKAGE / room).glob("*.py") if path.stem not in others)

@@ -150,7 +150,7 @@ def passes(**settings) -> ModelPasses:
 @pytest.mark.parametrize(
     ("settings", "least"),
     [
-        ({}, 32),
+        ({}, 15),
         ({"share_prompts": True}, 1),
         ({"share_prompts": False}, None),
         ({"share_prompts": True, "router_losses": True}, None),
@@ -175,7 +175,7 @@ def test_a_prompt_is_shared_if_all_of_its_tokens_are_the_same():
     assert [one.branches for one in inputs["layout"].trees] == [(), (3, 3), (), ()]
     sums = rollouts.lengths()[:, 3].tolist()
     assert sums[1] == sums[2] == sums[4] != sums[3]
-    rollouts = Survivors.of_tokens([[5] * 32] * 2, [[8, 9]] * 2, pad_token_id=0)
+    rollouts = Survivors.of_tokens([[5] * 15] * 2, [[8, 9]] * 2, pad_token_id=0)
     inputs = passes().inputs(rollouts, [0, 1], size=2, pad_token_id=0)
     assert [one.branches for one in inputs["layout"].trees] == [(), ()], "too short by default"
 

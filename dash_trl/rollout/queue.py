@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dash_trl.rollout.history import PromptHistory
-from dash_trl.rollout.prompts import Rows
+if TYPE_CHECKING:
+    from dash_trl.rollout.history import PromptHistory
+    from dash_trl.rollout.prompts import Rows
 
 Place = tuple[int, int]  # of a prompt: its epoch, and how many of this rank's prompts come before it there
 
