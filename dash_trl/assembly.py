@@ -9,7 +9,7 @@ Only these functions read the trainer's settings for the objects; the objects th
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
+from dash_trl.callbacks import SampledGroup
 from dash_trl.checkpoints import Checkpoints
 from dash_trl.checks import check_prompt, check_prompt_lengths
 from dash_trl.collect import (
@@ -28,6 +29,7 @@ from dash_trl.collect import (
     DynamicSampling,
     InProcess,
     OnServers,
+    Prompts,
     Rewards,
     Rounds,
     RowSettings,
@@ -211,7 +213,7 @@ def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
         common |= {"pool": trainer.vllm_generation, "add": trainer.ranks.sum}
         common |= {"figures": trainer.recorder.log, "total": trainer.recorder.total}
         if trainer._conversations is None:
-            return OnServers(**common)
+            return OnServers(**common, on_group=group_watch(trainer))
         return TurnsOnServers(trainer._conversations, use_environments, **common)
     own_log_probs = partial(log_probs.of_tokens, pad_token_id=trainer._tokenizer.pad_token_id)
     common |= {"versions": versions, "log_probs": own_log_probs if one_ahead(trainer) else None}
@@ -224,6 +226,19 @@ def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
         knows_log_probs=trainer.use_vllm,
         **common | {"versions": versions_of_turns},
     )
+
+
+def group_watch(trainer: Any) -> Callable[[Prompts, int, list[list[int]]], None] | None:
+    """Hands groups to the callbacks that watch them; `None` if none does."""
+    watching = [callback for callback in trainer._dash_callbacks() if callback.watches_groups]
+
+    def sampled(prompts: Prompts, first: int, completion_ids: list[list[int]]) -> None:
+        own = slice(first, first + len(completion_ids))
+        group = SampledGroup(prompts.number, prompts.examples[own], prompts.ids[own], completion_ids)
+        for callback in watching:
+            callback.on_group_sampled(trainer.args, trainer.state, trainer.control, group, trainer=trainer)
+
+    return sampled if watching else None
 
 
 def new_conversations(trainer: Any) -> Conversations | None:

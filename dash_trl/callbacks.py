@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,27 @@ if TYPE_CHECKING:
     from dash_trl.distributed import Ranks
     from dash_trl.rollout import CreditedRollouts, RolloutBatch, ScoredRollouts
 
-ROLLOUT_EVENTS = ("on_rollouts_sampled", "on_rewards", "on_advantages")
+ROLLOUT_EVENTS = ("on_group_sampled", "on_rollouts_sampled", "on_rewards", "on_advantages")
 TRAINER_EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
 
 # A name this similar to an event's (difflib's ratio) is one with a slip: `on_advantage` has 0.96, `on_train_epoch_end`,
 # an event of other libraries, 0.80.
 MISSPELT = 0.9
+
+
+@dataclass(frozen=True)
+class SampledGroup:
+    """Completions of one prompt, as soon as a server has sampled all of them.
+
+    Attributes:
+        number: of their generation batch, in the order in which these are sampled.
+        examples: the dataset row of each. prompt_ids, completion_ids: token ids of each.
+    """
+
+    number: int
+    examples: list[dict[str, Any]]
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
 
 
 class DASHCallback(TrainerCallback):
@@ -36,6 +52,7 @@ class DASHCallback(TrainerCallback):
     Attributes:
         per_group: what it does with a group depends on no other one. With `reward_pipeline`, `on_rewards` and
             `on_advantages` get some groups at a time, as their rewards come, and a callback has to say that it may.
+        watches_groups: `on_group_sampled` is to be called.
 
     Raises:
         ValueError: when a subclass is defined, if the name of a method is that of an event with a slip; when a trainer
@@ -43,6 +60,7 @@ class DASHCallback(TrainerCallback):
     """
 
     per_group = False
+    watches_groups = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -72,6 +90,14 @@ class DASHCallback(TrainerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Of the checkpoint that a run is resumed from, on every rank."""
+
+    def on_group_sampled(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, group: SampledGroup, **kwargs
+    ) -> None:
+        """A vLLM server has finished a group, while others are sampled; not with tools or environments.
+
+        Called on the main thread of one rank, without the others: no collectives here.
+        """
 
     def on_rollouts_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs

@@ -149,7 +149,7 @@ def test_a_mask_may_be_set_where_rows_are_sampled(mask, works):
 
 
 def test_a_trainer_that_sends_no_rollouts(tiny_model, tmp_path):
-    said = "ProcessRewardCallback is a DASHCallback, but this trainer sends no on_rollouts.* Train with dash_trl.DASHTr"
+    said = "ProcessRewardCallback is a DASHCallback, but this trainer sends no on_group.* Train with dash_trl.DASHTr"
     with pytest.raises(ValueError, match=said):
         run(GRPOTrainer, tiny_model, tmp_path, callbacks=[ProcessRewardCallback()])
 

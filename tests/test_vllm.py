@@ -12,6 +12,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +26,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl.embedded.problems import arithmetic_dataset
+from dash_trl import DASHTrainer
+from dash_trl.embedded.problems import arithmetic_dataset, arithmetic_reward
 from dash_trl.embedded.warm_up import embedded_model
 from dash_trl.evaluation import LocalSampler, check_shapes, open_sampler
 from dash_trl.evaluation.checkpoint import Checkpoint
 from dash_trl.evaluation.command import main
-from dash_trl.process_rewards import AnswerLogProbValue, ServerValue, ValueRequest
+from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback, ServerValue, ValueRequest
 from dash_trl.rewards import JudgeError, JudgeReward
 from dash_trl.sampling import own_key
 from dash_trl.sampling.trl import VLLMPool
@@ -38,6 +40,7 @@ from dash_trl.sampling.weights.snapshot import WeightMismatch
 from dash_trl.serve import READY_SECONDS, cores, free_ports, read, visible_gpus
 from dash_trl.workers import Command
 from examples.value_quality.command import main as value_quality
+from tests.tiny import run
 from tests.vllm_run import greedy, wait_until
 
 pytestmark = pytest.mark.vllm
@@ -386,6 +389,29 @@ def test_sampling_one_window_ahead_learns(servers, tmp_path, monkeypatch):
     assert all(math.isfinite(log["loss"]) and math.isfinite(log["grad_norm"]) for log in logs)
     rewards = [log["reward"] for log in logs]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.1
+
+
+@pytest.mark.parametrize("kind", [AnswerLogProbValue, ServerValue])
+def test_values_begin_while_others_are_sampled(servers, model_path, tmp_path, kind):
+    """They are those that are asked for after the window was sampled."""
+    early, differences = list[bool](), list[float]()
+
+    class Twice(kind):
+        def __call__(self, requests, trainer):
+            found = super().__call__(requests, trainer)
+            again = super().__call__([replace(one, begun=None) for one in requests], trainer)
+            early.extend(one.begun is not None for one in requests if one.boundaries)
+            pairs = [pair for rows in zip(found, again, strict=True) for pair in zip(*rows, strict=True)]
+            differences.extend(abs(one - other) for one, other in pairs)
+            return found
+
+    settings = {"max_steps": 2, "max_completion_length": 48, "learning_rate": 1e-3, "vllm_server_urls": servers.urls}
+    callback = ProcessRewardCallback(Twice(), skip_solved=False)
+    data = arithmetic_dataset("train", 64)
+    run(DASHTrainer, model_path, tmp_path, dataset=data, callbacks=[callback], reward=arithmetic_reward, **settings)
+    assert len(early) == 32 and all(early[16:])  # in the first window the model is tried
+    assert all(early) == (kind is ServerValue) and not callback._begun
+    assert len(differences) >= 64 and max(differences) <= 1e-6
 
 
 # ----------------------------------------------------------------------------------------------------- evaluation

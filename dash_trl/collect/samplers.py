@@ -22,6 +22,7 @@ Decode = Callable[[Sequence[Any], Sequence[list[int]], Sequence[list[int]]], lis
 Versions = Callable[[int], Tensor]  # rows → [rows, 2], see `RolloutBatch.policy_version`
 # (window, first row, prompts, token ids, completions)
 OnRows = Callable[[int, int, list[Any], list[list[int]], list[Any]], None]
+OnGroup = Callable[[Prompts, int, list[list[int]]], None]  # (its generation batch, first row, token ids)
 Timed = Callable[[str], AbstractContextManager[Any]]  # a phase whose seconds are logged
 
 
@@ -159,6 +160,7 @@ class OnServers:
 
     Args:
         pool: a `VLLMPool`. generate: asks it, after it has sent the weights where these are new.
+        on_group: gets each group as it comes; `None`: nobody asks for it.
         figures: takes one more value of each name. total: takes a running total.
     """
 
@@ -173,7 +175,9 @@ class OnServers:
         figures: Callable[[dict[str, float]], None],
         total: Callable[[str, float], None],
         add: Callable[[Tensor], Tensor],
+        on_group: OnGroup | None = None,
     ):
+        self._on_group = on_group
         self._pool, self._generate, self._decode, self._on_rows, self._timed = pool, generate, decode, on_rows, timed
         self._figures, self._total, self._add = figures, total, add
         self._known: dict[int, Prompts] = {}
@@ -183,7 +187,8 @@ class OnServers:
         self._known |= {one.number: one for one in new}
         if self._on_rows is not None:
             self._completions |= {one.number: [None] * len(one.examples) for one in new}
-        self._pool.expect(window, {one.number: one.ids for one in new}, None if self._on_rows is None else self._come)
+        unseen = self._on_rows is None and self._on_group is None
+        self._pool.expect(window, {one.number: one.ids for one in new}, None if unseen else self._come)
 
     def take(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
@@ -200,15 +205,18 @@ class OnServers:
 
     def _come(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
         own, prompts = slice(first, first + len(completion_ids)), self._known[window]
+        if self._on_group is not None:
+            self._on_group(prompts, first, completion_ids)
+        if self._on_rows is None:
+            return
         completions = self._decode(prompts.prompts[own], prompts.ids[own], completion_ids)
         self._completions[window][own] = completions
-        assert self._on_rows is not None, "nobody is asked for rows otherwise"
         self._on_rows(window, first, prompts.prompts[own], completion_ids, deepcopy(completions))
 
     def meanwhile(self) -> None: ...
 
     def look(self) -> None:
-        if self._on_rows is not None:
+        if self._on_rows is not None or self._on_group is not None:
             self._pool.show_finished()
 
     def log(self) -> None:

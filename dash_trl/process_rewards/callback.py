@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from dash_trl.callbacks import DASHCallback
+from dash_trl.callbacks import DASHCallback, SampledGroup
 from dash_trl.distributed import Ranks
 from dash_trl.process_rewards.arguments import named
 from dash_trl.process_rewards.credit import (
@@ -170,6 +170,7 @@ class ProcessRewardCallback(DASHCallback):
         self.per_group = estimator in PER_GROUP
         self.needs_log_probs = getattr(self.value, "needs_log_probs", False)
         self._needs_answers = getattr(self.value, "needs_answers", True)
+        self.watches_groups = hasattr(self.value, "begin") and not self.needs_log_probs
         # Whose worth is watched: that of the same value in another space would be other numbers.
         self._watched = {"of": named(self.value), "space": space, "fields": [one.name for one in fields(Evidence)]}
         self.segmentation: dict[str, Any] = {
@@ -193,6 +194,27 @@ class ProcessRewardCallback(DASHCallback):
         self._parts: list[_Part] = []  # of a window, until it is whole; not those of a run that was interrupted
         self._lessons: list[tuple[int, ValueRequest, float]] = []  # in them, if V learns: group, rollout, outcome
         self._segmenter = Segmenter(kwargs["processing_class"], **self.segmentation)
+        self._begun: dict[tuple[int, ...], Any] = {}  # what was begun while others were sampled, by all token ids
+
+    def on_group_sampled(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, group: SampledGroup, **kwargs: Any
+    ) -> None:
+        """Values begin, of solved groups, too: rewards are not known yet."""
+        trainer, requests = kwargs["trainer"], {}
+        ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
+        rows = zip(group.examples, map(tuple, group.prompt_ids), map(tuple, group.completion_ids), strict=True)
+        for example, prompt, completion in rows:
+            if trainer.mask_truncated_completions and completion[-1] not in ends:
+                continue  # no token of it counts
+            requests[prompt + completion] = ValueRequest(
+                prompt_ids=prompt,
+                completion_ids=completion,
+                boundaries=self._segmenter(completion, None).boundaries,
+                answers=accepted_answers(example, self.answer_column) if self._needs_answers else (),
+                example=example,
+            )
+        begun = self.value.begin(list(requests.values()), trainer, group.number)  # type: ignore[attr-defined]
+        self._begun.update(zip(requests, begun, strict=True))
 
     @property
     def _pays(self) -> bool:
@@ -364,11 +386,12 @@ class ProcessRewardCallback(DASHCallback):
         requests, loss_mask = [], None if rollouts.tool_mask is None else rollouts.loss_mask
         for row, example in enumerate(rollouts.examples):
             tokens = rollouts.completion_mask[row].bool()
+            prompt = tuple(rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()].tolist())
             completion = tuple(rollouts.completion_ids[row][tokens].tolist())
             own = None if loss_mask is None else tuple(loss_mask[row][tokens].tolist())
             requests.append(
                 ValueRequest(
-                    prompt_ids=tuple(rollouts.prompt_ids[row][rollouts.prompt_mask[row].bool()].tolist()),
+                    prompt_ids=prompt,
                     completion_ids=completion,
                     boundaries=self._segmenter(completion, own).boundaries if asked[row] else (),
                     answers=accepted_answers(example, self.answer_column) if self._needs_answers else (),
@@ -376,8 +399,11 @@ class ProcessRewardCallback(DASHCallback):
                     log_probs=None if log_probs is None else tuple(log_probs[row][tokens].tolist()),
                     entropies=None if entropies is None else tuple(entropies[row][tokens].tolist()),
                     own=own,
+                    begun=self._begun.get(prompt + completion) if own is None else None,
                 )
             )
+        for request in requests:  # several rows may have the same tokens
+            self._begun.pop(request.prompt_ids + request.completion_ids, None)
         return requests
 
     def _judged(self, window: _Part, ranks: Ranks) -> dict[str, float]:

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import is_peft_model
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from dash_trl.process_rewards.arguments import check_escapes, named
 from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_flaw, tree_log_probs
@@ -54,6 +55,7 @@ class ValueRequest:
             written by the policy. For an estimator that `needs_log_probs`; entropies where they are known.
         own: for each token of the completion, 1 = the policy wrote it, 0 = a tool or an environment. None: the policy
             wrote all.
+        begun: what the estimator's `begin` returned for it; None: it did not begin before.
     """
 
     prompt_ids: tuple[int, ...]
@@ -64,6 +66,7 @@ class ValueRequest:
     log_probs: tuple[float, ...] | None = None
     entropies: tuple[float, ...] | None = None
     own: tuple[int, ...] | None = None
+    begun: Any = None
 
 
 class ValueEstimator(Protocol):
@@ -73,6 +76,9 @@ class ValueEstimator(Protocol):
         needs_answers: False if it does without `ValueRequest.answers`, and the dataset without a column of them.
         needs_log_probs: True if it is to get `log_probs`.
         ready: False while it has no values yet, so that it is no mistake that all are missing.
+        begin(requests, trainer, order): called as soon as a vLLM server has sampled a group, on the main thread of one
+            rank alone. What it returns for each completion, `__call__` gets as `ValueRequest.begun`: values, or what
+            they are awaited by; None: nothing was begun. `order` is the number of the group's generation batch.
         learn(requests, outcomes, trainer): called once per generation window, after all of it was valued, on every rank
             at the same point, with this rank's scored rows, their boundaries and weighted rewards.
         state_dict(), load_state_dict(state): what a checkpoint keeps of it, as tensors, numbers, lists and dicts, the
@@ -155,9 +161,22 @@ class AnswerLogProbValue:
         def most(passes: int) -> int:
             return int(trainer.ranks.gather(torch.tensor([passes])).max())
 
-        trees = trainer.ranks.agree(partial(self._trees, requests, trainer._tokenizer))
+        rest = [request for request in requests if request.begun is None]
+        trees = trainer.ranks.agree(partial(self._trees, rest, trainer._tokenizer))
         with trainer.accelerator.autocast():
-            return self._valued(requests, trees, base, model, most)
+            found = iter(self._valued(rest, trees, base, model, most))
+        return [next(found) if request.begun is None else request.begun for request in requests]
+
+    def begin(self, requests: Sequence[ValueRequest], trainer: Any, order: int) -> list[Any]:
+        """The values, by passes of this rank alone while it waits for servers; see `ValueEstimator`."""
+        model = trainer.model
+        sharded = trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled()  # a pass takes all ranks then
+        if sharded or trainer.args.async_level or model not in self._flaws:
+            return [None] * len(requests)
+        base = model.get_base_model() if is_peft_model(model) else model
+        with trainer.accelerator.autocast():
+            trees = self._trees(requests, trainer._tokenizer)
+            return self._valued(requests, trees, base, model, lambda passes: passes)
 
     def score(
         self,
@@ -289,31 +308,47 @@ def _open_thoughts(ids: Sequence[int], prefixes: Iterable[int], tokenizer: Any) 
 def server_pool(trainer: Any) -> Any:
     """The trainer's vLLM servers, a `VLLMPool`; None if it samples in another way."""
     sampler = getattr(trainer, "vllm_generation", None)
-    return sampler if hasattr(sampler, "score") else None
+    return sampler if hasattr(sampler, "begin_scores") else None
 
 
 class ServerValue(AnswerLogProbValue):
     """`AnswerLogProbValue` from the trainer's vLLM servers: a request per boundary and answer.
 
-    The servers hold the trainer's weights; without `async_level` they are idle while it works. They read each prefix
-    anew, where a tree reads it once: worth it where servers are many and the trainer is the bottleneck. Their
-    `--max-model-len` needs room for the force prompt and the answer behind the longest completion.
+    A value is asked for as soon as a completion is there, while others are sampled. The servers hold the trainer's
+    weights of then. They read each prefix anew, where a tree reads it once: worth it where servers are many and the
+    trainer is the bottleneck. Their `--max-model-len` needs room for the force prompt and the answer behind the longest
+    completion.
     """
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
+        pool = self._pool(trainer)
+
+        def values() -> list[list[float]]:
+            rest = iter(self.begin([request for request in requests if request.begun is None], trainer))
+            begun = [next(rest) if request.begun is None else request.begun for request in requests]
+            return [self._found(*one, pool=pool) for one in zip(requests, begun, strict=True)]
+
+        return trainer.ranks.agree(values)
+
+    def begin(self, requests: Sequence[ValueRequest], trainer: Any, order: int = -1) -> list[tuple[Tree, Any]]:
+        """Asks for the log-probs of the requests' branches; see `ValueEstimator`."""
+        found = []
+        for tree in self._trees(requests, trainer._tokenizer):
+            sequences = [[*tree.trunk[: branch.attach], *branch.tokens] for branch in tree.branches]
+            found.append((tree, self._pool(trainer).begin_scores(sequences, order=order) if sequences else None))
+        return found
+
+    def _found(self, request: ValueRequest, begun: tuple[Tree, Any], *, pool: Any) -> list[float]:
+        tree, batch = begun
+        scored = [] if batch is None else pool.scores(batch)
+        answers = [row[one.scored - len(one.tokens) :] for row, one in zip(scored, tree.branches, strict=True)]
+        return self._values(answers, request)
+
+    def _pool(self, trainer: Any) -> Any:
         pool = server_pool(trainer)
         if pool is None:
             raise ValueError(
                 "ServerValue asks the vLLM servers that a run samples from, but this run has none: name them with "
                 "vllm_server_urls, or use AnswerLogProbValue, which asks the trainer's model."
             )
-        trees = trainer.ranks.agree(partial(self._trees, requests, trainer._tokenizer))
-        branches = [(tree.trunk, branch) for tree in trees for branch in tree.branches]
-        scored = pool.score([[*trunk[: branch.attach], *branch.tokens] for trunk, branch in branches])
-        log_probs = iter(
-            [row[branch.scored - len(branch.tokens) :] for row, (_, branch) in zip(scored, branches, strict=True)]
-        )
-        return [
-            self._values([next(log_probs) for _ in tree.branches], request)
-            for tree, request in zip(trees, requests, strict=True)
-        ]
+        return pool

@@ -219,13 +219,13 @@ class ServerPool:
 
         return [job(number, *prompt) for number, prompt in enumerate(prompts)]
 
-    def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Of every token but the first, at temperature 1; raises as `run`."""
+    def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[Job]:
+        """A job for each sequence, whose result is the log-prob of every token but the first, at temperature 1."""
 
         def job(number: int, ids: Sequence[int]) -> Job:
             return Job(len(ids), ask=lambda server: server.log_probs(ids, timeout=math.inf), number=number)
 
-        return self.run([job(*one) for one in enumerate(sequences)])
+        return [job(*one) for one in enumerate(sequences)]
 
     # ------------------------------------------------------------------------------------------- batches in work
 

@@ -202,9 +202,17 @@ class VLLMPool(VLLMGeneration):
             sampling["structured_outputs"] = {"regex": self.structured_outputs_regex}
         return {**sampling, **self.generation_kwargs}
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """log P of every token but the first under the servers' weights; called by all ranks, each with its own."""
-        return self.ranks.agree(lambda: self.pool.log_probs(sequences))
+    def begin_scores(self, sequences: Sequence[Sequence[int]], *, order: int = URGENT) -> Batch:
+        """Asks for log P of every token but the first, under the servers' weights; for `scores`. By one rank alone.
+
+        Args:
+            order: the number of a window: after its rows, and before those of later ones. Default: before all.
+        """
+        return self.pool.submit(self.pool.log_probs(sequences), order=order)
+
+    def scores(self, batch: Batch) -> list[list[float]]:
+        """What `begin_scores` has asked for; waits."""
+        return self.pool.collect(batch)
 
     # ------------------------------------------------------------------------------------------------- weights
 

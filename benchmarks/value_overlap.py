@@ -1,0 +1,97 @@
+"""How much of V(prefix) is hidden: found as each group comes, or when all of them are there. A real vLLM server.
+
+    python benchmarks/value_overlap.py --json value_overlap.json          # ~4 minutes on 2 cores
+
+A window is 16 groups of 4 completions of lognormal lengths, which the embedded model writes past its end tokens, with
+an episode every 16 tokens. The trainer's model (`AnswerLogProbValue`), or the server (`ServerValue`), gives the
+log-prob of the answer at each boundary. Windows take both ways in turn, with the same lengths; nothing is learned
+(learning rate 0). The server has one core, the trainer another. Seconds of a window, medians:
+
+    sample   `time/generate`. values   `time/values`, as the trainer waits for them.
+    hidden   of the seconds that the values take afterwards, the share by which sampling and values together are shorter
+             where they begin early.
+"""
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import harness
+from transformers import TrainerCallback
+
+from dash_trl.embedded import embedded_model
+from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback, ServerValue
+
+GROUPS, GROUP = 16, 4
+MEDIAN, SPREAD, LONGEST = 60, 0.8, 400  # tokens of a completion: exp(N(ln MEDIAN, SPREAD)), at most LONGEST
+EPISODE = 16  # tokens
+WINDOWS = 12  # of each way, after one that is not counted
+
+
+class InTurn(TrainerCallback):
+    """Values begin early in every second window."""
+
+    def __init__(self, process: ProcessRewardCallback):
+        self.process, self.early = process, process.on_group_sampled
+        self.seconds: list[dict[str, float]] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.process.on_group_sampled = self.early if state.global_step % 2 else lambda *_, **__: None  # type: ignore[method-assign]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "time/generate" in logs:
+            self.seconds.append({"sample": logs["time/generate"], "values": logs["time/values"]})
+
+
+def lengths(window: int) -> list[int]:
+    """Of each group's completions; the same in both windows of a pair."""
+    draw = random.Random(window // 2)
+    return [min(max(round(draw.lognormvariate(math.log(MEDIAN), SPREAD)), 8), LONGEST) for _ in range(GROUPS)]
+
+
+def found(value: Any, url: str) -> dict[str, Any]:
+    """The figures of one estimator."""
+    process = ProcessRewardCallback(value, max_episode_tokens=EPISODE, min_episode_tokens=1, skip_solved=False)
+    clock = InTurn(process)
+    settings = {
+        "per_device_train_batch_size": GROUP,
+        "gradient_accumulation_steps": GROUPS,
+        "num_generations": GROUP,
+        "max_completion_length": LONGEST,
+        "max_steps": 2 * (WINDOWS + 1),
+        "learning_rate": 0.0,
+        "logging_steps": 1,
+        "vllm_server_urls": [url],
+        "generation_kwargs": {"ignore_eos": True},
+    }
+    trainer = harness.embedded_trainer(settings, callbacks=[process, clock])
+    servers, jobs = trainer.vllm_generation, trainer.vllm_generation._jobs
+    windows = iter(range(settings["max_steps"]))
+
+    def of_lengths(prompts: Sequence[list[int]], group: int, max_tokens: Any = None) -> list[Any]:
+        longest = [length for length in lengths(next(windows)) for _ in range(GROUP)]
+        return jobs(prompts, group, longest)
+
+    servers._jobs = of_lengths
+    trainer.train()
+    after, early = clock.seconds[2::2], clock.seconds[3::2]
+    results: dict[str, Any] = {}
+    for name, seconds in (("after", after), ("early", early)):
+        results[name] = {key: statistics.median(one[key] for one in seconds) for key in ("sample", "values")}
+        harness.say(f"{type(value).__name__}, {name}: seconds", results[name])
+    pairs = zip(after, early, strict=True)
+    hidden = [(sum(one.values()) - sum(other.values())) / one["values"] for one, other in pairs]
+    results["hidden"] = {"median": statistics.median(hidden), "lowest": min(hidden), "highest": max(hidden)}
+    harness.say(f"{type(value).__name__}: hidden", results["hidden"])
+    return results
+
+
+def main() -> dict[str, Any]:
+    with harness.server_beside(embedded_model()) as url:
+        return {type(value).__name__: found(value, url) for value in (AnswerLogProbValue(), ServerValue())}
+
+
+if __name__ == "__main__":
+    harness.run(main, __doc__)
