@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dash_trl.process_rewards.monte_carlo import MonteCarloValue
     from dash_trl.process_rewards.outcome import OutcomeValue
     from dash_trl.process_rewards.picture import credit_html
+    from dash_trl.process_rewards.steps import ProcessRewardModel, ScoreSteps, StepValue
     from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_log_probs
     from dash_trl.process_rewards.values import (
         AnswerLogProbValue,
