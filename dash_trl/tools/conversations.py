@@ -14,7 +14,7 @@ from copy import deepcopy
 from typing import Any
 
 from dash_trl.tools.calls import HANGS, ToolCalls
-from dash_trl.tools.environments import NO_PROMPT, Environments, methods_of, observed
+from dash_trl.tools.environments import NO_PROMPT, Environments, methods_of, observed, owns_reward
 from dash_trl.tools.turns import TurnRules, Turns
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class Conversations:
                 row.failed_calls += failed
                 if row.turns.answered(messages):
                     return True
-        if row.failure is None and row.began and hasattr(row.environment, "get_reward"):
+        if row.failure is None and row.began and owns_reward(type(row.environment)):
             try:
                 row.reward = await self._calls.call(row.environment.get_reward, {})
             except Exception as error:
