@@ -167,6 +167,14 @@ class Conversations:
         """Reward functions are asked of these rows next."""
         self._scored = rows
 
+    def failed(self, rows: int) -> list[bool]:
+        """Which rows of an evaluation are unscored because a tool or an environment failed.
+
+        Args:
+            rows: of this rank; without tools, TRL leads them.
+        """
+        return [row.failure is not None for row in self._scored] or [False] * rows
+
     def rewards(self, instances: Sequence[Any]) -> list[Any]:
         """What `get_reward` of each instance has returned, or returns now; NaN for one that has failed."""
         found = {id(row.environment): row.reward for row in self._scored if row.reward is not ASK}
