@@ -540,6 +540,14 @@ def test_what_the_policy_writes_ends_no_run(model, tmp_path, turn, message):
     assert judge.asked[0]["completions"][0][0] == message
 
 
+def test_a_tool_that_changes_its_arguments_does_not_change_the_message():
+    calls = ToolCalls(TIMEOUT)
+    made = [{"type": "function", "function": {"name": "sort", "arguments": {"values": [3, 1, 2]}}}]
+    ((messages, _),) = calls.run([calls.answer(made, {"sort": lambda values: values.sort() or values})])
+    assert messages == answered(("sort", "[1, 2, 3]"))
+    assert made[0]["function"]["arguments"] == {"values": [3, 1, 2]}
+
+
 def test_names_that_cannot_be_written():
     """Of a call; some templates write it before the answer."""
     calls = ToolCalls(TIMEOUT)
