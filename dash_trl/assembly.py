@@ -54,7 +54,15 @@ from dash_trl.rollout import (
     permutation,
 )
 from dash_trl.seams import shuffled, sync_weights, tool_suffix, weights_of
-from dash_trl.tools import NO_PROMPT, Conversations, EnvironmentReward, Environments, ToolCalls, TurnRules
+from dash_trl.tools import (
+    NO_PROMPT,
+    Conversations,
+    EnvironmentReward,
+    Environments,
+    ToolCalls,
+    TurnRules,
+    owns_reward,
+)
 from dash_trl.update import ModelPasses, Schedule, has_dropout, trl_settings
 
 logger = logging.getLogger(__name__)
@@ -287,7 +295,7 @@ def new_conversations(trainer: Any) -> Conversations | None:
         rules, calls, trainer._standalone_tools, environments, tokenize, trainer._tokenizer.eos_token_id
     )
     if environments is not None:
-        own = [kind for kind in kinds if hasattr(kind, "get_reward")]
+        own = [kind for kind in kinds if owns_reward(kind)]
         first = len(trainer.reward_funcs) - len(own)  # TRL has appended them
         trainer.reward_funcs[first:] = [EnvironmentReward(kind, conversations) for kind in own]
     return conversations

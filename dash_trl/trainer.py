@@ -360,9 +360,12 @@ class DASHTrainer(GRPOTrainer):
         return self.ranks.agree(partial(super()._generate_single_turn, *args, **kwargs))
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
-        """TRL's, [rows of all ranks, F], with every row NaN in which a function failed."""
+        """TRL's, [rows of all ranks, F], with every row NaN in which a function, or in an evaluation a tool, failed."""
         ask = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
-        return self._rewards.of_all(ask, training=self.model.training)
+        training, failed = self.model.training, None
+        if not training and self._conversations is not None:  # in training, the collector knows them
+            failed = torch.tensor(self._conversations.failed(len(inputs)))
+        return self._rewards.of_all(ask, training=training, failed=failed)
 
     def _advantages(self, rewards: Tensor, lengths: Tensor) -> Tensor:
         """What `compute_advantages` returns, checked; an override of it may have no parameter `lengths`."""

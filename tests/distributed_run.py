@@ -1,6 +1,6 @@
 """What `test_distributed.py` launches: these tests on each of two ranks, which come to the same end in all of them.
 
-accelerate launch --config_file accelerate_configs/cpu.yaml tests/distributed_run.py OUTPUT
+accelerate launch --config_file accelerate_configs/cpu.yaml tests/distributed_run.py OUTPUT [options of pytest]
 """
 
 import itertools
@@ -21,7 +21,7 @@ import pytest
 import torch
 from accelerate.utils import gather_object
 from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainerCallback
+from transformers import LogitsProcessorList, TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHCallback, DASHTrainer, RewardAgent
@@ -45,6 +45,7 @@ from tests.test_tool_faults import ROWS as FATED_ROWS
 from tests.test_tool_faults import check_fates, check_interrupt
 from tests.test_tools_training import LONGEST, TOOLS, check_tools_contract, problems
 from tests.tiny import (
+    EOS,
     ScriptedReward,
     ScriptedRollouts,
     assert_same_update,
@@ -205,6 +206,44 @@ def test_faults_of_tools(models, output):
     path, _ = models["tools"]
     check_fates(path, output / "fates", [row for row in FATED_ROWS if row[1] in ("", "raises", "exits", "hangs")], 2)
     check_interrupt(path, output / "interrupt", 2)
+
+
+def forced(trainer: Any) -> None:
+    """For `prepare`, after `generated` turns: the model runs for each of their tokens."""
+    scripted, generate = trainer.model.generate, type(trainer.model).generate
+
+    def real(input_ids: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        turns = scripted(input_ids, attention_mask)
+
+        def force(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            token = turns[:, ids.shape[1]] if ids.shape[1] < turns.shape[1] else turns.new_full((len(turns),), EOS)
+            return torch.full_like(scores, -math.inf).scatter(1, token.unsqueeze(1), 0.0)
+
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        return generate(trainer.model, **inputs, logits_processor=LogitsProcessorList([force]), **kwargs)
+
+    trainer.model.generate = real
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("gather", [True, False])
+def test_turns_that_the_model_generates(train, gather):
+    """Rank 0 calls no tool, and only takes part in later rounds; under ZeRO-3 without `gather` in each token."""
+    settings: dict[str, Any] = {"in_process": True, "dataset": problems(64), "max_completion_length": LONGEST}
+    settings |= {"more": {"tools": TOOLS}, "loss_type": "dapo", "ds3_gather_for_generation": gather}
+    settings |= {
+        "eval_dataset": problems(4),
+        "per_device_eval_batch_size": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    turns = RandomTurns(3 * RANK, ends=1.0)
+    scripted = train("tools", prepare=plays(turns), **settings)
+    generated = train("tools", expected=whole(scripted), prepare=plays(turns, forced, generated=True), **settings)
+    for one, other in zip(*(trainer.state.log_history for trainer in (scripted, generated)), strict=True):
+        for name in ("tools/call_frequency", "eval_tools/call_frequency", "completions/mean_length"):
+            assert other.get(name) == one.get(name)
+    assert generated.state.log_history[0]["tools/call_frequency"] > 0
 
 
 class FailsOnRank1:
@@ -579,5 +618,6 @@ def test_where_the_other_rank_is_in_a_collective(train, monkeypatch):
 
 
 if __name__ == "__main__":
-    ended = pytest.main([__file__, "-x", "-p", "no:cacheprovider", f"--basetemp={sys.argv[1]}/rank{RANK}"])
+    output, *options = sys.argv[1:]
+    ended = pytest.main([__file__, "-x", "-p", "no:cacheprovider", f"--basetemp={output}/rank{RANK}", *options])
     leave(ended)

@@ -499,6 +499,24 @@ def test_a_later_window_whose_rows_all_fail_costs_its_step(model, tmp_path):
     assert [log["tools/failed_rows"] for log in trainer.state.log_history[:3]] == [0, 1, 0]
 
 
+def test_a_row_of_an_evaluation_whose_tool_hangs_is_unscored(model, tmp_path):
+    rows = problems([("act", "hangs"), ("fine", "")])
+    trainer = train(
+        model,
+        tmp_path,
+        reward=lambda prompts, **_: [7.0 if "fine" in str(prompt) else 1000.0 for prompt in prompts],
+        dataset=problems([("fine", "")]),
+        eval_dataset=rows,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+        prepare=plays(lambda text, asked: [written("", ("act", {"fate": "hangs"}))] if "hangs" in text else ["no"]),
+        more={"tools": [act]},
+    )
+    (log,) = (one for one in trainer.state.log_history if "eval_reward" in one)
+    assert log["eval_reward"] == 7 and log["eval_tools/call_frequency"] == 0.5
+
+
 # ---------------------------------------------------------------------- what the policy writes
 
 
@@ -520,6 +538,14 @@ def test_what_the_policy_writes_ends_no_run(model, tmp_path, turn, message):
     loaded.config.max_position_embeddings = 8192
     train(model, tmp_path, loaded=loaded, dataset=problems([("", "")]), more={"tools": [act]}, **settings)
     assert judge.asked[0]["completions"][0][0] == message
+
+
+def test_a_tool_that_changes_its_arguments_does_not_change_the_message():
+    calls = ToolCalls(TIMEOUT)
+    made = [{"type": "function", "function": {"name": "sort", "arguments": {"values": [3, 1, 2]}}}]
+    ((messages, _),) = calls.run([calls.answer(made, {"sort": lambda values: values.sort() or values})])
+    assert messages == answered(("sort", "[1, 2, 3]"))
+    assert made[0]["function"]["arguments"] == {"values": [3, 1, 2]}
 
 
 def test_names_that_cannot_be_written():

@@ -726,6 +726,26 @@ def test_an_environment_may_be_the_only_reward(kind, model, tmp_path):
     assert log["rewards/Counter/mean"] == log["reward"] == 2 and log["grad_norm"] > 0
 
 
+class NoOwner(Counter):
+    """Takes back the reward of its base."""
+
+    get_reward = None  # type: ignore[assignment]
+
+
+class ClassOwner(Mute):
+    @classmethod
+    def get_reward(cls) -> float:
+        return 7.0
+
+
+@pytest.mark.parametrize("environment", [NoOwner, ClassOwner])
+def test_a_reward_that_is_no_plain_method_is_none(kind, model, tmp_path, environment):
+    """Reward functions are asked as without it."""
+    judge, more = Judge(), {"environment_factory": environment}
+    log = train(kind, model, tmp_path, lambda *_: [written(*DONE)], reward=judge, more=more).state.log_history[0]
+    assert len(judge.asked) == 1 and log["reward"] == log["rewards/judge/mean"] < 1
+
+
 # ---------------------------------------------------------------------- mistakes
 
 

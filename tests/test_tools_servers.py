@@ -37,6 +37,7 @@ class Writer(Dated):
     def __init__(self, model: str, name: str):
         self.tokenizer, self.name = PreTrainedTokenizerFast.from_pretrained(model), name
         self.before: Any = lambda prompt: None
+        self.seeds: list[tuple[str, Any]] = []  # of each prompt
         self.lock = threading.Lock()  # a tokenizer is for one thread at a time
         super().__init__()
 
@@ -46,6 +47,7 @@ class Writer(Dated):
             prompt = self.tokenizer.decode(request["prompt"])
             calls = [("note", {"text": self.name})] if prompt.count("<assistant>") < TURNS else []
             ids = self.tokenizer(text=written(self.name, *calls))["input_ids"]
+            self.seeds += [(prompt, request.get("seed"))] if rollout else []
         self.before(prompt)
         self.send_rows(send, request, [ids], rollout)
 
@@ -225,3 +227,11 @@ def test_the_reward_of_a_row_begins_when_it_ends(model, tmp_path, writers):
     writer.before = before
     train(model, tmp_path, [writer], lambda what, environment: None, reward=reward)
     assert waited and all(waited)
+
+
+def test_the_rows_of_a_prompt_have_different_seeds(model, tmp_path, writers):
+    """Else they would be equal, and no group would have signal."""
+    writer = writers(model, "a")
+    train(model, tmp_path, [writer], lambda what, environment: None, generation_kwargs={"seed": 5})
+    seeds = [seed for prompt, seed in writer.seeds if ">0+1=" in prompt and "noted" not in prompt]
+    assert len(set(seeds)) == len(seeds) > 1

@@ -158,13 +158,20 @@ class Rewards:
 
         return ByGroup(waiting, rewards_of, report)
 
-    def of_all(self, call_functions: Callable[[], Tensor], *, training: bool, group_size: int | None = None) -> Tensor:
+    def of_all(
+        self,
+        call_functions: Callable[[], Tensor],
+        *,
+        training: bool,
+        group_size: int | None = None,
+        failed: Tensor | None = None,
+    ) -> Tensor:
         """[N, F], with every row NaN in which a function failed; the trainer's `_calculate_rewards` and values call it.
 
         Args:
             call_functions: TRL's `_calculate_rewards`, NaN for what does not apply and what failed.
             training: else a failure does not count towards the end of the run.
-            group_size: of these rows, if it is another than the run's.
+            group_size: of these rows, if it is another than the run's. failed: see `RewardBatch`.
         """
         self.team.join(group_size)
         with self._recorder.timed("reward", counts=training):
@@ -175,7 +182,7 @@ class Rewards:
         )
         if training:
             self._recorder.log({f"rewards/{name}/failed": share for name, share in self._failures.failed.items()})
-        return rewards
+        return rewards if failed is None else _without(self._ranks.gather(failed), rewards)
 
     def cancel(self) -> None:
         """Cancel all rewards that have begun."""

@@ -265,6 +265,9 @@ class ServerPool:
         return self._loop.run(start())
 
     async def _follow(self, batch: Batch, number: int, chain: Chain, sampling: dict[str, Any], order: int) -> None:
+        if sampling.get("seed") is not None:  # as vLLM does for the continuations of one request
+            sampling = {**sampling, "seed": sampling["seed"] + number}
+
         async def ask(ids: list[int], max_tokens: int) -> Completion:
             (job,) = self.completions([(ids, 1, max_tokens)], sampling)
             job.order, job.number = order, number

@@ -7,7 +7,7 @@ from dash_trl._lazy import lazy
 if TYPE_CHECKING:
     from dash_trl.tools.calls import ProcessTool, ToolCalls
     from dash_trl.tools.conversations import Conversation, Conversations, EnvironmentReward
-    from dash_trl.tools.environments import NO_PROMPT, Environments
+    from dash_trl.tools.environments import NO_PROMPT, Environments, owns_reward
     from dash_trl.tools.turns import TurnRules, Turns
 
 __getattr__, __dir__, __all__ = lazy(__name__)

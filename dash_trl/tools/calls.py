@@ -8,6 +8,7 @@ import asyncio
 import functools
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from inspect import iscoroutinefunction
 from typing import Any
@@ -146,7 +147,7 @@ class ToolCalls:
                 name = _encodable(one["function"]["name"])
                 if (tool := tools.get(name)) is None:
                     raise ValueError(f"Tool {name} not found.")
-                arguments = one["function"]["arguments"]
+                arguments = deepcopy(one["function"]["arguments"])  # a tool may change its own: the message stays
                 if iscoroutinefunction(tool):
                     waiting.append((name, tool(**arguments)))
                 elif (apart := getattr(tool, "process_tool", None)) is not None:

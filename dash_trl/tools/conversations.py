@@ -14,7 +14,7 @@ from copy import deepcopy
 from typing import Any
 
 from dash_trl.tools.calls import HANGS, ToolCalls
-from dash_trl.tools.environments import NO_PROMPT, Environments, methods_of, observed
+from dash_trl.tools.environments import NO_PROMPT, Environments, methods_of, observed, owns_reward
 from dash_trl.tools.turns import TurnRules, Turns
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class Conversations:
                 row.failed_calls += failed
                 if row.turns.answered(messages):
                     return True
-        if row.failure is None and row.began and hasattr(row.environment, "get_reward"):
+        if row.failure is None and row.began and owns_reward(type(row.environment)):
             try:
                 row.reward = await self._calls.call(row.environment.get_reward, {})
             except Exception as error:
@@ -166,6 +166,14 @@ class Conversations:
     def score(self, rows: Sequence[Conversation]) -> None:
         """Reward functions are asked of these rows next."""
         self._scored = rows
+
+    def failed(self, rows: int) -> list[bool]:
+        """Which rows of an evaluation are unscored because a tool or an environment failed.
+
+        Args:
+            rows: of this rank; without tools, TRL leads them.
+        """
+        return [row.failure is not None for row in self._scored] or [False] * rows
 
     def rewards(self, instances: Sequence[Any]) -> list[Any]:
         """What `get_reward` of each instance has returned, or returns now; NaN for one that has failed."""

@@ -84,6 +84,11 @@ def methods_of(instance: Any) -> list[Callable[..., Any]]:
     return [getattr(instance, name) for name in names if name not in ("reset", "get_reward") and name[0] != "_"]
 
 
+def owns_reward(kind: type) -> bool:
+    """Whether an environment's class scores its rows, by TRL's rule: its `get_reward` is a plain method."""
+    return inspect.isfunction(getattr(kind, "get_reward", None))
+
+
 def observed(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
     """The prompt with what `reset` returned at the end of its last message; a text, or a list of text blocks."""
     if observation is None:
