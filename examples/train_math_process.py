@@ -5,6 +5,7 @@
     accelerate launch examples/train_math_process.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name openai/gsm8k --dataset_config main --process_weight 0.5
     accelerate launch examples/train_math_process.py --value outcome
+    accelerate launch examples/train_math_process.py --value model --value_model outputs/prm      # see train_prm.py
 
 `train_math.py` with a `ProcessRewardCallback`: its flags and YAML keys, and those of `ProcessArguments`.
 """
@@ -23,6 +24,9 @@ from dash_trl.process_rewards import (
     CreditSettings,
     OutcomeValue,
     ProcessRewardCallback,
+    ProcessRewardModel,
+    StepValue,
+    ValueEstimator,
     line_starts,
 )
 
@@ -34,9 +38,13 @@ class ProcessArguments:
     value: str = field(
         default="answer",
         metadata={
-            "choices": ["answer", "outcome"],
-            "help": "V: the probability of the known answer, or fitted to the outcomes of the last windows.",
+            "choices": ["answer", "outcome", "model"],
+            "help": "V: the probability of the known answer; fitted to the outcomes of the last windows; or the steps' "
+            "scores by a process reward model.",
         },
+    )
+    value_model: str | None = field(
+        default=None, metadata={"help": "Name or folder of the process reward model, of value=model."}
     )
     estimator: str = field(default="centered_return", metadata={"choices": list(ESTIMATORS)})
     process_weight: str | None = field(
@@ -52,9 +60,14 @@ class ProcessArguments:
     )
 
     def __post_init__(self) -> None:
-        for name in ("value_space", "force_prompt") if self.value == "outcome" else ():
+        for name in ("value_space", "force_prompt") if self.value != "answer" else ():
             if (given := getattr(self, name)) != getattr(ProcessArguments, name):
-                raise ValueError(f"{name}={given!r} has no effect with --value outcome, which forces no answer.")
+                raise ValueError(f"{name}={given!r} has no effect with --value {self.value}, which forces no answer.")
+        if (self.value == "model") != (self.value_model is not None):
+            raise ValueError(
+                f"--value {self.value} with --value_model {self.value_model}: a process reward model is named where "
+                "--value is model, and only there."
+            )
 
     def settings(self) -> CreditSettings | None:
         """With a number, or a text that `CreditSettings` knows, or refuses; None: the callback's own."""
@@ -69,10 +82,16 @@ class ProcessArguments:
 def make_callbacks(script: MathArguments, own: ProcessArguments) -> list[ProcessRewardCallback]:
     embedded = script.dataset_name is None  # its steps are lines, and its answers follow these words
     force_prompt = own.force_prompt or ("The answer is " if embedded else None)
-    by_answer = AnswerLogProbValue(force_prompt, space=own.value_space, closing="<|im_end|>" if embedded else "")
+    value: ValueEstimator
+    if own.value_model is not None:
+        value = StepValue(ProcessRewardModel(own.value_model))
+    elif own.value == "outcome":
+        value = OutcomeValue()
+    else:
+        value = AnswerLogProbValue(force_prompt, space=own.value_space, closing="<|im_end|>" if embedded else "")
     return [
         ProcessRewardCallback(
-            OutcomeValue() if own.value == "outcome" else by_answer,
+            value,
             estimator=own.estimator,
             settings=own.settings(),
             markers=line_starts if embedded else EPISODE_MARKERS,

@@ -1,0 +1,101 @@
+"""Train a process reward model: is a step right? On the embedded problems, offline, in two minutes on a CPU.
+
+    python examples/train_prm.py --output_dir outputs/prm
+    accelerate launch examples/train_math_process.py --value model --value_model outputs/prm
+
+The embedded model gets a head that classifies tokens. Its data are solutions of which some steps are wrong, made from
+the right ones; the last token of each step has the label, 1 = right, as `ProcessRewardModel` reads it. A process reward
+model for other problems is trained in the same way, on steps that people or completions have judged.
+"""
+
+import argparse
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    DataCollatorForTokenClassification,
+    Trainer,
+    TrainingArguments,
+)
+
+from dash_trl.embedded import arithmetic_dataset, embedded_model
+from dash_trl.process_rewards import ProcessRewardModel
+
+WRONG = 0.2  # share of the steps
+
+
+def judged_steps(problem: str, draw: random.Random) -> Iterator[tuple[str, int]]:
+    """The steps of a solution, and whether each is right: a wrong total is carried on, and the next step is judged by
+    its own sum."""
+    total, *operations = re.findall(r"[+-]?\d+", problem)
+    for operation in operations:
+        right = int(total) + int(operation)
+        found = right if draw.random() >= WRONG else max(right + draw.choice((-2, -1, 1, 2)), 0)
+        yield f"{total}{operation}={found}", int(found == right)
+        total = str(found)
+
+
+def examples(split: str, size: int, tokenizer: Any) -> tuple[Dataset, list[tuple[str, list[str], list[int]]]]:
+    """(token ids with labels, −100 where there is none; prompts with their steps and labels)."""
+    draw = random.Random(split)
+    rows, texts = [], []
+    for prompt in arithmetic_dataset(split, size)["prompt"]:
+        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        labels = [-100] * len(ids)
+        steps = list(judged_steps(prompt[0]["content"], draw))
+        for step, label in steps:
+            tokens = tokenizer(f"{step}\n", add_special_tokens=False)["input_ids"]
+            ids, labels = ids + tokens, [*labels, *[-100] * (len(tokens) - 1), label]
+        rows.append({"input_ids": ids, "labels": labels})
+        texts.append((text, [step for step, _ in steps], [label for _, label in steps]))
+    return Dataset.from_list(rows), texts
+
+
+def main(arguments: list[str] | None = None) -> float:
+    """Returns the share of held-out steps that are judged rightly."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", default="outputs/prm")
+    parser.add_argument("--problems", type=int, default=4096)
+    parser.add_argument("--epochs", type=float, default=3)
+    script = parser.parse_args(arguments)
+    path = embedded_model()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    torch.manual_seed(0)
+    model = AutoModelForTokenClassification.from_pretrained(path, num_labels=2)
+    data, _ = examples("train", script.problems, tokenizer)
+    settings = TrainingArguments(
+        script.output_dir,
+        num_train_epochs=script.epochs,
+        per_device_train_batch_size=32,
+        learning_rate=3e-4,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=20,
+        logging_steps=50,
+        save_strategy="no",
+        report_to="none",
+    )
+    Trainer(model, settings, DataCollatorForTokenClassification(tokenizer), data).train()
+    model.save_pretrained(script.output_dir)
+    tokenizer.save_pretrained(script.output_dir)
+    _, held_out = examples("test", 256, tokenizer)
+    prompts, steps, labels = (list(column) for column in zip(*held_out, strict=True))
+    scores = ProcessRewardModel(model, tokenizer)(prompts, steps)
+    right = [
+        (score > 0.5) == label
+        for row, row_labels in zip(scores, labels, strict=True)
+        for score, label in zip(row, row_labels, strict=True)
+    ]
+    accuracy = sum(right) / len(right)
+    print(f"{accuracy:.1%} of {len(right)} held-out steps are judged rightly; the model is in {script.output_dir}")
+    return accuracy
+
+
+if __name__ == "__main__":
+    main()

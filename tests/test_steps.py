@@ -1,0 +1,124 @@
+"""`StepValue` and `ProcessRewardModel`: scores of episodes become values, and the credit of their tokens."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForTokenClassification
+
+from dash_trl import DASHTrainer
+from dash_trl.distributed import Ranks
+from dash_trl.process_rewards import ProcessRewardCallback, ProcessRewardModel, StepValue, ValueRequest
+from tests.tiny import run
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def request(tokenizer, prompt: str, *steps: str, **example) -> ValueRequest:
+    """With a boundary behind each step, and an answer behind the last."""
+    ids = [tuple(tokenizer(text)["input_ids"]) for text in steps]
+    ends = [sum(map(len, ids[:n])) for n in range(len(ids) + 1)]
+    answer = tuple(tokenizer("9")["input_ids"])
+    return ValueRequest(
+        tuple(tokenizer(prompt)["input_ids"]), sum(ids, ()) + answer, tuple(ends), example={"prompt": prompt, **example}
+    )
+
+
+def values(value: StepValue, requests, tokenizer) -> list[list[float]]:
+    ranks = Ranks(SimpleNamespace(process_index=0, num_processes=1))
+    return value(requests, SimpleNamespace(_tokenizer=tokenizer, ranks=ranks))
+
+
+def test_scores_are_rewards_of_episodes_or_values_behind_them(tokenizer):
+    seen = []
+
+    def score(prompts, steps, **columns):
+        seen.append((prompts, steps, columns))
+        return [[0.5, -1.0, 2.0], None, [math.nan], [0.25]]
+
+    requests = [
+        request(tokenizer, "1+1", "a\n", "bb\n", "c\n", level=1),
+        request(tokenizer, "2+2", "a\n", "b\n", level=2),
+        request(tokenizer, "3+3", "a\n", level=3),
+        ValueRequest((5,), (6,), (0,)),  # not an episode
+        ValueRequest((5,), (6,), ()),  # not asked for
+        request(tokenizer, "4+4", "a\n", level=4),
+    ]
+    found = values(StepValue(score), requests, tokenizer)
+    assert found[0] == [0.0, 0.5, -0.5, 1.5] and found[5] == [0.0, 0.25]
+    assert [len(row) for row in found] == [4, 3, 2, 1, 0, 2]
+    assert all(map(math.isnan, found[1] + found[2] + found[3]))
+    assert values(StepValue(score, rewards=False), requests, tokenizer)[0] == [0.5, 0.5, -1.0, 2.0]
+    prompts, steps, columns = seen[0]
+    assert prompts == ["1+1", "2+2", "3+3", "4+4"] and columns == {"level": [1, 2, 3, 4]}
+    assert steps == [["a\n", "bb\n", "c\n"], ["a\n", "b\n"], ["a\n"], ["a\n"]]
+
+
+@pytest.mark.parametrize("scores", [[[0.5]], [[0.5, 1.0, 2.0, 3.0]], []])
+def test_a_function_that_scores_other_steps_is_named(tokenizer, scores):
+    def mine(prompts, steps, **columns):
+        return scores
+
+    with pytest.raises(ValueError, match=r"mine returned .* scores for completions of \[3\] steps"):
+        values(StepValue(mine), [request(tokenizer, "1", "a", "b", "c")], tokenizer)
+
+
+@pytest.mark.parametrize("score", [None, ProcessRewardModel])
+def test_what_cannot_score(score):
+    with pytest.raises(ValueError, match="cannot score episodes"):
+        StepValue(score)
+
+
+def test_a_reward_for_a_step_reaches_its_tokens(tiny_model, tmp_path):
+    """By the estimator whose credit of an episode is its own reward over the spread of the group."""
+    seen = []
+
+    def longer(prompts, steps, **columns):
+        return [[float(len(step)) for step in row] for row in steps]
+
+    class Look(ProcessRewardCallback):
+        def on_advantages(self, args, state, control, rollouts, **kwargs):
+            super().on_advantages(args, state, control, rollouts, **kwargs)
+            seen.append((rollouts.advantages.clone(), list(self.last)))
+
+    callback = Look(
+        StepValue(longer), estimator="episode", min_episode_tokens=1, max_episode_tokens=4, skip_solved=False
+    )
+    run(DASHTrainer, tiny_model, tmp_path, callbacks=[callback], constant=1.0)  # outcomes say nothing
+    ((advantages, rows),) = seen
+    scales = []
+    for row, (boundaries, worth) in enumerate(rows):
+        episodes = list(zip(boundaries[:-1], boundaries[1:], worth[:-1], worth[1:], strict=True))
+        scales.append([float(advantages[row, t]) / (v - u) for s, e, u, v in episodes for t in range(s, e)])
+    for group in range(0, 16, 4):  # one spread for the rows of a group
+        found = sum(scales[group : group + 4], [])
+        assert found[0] > 0 and found == pytest.approx([found[0]] * len(found))
+    assert max(map(len, scales)) > 8
+
+
+def test_a_process_reward_model_is_read_at_the_end_of_each_step(tokenizer):
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, num_labels=2,
+    )  # fmt: skip
+    model = Qwen2ForTokenClassification(config).train()
+    scores = ProcessRewardModel(model, tokenizer, batch_size=2)
+    model.train()  # a callback of the user's may leave it so
+    prompts, steps = ["1+1=", "2", "3"], [["one \n", "two"], ["three"], [" a", "b", "c"]]
+    found = scores(prompts, steps, level=[1, 2, 3])
+    model.eval()
+    for prompt, row, of_row in zip(prompts, steps, found, strict=True):
+        for n, score in enumerate(of_row):
+            text = prompt + "".join(f"{step.strip()}\n" for step in row[: n + 1])
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits[0, -1]
+            assert score == pytest.approx(logits.softmax(-1)[1].item(), abs=1e-6)
+    with pytest.raises(ValueError, match="takes 64"):
+        scores(["1"], [["a" * 100]])
+    with pytest.raises(ValueError, match="label=2.*cannot score steps"):
+        ProcessRewardModel(model, tokenizer, label=2)
