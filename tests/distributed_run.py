@@ -532,9 +532,9 @@ def rows_of_window(reward: ScriptedReward, most: int) -> list[int]:
 @pytest.mark.parametrize(
     ("reward", "most", "settings"),
     [
-        (ScriptedReward(constant=0.6), 8, {"loss_type": "dapo"}),
+        pytest.param(ScriptedReward(constant=0.6), 8, {"loss_type": "dapo"}, marks=ON_DDP),
         (SignalOnRank0(constant=0.2), 8, {"loss_type": "grpo"}),
-        (SignalOnRank0(constant=0.7), 2, {"loss_type": "dapo"}),
+        pytest.param(SignalOnRank0(constant=0.7), 2, {"loss_type": "dapo"}, marks=ON_DDP),
     ],
     ids=["other verdicts", "all signal on a rank", "not filled"],
 )
@@ -549,6 +549,7 @@ def test_dynamic_sampling_has_trls_update(train, reward, most, settings):
     assert (log["dynamic_sampling/filled"] == 1.0) == (most == 8)
 
 
+@ON_DDP
 @pytest.mark.parametrize("shuffled", [True, False])
 def test_prompts_of_a_queue(train, output, monkeypatch, shuffled):
     """The history gets the verdicts on the right rows of the dataset; a run goes on within a window, as uninterrupted.
@@ -572,11 +573,11 @@ def test_prompts_of_a_queue(train, output, monkeypatch, shuffled):
     logs = trainer.state.log_history
     assert len(noted) == 3 and max(log.get("prompts/skipped", 0) for log in logs) > 0
     assert max(log.get("prompts/epoch", 0) for log in logs) > 1
-    if not DEEPSPEED:
-        resume = str(folder["output"] / "checkpoint-3")
-        train(expected=whole(trainer), rollouts=ByPrompt(), resume=resume, **settings)
+    resume = str(folder["output"] / "checkpoint-3")
+    train(expected=whole(trainer), rollouts=ByPrompt(), resume=resume, **settings)
 
 
+@ON_DDP
 def test_rounds_of_a_stream(train, output):
     """Which both ranks read together; from a checkpoint, too."""
     settings = {"max_num_gen_batches": 3, "max_steps": 4, "dataset": prompts(21).to_iterable_dataset()}
@@ -584,9 +585,8 @@ def test_rounds_of_a_stream(train, output):
     folder = {"output": output / "queued stream"}
     trainer = train(rollouts=ByPrompt(), **settings, **folder, **SAVED)
     assert max(log.get("prompts/epoch", 0) for log in trainer.state.log_history) > 0
-    if not DEEPSPEED:
-        resume = str(folder["output"] / "checkpoint-3")
-        train(expected=whole(trainer), rollouts=ByPrompt(), resume=resume, **settings)
+    resume = str(folder["output"] / "checkpoint-3")
+    train(expected=whole(trainer), rollouts=ByPrompt(), resume=resume, **settings)
 
 
 # ---------------------------------------------------------------------- what one rank does alone fails on both
