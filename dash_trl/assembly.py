@@ -463,7 +463,10 @@ def new_dynamic_sampling(trainer: Any) -> dict[str, Any]:
             trainer.recorder.total("prompts/skipped", queue.history.skipped)
 
     dynamic = DynamicSampling(
-        prompts_of_rank(args), ranks.count, most=args.max_num_gen_batches, ahead=looks_ahead(trainer)
+        prompts_of_rank(args),
+        ranks.count,
+        most=args.max_num_gen_batches,
+        ahead=args.async_level > 0 and looks_ahead(trainer),
     )
     return {
         "dynamic": dynamic if args.max_num_gen_batches > 1 else None,

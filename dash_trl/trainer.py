@@ -192,7 +192,8 @@ class DASHTrainer(GRPOTrainer):
         if isinstance(self._reader, PromptQueue):
             if not skip:
                 self._reader.load_state_dict(run.prompts)
-            return start
+            elif run.window is not None:
+                self._reader.has_sampled(run.step)
         return start if skip else run.position  # Transformers' is wrong in a stream that was read more than once
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:

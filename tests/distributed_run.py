@@ -38,9 +38,11 @@ from dash_trl.process_rewards import (
 )
 from dash_trl.process_rewards.worth import evidence_of
 from dash_trl.rewards.failures import watch
+from dash_trl.rollout import PromptHistory
 from dash_trl.sampling.weights.proof import model_log_probs
 from tests.scripted_turns import RandomTurns, plays, save_tool_model
 from tests.test_contract import SCENARIOS, check_contract
+from tests.test_dynamic_sampling import ByPrompt, has_signal
 from tests.test_tool_faults import ROWS as FATED_ROWS
 from tests.test_tool_faults import check_fates, check_interrupt
 from tests.test_tools_training import LONGEST, TOOLS, check_tools_contract, problems
@@ -537,6 +539,93 @@ def test_prompts_that_are_read_ahead(tiny_model, output, is_stream):
     ended = run(Walk, tiny_model, output, save_strategy="steps", save_steps=3, async_level=2, **settings)
     rest = run(Walk, tiny_model, output, resume=str(output / "checkpoint-3"), async_level=2, **settings)
     assert rest.seen == ended.seen[-len(rest.seen) :] and ended.announced[-1] == rest.announced[-1] == []
+
+
+# ---------------------------------------------------------------------- dynamic sampling
+
+
+class SignalOnRank0(ScriptedReward):
+    """The prompts that rank 1 samples have no signal, where they are not shuffled."""
+
+    def __call__(self, prompts: list[str], **kwargs: Any) -> list[float]:
+        rewards = super().__call__(prompts, **kwargs)
+        ranks = [int(prompt.split()[0]) // 4 % 2 for prompt in prompts]
+        return [1.0 if rank else reward for rank, reward in zip(ranks, rewards, strict=True)]
+
+
+def rows_of_window(reward: ScriptedReward, most: int) -> list[int]:
+    """The rows of the dataset that make the first window of two ranks with 4 groups each."""
+    own = [[batch * 8 + rank * 4 + place for batch in range(8) for place in range(4)] for rank in range(2)]
+    size, first, signal, silent = 4, 0, list[int](), list[int]()
+    while size:
+        for place in range(first, first + size):
+            for rank in range(2):
+                has = has_signal(f"{own[rank][place]} + {3 * own[rank][place]} = ", reward)
+                (signal if has else silent).append(own[rank][place])
+        first += size
+        missing = max(8 - len(signal), 0)
+        size = min(-(-missing * (2 * first + 2) // (2 * (len(signal) + 1))), 4, most * 4 - first)
+    return signal[:8] + silent[: max(8 - len(signal), 0)]
+
+
+@pytest.mark.parametrize(
+    ("reward", "most", "settings"),
+    [
+        pytest.param(ScriptedReward(constant=0.6), 8, {"loss_type": "dapo"}, marks=ON_DDP),
+        (SignalOnRank0(constant=0.2), 8, {"loss_type": "grpo"}),
+        pytest.param(SignalOnRank0(constant=0.7), 2, {"loss_type": "dapo"}, marks=ON_DDP),
+    ],
+    ids=["other verdicts", "all signal on a rank", "not filled"],
+)
+def test_dynamic_sampling_has_trls_update(train, reward, most, settings):
+    """On the groups of the window, which TRL's trainer gets as its dataset."""
+    rows = rows_of_window(reward, most)
+    settings = {"shuffle_dataset": False, "reward": reward, **settings}
+    trl = train(trainer_class=GRPOTrainer, rollouts=ByPrompt(), dataset=prompts(64).select(rows), **settings)
+    dash = train(expected=whole(trl), rollouts=ByPrompt(), max_num_gen_batches=most, **settings)
+    log = dash.state.log_history[0]
+    assert agreed(log["dynamic_sampling/sampled"]) and log["dynamic_sampling/rounds"] > 1
+    assert (log["dynamic_sampling/filled"] == 1.0) == (most == 8)
+
+
+@ON_DDP
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_prompts_of_a_queue(train, output, monkeypatch, shuffled):
+    """The history gets the verdicts on the right rows of the dataset; a run goes on within a window, as uninterrupted.
+
+    A rank may have more rows of a window than the other.
+    """
+    reward, noted = ScriptedReward(constant=0.6), []
+    note = PromptHistory.note
+
+    def checked(history: PromptHistory, rows: torch.Tensor, signal: torch.Tensor) -> None:
+        expected = [has_signal(f"{row} + {3 * row} = ", reward) for row in rows.tolist()]
+        assert signal.tolist() == expected and agreed(rows.tolist())
+        noted.append(len(rows))
+        note(history, rows, signal)
+
+    monkeypatch.setattr(PromptHistory, "note", checked)
+    settings = {"steps_per_generation": 8, "max_num_gen_batches": 3, "max_skipped_epochs": 2, "max_steps": 5}
+    settings |= {"reward": reward, "dataset": prompts(37), "shuffle_dataset": shuffled, "learning_rate": 0.2}
+    folder = {"output": output / f"queue-{shuffled}"}
+    trainer = train(rollouts=ByPrompt(), **settings, **folder, **SAVED)
+    logs = trainer.state.log_history
+    assert len(noted) == 3 and max(log.get("prompts/skipped", 0) for log in logs) > 0
+    assert max(log.get("prompts/epoch", 0) for log in logs) > 1
+    resume = str(folder["output"] / "checkpoint-3")
+    train(expected=whole(trainer), rollouts=ByPrompt(), resume=resume, **settings)
+
+
+@ON_DDP
+def test_rounds_of_a_stream(train, output):
+    """Which both ranks read together; from a checkpoint, too."""
+    settings = {"max_num_gen_batches": 3, "max_steps": 4, "dataset": prompts(21).to_iterable_dataset()}
+    settings |= {"reward": ScriptedReward(constant=0.6), "learning_rate": 0.2}
+    folder = {"output": output / "queued stream"}
+    trainer = train(rollouts=ByPrompt(), **settings, **folder, **SAVED)
+    assert max(log.get("prompts/epoch", 0) for log in trainer.state.log_history) > 0
+    resume = str(folder["output"] / "checkpoint-3")
+    train(expected=whole(trainer), rollouts=ByPrompt(), resume=resume, **settings)
 
 
 # ---------------------------------------------------------------------- what one rank does alone fails on both

@@ -5,11 +5,13 @@ import copy
 import json
 import math
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,11 +24,12 @@ import psutil
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl import DASHTrainer
+from dash_trl import DASHTrainer, RewardAgent
 from dash_trl.embedded.problems import arithmetic_dataset, arithmetic_reward
 from dash_trl.embedded.warm_up import embedded_model
 from dash_trl.evaluation import LocalSampler, check_shapes, open_sampler
@@ -41,7 +44,7 @@ from dash_trl.serve import READY_SECONDS, cores, free_ports, read, visible_gpus
 from dash_trl.workers import Command
 from examples.value_quality.command import main as value_quality
 from tests.tiny import run
-from tests.vllm_run import greedy, wait_until
+from tests.vllm_run import Watch, greedy, wait_until
 
 pytestmark = pytest.mark.vllm
 
@@ -412,6 +415,44 @@ def test_values_begin_while_others_are_sampled(servers, model_path, tmp_path, ki
     assert len(early) == 32 and all(early[16:])  # in the first window the model is tried
     assert all(early) == (kind is ServerValue) and not callback._begun
     assert len(differences) >= 64 and max(differences) <= 1e-6
+
+
+@pytest.mark.parametrize("level", [*(pytest.param(level, marks=pytest.mark.exhaustive) for level in (0, 1)), 2])
+def test_rounds_of_a_window_while_later_ones_are_sampled(servers, model_path, tmp_path, level):
+    """Every prompt once, by weights that `async_level` permits; those of further rounds by the newest."""
+    watch, scored, steps = Watch(), [], 4
+
+    def score(completion: str, completion_ids: list[int], number: int) -> float:
+        scored.append(number)
+        chance = random.Random(f"{number} {completion_ids}")
+        return float(chance.random() < 0.5) if number % 2 else 0.0  # half of the prompts have no signal
+
+    problems = [f"{number}+{number % 7}=" for number in range(64)]
+    trainer = run(
+        DASHTrainer,
+        model_path,
+        tmp_path,
+        reward=RewardAgent(score),
+        dataset=Dataset.from_dict({"prompt": problems, "number": list(range(64))}),
+        callbacks=[watch],
+        max_completion_length=12,
+        max_steps=steps,
+        max_num_gen_batches=3,
+        shuffle_dataset=False,
+        learning_rate=0.01,
+        async_level=level,
+        loss_type="aipo",
+        vllm_server_urls=servers.urls,
+    )
+    logs = [log for log in trainer.state.log_history if "dynamic_sampling/rounds" in log]
+    rounds = [[one for one in watch.windows if one["step"] == step] for step in range(steps)]
+    assert [log["dynamic_sampling/rounds"] for log in logs] == list(map(len, rounds)) and len(watch.windows) > steps
+    assert level or len(rounds[-1][0]["prompts"]) == 4
+    for step, (first, *more) in enumerate(rounds):
+        assert first["oldest"] >= max(step - level, 0) and all(one["oldest"] == step for one in more)
+    sampled = [prompt for one in watch.windows for prompt in one["prompts"]]
+    assert sorted(sampled, key=problems.index) == problems[: len(sampled)]
+    assert Counter(scored) == dict.fromkeys(range(len(sampled)), 4)
 
 
 # ----------------------------------------------------------------------------------------------------- evaluation

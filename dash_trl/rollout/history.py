@@ -23,7 +23,7 @@ class PromptHistory:
 
     Args:
         prompts: of the dataset. most: epochs in a row that may pass a prompt over.
-        batch: prompts of a generation batch on all ranks, of which an epoch keeps at least one.
+        batch: prompts of a generation batch on all ranks; an epoch keeps whole ones, at least one.
         order: an epoch → all prompts in their order. seed: of the draws, beside the epoch.
     Attributes:
         skipped: prompts that epochs have passed over so far.
@@ -65,8 +65,11 @@ class PromptHistory:
             draw = torch.Generator().manual_seed(self._seed + epoch)
             skip = torch.rand(len(self._counts), generator=draw) < 1 - 2 * self.chance()
             skip &= self._in_a_row < self._most
-            too_many = int(skip.sum()) - (len(skip) - self._batch)
-            skip[skip.nonzero().flatten()[: max(too_many, 0)]] = False
+            # Those that were passed over longest fill the last generation batch, which would be left out otherwise.
+            kept = int((~skip).sum())
+            longest = skip.nonzero().flatten()
+            longest = longest[self._in_a_row[longest].argsort(descending=True, stable=True)]
+            skip[longest[: -kept % self._batch or self._batch * (kept == 0)]] = False
             self._in_a_row = (self._in_a_row + 1) * skip
             self._counts *= FORGETTING
             self._kept[epoch] = ~skip

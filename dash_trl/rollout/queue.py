@@ -73,6 +73,7 @@ class PromptQueue:
         self._window_batches, self._accumulation, self._ahead = window_batches, accumulation, ahead
         self._first, self._open_epoch = first, open_epoch
         self._windows: dict[int, QueuedRows] = {}  # from the one in use to the last that is known
+        self._to_read_again: dict[int, list[Place]] = {}  # the prompts of a checkpoint's windows
         self._source: Iterator[Rows] | None = None
         self._read: deque[Rows] = deque()  # prompts that were read and not handed out, G rows each
 
@@ -82,6 +83,8 @@ class PromptQueue:
         Args:
             epoch_iterator: Transformers', not read. step: micro-steps before it. state: the `TrainerState`.
         """
+        if self._to_read_again:
+            self._read_again()
         now, last = step // self._window_batches, (step + count - 1) // self._window_batches
         end = (step + (state.max_steps - state.global_step) * self._accumulation - 1) // self._window_batches
         self._windows = {window: rows for window, rows in self._windows.items() if window >= now}
@@ -122,7 +125,7 @@ class PromptQueue:
 
     def close(self) -> None:
         """Let go of what was read, and of the dataloader's workers."""
-        self._windows, self._source = {}, None
+        self._windows, self._to_read_again, self._source = {}, {}, None
         self._read.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,13 +138,22 @@ class PromptQueue:
         return {"place": self.place, "windows": windows, "history": history}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on there: reads the known windows' prompts once more."""
+        """Go on there. The known windows' prompts are read once more by the next `read`: there is no dataloader yet."""
         assert state is not None, "it is of a run with a queue, see `Shapes`"
         self.close()
         if self.history is not None:
             self.history.load_state_dict(state["history"])
-        windows = {window: [tuple(place) for place in places] for window, places in state["windows"].items()}
-        wanted, end = {place for places in windows.values() for place in places}, tuple(state["place"])
+        self.place = tuple(state["place"])
+        self._to_read_again = {window: [tuple(one) for one in places] for window, places in state["windows"].items()}
+
+    def has_sampled(self, step: int) -> None:
+        """Go on at micro-step `step`, within a window that was sampled, but with the first prompt of the dataset."""
+        if step % self._window_batches:
+            self._windows[step // self._window_batches] = QueuedRows([], [])
+
+    def _read_again(self) -> None:
+        windows, self._to_read_again = self._to_read_again, {}
+        wanted, end = {place for places in windows.values() for place in places}, self.place
         self.place = epoch, number = min(wanted | {end})
         batches, others = divmod(number, self._prompts)
         self._source = self._open_epoch(epoch, batches)
@@ -151,10 +163,8 @@ class PromptQueue:
         while self.place < end:
             one = self.take(1)
             found[one.places[0]] = list(one)
-        self._windows = {
-            window: QueuedRows([row for place in places for row in found[place]], places)
-            for window, places in windows.items()
-        }
+        for window, places in windows.items():
+            self._windows[window] = QueuedRows([row for place in places for row in found[place]], places)
 
     def _next(self) -> Rows:
         """G rows of the next prompt; opens the next epoch where one has ended, which moves `place`."""

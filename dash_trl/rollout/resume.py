@@ -26,7 +26,7 @@ class Shapes:
         shuffle_seed: decides the order of the prompts, None where they are not shuffled.
         beta_above_0, vllm_importance_sampling: whether a window has reference log-probs, importance-sampling ratios.
         sampler_is_old: whether its old log-probs are the sampler's.
-        queues_prompts: whether a `PromptQueue` hands out the prompts.
+        queues_prompts: whether a `PromptQueue` hands out the prompts. skips_prompts: whether its epochs leave some out.
         The others are `DASHConfig`'s.
     """
 
@@ -41,7 +41,8 @@ class Shapes:
     beta_above_0: bool
     vllm_importance_sampling: bool
     sampler_is_old: bool
-    queues_prompts: bool
+    queues_prompts: bool = False  # as in checkpoints from before there was a queue
+    skips_prompts: bool = False
 
     @classmethod
     def of(cls, args: Any, *, processes: int, prompts: int | None, corrected: bool, sampler_is_old: bool) -> Shapes:
@@ -53,6 +54,7 @@ class Shapes:
             "beta_above_0": args.beta != 0.0,
             "vllm_importance_sampling": corrected,
             "sampler_is_old": sampler_is_old,
+            "skips_prompts": args.max_skipped_epochs > 0,
         }
         return cls(**own, **{field.name: getattr(args, field.name) for field in fields(cls) if field.name not in own})
 

@@ -1,0 +1,146 @@
+"""Runs whose prompts come from a queue (`max_num_gen_batches`, `max_skipped_epochs`): what is sampled, and resume."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from dash_trl import DASHCallback, DASHTrainer
+from tests.test_dynamic_sampling import ByPrompt
+from tests.test_resume import SaveEarly, SeededRollouts, same
+from tests.tiny import ScriptedReward, prompts, run
+
+GROUP = 4
+
+
+class Sampled(DASHCallback):
+    """The prompts of each round, and whether the groups' rows were those of the numbers that the history has."""
+
+    def __init__(self) -> None:
+        self.rounds: list[list[str]] = []
+
+    def on_rollouts_sampled(self, args, state, control, rollouts, **kwargs) -> None:
+        self.rounds.append([row["prompt"] for row in rollouts.examples[::GROUP]])
+
+
+def trained(model: str, output: Any, **settings: Any) -> tuple[list[list[str]], Any]:
+    """The prompts of each round, and the trainer."""
+    watch = Sampled()
+    callbacks = [watch, *settings.pop("callbacks", [])]
+    defaults = {"reward": ScriptedReward(constant=0.6), "rollouts": SeededRollouts(), "optimizer": "adamw_torch"}
+    defaults |= {"max_num_gen_batches": 3, "max_skipped_epochs": 2, "max_steps": 6}
+    trainer = run(DASHTrainer, model, output, callbacks=callbacks, **{**defaults, **settings})
+    return watch.rounds, trainer
+
+
+class EndsTheEpoch(TrainerCallback):
+    """Within the second optimizer step, once."""
+
+    ended = False
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step == 1 and not self.ended
+        self.ended |= control.should_epoch_stop
+
+
+# name → (settings, the steps that are gone on from, whether the test is for `exhaustive` only)
+RUNS: dict[str, tuple[dict[str, Any], Sequence[int], bool]] = {
+    "a window of two optimizer steps": ({"steps_per_generation": 8, "dataset": prompts(21)}, (2, 3), False),
+    "a window takes several epochs": ({"dataset": prompts(5), "max_num_gen_batches": 6}, (4,), False),
+    "a window begins within a step": ({"steps_per_generation": 3, "dataset": prompts(13)}, (2, 4), True),
+    "two windows of a step, not shuffled": (
+        {"steps_per_generation": 2, "dataset": prompts(9), "shuffle_dataset": False},
+        (4,),
+        False,
+    ),
+    "used twice": ({"num_iterations": 2, "dataset": prompts(9)}, (3, 4), True),
+    "no rounds": (
+        {"max_num_gen_batches": 1, "steps_per_generation": 8, "dataset": prompts(21), "max_steps": 10},
+        (7, 8),
+        True,
+    ),
+    "rounds only": ({"max_skipped_epochs": 0, "steps_per_generation": 8, "dataset": prompts(21)}, range(1, 6), True),
+    "a stream": ({"max_skipped_epochs": 0, "dataset": prompts(13).to_iterable_dataset()}, (4,), False),
+    "an epoch is cut": (
+        {"dataset": prompts(21), "callbacks": [EndsTheEpoch()], "steps_per_generation": 8, "max_steps": 9},
+        (6,),
+        False,
+    ),
+    "a worker reads": ({"dataset": prompts(13), "dataloader_num_workers": 1}, (4,), True),
+}
+PARAMETERS = [pytest.param(name, marks=pytest.mark.exhaustive if long else ()) for name, (*_, long) in RUNS.items()]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_resumed_equals_uninterrupted(tiny_model, tmp_path, name):
+    settings, steps, _ = RUNS[name]
+    rounds, whole = trained(tiny_model, tmp_path / "whole", save_strategy="steps", save_steps=1, **settings)
+    assert max(log.get("prompts/epoch", 0) for log in whole.state.log_history) > 0
+    for step in steps:
+        checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
+        seen, resumed = trained(tiny_model, tmp_path / "on", resume=checkpoint, **settings)
+        assert seen == rounds[len(rounds) - len(seen) :], step
+        same(whole, resumed)
+
+
+def test_a_checkpoint_from_within_a_step_whose_window_is_sampled_again(tiny_model, tmp_path):
+    """With its rounds; completions depend on nothing but the prompt, since random numbers were drawn meanwhile."""
+    early, settings = SaveEarly(), {"dataset": prompts(13), "optimizer": "sgd"}
+    saves = {"save_strategy": "steps", "save_steps": 4, "prepare": lambda trainer: setattr(early, "trainer", trainer)}
+    rounds, whole = trained(
+        tiny_model, tmp_path / "whole", rollouts=ByPrompt(), callbacks=[early], max_steps=7, **settings, **saves
+    )
+    checkpoint = str(tmp_path / "whole" / "checkpoint-5")
+    seen, resumed = trained(tiny_model, tmp_path, rollouts=ByPrompt(), resume=checkpoint, max_steps=7, **settings)
+    assert seen == rounds[len(rounds) - len(seen) :] and len(seen) > 2
+    same(whole, resumed)
+
+
+# ---------------------------------------------------------------------------------------------- with other settings
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_model, tmp_path_factory):
+    """The rounds of a run, and the folder of its checkpoint 3, in the middle of its second window."""
+    output = tmp_path_factory.mktemp("saved")
+    settings = {"steps_per_generation": 8, "dataset": prompts(21), "max_steps": 3}
+    rounds, _ = trained(tiny_model, output, save_strategy="steps", save_steps=3, **settings)
+    return rounds, str(output / "checkpoint-3")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_num_gen_batches": 1, "max_skipped_epochs": 0},
+        {"max_skipped_epochs": 0},
+        {"per_device_train_batch_size": 8},
+        {"dataset": prompts(22)},
+    ],
+    ids=["no queue", "nothing is passed over", "batch", "dataset"],
+)
+def test_what_a_checkpoint_has_other_prompts_for_is_refused(tiny_model, tmp_path, saved, change):
+    settings = {"steps_per_generation": 8, "dataset": prompts(21), "max_steps": 5, **change}
+    with pytest.raises(ValueError, match=r"was saved with .*\(now .*Resume with the values of the checkpoint, or pass"):
+        trained(tiny_model, tmp_path, resume=saved[1], **settings)
+
+
+def test_the_other_way_round_is_refused(tiny_model, tmp_path):
+    for change, without in (
+        ({"max_skipped_epochs": 0}, "skips"),
+        ({"max_num_gen_batches": 1, "max_skipped_epochs": 0}, "queues"),
+    ):
+        settings = {"dataset": prompts(21), "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+        trained(tiny_model, tmp_path / without, **settings, **change)
+        with pytest.raises(
+            ValueError, match=rf"was saved with .*{without}_prompts=False \(now True\).*Resume with the val"
+        ):
+            trained(tiny_model, tmp_path, dataset=prompts(21), resume=str(tmp_path / without / "checkpoint-1"))
+
+
+def test_the_prompts_begin_again(tiny_model, tmp_path, saved):
+    """With `ignore_data_skip`; the rest of the checkpoint's window is used, and another bound does not matter."""
+    rounds, checkpoint = saved
+    settings = {"steps_per_generation": 8, "dataset": prompts(21), "max_steps": 5, "max_num_gen_batches": 2}
+    seen, trainer = trained(tiny_model, tmp_path, resume=checkpoint, ignore_data_skip=True, **settings)
+    assert seen[0] == rounds[0] and trainer.state.global_step == 5
