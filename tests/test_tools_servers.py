@@ -229,14 +229,14 @@ def test_the_reward_of_a_row_begins_when_it_ends(model, tmp_path, writers):
     assert waited and all(waited)
 
 
-<<<<<<< HEAD
 def test_the_rows_of_a_prompt_have_different_seeds(model, tmp_path, writers):
     """Else they would be equal, and no group would have signal."""
     writer = writers(model, "a")
     train(model, tmp_path, [writer], lambda what, environment: None, generation_kwargs={"seed": 5})
     seeds = [seed for prompt, seed in writer.seeds if ">0+1=" in prompt and "noted" not in prompt]
     assert len(set(seeds)) == len(seeds) > 1
-=======
+
+
 @pytest.mark.parametrize("level", [0, 2])
 def test_rounds_of_a_window_leave_the_environments_of_later_ones_alone(model, tmp_path, writers, level):
     """All rows of a prompt get the same reward: each window samples as much as it may."""
@@ -258,4 +258,3 @@ def test_rounds_of_a_window_leave_the_environments_of_later_ones_alone(model, tm
     assert sorted(rewarded) == [(number, TURNS - 1) for number in range(36) for _ in range(4)]
     assert check_rows(rows, writer.tokenizer) == ["aaa"] * 4 * 36
     assert level or len(made) == ROWS  # those of earlier rounds are used again
->>>>>>> 333c4cd1cb02e95cc950a369edaac695da336e17
