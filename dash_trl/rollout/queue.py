@@ -17,8 +17,8 @@ from itertools import islice
 from typing import Any
 
 from dash_trl.rollout.history import PromptHistory
-from dash_trl.rollout.prompts import Rows
 
+Rows = list[dict[str, Any]]  # of the dataset, see `dash_trl.rollout.prompts`
 Place = tuple[int, int]  # of a prompt: its epoch, and how many of this rank's prompts come before it there
 
 
