@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from dash_trl.rollout.history import PromptHistory
-    from dash_trl.rollout.prompts import Rows
+from dash_trl.rollout.history import PromptHistory
 
+Rows = list[dict[str, Any]]  # of the dataset, see `dash_trl.rollout.prompts`
 Place = tuple[int, int]  # of a prompt: its epoch, and how many of this rank's prompts come before it there
 
 
