@@ -2,13 +2,15 @@
 
 import itertools
 import math
+import random
+import statistics
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dash_trl.evaluation import LocalSampler, accuracy, bootstrap_interval, evaluate, figures_of, pass_at_k
-from dash_trl.evaluation.figures import remarks, table
+from dash_trl.evaluation.figures import comparison, differences, remarks, table
 
 PROMPTS = ["1 + 2 = ", "the answer is ", "3"]
 
@@ -188,6 +190,33 @@ def test_more_than_one_failed_reward_in_a_hundred_marks_the_figures(failed, mark
     said = remarks("a model", figures)
     assert any("the reward failed on 2.0% of 100 samples" in one for one in said) == marked
     assert any("pass@100 leaves out 1 of 1 problems" in one for one in said) == (failed > 0)
+
+
+def test_models_are_compared_problem_by_problem():
+    """Against a t interval of the paired differences; of the same models, unpaired, it would be several times wider."""
+    draw = random.Random(0)
+    hard = [draw.random() for _ in range(300)]
+    worse = [samples(*(float(draw.random() < one) for _ in range(8))) for one in hard]
+    better = [samples(*(float(draw.random() < min(one + 0.1, 1)) for _ in range(8))) for one in hard]
+    found = differences(better, worse, [4])
+    paired = [
+        (sum(x["reward"] for x in a) - sum(x["reward"] for x in b)) / 8 for a, b in zip(better, worse, strict=True)
+    ]
+    mean, spread = statistics.mean(paired), 1.96 * statistics.stdev(paired) / 300**0.5
+    assert found["accuracy"] == pytest.approx([mean, mean - spread, mean + spread], abs=0.1 * spread)
+    low, high = figures_of(worse, [])["accuracy_interval"]
+    assert spread < (high - low) / 2 / 1.5
+    assert found["pass@4"][0] == pytest.approx(
+        figures_of(better, [4])["pass_at"]["4"][0] - figures_of(worse, [4])["pass_at"]["4"][0]
+    )
+
+
+def test_a_problem_that_one_model_was_not_scored_on_is_left_out():
+    found = differences([samples(1.0), samples(None)], [samples(0.0), samples(1.0)], [1, 2])
+    assert found == {"accuracy": [1.0, 1.0, 1.0], "pass@1": [1.0, 1.0, 1.0], "pass@2": None}
+    assert comparison("a", "b", found) == (
+        "a − b, paired by problem: accuracy +100.0 [+100.0, +100.0]  pass@1 +100.0 [+100.0, +100.0]"
+    )
 
 
 def test_where_nothing_was_scored_there_is_no_figure():

@@ -142,7 +142,12 @@ def test_several_models_and_a_reward_of_ones_own(tiny_model, problems, reward, t
     arguments = ("--dataset_name", problems, "--num_samples", 4, "--k", 4, 1, "--reward_path", reward)
     evaluate(tiny_model, other, *arguments, *FAST)
     names = [Path(tiny_model).name, "other"]
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "[" in line] == names
+    lines = [line for line in capsys.readouterr().out.splitlines() if "[" in line]
+    assert [line.split()[0] for line in lines] == [*names, "other"]
+    assert lines[2].startswith(f"other − {names[0]}, paired by problem: accuracy ")
+    difference = json.loads(Path("out", "other.json").read_text())["difference"]
+    both = [json.loads(Path("out", f"{name}.json").read_text())["accuracy"] for name in names]
+    assert difference["from"] == names[0] and difference["accuracy"][0] == pytest.approx(both[1] - both[0])
     for name in names:
         figures = json.loads(Path("out", f"{name}.json").read_text())
         assert list(figures["pass_at"]) == ["1", "4"] and figures["samples"] == 28

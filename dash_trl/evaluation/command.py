@@ -25,7 +25,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from dash_trl.evaluation.checkpoint import Checkpoint
-from dash_trl.evaluation.figures import figures_of, remarks, table
+from dash_trl.evaluation.figures import comparison, differences, figures_of, remarks, table
 from dash_trl.evaluation.records import Records
 from dash_trl.evaluation.reward import Reward, scored_samples
 from dash_trl.evaluation.sampler import Draw
@@ -95,19 +95,27 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
             reward.check_columns(job.problems.column_names)
         if arguments.vllm_server_urls and any(job.left for job in jobs):
             check_shapes([job.checkpoint for job in jobs if job.left], arguments.vllm_server_urls)
-        results = {}
+        results, compared = {}, []
+        first: list[Any] | None = None
         for job in jobs:
             if job.left:
                 _sample(job, reward, arguments, arguments.length(task), folder)
             rows = [job.records.rows[index]["samples"] for index in range(len(job.problems))]
             figures = {"model": job.checkpoint.name, **figures_of(rows, ks, seed=arguments.seed)}
+            if first is None:
+                first = rows
+            else:
+                found = differences(rows, first, ks, seed=arguments.seed)
+                figures["difference"] = {"from": jobs[0].label, **found}
+                compared.append(comparison(job.label, jobs[0].label, found))
             results[job.label] = figures
             (folder / f"{job.label}.json").write_text(
                 json.dumps({**figures, "settings": job.records.settings}, indent=2) + "\n"
             )
             for remark in remarks(job.label, figures):
                 logger.warning(remark)
-    print(f"\n{table(results, ks)}\n\nsamples: {', '.join(str(job.records.path) for job in jobs)}")
+    print("\n".join(["", table(results, ks), *([""] if compared else []), *compared]))
+    print(f"\nsamples: {', '.join(str(job.records.path) for job in jobs)}")
     print(f"plot:    {plot_pass_at_k(results, folder / 'pass_at_k.png', title=Path(str(task.dataset_name)).name)}")
     return results
 

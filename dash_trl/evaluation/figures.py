@@ -106,6 +106,47 @@ def figures_of(rows: Sequence[Sequence[Mapping[str, Any]]], ks: Sequence[int], *
     }
 
 
+def differences(
+    rows: Sequence[Sequence[Mapping[str, Any]]],
+    others: Sequence[Sequence[Mapping[str, Any]]],
+    ks: Sequence[int],
+    *,
+    seed: int = 0,
+) -> dict[str, list[float] | None]:
+    """By how much a model is better than another one on the same problems: "accuracy", "pass@k" → [mean, low, high].
+
+    Paired by problem: what makes a problem hard is in both models' figures, and cancels. So these intervals are
+    narrower than those of the two models suggest. Problems that lack scored samples of either are left out.
+
+    Args:
+        rows, others: of the model and of the other one, as for `figures_of`, the problems in the same order.
+    Returns:
+        The differences of the mean over problems; None where no problem is left.
+    """
+
+    def estimates(found: Sequence[Sequence[Mapping[str, Any]]], k: int) -> list[float | None]:
+        scored = [[sample["reward"] for sample in row if sample["reward"] is not None] for row in found]
+        counts = [(len(rewards), sum(reward > CORRECT_ABOVE for reward in rewards)) for rewards in scored]
+        return [pass_at_k(n, c, k) if n >= k else None for n, c in counts]
+
+    result: dict[str, list[float] | None] = {}
+    for name, k in (("accuracy", 1), *((f"pass@{k}", k) for k in ks)):
+        pairs = zip(estimates(rows, k), estimates(others, k), strict=True)
+        of_problems = [one - other for one, other in pairs if one is not None and other is not None]
+        result[name] = None
+        if of_problems:
+            result[name] = [sum(of_problems) / len(of_problems), *bootstrap_interval(of_problems, seed=seed)]
+    return result
+
+
+def comparison(name: str, other: str, found: Mapping[str, list[float] | None]) -> str:
+    """A line: `differences` in percentage points."""
+    cells = [
+        f"{what} {100 * one[0]:+.1f} [{100 * one[1]:+.1f}, {100 * one[2]:+.1f}]" for what, one in found.items() if one
+    ]
+    return f"{name} − {other}, paired by problem: {'  '.join(cells)}"
+
+
 def remarks(name: str, figures: Mapping[str, Any]) -> list[str]:
     """What has to be said beside the figures of a model."""
     said = []
