@@ -40,7 +40,7 @@ def scale(name: str, folder: Path, seeds=(0,), quick: bool = False) -> runner.Sc
 def test_every_table_of_the_paper_with_figures_of_accuracy_is_there():
     """Every row has its run, every figure runs of its table."""
     assert TABLES == [f"table{number}" for number in (1, 2, 3, 4, 5, 6, 10)]
-    assert list(experiments.FIGURES) == [f"figure{number}" for number in (1, 3, 4, 6, 8, 9)]  # 5: the evaluation draws
+    assert list(experiments.FIGURES) == [f"figure{number}" for number in (1, 3, 4, 5, 6, 8, 9)]
     for name, table in experiments.TABLES.items():
         for row in table.rows:
             method = experiments.METHODS[row.method]
@@ -202,6 +202,25 @@ def test_one_run_has_the_interval_of_its_evaluation(tmp_path):
     files = runner.write(one, "table5")
     assert "| Multi | 70.0 [65.0, 75.0] | 28.8 |" in (tmp_path / "table5.md").read_text()
     assert [file.name for file in files] == ["table5.md", "table5.csv", "figure4.png"]  # figure 8: a size that is not
+
+
+def test_figure_5_is_of_evaluations_with_many_samples(tmp_path):
+    one = scale("embedded", tmp_path, (0, 1))
+    asked = dict(one.left(["table6"])[1])
+    assert asked["many"] == [*one.models("base", "3.0"), *one.models("dash", "3.0"), *one.models("no_kl", "3.0")]
+    assert "many" not in dict(one.left(["table5"])[1])
+    for method, share in (("base", 0.4), ("dash", 0.5), ("no_kl", 0.6)):
+        pretend(one, method, [share, share + 0.1][: len(one.models(method, "0.5"))], [9.0, 9.0])
+        for model in one.models(method, "3.0"):
+            file = one.figures("many", model)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            passes = {k: [share, share - 0.1, share + 0.1] for k in ("1", "2")}
+            file.write_text(json.dumps({"pass_at": passes, "marked": False}))
+    figure = experiments.FIGURES["figure5"]
+    lines = runner.pass_at_k_lines(one, figure)
+    assert [line["pass_at"]["2"][0] for line in lines.values()] == pytest.approx([0.4, 0.5, 0.6])
+    assert list(lines) == ["Base", "DASH (with KL)", "No-KL"]
+    assert tmp_path / "figure5.png" in runner.write(one, "table6")
 
 
 # ------------------------------------------------------------------------------------------------ interrupted runs

@@ -105,6 +105,7 @@ class Evaluation:
 ARITHMETIC = {"reward_path": EMBEDDED_REWARDS, "reward_name": "arithmetic_reward", "max_completion_length": 64}
 MATH = {"num_samples": 4, "k": 1, "temperature": TEMPERATURE}
 CODE = {"num_samples": 8, "k": (1, 8)}
+MANY = {"num_samples": 64, "k": (1, 2, 4, 8, 16, 32, 64)}  # of Figure 5
 EVALUATIONS = {
     "in": Evaluation(
         {"dataset_name": "nlile/hendrycks-MATH-benchmark", **MATH},
@@ -116,6 +117,11 @@ EVALUATIONS = {
         {**MATH, "temperature": 1.0, "dataset_test_split": "train", **ARITHMETIC},
         seconds=5,
         problems="embedded_shifted.jsonl",
+    ),
+    "many": Evaluation(
+        {"dataset_name": "nlile/hendrycks-MATH-benchmark", **MANY, "temperature": TEMPERATURE},
+        {"dataset_name": "embedded", "num_samples": 16, "k": (1, 2, 4, 8, 16), "temperature": 1.0},
+        seconds=20,
     ),
     "code": Evaluation(
         {"dataset_name": "evalplus/mbppplus", **CODE, "temperature": TEMPERATURE},
@@ -249,13 +255,14 @@ TABLES = {
 
 @dataclass(frozen=True)
 class Figure:
-    """Curves of training.
+    """Curves of training, or of pass@k.
 
     Attributes:
         table: with which it is drawn, of whose runs.
         methods: label → method. sizes: a row of panels each; the embedded scale has the first one's only.
         panels: title → the names in the log that are added up, see `MetricsFileCallback`. None: the split of time.
         over: what the horizontal axis is, in the log.
+        evaluation: whose pass@k is drawn, in place of what the log has.
     """
 
     title: str
@@ -264,6 +271,7 @@ class Figure:
     panels: dict[str, tuple[str, ...]] | None
     sizes: tuple[str, ...] = ("0.5",)
     over: str = "step"
+    evaluation: str | None = None
 
 
 SIGNAL = {
@@ -276,6 +284,14 @@ FIGURES = {
     "figure1": Figure("The split of time", "table3", {"GRPO": "grpo", "No-GF": "no_gf", "DASH": "dash"}, None),
     "figure3": Figure("DASH and No-GF", "table3", {"DASH": "dash", "No-GF": "no_gf"}, SIGNAL),
     "figure4": Figure("PG and PPO", "table5", PG_PPO, {"reward": ("reward",)}, over="time/elapsed"),
+    "figure5": Figure(
+        "KL and pass@k",
+        "table6",
+        {"Base": "base", "DASH (with KL)": "dash", "No-KL": "no_kl"},
+        None,
+        sizes=("3.0",),
+        evaluation="many",
+    ),
     "figure6": Figure(
         "With and without KL",
         "table6",

@@ -38,6 +38,7 @@ from experiments import (
     TEACHER,
     TRACES,
     Column,
+    Figure,
     Row,
     config_of,
     model_of,
@@ -45,6 +46,7 @@ from experiments import (
     rows_of,
 )
 
+from dash_trl.monitoring import plot_pass_at_k
 from dash_trl.workers import Command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,7 +169,11 @@ class Scale:
         for kind in EVALUATIONS:
             asked = [table for table in tables if kind in [column.source[0] for column in TABLES[table].columns]]
             rows = [row for table in asked for row in rows_of(table, embedded=self.embedded)]
-            models = dict.fromkeys(one for row in rows for one in self.models(row.method, row.size))
+            settings = [(row.method, row.size) for row in rows]
+            for figure in FIGURES.values():
+                if figure.evaluation == kind and figure.table in tables:
+                    settings += [(method, size) for method in figure.methods.values() for size in figure.sizes]
+            models = dict.fromkeys(one for setting in settings for one in self.models(*setting))
             found = [one for one in models if not self.figures(kind, one).is_file()]
             evaluations += [(kind, found)] if self.embedded and found else [(kind, [one]) for one in found]
         return [run for run in self.runs_of(tables) if not is_done(self.home(run))], evaluations
@@ -358,7 +364,9 @@ def write(scale: Scale, table: str) -> list[Path]:
     files[0].write_text(text)
     report.write_csv(table, find, files[1], embedded=scale.embedded)
     for name, figure in FIGURES.items():
-        if figure.table == table and (not scale.embedded or "0.5" in figure.sizes):
+        if figure.table == table and figure.evaluation is not None:
+            files.append(plot_pass_at_k(pass_at_k_lines(scale, figure), scale.folder / f"{name}.png"))
+        elif figure.table == table and (not scale.embedded or "0.5" in figure.sizes):
             logs = {
                 (method, size): [scale.home(run) / METRICS for run in scale.runs(method, size)]
                 for method in figure.methods.values()
@@ -367,6 +375,19 @@ def write(scale: Scale, table: str) -> list[Path]:
             files.append(report.draw(figure, logs, scale.folder / f"{name}.png", embedded=scale.embedded))
     print(f"\n{text}\n{', '.join(map(str, files))}\n", flush=True)
     return files
+
+
+def pass_at_k_lines(scale: Scale, figure: Figure) -> dict[str, Any]:
+    """Label → pass@k of a method, as an evaluation writes it; of several seeds, their mean and its interval."""
+    assert figure.evaluation is not None
+    (size,) = figure.sizes
+    lines = {}
+    for label, method in figure.methods.items():
+        files = [scale.figures(figure.evaluation, one) for one in scale.models(method, size)]
+        found = [json.loads(file.read_text()) for file in files]
+        cells = {k: report.measured(found, k) for k in found[0]["pass_at"]}
+        lines[label] = {"pass_at": {k: [one.value / 100, one.low / 100, one.high / 100] for k, one in cells.items()}}
+    return lines
 
 
 def notes(scale: Scale) -> list[str]:
