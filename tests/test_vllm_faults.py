@@ -122,7 +122,7 @@ def test_a_good_server_answers_what_a_bad_one_fails(fault, fakes):
 def test_sequences_are_scored(fakes):
     bad, good = fakes("NaN", spared=1), fakes()
     pool = ready(bad, good)
-    assert pool.log_probs([[i, 1, 2] for i in range(12)]) == [[-0.25, -0.5]] * 12
+    assert pool.run(pool.log_probs([[i, 1, 2] for i in range(12)])) == [[-0.25, -0.5]] * 12
     assert sorted(good.served) == [0, *range(12)] and bad.served == [0]
 
 
