@@ -1,6 +1,6 @@
 """How much of V(prefix) is hidden: found as each group comes, or when all of them are there. A real vLLM server.
 
-    python benchmarks/value_overlap.py --json value_overlap.json          # ~4 minutes on 2 cores
+    python benchmarks/value_overlap.py --json value_overlap.json          # ~6 minutes on 2 cores
 
 A window is 16 groups of 4 completions of lognormal lengths, which the embedded model writes past its end tokens, with
 an episode every 16 tokens. The trainer's model (`AnswerLogProbValue`), or the server (`ServerValue`), gives the
