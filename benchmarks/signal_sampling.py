@@ -1,7 +1,7 @@
 """Does it pay to sample where there is signal? Time to a target: plain DASH, refill, skip, both.
 
     python benchmarks/signal_sampling.py --runs signal.jsonl --json signal.json
-    python benchmarks/signal_sampling.py --simulate --json simulation.json          # no model; 2 minutes
+    python benchmarks/signal_sampling.py --simulate --json simulation.json          # no model; 4 minutes
 
 The embedded model and its arithmetic, with three kinds of problems. *learned*: chains of 3 to 5 numbers in which the
 model slips, as in the demo; a first number above 4 is what such a problem is known by. *solved*: chains with another
