@@ -32,6 +32,12 @@ def test_ratios_are_paired_and_a_run_that_fails_counts_whole():
     assert summary(plain, plain, 0.5)["ratio"]["samples"] == [1.0, 1.0, 1.0]
 
 
+def test_seeds_that_differ_widen_no_interval_of_their_ratio():
+    plain = [curve([0.0, 1.0], pace=2.0**seed) for seed in range(10)]
+    twice_as_fast = [curve([0.0, 1.0], pace=2.0**seed / 2) for seed in range(10)]
+    assert summary(twice_as_fast, plain, 0.5)["ratio"]["seconds"] == pytest.approx([0.5, 0.5, 0.5])
+
+
 def test_the_best_rate_reaches_the_target_first():
     slow, fast, never = curve([0.0, 0.5, 1.0]), curve([0.0, 1.0]), curve([0.0, 0.4])
     assert best_rate({1.0: [slow, slow], 2.0: [fast, slow], 3.0: [fast, never]}, 0.9) == 2.0
