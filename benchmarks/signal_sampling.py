@@ -28,8 +28,9 @@ ratios of the sums over seeds to plain DASH's with 95 % intervals of a bootstrap
 
 The constants below were chosen by some 18 pilot runs with `TUNING_SEEDS` and committed before the first run with
 `SEEDS` that is reported. Groups of 4 were chosen after pilots of all variants: with groups of 8, plain DASH needs fewer
-than 3 epochs, and skip hardly acts. So a gain of skip holds for runs of several epochs. With `--runs`, each run is written there as it ends, and one that is there is not made again: a study may be cut off at
-any time, or shared by processes with other `--seeds`.
+than 3 epochs, and skip hardly acts. So a gain of skip holds for runs of several epochs. With `--runs`, each run is
+written there as it ends, and one that is there is not made again: a study may be cut off at any time, or shared by
+processes with other `--seeds`.
 """
 
 import json
