@@ -51,7 +51,8 @@ class DASHCallback(TrainerCallback):
 
     Attributes:
         per_group: what it does with a group depends on no other one. With `reward_pipeline`, `on_rewards` and
-            `on_advantages` get some groups at a time, as their rewards come, and a callback has to say that it may.
+            `on_advantages` get some groups at a time, as their rewards come; with `max_num_gen_batches`, those of a
+            round. There a callback has to say that it may.
         watches_groups: `on_group_sampled` is to be called.
 
     Raises:

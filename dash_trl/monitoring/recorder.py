@@ -10,8 +10,8 @@ import torch
 # The phases of a step, in the order in which they happen.
 PHASES = ("generate", "reward", "logprobs", "train")
 WAITING = ("wait_for_rollouts", "wait_for_weights")  # for servers, which are within "generate"
+ROUNDS = ("dynamic_sampling",)  # of a window after its first, which are within "generate" and "reward"
 # Where the update does not wait for all of them; the second, for the slowest rank, is within the first.
-ROUNDS = ("dynamic_sampling",)  # those after a window's first, which are within "generate", "reward" and "logprobs"
 WAITING_FOR_REWARDS = ("wait_for_rewards", "wait_for_ranks")
 
 

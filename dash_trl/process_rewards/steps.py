@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
+from accelerate import PartialState
 
 from dash_trl.process_rewards.arguments import named
 from dash_trl.process_rewards.values import ValueRequest
@@ -98,7 +99,8 @@ class ProcessRewardModel:
     (arXiv 2312.08935): the prompt, then each step with a separator behind it, whose last token has the label.
 
     Args:
-        model: the name or folder of a checkpoint, or a model. tokenizer: its tokenizer; default: the checkpoint's.
+        model: the name or folder of a checkpoint, which each rank loads; or a model, which stays where it is.
+        tokenizer: the model's; default: the checkpoint's.
         separator: text behind a step; white space at a step's ends is left out.
         label: the one whose probability is the score.
         batch_size: completions of a pass.
@@ -109,11 +111,12 @@ class ProcessRewardModel:
     def __init__(
         self, model: Any, tokenizer: Any = None, *, separator: str = "\n", label: int = 1, batch_size: int = 16
     ):
-        if isinstance(model, str):
+        self._moves = isinstance(model, str)
+        if self._moves:
             from transformers import AutoModelForTokenClassification, AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(model) if tokenizer is None else tokenizer
-            model = AutoModelForTokenClassification.from_pretrained(model, device_map="auto" if _on_gpu() else None)
+            model = AutoModelForTokenClassification.from_pretrained(model)
         self.model, self.tokenizer = model.eval(), tokenizer
         self.separator, self.label, self.batch_size = separator, label, batch_size
         labels = model.config.num_labels
@@ -125,6 +128,8 @@ class ProcessRewardModel:
             )
 
     def __call__(self, prompts: list[str], steps: list[list[str]], **columns: list[Any]) -> list[list[float]]:
+        if self._moves:
+            self.model.to(PartialState().device)  # of this rank; it may not be known before
         rows = [self._row(*one) for one in zip(prompts, steps, strict=True)]
         scores: list[list[float]] = []
         for first in range(0, len(rows), self.batch_size):
@@ -153,7 +158,3 @@ class ProcessRewardModel:
             logits = self.model(**batch.to(self.model.device)).logits.float()
         right = logits.softmax(dim=-1)[..., self.label].tolist()
         return [[row[end] for end in ends] for row, (_, ends) in zip(right, rows, strict=True)]
-
-
-def _on_gpu() -> bool:
-    return torch.cuda.is_available()

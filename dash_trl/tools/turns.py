@@ -12,9 +12,8 @@ from typing import Any
 
 Message = dict[str, Any]
 
-MOST_CHARACTERS = (
-    200  # of a token (known ones have 128); an answer with more for each that has room is too long without counting
-)
+# Of a token; known ones have 128. An answer with more for each token that has room is too long without counting.
+MOST_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
