@@ -8,8 +8,9 @@ Chains of 7 to 9 numbers, a model warmed up on them, 128 rows in groups of 8 per
 are unlikely tokens, and *confident* ones (`confident.py`). Each method has a learning rate of its own, of three the one
 with the best mean final accuracy with two other seeds, on problems that are not reported. Then every method runs with
 the same 5 seeds (the same problems in the same order); at six points the sampled accuracy on 256 held-out problems is
-measured. Mean and 95 % interval (Student's t over seeds) against samples and seconds; the seconds count V, not the
-measuring. The intervals of the gains hold together, for all methods (Bonferroni).
+measured. Mean and 95 % interval (Student's t over seeds) against samples and seconds, those of the process's CPU, in
+which other processes do not count; they include V, not the measuring. The intervals of the gains hold together, for
+all methods (Bonferroni).
 
 `paired_gain`, `paired_gain_of_curve`: accuracy at the end, and its mean over the curve, minus outcome-only's of the
 same seed. `samples_ratio`: samples until the mean curve reaches outcome-only's final accuracy, relative to the whole
@@ -211,7 +212,7 @@ def measure(model: Any, tokenizer: Any, problems: Any, num_samples: int = SAMPLE
 
 @dataclass
 class Curve:
-    """At each point: sampled accuracy, training seconds; of that step's window: entropy, share of "Wait"."""
+    """At each point: sampled accuracy, CPU seconds of training; of that step's window: entropy, share of "Wait"."""
 
     accuracy: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=lambda: [0.0])
@@ -228,25 +229,25 @@ class Watch(DASHCallback):
 
     def on_train_begin(self, args, state, control, model=None, processing_class=None, **kwargs):
         self.curve.accuracy.append(measure(model, processing_class, self.problems))
-        self.started = time.perf_counter()
+        self.started = time.process_time()
 
     def on_advantages(self, args, state, control, rollouts, trainer=None, **kwargs):
         if state.global_step % self.every == 0:
-            self.total += time.perf_counter() - self.started
+            self.total += time.process_time() - self.started
             everything = rollouts.completion_mask.any(dim=1)
             entropies = trainer.log_probs_and_entropies(rollouts, everything)[1]
             self.curve.entropy.append(float(entropies.sum() / rollouts.loss_mask.sum()))
             texts = trainer.processing_class.batch_decode(rollouts.completion_ids)
             self.curve.waits.append(statistics.mean("Wait" in text for text in texts))
-            self.started = time.perf_counter()
+            self.started = time.process_time()
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         if state.global_step % self.every == 0:
-            self.total += time.perf_counter() - self.started
+            self.total += time.process_time() - self.started
             samples = self.task.samples_at_end if state.global_step == self.task.steps else SAMPLES
             self.curve.accuracy.append(measure(model, processing_class, self.problems, samples))
             self.curve.seconds.append(self.total)
-            self.started = time.perf_counter()
+            self.started = time.process_time()
 
 
 def run(task: Task, method: str, seed: int, learning_rate: float) -> Curve:
