@@ -29,207 +29,64 @@ interrupted, or shared by processes with other `--seeds`.
 import json
 import math
 import random
-import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import harness
-from confident import FORMS, LONGEST, OPERANDS, confident_dataset, confident_model, trap
-from value_quality import SumOfLogProbs
+from credit_tasks import METHODS, SAMPLES, TASKS, Task
 
-from dash_trl import DASHCallback, ProcessRewardCallback
-from dash_trl.embedded import WarmUp, embedded_model
-from dash_trl.process_rewards import (
-    AnswerLogProbValue,
-    CreditSettings,
-    OutcomeValue,
-    ValueEstimator,
-    ValueRequest,
-    line_starts,
-)
+from dash_trl import DASHCallback
+from dash_trl.embedded import arithmetic_dataset, arithmetic_reward
+from dash_trl.evaluation import evaluate
 
-WARM_UP = WarmUp(operands=OPERANDS, steps=500, slip_rate=0.06, wait_rate=0.03, num_heads=4)
 POINTS = 6  # at which a run is measured, besides its beginning
-SAMPLES = 2  # of each held-out problem
-LEARNING_RATES, TUNING_SEEDS = (2e-4, 4e-4, 8e-4), (100, 101)
-STEP_SUCCESS = 0.82  # of the model of slips: 0.25 over seven steps
+TUNING_SEEDS = (100, 101)
 RESAMPLES = 2000
-
-
-@dataclass(frozen=True)
-class Task:
-    """
-    Args:
-        model: gives the directory of the warmed-up model.
-        success: sum like `7+5`, its result → the probability that the untrained model writes a right line for it.
-        forms: what may stand between the sum and its result.
-        steps, warm_up_steps: of a run. Confident errors take longer to unlearn, and at full learning rate at once some
-            seeds lose half of what the model knows.
-        samples_at_end: of each held-out problem.
-    """
-
-    model: Callable[[], str]
-    success: Callable[[str, int], float]
-    forms: str
-    steps: int = 60
-    warm_up_steps: int = 0
-    samples_at_end: int = SAMPLES
-
-
-TASKS = {
-    "slips": Task(lambda: embedded_model(settings=WARM_UP), lambda left, right: STEP_SUCCESS, "="),
-    "confident": Task(
-        confident_model,
-        lambda left, right: 0.5 if trap(left, right) else 1.0,
-        FORMS,
-        steps=120,
-        warm_up_steps=10,
-        samples_at_end=8,
-    ),
-}
-
-
-class TrueValue:
-    """The truth in place of V(prefix): the untrained model's chance of the steps to go, 0 after a mistake that was not
-    taken back.
-
-    What an estimator could gain at best on this task: it separates the credit from the quality of V.
-    """
-
-    space = "probability"
-
-    def __init__(self, task: Task):
-        self.task = task
-
-    def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        return [
-            [
-                self._value(request.example["prompt"][-1]["content"], trainer._tokenizer.decode(ids))
-                for ids in (request.completion_ids[:boundary] for boundary in request.boundaries)
-            ]
-            for request in requests
-        ]
-
-    def _value(self, problem: str, prefix: str) -> float:
-        first, *operations = re.findall(r"[+-]?\d+", problem)
-        totals = [*accumulate(map(int, [first, *operations]))]
-        done, right = 0, True
-        for line in prefix.split("\n"):
-            again = line.startswith("Wait, ")
-            line, done = line.removeprefix("Wait, "), done - again
-            if not line or line.startswith("The answer"):
-                continue
-            if done == len(operations) or (again and done < 0) or not (right or again):
-                return 0.0
-            left = f"{totals[done]}{operations[done]}"
-            done += 1
-            right = line in [f"{left}{form}{totals[done]}" for form in self.task.forms]
-        to_go = zip(totals[done:], operations[done:], totals[done + 1 :], strict=False)
-        chances = [self.task.success(f"{total}{operation}", result) for total, operation, result in to_go]
-        return math.prod(chances) if right else 0.0
-
-
-class Shuffled(OutcomeValue):
-    """Fitted to outcomes that were permuted within their groups: it knows how hard a problem is, and nothing else."""
-
-    def learn(self, requests: Sequence[ValueRequest], outcomes: Sequence[float], trainer: Any) -> None:
-        generator = random.Random(trainer.state.global_step)
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for row, request in enumerate(requests):
-            groups.setdefault(request.prompt_ids, []).append(row)
-        shuffled = list(outcomes)
-        for rows in groups.values():
-            for row, source in zip(rows, generator.sample(rows, len(rows)), strict=True):
-                shuffled[row] = outcomes[source]
-        super().learn(requests, shuffled, trainer)
-
-
-class WithoutOwnTokens(OutcomeValue):
-    """V(b_k) from the tokens before b_{k−1}; V(b_1) is missing."""
-
-    def _features(self, request: ValueRequest) -> list[list[float]]:
-        rows = super()._features(request)
-        return [[math.nan] * len(rows[0]), *rows[:-1]] if rows else []
-
-
-def by_log_prob(task: Task, space: str = "log") -> AnswerLogProbValue:
-    return AnswerLogProbValue("The answer is ", closing="<|im_end|>", space=space)
-
-
-def credit(
-    estimator: str, value: Callable[[Task], ValueEstimator] = lambda task: OutcomeValue(), **others: Any
-) -> Callable[[Task], ProcessRewardCallback]:
-    return lambda task: ProcessRewardCallback(
-        value(task), estimator=estimator, markers=line_starts, min_episode_tokens=1, **others
-    )
-
-
-AUTO, ONE = CreditSettings(process_weight="auto"), CreditSettings(process_weight=1.0)
-VINE = CreditSettings(outcome_weight=0.0, process_weight=1.0)  # the outcome less V, as of a V that is right
-# The first ones are made where no other is asked for.
-METHODS: dict[str, Callable[[Task], ProcessRewardCallback] | None] = {
-    "outcome only": None,
-    "centered_return, anchored, auto": credit("centered_return", settings=AUTO),
-    "centered_return, anchored": credit("centered_return", settings=ONE, anchored=True),
-    "gae": credit("gae"),
-    "centered_return, true V, anchored": credit("centered_return", TrueValue, settings=VINE, anchored=True),
-}
-STUDY = list(METHODS)
-METHODS |= {
-    "centered_return": credit("centered_return", settings=ONE, anchored=False),
-    "episode": credit("episode", settings=ONE, anchored=False),
-    "episode, anchored": credit("episode", settings=ONE, anchored=True),
-    "centered_return, true V": credit("centered_return", TrueValue),
-    "centered_return, shuffled": credit("centered_return", lambda task: Shuffled()),
-    "centered_return, Σ log p": credit("centered_return", lambda task: SumOfLogProbs()),
-    "centered_return, without own tokens": credit("centered_return", lambda task: WithoutOwnTokens()),
-    "episode, true V": credit("episode", TrueValue),
-    "episode, anchored, true V": credit("episode", TrueValue, anchored=True),
-    "gae, true V": credit("gae", TrueValue),
-    "gae, λ = 1": credit("gae", settings=CreditSettings(lam=1.0)),
-    "centered_return, forced answer": credit("centered_return", by_log_prob),
-    "grpo_process, forced answer": credit("grpo_process", by_log_prob),
-    "episode, forced answer": credit("episode", by_log_prob),
-    "centered_return, forced answer, weight 0.3": credit(
-        "centered_return", by_log_prob, settings=CreditSettings(process_weight=0.3)
-    ),
-    "centered_return, forced answer, probability": credit(
-        "centered_return", lambda task: by_log_prob(task, "probability")
-    ),
-    "episode, forced answer, probability": credit("episode", lambda task: by_log_prob(task, "probability")),
-}
-
-
-def measure(model: Any, tokenizer: Any, problems: Any, num_samples: int = SAMPLES) -> float:
-    sampling = {"num_samples": num_samples, "max_new_tokens": LONGEST, "batch_size": 256}
-    return harness.accuracy(model, tokenizer, problems, **sampling)
+ALONE = "outcome only"
+MEASURES = ("accuracy", "easy", "tokens")  # that methods are compared by
 
 
 @dataclass
 class Curve:
-    """At each point: sampled accuracy, CPU seconds of training; of that step's window: entropy, share of "Wait"."""
+    """At each point: sampled accuracy and mean tokens of a completion, on held-out problems, the accuracy on easy ones,
+    CPU seconds of training; of that step's window: entropy, shares of "Wait" and of groups without a right answer.
+    """
 
     accuracy: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=lambda: [0.0])
     entropy: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    easy: list[float] = field(default_factory=list)
+    unsolved: list[float] = field(default_factory=list)
 
 
 class Watch(DASHCallback):
     """Fills a curve by held-out problems; its own time does not count."""
 
-    def __init__(self, task: Task, problems: Any):
-        self.task, self.problems, self.every = task, problems, task.steps // POINTS
+    def __init__(self, task: Task, seed: int):
+        self.task, self.every = task, task.steps // POINTS
+        # Those that are reported, or, to tune on, others.
+        which = ("train", 256, 1000) if seed in TUNING_SEEDS else ("test",)
+        self.problems = arithmetic_dataset(*which, operands=task.operands)
+        self.easy = arithmetic_dataset(*which, operands=task.easy) if task.easy else None
         self.curve, self.total = Curve(), 0.0
 
     def on_train_begin(self, args, state, control, model=None, processing_class=None, **kwargs):
-        self.curve.accuracy.append(measure(model, processing_class, self.problems))
+        self.measure(model, processing_class, SAMPLES)
         self.started = time.process_time()
+
+    def measure(self, model: Any, tokenizer: Any, num_samples: int) -> None:
+        sampling = {"num_samples": num_samples, "max_new_tokens": self.task.longest, "batch_size": 256}
+        found = evaluate(model, tokenizer, self.problems, arithmetic_reward, **sampling)
+        self.curve.accuracy.append(found["accuracy"])
+        self.curve.tokens.append(found["mean_length"])
+        if self.easy is not None:
+            self.curve.easy.append(evaluate(model, tokenizer, self.easy, arithmetic_reward, **sampling)["accuracy"])
 
     def on_advantages(self, args, state, control, rollouts, trainer=None, **kwargs):
         if state.global_step % self.every == 0:
@@ -239,31 +96,31 @@ class Watch(DASHCallback):
             self.curve.entropy.append(float(entropies.sum() / rollouts.loss_mask.sum()))
             texts = trainer.processing_class.batch_decode(rollouts.completion_ids)
             self.curve.waits.append(statistics.mean("Wait" in text for text in texts))
+            outcomes = rollouts.rewards.nansum(dim=1).view(-1, trainer.num_generations)
+            self.curve.unsolved.append(float((outcomes == 0).all(dim=1).float().mean()))
             self.started = time.process_time()
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         if state.global_step % self.every == 0:
             self.total += time.process_time() - self.started
             samples = self.task.samples_at_end if state.global_step == self.task.steps else SAMPLES
-            self.curve.accuracy.append(measure(model, processing_class, self.problems, samples))
+            self.measure(model, processing_class, samples)
             self.curve.seconds.append(self.total)
             self.started = time.process_time()
 
 
 def run(task: Task, method: str, seed: int, learning_rate: float) -> Curve:
-    # Those that are reported, or, to tune on, others.
-    problems = confident_dataset("test") if seed not in TUNING_SEEDS else confident_dataset("train", 256, seed=1000)
-    watch, process = Watch(task, problems), METHODS[method]
+    watch, process = Watch(task, seed), METHODS[method]
     settings = {
         "seed": seed,
         "max_steps": task.steps,
         "learning_rate": learning_rate,
         "warmup_steps": task.warm_up_steps,
-        "max_completion_length": LONGEST,
+        "max_completion_length": task.longest,
         "logging_strategy": "no",
     }
     callbacks = [watch] if process is None else [watch, process(task)]
-    train = confident_dataset("train", seed=seed)
+    train = arithmetic_dataset("train", seed=seed, operands=task.operands)
     harness.embedded_trainer(settings, path=task.model(), train=train, callbacks=callbacks).train()
     return watch.curve
 
@@ -318,30 +175,36 @@ def means(rows: Iterable[Sequence[float]]) -> list[float]:
 
 
 def summary(curves: Sequence[Curve], baseline: Sequence[Curve], comparisons: int) -> dict[str, Any]:
-    pairs = list(zip(curves, baseline, strict=True))
     ratio, *interval_of_ratio = samples_ratios(curves, baseline)
-    of_curve = [statistics.mean(curve.accuracy[1:]) - statistics.mean(base.accuracy[1:]) for curve, base in pairs]
-    of_points = [harness.interval(values) for values in zip(*(curve.accuracy for curve in curves), strict=True)]
-    return {
-        "accuracy": [mean for mean, _ in of_points],
-        "interval": [half for _, half in of_points],
-        "seconds": means(curve.seconds for curve in curves),
-        "entropy": means(curve.entropy for curve in curves),
-        "waits": means(curve.waits for curve in curves),
-        "samples_ratio": ratio,
-        "samples_ratio_interval": interval_of_ratio,
-        "paired_gain": harness.interval([curve.accuracy[-1] - base.accuracy[-1] for curve, base in pairs], comparisons),
-        "paired_gain_of_curve": harness.interval(of_curve, comparisons),
-    }
+    found: dict[str, Any] = {"samples_ratio": ratio, "samples_ratio_interval": interval_of_ratio}
+    for name in ("seconds", "entropy", "waits", "unsolved"):
+        found[name] = means(getattr(curve, name) for curve in curves)
+    for name in MEASURES:
+        of = [getattr(curve, name) for curve in curves]
+        if not all(of):
+            continue  # the task does not measure it
+        points = [harness.interval(values) for values in zip(*of, strict=True)]
+        pairs = [(one, getattr(base, name)) for one, base in zip(of, baseline, strict=True)]
+        found[name] = {
+            "mean": [mean for mean, _ in points],
+            "interval": [half for _, half in points],
+            "paired_gain": harness.interval([one[-1] - base[-1] for one, base in pairs], comparisons),
+            "paired_gain_of_curve": harness.interval(
+                [statistics.mean(one[1:]) - statistics.mean(base[1:]) for one, base in pairs], comparisons
+            ),
+        }
+    return found
 
 
 def main(
     runs: Path | None, task: str, seeds: Sequence[int], learning_rate: float | None, methods: Sequence[str]
 ) -> dict[str, Any]:
-    run_of, methods = Runs(runs, task), list(dict.fromkeys(["outcome only", *methods]))
+    of = TASKS[task]
+    seeds, first = seeds or of.seeds, of.methods[0] if of.preregistered else None
+    run_of, methods = Runs(runs, task), list(dict.fromkeys([ALONE, *(methods or of.methods)]))
     tuning: dict[str, dict[str, float]] = {method: {} for method in methods}
     for method in () if learning_rate else methods:
-        for rate in LEARNING_RATES:
+        for rate in of.learning_rates:
             accuracies = [run_of(method, seed, rate).accuracy[-1] for seed in TUNING_SEEDS]
             tuning[method][f"{rate:g}"] = statistics.mean(accuracies)
         harness.say(f"{method}, by learning rate", tuning[method])
@@ -349,10 +212,15 @@ def main(
     made = [[run_of(method, seed, rates[method]) for method in methods] for seed in seeds]
     curves = dict(zip(methods, zip(*made, strict=True), strict=True))
     results: dict[str, Any] = {"task": task, "learning_rates": rates, "tuning": tuning}
-    results |= {"samples_per_step": 128, "steps": TASKS[task].steps, "seeds": list(seeds)}
+    results |= {"samples_per_step": 128, "steps": of.steps, "seeds": list(seeds)}
+    others = len([method for method in methods if method not in (ALONE, first)])
     for method in methods if len(seeds) > 1 else ():
-        found = results[method] = summary(curves[method], curves["outcome only"], len(methods) - 1)
-        harness.say(method, {"final": (found["accuracy"][-1], found["interval"][-1]), **found})
+        comparisons = 1 if method in (ALONE, first) else others
+        found = results[method] = summary(curves[method], curves[ALONE], comparisons)
+        for name in (name for name in MEASURES if name in found):
+            of_one = found[name]
+            final = {"final": (of_one["mean"][-1], of_one["interval"][-1])}
+            harness.say(f"{method}, {name}", final | of_one)
     return results
 
 
@@ -362,7 +230,7 @@ if __name__ == "__main__":
         __doc__,
         runs={"type": Path, "help": "keep each run in this file"},
         task={"choices": TASKS, "default": "slips"},
-        seeds={"type": int, "nargs": "+", "default": (0, 1, 2, 3, 4), "help": "2 to 10 of them"},
+        seeds={"type": int, "nargs": "+", "help": "2 to 10 of them, by default the task's"},
         learning_rate={"type": float, "help": "leave the tuning out"},
-        methods={"nargs": "+", "choices": METHODS, "default": STUDY, "metavar": "METHOD"},
+        methods={"nargs": "+", "choices": METHODS, "metavar": "METHOD", "help": "by default the task's"},
     )
