@@ -195,8 +195,8 @@ def trained(kind: Any, model: str, folder: Path, **arguments: Any) -> Any:
 
 
 def figures(trainer: Any) -> list[dict[str, Any]]:
-    """What was logged of training, but for times and what depends on the packing."""
-    other = ("time", "per_second", "eval", "packing")
+    """What was logged of training, but for times and what depends on which rows share a pass."""
+    other = ("time", "per_second", "eval", "packing", "clip_ratio/low_min", "clip_ratio/high_max")
     logs = [log for log in trainer.state.log_history if "loss" in log]
     logs = [{name: log[name] for name in log if not any(one in name for one in other)} for log in logs]
     return [{name: math.nan if value is None else value for name, value in log.items()} for log in logs]
