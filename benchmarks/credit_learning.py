@@ -6,13 +6,14 @@
 
 Chains of 7 to 9 numbers, a model warmed up on them, 128 rows in groups of 8 per step. Two tasks: *slips*, errors that
 are unlikely tokens, and *confident* ones (`confident.py`). Two more, of which only pilots were run (`credit_tasks.py`):
-*unsolved*, where most groups fail at first, and *padded*, where any line may come again. Each method has a learning rate of its own, of three the one
-with the best mean final accuracy with two other seeds, on problems that are not reported. Then every method runs with
-the task's seeds (the same problems in the same order); at six points the sampled accuracy on 256 held-out problems is
-measured. Mean and 95 % interval (Student's t over seeds) against samples and seconds, those of the process's CPU, in
-which other processes do not count; they include V, not the measuring. The intervals of the gains hold together, for
-all methods (Bonferroni); of "unsolved" and "padded", for all but the method that the task names first. The comparison of
-that one is fixed beforehand: the gain of the curve in accuracy ("unsolved"), and the tokens at the end ("padded").
+*unsolved*, where most groups fail at first, and *padded*, where any line may come again. Each method has a learning
+rate of its own, of three the one with the best mean final accuracy with two other seeds, on problems that are not
+reported. Then every method runs with the task's seeds (the same problems in the same order); at six points the sampled
+accuracy on 256 held-out problems is measured. Mean and 95 % interval (Student's t over seeds) against samples and
+seconds, those of the process's CPU, in which other processes do not count; they include V, not the measuring. The
+intervals of the gains hold together, for all methods (Bonferroni); of "unsolved" and "padded", for all but the method
+that the task names first. The comparison of that one is fixed beforehand: the gain of the curve in accuracy
+("unsolved"), and the tokens at the end ("padded").
 
 `paired_gain`, `paired_gain_of_curve`: accuracy at the end, and its mean over the curve, minus outcome-only's of the
 same seed. `samples_ratio`: samples until the mean curve reaches outcome-only's final accuracy, relative to the whole
