@@ -3,6 +3,7 @@
     python -m dash_trl.serve Qwen/Qwen2.5-0.5B-Instruct --servers 2
     python -m dash_trl.serve embedded                     # the tiny model of `make demo`
     python -m dash_trl.serve MODEL --servers 2 --max-model-len 4096 --dtype bfloat16     # the rest goes to `vllm serve`
+    python -m dash_trl.serve MODEL --enable-lora --max-lora-rank 16     # LoRA: only the adapter is sent
 
 Prints the `--vllm_server_urls …` to paste behind the training command. All endpoints require a key: the environment
 variable VLLM_API_KEY, to be set for the trainer, too; without it one that is made, and that trainers of the same user
@@ -115,6 +116,8 @@ class Servers:
     def start(self, number: int) -> Command:
         """One of the servers, at its address."""
         environment = {"VLLM_SERVER_DEV_MODE": "1", API_KEY: self.key}
+        if "--enable-lora" in self.options:
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # else vLLM asks nobody for an adapter
         gpus = self.devices[number]
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

@@ -151,7 +151,7 @@ class PlainPasses(DASHCallback):
 
     def on_advantages(self, args, state, control, rollouts, **kwargs):
         for _ in range(2):
-            assert model_log_probs(kwargs["trainer"].model, [5, 6, 7, 8], 1.0).isfinite().all()
+            assert model_log_probs(kwargs["trainer"].model, [5, 6, 7, 8]).isfinite().all()
 
 
 # name → (which of this rank's windows have no signal, settings of both trainers, settings of ours)

@@ -25,7 +25,7 @@ from dash_trl.sampling.server import WeightReport
 from dash_trl.sampling.weights import file, nccl
 from dash_trl.sampling.weights.file import FileWeights
 from dash_trl.sampling.weights.nccl import NCCLWeights
-from dash_trl.sampling.weights.proof import check_probe, model_log_probs, probe_tokens, scale_linear
+from dash_trl.sampling.weights.proof import check_probe, model_log_probs, probe_tokens, scale_linear, scaled_outputs
 from dash_trl.sampling.weights.snapshot import Snapshot, WeightMismatch
 from tests.fake_server import Fake, factory
 from tests.tiny import said
@@ -225,21 +225,21 @@ def qwen3():
 @pytest.mark.parametrize("make", [qwen2, tied, qwen3])
 def test_scaled_outputs_are_scaled_weights(make):
     model, ids = make(), probe_tokens(300)
-    expected, plain = model_log_probs(model, ids, 0.5), model_log_probs(model, ids, 1.0)
+    expected, plain = model_log_probs(model, ids, scaled_outputs(model, 0.5)), model_log_probs(model, ids)
     scaled = dict(scale_linear(model, model.named_parameters(), 0.5, lambda name: name))
     changed = {name for name, value in model.named_parameters() if not torch.equal(value, scaled[name])}
     assert {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"} <= changed
     assert not any("norm" in name for name in changed)
     model.load_state_dict({name: value.detach().clone() for name, value in scaled.items()}, strict=False)
     model.tie_weights()
-    assert (model_log_probs(model, ids, 1.0) - expected).abs().max() < 1e-5 < 0.1 < (plain - expected).abs().max()
+    assert (model_log_probs(model, ids) - expected).abs().max() < 1e-5 < 0.1 < (plain - expected).abs().max()
 
 
 def test_scaled_outputs_with_an_adapter():
     """The weights that a server gets are merged, and an adapter with its base layer counts once."""
     model, ids = qwen2(), probe_tokens(300)
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
-    expected = model_log_probs(adapted, ids, 0.5)
+    expected = model_log_probs(adapted, ids, scaled_outputs(adapted, 0.5))
     merged = adapted.merge_and_unload()
     with torch.no_grad():
         for module in merged.modules():
@@ -247,12 +247,12 @@ def test_scaled_outputs_with_an_adapter():
                 module.weight *= 0.5
                 if getattr(module, "bias", None) is not None:
                     module.bias *= 0.5
-    assert (model_log_probs(merged, ids, 1.0) - expected).abs().max() < 1e-5
+    assert (model_log_probs(merged, ids) - expected).abs().max() < 1e-5
 
 
 def test_the_probe_finds_a_server_that_computes_with_old_weights(caplog):
     model, ids = qwen2(), probe_tokens(300)
-    plain, expected = model_log_probs(model, ids, 1.0), model_log_probs(model, ids, 0.5)
+    plain, expected = model_log_probs(model, ids), model_log_probs(model, ids, scaled_outputs(model, 0.5))
     check_probe(expected, plain, {"http://a": expected.tolist()}, torch.float32)
     assert not said(caplog)
     for wrong in (plain, expected * float("nan")):

@@ -470,6 +470,11 @@ class ServerPool:
                 raise answer
         return answers
 
+    def use_adapter(self, name: str) -> None:
+        """Requests name this adapter, in place of a server's model."""
+        for server in self._servers.values():
+            server.adapter = name
+
     def new_version(self, version: int) -> list[str]:
         """Weights are about to be sent; `weights_sent` ends it. What is in flight goes on with them.
 

@@ -72,6 +72,7 @@ class VLLMServer:
         self.url = url
         self.timeout = timeout
         self._session = session
+        self.adapter: str | None = None  # that requests name, in place of the model
         self._headers = key_header(url)
         self._model: str | None = None
 
@@ -110,8 +111,8 @@ class VLLMServer:
             models = await self._request("GET", "/v1/models")
             with _readable(models):
                 self._model = models["data"][0]["id"]
-        request = {"model": self._model, "prompt": list(prompt_ids), "return_token_ids": True, **options}
-        body = await self._request("POST", "/v1/completions", timeout=timeout, json=request)
+        request = {"model": self.adapter or self._model, "prompt": list(prompt_ids), "return_token_ids": True}
+        body = await self._request("POST", "/v1/completions", timeout=timeout, json=request | options)
         with _readable(body):
             choices = body["choices"]
             if len(choices) != count:
@@ -152,6 +153,22 @@ class VLLMServer:
             await self._rpc("reload_weights", weights_path=path)
             await self.end_weight_update(tag)
             return await self.weight_report()
+        finally:
+            await self.resume()
+
+    async def load_adapter(self, path: str, tag: str) -> int:
+        """Load a LoRA adapter in the place of the last one; requests in flight wait and go on with the new one.
+
+        Returns:
+            The checksum of what the workers hold.
+        """
+        await self.pause()
+        try:
+            answer = await self._rpc("dash_load_adapter", path=path)
+            await self.end_weight_update(tag)
+            with _readable(answer):
+                (checksum,) = {int(worker, 16) for worker in answer["results"]}  # each worker holds the whole adapter
+                return checksum
         finally:
             await self.resume()
 
@@ -221,8 +238,10 @@ class VLLMServer:
                 f"{said}. The server was started without its weight endpoints: use `python -m dash_trl.serve`, or set "
                 "VLLM_SERVER_DEV_MODE=1 in its environment."
             )
-        if "has no attribute 'dash_weight_report'" in text:  # a 500, as vLLM answers
-            return ValueError(f"{said}. Start it with `python -m dash_trl.serve`.")
+        if "has no attribute 'dash_" in text:  # a 500, as vLLM answers
+            return ValueError(f"{said}. Start it with `python -m dash_trl.serve` of this version.")
+        if self.adapter is not None and self.adapter in text:  # it has restarted, and waits for the adapter
+            return ServerError(said, gone=True)
         if "not JSON compliant" in text:  # 400, as vLLM answers when it cannot write the NaN that it computed
             return ServerError(f"{said}. A log-prob is {NOT_FINITE}")
         if 400 <= status < 500 and status not in BUSY:

@@ -14,14 +14,28 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.distributed import TIMEOUT, Ranks
 from dash_trl.sampling.backlog import Job
+from dash_trl.sampling.checksum import weights_checksum
 from dash_trl.sampling.health import State
 from dash_trl.sampling.pool import URGENT, Ask, Batch, Chain, ServerPool
 from dash_trl.sampling.server import Completion, VLLMServer
-from dash_trl.sampling.weights import WEIGHT_DIR, FileWeights, NCCLWeights, WeightSync, check_servers
+from dash_trl.sampling.vllm_plugin import ADAPTER
+from dash_trl.sampling.weights import (
+    NAME,
+    WEIGHT_DIR,
+    AdapterWeights,
+    FileWeights,
+    NCCLWeights,
+    WeightSync,
+    check_servers,
+    obstacle,
+    of_adapter,
+    of_all_weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -220,15 +234,23 @@ class VLLMPool(VLLMGeneration):
         """Give all servers the model's weights; see `WeightSync.send`."""
         with self.timed("weights"):
             if self._sync is None:
-                dtype, self.context = self.ranks.agree(self._check_servers, main_only=True)
-                vocabulary = len(self.processing_class)
+                dtype, self.context, why_merged = self.ranks.agree(self._check_servers, main_only=True)
+                adapter = is_peft_model(self.model) and self._adapter_alone(dtype, why_merged)
                 self._sync = WeightSync(
-                    self.pool, self.ranks, self._way(dtype), self.model, vocabulary, self._gather, self._plain_name
+                    self.pool,
+                    self.ranks,
+                    adapter or self._way(dtype),
+                    self.model,
+                    len(self.processing_class),
+                    self._gather_adapter if adapter else self._gather,
+                    of_adapter(self.model) if adapter else of_all_weights(self.model, self._plain_name),
                 )
             self._sync.send()
 
-    def _check_servers(self) -> tuple[torch.dtype, int]:
-        """Whether they can be this trainer's; returns the dtype of their weights and `context`."""
+    def _check_servers(self) -> tuple[torch.dtype, int, str | None]:
+        """Whether they can be this trainer's; returns the dtype of their weights, `context`, and why not the adapter
+        alone can be sent.
+        """
         dtype = check_servers(self.pool, self.model.config, self.model.name_or_path)
         reports = self.pool.ask_all(lambda server: server.weight_report())
         if any(report.checksum is None for report in reports.values()):
@@ -246,7 +268,11 @@ class VLLMPool(VLLMGeneration):
             )
         if self.weight_sync == "nccl":
             self._check_nccl(configs)
-        return dtype, min(config["model_config"]["max_model_len"] for config in configs.values())
+        obstacles = [obstacle(self.model, one) for one in configs.values()] if is_peft_model(self.model) else [None]
+        if self.weight_sync != "file" or self._dist.is_fsdp:
+            obstacles = ["that takes vllm_weight_sync='file', without FSDP"]
+        context = min(config["model_config"]["max_model_len"] for config in configs.values())
+        return dtype, context, next((one for one in obstacles if one is not None), None)
 
     def _check_nccl(self, configs: dict[str, Any]) -> None:
         device = self.accelerator.device
@@ -261,6 +287,40 @@ class VLLMPool(VLLMGeneration):
         if self.weight_sync == "file":
             return FileWeights(self.weight_dir, dtype)
         return NCCLWeights(self.pool.urls, self.group_port, self.accelerator.device, self.request_timeout, dtype)
+
+    def _adapter_alone(self, dtype: torch.dtype, why_not: str | None) -> AdapterWeights | None:
+        """The way for the adapter without its base; None: the merged model has to be sent, and it is said why."""
+        if why_not is None:
+            base = weights_checksum(
+                value.to(dtype) for _, value in self._whole_parameters(lambda name: self.model.prefix not in name)
+            )
+
+            def check() -> str | None:
+                reports = self.pool.ask_all(lambda server: server.weight_report())
+                others = [url for url, report in reports.items() if report.checksum not in (None, base)]
+                return f"{', '.join(others)} have other weights than the base model's here" if others else None
+
+            why_not = self.ranks.agree(check, main_only=True)
+        if why_not is not None:
+            if self.accelerator.is_main_process:
+                logger.warning(f"The servers get the adapter merged into its model: {why_not}.")
+            return None
+        self.pool.use_adapter(ADAPTER)
+        return AdapterWeights(self.weight_dir, dtype, self.model.peft_config[NAME], base)
+
+    def _gather_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The adapter's matrices, whole, under their names in a checkpoint."""
+        self._steps[self.pool.fleet.version + 1] = self.step()
+        own = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
+        matrices = self._whole_parameters(lambda name: any(part in name for part in own))
+        return ((name.replace(f".{NAME}.", "."), value) for name, value in matrices)
+
+    def _whole_parameters(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of the model with these names, one after the other; a collective under ZeRO-3."""
+        for name, parameter in self.model.named_parameters():
+            if wanted(name):
+                with self._dist.gather_params([parameter]):
+                    yield name, parameter.data
 
     def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All parameters, merged and whole, for the next version."""

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
+    from dash_trl.sampling.weights.adapter import NAME, AdapterWeights, obstacle
     from dash_trl.sampling.weights.file import WEIGHT_DIR, FileWeights
     from dash_trl.sampling.weights.nccl import NCCLWeights
-    from dash_trl.sampling.weights.proof import model_log_probs
+    from dash_trl.sampling.weights.proof import model_log_probs, of_adapter, of_all_weights
     from dash_trl.sampling.weights.snapshot import Snapshot
     from dash_trl.sampling.weights.sync import WeightSync, check_servers, load_checkpoint, takes_seeds
 

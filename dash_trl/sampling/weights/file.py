@@ -58,6 +58,12 @@ class FileWeights:
             self._begin()
         final, partial = self.run / f"version-{version}", self.run / f"version-{version}.partial"
         partial.mkdir()
+        checksum = self._fill(partial, parameters)
+        partial.rename(final)
+        return Snapshot(version, f"{self.run.name}-{version}", checksum % MODULUS, str(final))
+
+    def _fill(self, folder: Path, parameters: NamedTensors) -> int:
+        """Writes the files; returns the checksum of what a server will hold."""
         shard: dict[str, Tensor] = {}
         size = checksum = 0
         for name, tensor in parameters:
@@ -66,11 +72,10 @@ class FileWeights:
             shard[name] = tensor.cpu().contiguous().clone()  # the parameter is released when the next one is gathered
             size += tensor.nbytes
             if size >= SHARD_BYTES:
-                _save(shard, partial)
+                _save(shard, folder)
                 shard, size = {}, 0
-        _save(shard, partial)
-        partial.rename(final)
-        return Snapshot(version, f"{self.run.name}-{version}", checksum % MODULUS, str(final))
+        _save(shard, folder)
+        return checksum
 
     def _begin(self) -> None:
         for lock_file in self.directory.glob(f"*/{LOCK}"):

@@ -1,11 +1,15 @@
 """The proof that servers compute with the weights that they were given: log-probs of a few tokens.
 
-The first sync of a run sends weights scaled by a known factor, and the servers' log-probs have to follow.
+The first sync of a run sends weights that are changed in a known way, and the servers' log-probs have to follow:
+all weights scaled by a factor, or, where an adapter is sent alone, its B matrices shifted by a constant (those of a new
+adapter are zero).
 """
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 32
 PERTURBATION = 0.5  # exact in every dtype, and it moves log-probs towards uniform, where they are stable
+SHIFT = 0.25  # of the B matrices of an adapter
 
 # Mean absolute difference of log-probs between trainer and server that rounding explains. The perturbation moves them
 # by an order of magnitude more in any trained model.
@@ -26,6 +31,53 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 def probe_tokens(vocabulary: int) -> list[int]:
     """`PROBE_TOKENS` ids spread over the vocabulary."""
     return [(7919 * (i + 1)) % vocabulary for i in range(PROBE_TOKENS)]
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """A change of the weights, and the same change of the model's outputs, on any sharding.
+
+    Args:
+        parameters: what is sent → what is sent in its place.
+        outputs: gives a context in which the model computes as if it had these weights.
+    """
+
+    parameters: Callable[[NamedTensors], NamedTensors]
+    outputs: Callable[[], AbstractContextManager[None]]
+
+
+def of_all_weights(model: nn.Module, plain_name: Callable[[str], str]) -> Perturbation:
+    """Linear layers and embeddings, scaled; `plain_name` as for `scale_linear`."""
+    return Perturbation(
+        partial(scale_linear, model, scale=PERTURBATION, plain_name=plain_name),
+        partial(scaled_outputs, model, PERTURBATION),
+    )
+
+
+def of_adapter(model: nn.Module) -> Perturbation:
+    """The B matrices of LoRA layers, shifted."""
+    return Perturbation(shift_adapter, partial(shifted_outputs, model))
+
+
+def shift_adapter(parameters: NamedTensors) -> Iterator:
+    """The parameters, those of B matrices + `SHIFT`."""
+    for name, tensor in parameters:
+        yield name, tensor + SHIFT if ".lora_B." in name else tensor
+
+
+@contextmanager
+def shifted_outputs(model: nn.Module) -> Iterator[None]:
+    """The model as if `SHIFT` were added to its B matrices: B gives `SHIFT` · Σ of its inputs more, at each output."""
+    handles = [
+        module.register_forward_hook(lambda module, inputs, output: output + SHIFT * inputs[0].sum(-1, keepdim=True))
+        for name, module in model.named_modules()
+        if ".lora_B." in name
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def scale_linear(
@@ -43,7 +95,7 @@ def scale_linear(
         for name in ("weight", "bias")
     }
     for name, tensor in parameters:
-        yield name, tensor * scale if scale != 1.0 and name in names else tensor
+        yield name, tensor * scale if name in names else tensor
 
 
 @contextmanager
@@ -69,10 +121,14 @@ def scaled_outputs(model: nn.Module, scale: float) -> Iterator[None]:
 
 
 @torch.no_grad()
-def model_log_probs(model: nn.Module, ids: list[int], scale: float) -> Tensor:
-    """[len(ids) − 1], log P(ids[t] | ids[:t]) of the trainer's model; a collective under ZeRO-3 and FSDP."""
+def model_log_probs(model: nn.Module, ids: list[int], changed: AbstractContextManager[None] | None = None) -> Tensor:
+    """[len(ids) − 1], log P(ids[t] | ids[:t]) of the trainer's model; a collective under ZeRO-3 and FSDP.
+
+    Args:
+        changed: in which the model computes, such as `scaled_outputs`.
+    """
     row = torch.tensor([ids], device=next(model.parameters()).device)
-    with evaluating(model), scaled_outputs(model, scale):
+    with evaluating(model), changed or nullcontext():
         logits = model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False).logits
     return logits[0, :-1].float().log_softmax(dim=-1).gather(1, row[0, 1:, None]).squeeze(1).cpu()
 

@@ -25,7 +25,7 @@ from dash_trl.sampling.server import VLLMServer
 from dash_trl.sampling.vllm_plugin import model_shape
 from dash_trl.sampling.weights.file import FileWeights
 from dash_trl.sampling.weights.nccl import NCCLWeights
-from dash_trl.sampling.weights.proof import PERTURBATION, check_probe, model_log_probs, probe_tokens, scale_linear
+from dash_trl.sampling.weights.proof import Perturbation, check_probe, model_log_probs, of_all_weights, probe_tokens
 from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot
 
 
@@ -68,8 +68,9 @@ class WeightSync:
         weights: the way to the servers.
         model: whose log-probs the servers' have to be.
         vocabulary: ids that the tokenizer has.
-        gather: (name, tensor) of all parameters, under the servers' names; called by all ranks, once for each version.
-        plain_name: a name in `model.named_parameters()` → the server's.
+        gather: (name, tensor) of all parameters, or of the adapter's, under the servers' names; called by all ranks,
+            once for each version.
+        perturbation: by which the first sync is proven; `None`: that of all weights, which have the model's names.
     """
 
     def __init__(
@@ -80,14 +81,14 @@ class WeightSync:
         model: nn.Module,
         vocabulary: int,
         gather: Callable[[], NamedTensors],
-        plain_name: Callable[[str], str] = str,
+        perturbation: Perturbation | None = None,
     ):
         self.pool = pool
         self.ranks = ranks
         self.weights = weights
         self.model = model
         self.gather = gather
-        self.plain_name = plain_name
+        self.perturbation = perturbation or of_all_weights(model, str)
         self.probe = probe_tokens(min(model.config.get_text_config().vocab_size, vocabulary))  # type: ignore[union-attr, operator]
         self._proven = False  # that servers which say that they have the weights compute with them
         self._snapshot: Snapshot | None = None
@@ -104,10 +105,10 @@ class WeightSync:
             self._send()
             return
         self.ranks.agree(self.pool.wait_until_ready)
-        plain = model_log_probs(self.model, self.probe, 1.0)
-        perturbed = model_log_probs(self.model, self.probe, PERTURBATION)
-        for scale, expected in ((PERTURBATION, perturbed), (1.0, plain)):
-            errors = self._send(scale)
+        plain = model_log_probs(self.model, self.probe)
+        perturbed = model_log_probs(self.model, self.probe, self.perturbation.outputs())
+        for expected in (perturbed, plain):
+            errors = self._send(perturbed=expected is perturbed)
             if errors:
                 raise PoolError(self.pool.message(f"At the start {len(errors)} servers did not take the weights"))
             self.ranks.agree(partial(self.check, expected, plain), main_only=True)
@@ -118,14 +119,14 @@ class WeightSync:
         served = self.pool.ask_all(lambda server: server.log_probs(self.probe))
         check_probe(expected, plain, served, self.weights.dtype)
 
-    def _send(self, scale: float = 1.0) -> dict[str, str]:
+    def _send(self, *, perturbed: bool = False) -> dict[str, str]:
         """Gather on all ranks, send from the main process, and tell all ranks which servers have them.
 
         Returns:
             url → error of those that have not.
         """
         version = self.pool.fleet.version + 1
-        parameters = scale_linear(self.model, self.gather(), scale, self.plain_name)
+        parameters = self.perturbation.parameters(self.gather()) if perturbed else self.gather()
         errors: dict[str, str | None] = {}
         waiting: list[str] = []
 
@@ -186,5 +187,5 @@ def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_
         return held.version
 
     pool.refit = verify
-    plain = model_log_probs(model, sync.probe, 1.0)
+    plain = model_log_probs(model, sync.probe)
     sync.check(plain, plain)
