@@ -39,6 +39,7 @@ from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback, 
 from dash_trl.rewards import JudgeError, JudgeReward
 from dash_trl.sampling import own_key
 from dash_trl.sampling.trl import VLLMPool
+from dash_trl.sampling.weights.file import LOCK
 from dash_trl.sampling.weights.snapshot import WeightMismatch
 from dash_trl.serve import READY_SECONDS, cores, free_ports, read, visible_gpus
 from dash_trl.workers import Command
@@ -75,6 +76,7 @@ class Pair:
         command = [sys.executable, "-m", "dash_trl.serve", self.model, "--port", str(self.ports[number])]
         # float32 on a GPU, too, to compare log-probs to 1e-4
         options = ["--dtype", "float32", "--logits-processors", "tests.slow_tokens:SlowTokens"]
+        options += ["--enable-lora", "--max-lora-rank", "8"]
         return Command([*command, *options], environment=environment, log=log)
 
     def wait_until_ready(self) -> None:
@@ -187,12 +189,20 @@ def largest_difference(model: Any, rows: list[list[int]], completions: list[list
     return max(differences(model, *row).max().item() for row in by_row)
 
 
-def change(model: Any, seed: int) -> None:
-    """Far enough that stale weights cannot pass for these."""
+def change(model: Any, seed: int, part: str = "") -> None:
+    """Far enough that stale weights cannot pass for these: all, or those with this part in their names."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+        for name, parameter in model.named_parameters():
+            if part in name:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+
+
+def adapted_and_pool(base: VLLMPool, folder: Path, **config: Any) -> tuple[Any, VLLMPool]:
+    """A copy of the model of `base` with an adapter, and a pool for it; the servers have the weights of the model."""
+    base.sync_weights()
+    adapted = get_peft_model(copy.deepcopy(base.model), LoraConfig(**{"target_modules": "all-linear", **config}))
+    return adapted, make_pool(base.urls, adapted, folder)
 
 
 def generated_tokens(url: str) -> float:
@@ -313,6 +323,34 @@ def test_sampled_log_probs_are_those_of_the_truncated_distribution(model, pool, 
             )
             assert (expected - torch.tensor(reported).squeeze(1)).abs().max() <= 1e-4, sampling
         assert largest_difference(model, rows, completions, log_probs) > 0.05, sampling
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"r": 4}, {"r": 8, "use_rslora": True, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1, 3]}],
+)
+def test_an_adapter_goes_to_the_servers_without_its_model(servers, model, pool, tmp_path, config):
+    adapted, own = adapted_and_pool(pool, tmp_path, lora_alpha=12, **config)
+    own.sync_weights()  # with its proof, of B matrices that are zero
+    rows = prompts(own, 4, 4)
+    for seed in (4, 5):
+        change(adapted, seed, "lora_")
+        own.sync_weights()
+        _, completions, log_probs, _ = own.generate(rows, None, 4)
+        assert largest_difference(adapted, rows, completions, log_probs) <= 1e-4
+        with adapted.disable_adapter():
+            assert largest_difference(adapted, rows, completions, log_probs) > 0.1
+    sent = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert {file.name for file in sent} == {"adapter_config.json", "adapter_model.safetensors", LOCK}
+
+    change(model, 6)
+    pool.sync_weights()  # the servers have another model now, for which nobody trained this adapter
+    with pytest.raises(WeightMismatch, match="holds another base model"):
+        own.sync_weights()
+    merged = make_pool(servers.urls, adapted, tmp_path / "merged")
+    merged.sync_weights()
+    _, completions, log_probs, _ = merged.generate(rows, None, 4)
+    assert largest_difference(adapted, rows, completions, log_probs) <= 1e-4
 
 
 def test_modules_that_an_adapter_trains_whole_reach_the_servers(servers, model, tmp_path):
@@ -540,7 +578,12 @@ def test_value_quality_by_servers(servers, tmp_path):
 # -------------------------------------------------------------------------------------------------------------- crashes
 
 
-def test_a_killed_server_loses_nothing_and_comes_back_with_the_weights(servers, slow_tokens, model, pool):
+@pytest.mark.parametrize("adapter", [pytest.param(True, marks=pytest.mark.exhaustive), False])
+def test_a_killed_server_loses_nothing_and_comes_back_with_the_weights(
+    servers, slow_tokens, model, pool, tmp_path, adapter
+):
+    if adapter:
+        model, pool = adapted_and_pool(pool, tmp_path)
     pool.generation_kwargs, pool.max_completion_length = {"ignore_eos": True}, 150
     pool.sync_weights()
     fleet = pool.pool.fleet
@@ -556,7 +599,7 @@ def test_a_killed_server_loses_nothing_and_comes_back_with_the_weights(servers, 
     assert fleet.servers[victim].state == "dead" != fleet.servers[servers.urls[0]].state  # idle now, it may be suspect
     assert largest_difference(model, rows, completions, log_probs) <= 1e-4
 
-    change(model, 3)
+    change(model, 3, "lora_" if adapter else "")
     pool.sync_weights()  # the dead one does not hold up the others
     pool.generation_kwargs, pool.max_completion_length = {}, 48
     wait_until(lambda: not servers.commands[1].running)
@@ -585,8 +628,12 @@ def within_bound(windows: list[dict[str, Any]], level: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def launched(servers, checkpoints, tmp_path_factory) -> tuple[dict[str, list[dict[str, Any]]], str, Path]:
+def launched(
+    servers, checkpoints, trained, proven, tmp_path_factory
+) -> tuple[dict[str, list[dict[str, Any]]], str, Path]:
     """All scenarios of `vllm_run.py`: what each rank saw, all that was printed, and the folder. No server is left."""
+    trained.load_state_dict(AutoModelForCausalLM.from_pretrained(checkpoints["own"]).state_dict())
+    proven.sync_weights()  # the first scenario trains an adapter of this model
     output, groups = tmp_path_factory.mktemp("launched"), [servers.group(number) for number in range(2)]
     where = [checkpoints["own"], checkpoints["adapter"], output, ",".join(servers.urls), ",".join(map(str, groups))]
     done = subprocess.run(
@@ -635,6 +682,15 @@ def test_a_run_two_windows_ahead_is_killed_and_resumed_and_a_server_dies(launche
         windows = [window for rank in saw["resumed"] for window in rank["windows"][epoch]]
         asked = [prompt for window in windows for prompt in window["prompts"]]
         assert len(set(asked)) == len(asked) == 24
+
+
+@pytest.mark.distributed
+def test_an_adapter_under_zero3_on_two_ranks(launched):
+    saw, printed, _ = launched
+    assert "zero3_adapter" in saw and len(saw["zero3_adapter"]) == 2, printed
+    for rank in saw["zero3_adapter"]:
+        assert rank["steps"] == 2 and rank["moved"] > 1e-4 and rank["way"] == "AdapterWeights"
+        assert max(rank["differences"]) < 1e-4 and len(rank["differences"]) == 2
 
 
 @pytest.mark.distributed

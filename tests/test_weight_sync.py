@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -23,9 +23,18 @@ from trl.generation import vllm_client
 from dash_trl.sampling.checksum import combine_workers, tensor_checksum, weights_checksum
 from dash_trl.sampling.server import WeightReport
 from dash_trl.sampling.weights import file, nccl
+from dash_trl.sampling.weights.adapter import obstacle
 from dash_trl.sampling.weights.file import FileWeights
 from dash_trl.sampling.weights.nccl import NCCLWeights
-from dash_trl.sampling.weights.proof import check_probe, model_log_probs, probe_tokens, scale_linear, scaled_outputs
+from dash_trl.sampling.weights.proof import (
+    check_probe,
+    model_log_probs,
+    probe_tokens,
+    scale_linear,
+    scaled_outputs,
+    shift_adapter,
+    shifted_outputs,
+)
 from dash_trl.sampling.weights.snapshot import Snapshot, WeightMismatch
 from tests.fake_server import Fake, factory
 from tests.tiny import said
@@ -248,6 +257,53 @@ def test_scaled_outputs_with_an_adapter():
                 if getattr(module, "bias", None) is not None:
                     module.bias *= 0.5
     assert (model_log_probs(merged, ids) - expected).abs().max() < 1e-5
+
+
+def test_shifted_outputs_are_shifted_matrices():
+    model, ids = qwen2(), probe_tokens(300)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    expected, plain = model_log_probs(adapted, ids, shifted_outputs(adapted)), model_log_probs(adapted, ids)
+    shifted = dict(shift_adapter(adapted.named_parameters()))
+    assert {name for name, value in adapted.named_parameters() if not torch.equal(value, shifted[name])} == {
+        name for name in shifted if "lora_B" in name
+    }
+    adapted.load_state_dict(shifted, strict=False)
+    assert (model_log_probs(adapted, ids) - expected).abs().max() < 1e-5 < 0.1 < (plain - expected).abs().max()
+
+
+LORA = {"lora_config": {"max_lora_rank": 8}}
+
+
+@pytest.mark.parametrize(
+    ("config", "served", "why"),
+    [
+        ({}, LORA, None),
+        ({"use_rslora": True, "layers_to_transform": [1]}, LORA, None),
+        ({"r": 16}, LORA, "--enable-lora --max-lora-rank 16"),
+        ({}, {"lora_config": None}, "--enable-lora --max-lora-rank 8"),
+        ({"use_dora": True}, LORA, "use_dora"),
+        ({"bias": "lora_only"}, LORA, "bias='lora_only'"),
+        ({"rank_pattern": {"q_proj": 2}}, LORA, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 2}}, LORA, "alpha_pattern"),
+        ({"modules_to_save": ["lm_head"]}, LORA, "modules_to_save"),
+        ({"target_modules": ["embed_tokens", "q_proj"]}, LORA, "of the embeddings or of the output layer"),
+        ({"target_modules": ["lm_head", "q_proj"]}, LORA, "of the embeddings or of the output layer"),
+        ({"trainable_token_indices": [3]}, LORA, "trainable_token_indices"),
+    ],
+)
+def test_which_adapters_a_server_can_be_given(config, served, why):
+    adapted = get_peft_model(qwen2(), LoraConfig(**{"r": 8, "target_modules": ["q_proj"], **config}))
+    found = obstacle(adapted, served)
+    assert found is None if why is None else why in found
+
+
+def test_of_several_adapters_none_goes_alone():
+    adapted = get_peft_model(qwen2(), LoraConfig(target_modules=["q_proj"]))
+    adapted.add_adapter("other", LoraConfig(target_modules=["k_proj"]))
+    adapted.base_model.set_adapter(["default", "other"])
+    assert "the active adapters are" in obstacle(adapted, LORA)
+    other = get_peft_model(qwen2(), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    assert "this is IA3" in obstacle(other, LORA)
 
 
 def test_the_probe_finds_a_server_that_computes_with_old_weights(caplog):

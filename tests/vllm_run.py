@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
+from peft import LoraConfig
 from torch.func import functional_call
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -331,10 +332,22 @@ def two_steps(model: str, output: Path, **settings: Any) -> tuple[Any, dict[str,
     key = "sampling/sampling_logp_difference/mean"
     return trainer, {
         "steps": trainer.state.global_step,
-        "moved": max((value.cpu() - before[name]).abs().max().item() for name, value in whole(trainer).items()),
+        "moved": max((value.cpu() - before.get(name, 0)).abs().max().item() for name, value in trained(trainer)),
         "differences": [log[key] for log in trainer.state.log_history if key in log],
         "windows": watch.windows,
     }
+
+
+def trained(trainer: Any) -> list[tuple[str, torch.Tensor]]:
+    """All weights; of an adapter its B matrices, which begin with 0."""
+    return [(name, value) for name, value in whole(trainer).items() if "lora_B" in name or "base_model" not in name]
+
+
+def zero3_adapter(model: str, adapter: str, output: Path, urls: list[str], groups: list[int]) -> None:
+    without_compiled_ops()
+    peft_config = LoraConfig(r=4, target_modules="all-linear")
+    trainer, seen = two_steps(model, output, vllm_server_urls=urls, more={"peft_config": peft_config})
+    say("zero3_adapter", {**seen, "way": type(trainer.vllm_generation._sync.weights).__name__})
 
 
 def zero3(model: str, adapter: str, output: Path, urls: list[str], groups: list[int]) -> None:
@@ -378,11 +391,13 @@ def in_process(model: str, adapter: str, output: Path, urls: list[str], groups: 
 
 # -------------------------------------------------------------------------------------------------- the launch
 
+ZERO3 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
 SCENARIOS: dict[Any, tuple[int, dict[str, str]]] = {  # → ranks, environment
+    zero3_adapter: (2, ZERO3),  # first: the servers have the model of the adapter
     tools: (2, {"ACCELERATE_USE_CPU": "true"}),
     killed: (2, {"ACCELERATE_USE_CPU": "true"}),
     resumed: (2, {"ACCELERATE_USE_CPU": "true"}),
-    zero3: (2, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}),
+    zero3: (2, ZERO3),
     in_process: (1, {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}),  # in TRL's mode without compiled kernels
 }
 

@@ -268,7 +268,9 @@ class VLLMPool(VLLMGeneration):
             )
         if self.weight_sync == "nccl":
             self._check_nccl(configs)
-        obstacles = [obstacle(self.model, one) for one in configs.values()] if is_peft_model(self.model) else [None]
+        obstacles: list[str | None] = []
+        if is_peft_model(self.model):
+            obstacles = [obstacle(self.model, one) for one in configs.values()]
         if self.weight_sync != "file" or self._dist.is_fsdp:
             obstacles = ["that takes vllm_weight_sync='file', without FSDP"]
         context = min(config["model_config"]["max_model_len"] for config in configs.values())

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -47,13 +48,16 @@ def obstacle(model: nn.Module, config: dict[str, Any]) -> str | None:
     """
     assert isinstance(model, PeftModel)
     adapter = model.peft_config[NAME]
-    if adapter.peft_type != "LORA" or adapter.bias != "none":
-        return f"vLLM takes LoRA without bias, and this is {adapter.peft_type} with bias={adapter.bias!r}"
+    if adapter.peft_type != "LORA":
+        return f"vLLM takes LoRA, and this is {adapter.peft_type.value}"
+    if adapter.bias != "none":
+        return f"vLLM takes an adapter without bias, and this one has bias={adapter.bias!r}"
     given = [name for name in WITHOUT if getattr(adapter, name, None)]
     if given:
         return f"vLLM does not take an adapter with {', '.join(given)}"
-    if any(".lora_embedding_A" in name for name, _ in model.named_parameters()):
-        return "vLLM does not take an adapter of embeddings"
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if any(isinstance(one, BaseTunerLayer) for one in ends):
+        return "it is of the embeddings or of the output layer, too, which is not tried out"
     if model.active_adapters != [NAME]:
         return f"the active adapters are {model.active_adapters}"
     served = config.get("lora_config") or {}
