@@ -290,7 +290,8 @@ def test_servers_that_can_but_with_less(fault, message, fakes, caplog):
 
 def checked_pool(fakes: list[Fake], fault: str | None) -> VLLMPool:
     vllm = object.__new__(VLLMPool)
-    vllm.accelerator, vllm.model = Accelerator(cpu=True), SimpleNamespace(name_or_path="model")
+    vllm.accelerator, vllm.model = Accelerator(cpu=True), torch.nn.Module()
+    vllm.model.name_or_path = "model"
     vllm.pool, vllm.model.config = ServerPool([fake.url for fake in fakes]), Qwen2Config(vocab_size=64)
     for fake in fakes:
         fake.report["shape"] = model_shape(vllm.model.config)

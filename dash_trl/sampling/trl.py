@@ -248,8 +248,8 @@ class VLLMPool(VLLMGeneration):
             self._sync.send()
 
     def _check_servers(self) -> tuple[torch.dtype, int, str | None]:
-        """Whether they can be this trainer's; returns the dtype of their weights, `context`, and why not the adapter
-        alone can be sent.
+        """Whether they can be this trainer's; returns the dtype of their weights, `context`, and why an adapter has to
+        be merged.
         """
         dtype = check_servers(self.pool, self.model.config, self.model.name_or_path)
         reports = self.pool.ask_all(lambda server: server.weight_report())
@@ -268,13 +268,16 @@ class VLLMPool(VLLMGeneration):
             )
         if self.weight_sync == "nccl":
             self._check_nccl(configs)
-        obstacles: list[str | None] = []
-        if is_peft_model(self.model):
-            obstacles = [obstacle(self.model, one) for one in configs.values()]
-        if self.weight_sync != "file" or self._dist.is_fsdp:
-            obstacles = ["that takes vllm_weight_sync='file', without FSDP"]
+        why_merged = self._why_merged(configs) if is_peft_model(self.model) else None
         context = min(config["model_config"]["max_model_len"] for config in configs.values())
-        return dtype, context, next((one for one in obstacles if one is not None), None)
+        return dtype, context, why_merged
+
+    def _why_merged(self, configs: dict[str, Any]) -> str | None:
+        """Why the adapter alone cannot be sent, but merged into its model; None: it can."""
+        if self.weight_sync != "file" or self._dist.is_fsdp:
+            return "that takes vllm_weight_sync='file', without FSDP"
+        obstacles = (obstacle(self.model, config) for config in configs.values())
+        return next((one for one in obstacles if one is not None), None)
 
     def _check_nccl(self, configs: dict[str, Any]) -> None:
         device = self.accelerator.device
