@@ -284,7 +284,7 @@ def test_servers_that_cannot_be_this_trainer_s(fault, error, message, fakes):
 )
 def test_servers_that_can_but_with_less(fault, message, fakes, caplog):
     vllm = checked_pool([fakes(), fakes()], fault)
-    assert vllm._check_servers() == (torch.float32, 4096)
+    assert vllm._check_servers() == (torch.float32, 4096, None)
     assert message in said(caplog) if message else not said(caplog)
 
 
