@@ -234,6 +234,7 @@ LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # of BPF's in
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
 NUMBER, ARCHITECTURE = 0, 4  # where they are in what a filter sees
 ALL_BITS = 0xFFFFFFFF
+BLOCK = 16  # numbers of system calls
 
 # (argument, bits of it, their values, whether these are the only ones that pass or the ones that do not)
 Condition = tuple[float, int, tuple[int, ...], bool]
@@ -261,8 +262,10 @@ def conditions(*, alone: bool, children: bool) -> dict[str, list[Condition]]:
     return limited
 
 
-def filter_calls(*, alone: bool, children: bool = False) -> None:
-    """Refuses system calls by seccomp. `alone`: in namespaces of its own; `children`: it may start processes there."""
+def make_filter(*, alone: bool, children: bool = False) -> bytes:
+    """seccomp's instructions for a process in namespaces of its own (`alone`), which may start others there
+    (`children`); or else for this process, which may send signals to itself.
+    """
     if platform.machine() not in ARCHITECTURES:
         raise OSError(f"the numbers of system calls are known for {list(ARCHITECTURES)}, not {platform.machine()!r}")
     architecture, column = ARCHITECTURES[platform.machine()]
@@ -270,6 +273,7 @@ def filter_calls(*, alone: bool, children: bool = False) -> None:
     program = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, REFUSE | EPERM)]
     program += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), (RETURN, 0, 0, REFUSE | ENOSYS)]
     allowed = {**ALLOWED, **(ALLOWED_ALONE if alone else {}), **(ALLOWED_CHILDREN if children else {})}
+    bodies: dict[int, list[tuple[int, int, int, int]]] = {}
     for name, numbers in allowed.items():
         body: list[tuple[int, int, int, int]] = []
         for argument, bits, values, only in limited.get(name, []):
@@ -281,11 +285,25 @@ def filter_calls(*, alone: bool, children: bool = False) -> None:
             else:
                 body += [one for value in values for one in ((EQUAL, 0, 1, value), (RETURN, 0, 0, REFUSE | EPERM))]
         if column < len(numbers):
-            program += [(EQUAL, 0, len(body) + 1, numbers[column]), *body, (RETURN, 0, 0, ALLOW)]
-    program.append((RETURN, 0, 0, REFUSE | ENOSYS))
-    code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
-    buffer = ctypes.create_string_buffer(code, len(code))
-    call("prctl", PR_SET_SECCOMP, 2, struct.pack("HP", len(program), ctypes.addressof(buffer)), 0, 0)
+            bodies[numbers[column]] = body
+    # In blocks, of which a call goes through one: the kernel runs a new filter once for each number that it knows.
+    ordered = sorted(bodies)
+    for first in range(0, len(ordered), BLOCK):
+        block: list[tuple[int, int, int, int]] = []
+        for number in ordered[first : first + BLOCK]:
+            block += [(EQUAL, 0, len(bodies[number]) + 1, number), *bodies[number], (RETURN, 0, 0, ALLOW)]
+        block.append((RETURN, 0, 0, REFUSE | ENOSYS))
+        if first + BLOCK < len(ordered):
+            program.append((AT_LEAST, len(block), 0, ordered[first + BLOCK]))
+        program += block
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+
+
+def filter_calls(instructions: bytes) -> None:
+    """Refuses this process's system calls by seccomp."""
+    buffer = ctypes.create_string_buffer(instructions, len(instructions))
+    said = struct.pack("HP", len(instructions) // struct.calcsize("HBBI"), ctypes.addressof(buffer))
+    call("prctl", PR_SET_SECCOMP, 2, said, 0, 0)
 
 
 # -------------------------------------------------------------------------------------------------- starter and sides
@@ -301,6 +319,8 @@ class Place:
         self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         if SETTINGS["children"]:
             os.stat("thread-self/children", dir_fd=self.proc)  # `cpu_of_all` needs it
+        # Made here, once: a fork copies each page of memory that it works with, which takes a millisecond.
+        self.filter = make_filter(alone=True, children=SETTINGS["children"]) if self.alone else None
         if self.alone:
             if os.geteuid() == 0:
                 call("unshare", CLONE_NEWNS | CLONE_NEWPID)
@@ -445,7 +465,7 @@ class Place:
         if self.landlock:
             restrict_files(readable_paths(), folder)
             call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # `files` sees those that it has open; Landlock keeps others off
-        filter_calls(alone=self.alone, children=SETTINGS["children"])
+        filter_calls(self.filter or make_filter(alone=False))
 
 
 def become_nobody() -> None:
