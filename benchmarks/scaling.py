@@ -1,6 +1,6 @@
-"""What DASH does beside the model passes: seconds and memory against the number of rows, for one of 8 ranks.
+"""What DASH does beside the model passes: seconds and memory against the number of rows and of ranks.
 
-    python benchmarks/scaling.py --json scaling.json        # under two minutes
+    python benchmarks/scaling.py --json scaling.json        # about two minutes
 
 Filter and pack: a rank filters its own rows, then plans the passes of all ranks. Half of the rows survive; 32
 micro-steps; the row budget, a token budget, and the padded layout.
@@ -8,6 +8,9 @@ micro-steps; the row budget, a token budget, and the padded layout.
 The whole way: from the sampled rows of a rank (1,024 columns, about 300 tokens, 7 values each) by process rewards,
 filter and plan to the inputs of every pass (32 rows per micro-step, 8,192 tokens per pass). Memory is what a stage
 takes at its peak beyond what was there before it.
+
+Of all ranks: what each rank computes for the rows of all, 1,024 of each rank, half of which survive. Gathered tables
+are simulated, the functions are the trainer's. The other stages of the whole way concern a rank's own rows.
 """
 
 import time
@@ -22,7 +25,15 @@ from dash_trl.process_rewards import CreditSettings
 from dash_trl.process_rewards.credit import Rewards, centered_return, place_rewards
 from dash_trl.process_rewards.diagnostics import batch_figures
 from dash_trl.rollout import RolloutBatch
-from dash_trl.update import MIN_SHARED, PackedLayout, filter_rows, group_advantages, plan_segment, same_prompt
+from dash_trl.update import (
+    MIN_SHARED,
+    PackedLayout,
+    Schedule,
+    filter_rows,
+    group_advantages,
+    plan_segment,
+    same_prompt,
+)
 
 RANKS, MICRO_STEPS, REPEATS = 8, 32, 5
 SIZES = (1_024, 4_096, 16_384, 65_536)
@@ -31,6 +42,7 @@ LAYOUTS = {
     "tokens": {"max_tokens": 4096},
     "padded": {"max_tokens": 4096, "padding_free": False},
 }
+MANY_RANKS, ROWS_OF_RANK = (1, 8, 64, 256, 512), 1_024
 OWN_ROWS, PROMPT, COMPLETION, GROUP, VALUES = (1_024, 2_048, 4_096, 8_192), 128, 1_024, 8, 7
 
 
@@ -123,22 +135,59 @@ def whole_way(rows: int) -> dict[str, tuple[float, float]]:
     return stages
 
 
+def of_all_ranks(ranks: int) -> dict[str, tuple[float, float]]:
+    """(seconds, GiB) of each stage that concerns the rows of all ranks."""
+    generator = torch.Generator().manual_seed(ranks)
+    rows = ROWS_OF_RANK
+    rewards = (torch.rand(ranks * rows, 1, generator=generator) < 0.5).float()
+    stages: dict[str, tuple[float, float]] = {}
+    with stage("gathered tables", stages):
+        completions = torch.randn(ranks, rows, generator=generator).mul(0.8).exp().mul(240).clamp(8, COMPLETION).long()
+        prompts = torch.randint(20, PROMPT, (ranks, rows // GROUP), generator=generator).repeat_interleave(GROUP, dim=1)
+        groups = (torch.arange(rows) // GROUP).expand(ranks, -1)
+        kept = torch.rand(ranks, rows, 1, generator=generator) < 0.5
+        lengths = torch.stack([prompts, completions, completions, groups], dim=2) * kept
+    with stage("advantages", stages):
+        group_advantages(rewards, torch.ones(1), GROUP)
+    for name, layout in LAYOUTS.items():
+        options = {"max_rows": 32, **layout, "min_shared": None if name == "padded" else MIN_SHARED}
+
+        def pack(table: torch.Tensor, micro_steps: int, last: bool, options: dict = options) -> list:
+            return plan_segment(table, micro_steps, last, **options)
+
+        schedule = Schedule(
+            steps_per_generation=MICRO_STEPS,
+            num_iterations=1,
+            accumulation=MICRO_STEPS,
+            rows_per_step=rows // MICRO_STEPS,
+            pack=pack,
+        )
+        schedule.begin_optimizer_step(0, MICRO_STEPS, global_step=0)
+        with stage(f"plan, {name}", stages):
+            schedule.window_sampled(0)
+            for step in range(MICRO_STEPS):
+                schedule.passes(step, lengths, 1.0)
+    return stages
+
+
 def main() -> dict[str, dict[str, Any]]:
-    results: dict[str, dict[str, Any]] = {"filter and pack": {}, "whole way": {}}
+    results: dict[str, dict[str, Any]] = {"filter and pack": {}, "whole way": {}, "all ranks": {}}
     for rows in SIZES:
         figures = harness.medians(
             {name: [seconds(rows, layout) for _ in range(REPEATS)] for name, layout in LAYOUTS.items()}
         )
         results["filter and pack"][str(rows)] = figures
         harness.say(f"{rows} rows: seconds", figures)
-    for own in OWN_ROWS:
-        runs = [whole_way(own) for _ in range(REPEATS)]
+    sizes = [("whole way", own, "rows of a rank", whole_way) for own in OWN_ROWS]
+    sizes += [("all ranks", ranks, "ranks", of_all_ranks) for ranks in MANY_RANKS]
+    for part, size, what, measure in sizes:
+        runs = [measure(size) for _ in range(REPEATS)]
         times = {name: [run[name][0] for run in runs] for name in runs[0]}
         times["all"] = [sum(took for took, _ in run.values()) for run in runs]
         memory_of = {name: max(run[name][1] for run in runs) for name in runs[0]}
-        results["whole way"][str(own)] = found = {"seconds": harness.medians(times), "GiB": memory_of}
+        results[part][str(size)] = found = {"seconds": harness.medians(times), "GiB": memory_of}
         for unit, row in found.items():
-            harness.say(f"{own} rows of a rank: {unit}", row)
+            harness.say(f"{size} {what}: {unit}", row)
     return results
 
 
