@@ -51,6 +51,7 @@ from tests.tiny import (
     ScriptedReward,
     ScriptedRollouts,
     assert_same_update,
+    fsdp_on_cpu,
     leave,
     pad,
     parameters,
@@ -63,11 +64,16 @@ from tests.tiny import (
 
 RANK = int(os.environ.get("RANK", 0))
 DEEPSPEED = bool(os.environ.get("ACCELERATE_USE_DEEPSPEED"))
+FSDP = bool(os.environ.get("ACCELERATE_USE_FSDP"))
+WITH_DDP = pytest.mark.skipif(DEEPSPEED or FSDP, reason="what DDP does")
 ON_DDP = pytest.mark.skipif(DEEPSPEED, reason="as without DeepSpeed, where a checkpoint takes seconds")
+ONCE = pytest.mark.skipif(FSDP, reason="accelerate cannot train a model again that FSDP2 has sharded")
 SAVED = {"save_strategy": "no" if DEEPSPEED else "steps", "save_steps": 3}
 Ends = dict[str, torch.Tensor]
 if DEEPSPEED:
     without_compiled_ops()
+if FSDP:
+    fsdp_on_cpu()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +100,7 @@ def models(tiny_model, tmp_path_factory) -> dict[str, tuple[str, Ends]]:
 
 
 def whole(trainer: Any) -> Ends:
-    """The parameters, gathered under ZeRO-3."""
+    """The parameters, gathered under ZeRO-3 and FSDP."""
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
     context: Any = nullcontext()
     if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
@@ -123,6 +129,7 @@ def train(models, output) -> Callable[..., Any]:
         trainer = run(trainer_class, path, settings.pop("output", output), **settings)
         end = whole(trainer)
         assert trainer.accelerator.num_processes == 2 and equal_on_all_ranks(end)
+        assert trainer.accelerator.is_fsdp2 == FSDP
         assert_same_update(start, end if expected is None else expected, end)
         return trainer
 
@@ -202,6 +209,7 @@ def test_everything_that_trl_logs_of_tools(models, output, name):
     check_tools_contract(models["tools"][0], output / name, name)
 
 
+@ONCE
 @ON_DDP
 def test_faults_of_tools(models, output):
     """Other rows on each rank, and other numbers of turns."""
@@ -268,7 +276,7 @@ def test_everything_that_trl_logs(tiny_model, output, name):
     check_contract(tiny_model, output / name, SCENARIOS[name])
 
 
-@ON_DDP
+@WITH_DDP
 def test_a_compiled_model(train, tiny_model, monkeypatch):
     """Packed passes of several samples; rank 1 runs dummies. (Under ZeRO-3 TRL's fused LM head cannot be compiled.)"""
     waits, no_sync = [], DistributedDataParallel.no_sync
@@ -509,6 +517,8 @@ def test_a_step_without_signal_moves_deepspeed_s_own_schedule(train):
 def test_a_run_is_resumed_from_the_middle_of_a_window(train, output):
     """As if uninterrupted; where one rank lost its window, all refuse."""
     settings = {"steps_per_generation": 8, "max_steps": 2, "reward": ScriptedReward(constant=0.3), "learning_rate": 0.2}
+    if FSDP:  # PyTorch cannot load an optimizer without a state
+        settings |= {"optimizer": "adamw_torch", "learning_rate": 1e-3}
     end = whole(train(save_strategy="steps", save_steps=1, **settings))
     settings |= {"resume": str(output / "checkpoint-1")}
     train(expected=end, **settings)
@@ -526,6 +536,7 @@ def test_the_time_limit_is_that_of_the_first_rank_s_clock(train):
     assert train(callbacks=[timer], max_steps=4).state.global_step == 2
 
 
+@ONCE
 @ON_DDP
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_prompts_that_are_read_ahead(tiny_model, output, is_stream):

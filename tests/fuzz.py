@@ -172,7 +172,10 @@ class Between(TrainerCallback):
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_epoch_stop = self.trainer._step in self.cuts
+        # TRL divides by the micro-steps of a row's own step. What a shorter one leaves to the next differs: DASH has
+        # run other rows of it by then.
+        whole = self.trainer.current_gradient_accumulation_steps == args.gradient_accumulation_steps
+        control.should_epoch_stop = whole and self.trainer._step in self.cuts
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_epoch_stop = self.trainer._step in self.cuts

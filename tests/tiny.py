@@ -78,6 +78,20 @@ def without_compiled_ops() -> None:
     deepspeed.ops.__compatible_ops__ = {}
 
 
+def fsdp_on_cpu() -> None:
+    """accelerate takes FSDP for GPUs alone, though PyTorch's runs on gloo, too."""
+    from accelerate import state
+
+    made = state.AcceleratorState.__init__
+
+    def with_fsdp(self: Any, *arguments: Any, fsdp_plugin: Any = None, **settings: Any) -> None:
+        made(self, *arguments, fsdp_plugin=fsdp_plugin, **settings)  # each time it sets the type that it found anew
+        self.fsdp_plugin = fsdp_plugin or self.fsdp_plugin
+        self.distributed_type = state.DistributedType.FSDP
+
+    state.AcceleratorState.__init__ = with_fsdp
+
+
 def _place(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """[tokens] each: the sample of every token, and how many tokens of it are left."""
     place = torch.arange(tokens)
@@ -195,7 +209,8 @@ class ScriptedReward:
 def parameters(model: Any) -> dict[str, torch.Tensor]:
     """Copies of a model's parameters, or of those in a folder."""
     model = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, str) else model
-    return {name: value.detach().clone().float().cpu() for name, value in model.named_parameters()}
+    whole = ((name, getattr(value, "full_tensor", lambda: value)()) for name, value in model.named_parameters())
+    return {name: value.detach().clone().float().cpu() for name, value in whole}
 
 
 class Snapshots(TrainerCallback):

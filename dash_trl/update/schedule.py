@@ -83,7 +83,8 @@ class Schedule:
 
         If no optimizer step ran since the last call, gradients keep accumulating: Transformers makes no step of the
         rest of a stream, or of what ran before a callback ended the epoch. These micro-steps then run the rows that
-        the earlier ones did not, wherever in the window they lie.
+        the earlier ones did not, wherever in the window they lie. (If the earlier ones were to be a shorter step, at an
+        epoch's end, these rows weigh less than TRL's: TRL divides by the micro-steps of a row's own step.)
 
         Args:
             global_step: optimizer steps before it.
