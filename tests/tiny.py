@@ -209,8 +209,9 @@ class ScriptedReward:
 def parameters(model: Any) -> dict[str, torch.Tensor]:
     """Copies of a model's parameters, or of those in a folder."""
     model = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, str) else model
-    whole = ((name, getattr(value, "full_tensor", lambda: value)()) for name, value in model.named_parameters())
-    return {name: value.detach().clone().float().cpu() for name, value in whole}
+    found = {name: value.detach() for name, value in model.named_parameters()}
+    whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
+    return {name: value.clone().float().cpu() for name, value in whole.items()}
 
 
 class Snapshots(TrainerCallback):
