@@ -35,10 +35,10 @@ import os, time
 from pathlib import Path
 
 def reward(completion, completion_ids, **columns):
-    """The length, so that groups have signal. The second training node waits, when it is told so."""
+    """By chance, so that groups have signal. The second training node waits, when it is told so."""
     while os.environ["SLURM_PROCID"] == "1" and Path("wait").exists() and Path("output/checkpoint-2").exists():
         time.sleep(0.1)
-    return float(len(completion_ids))
+    return float(sum(completion_ids) % 7)
 '''
 TRAIN = {
     "dataset_name": "own.jsonl",
@@ -281,7 +281,7 @@ def test_rewards_on_a_ray_cluster_outlive_one_of_its_nodes(tmp_path, monkeypatch
     import ray
 
     def score(number: int, completion: str) -> float:
-        (tmp_path / f"{os.environ['NODE']}-{number}").touch()
+        (tmp_path / f"{os.environ['NODE']}-{number}").write_text(str(os.getpid()))
         while not (tmp_path / "go").exists():
             time.sleep(0.05)
         return float(number)
@@ -290,21 +290,22 @@ def test_rewards_on_a_ray_cluster_outlive_one_of_its_nodes(tmp_path, monkeypatch
         return list(tmp_path.glob(f"{node}-*"))
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    here = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "include_dashboard": False}
     cluster = cluster_utils.Cluster()
     try:
-        cluster.add_node(num_cpus=1, include_dashboard=False, env_vars={"NODE": "first"})
-        second = cluster.add_node(num_cpus=1, env_vars={"NODE": "second"})
+        cluster.add_node(**here, env_vars={"NODE": "first"})
+        second = cluster.add_node(**here, env_vars={"NODE": "second"})
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         rows = [{"completion": "", "number": number} for number in range(8)]
         with RewardAgent(score, backend="ray", timeout=SECONDS) as agent:
             request = agent.submit(rows)
             wait_until(lambda: begun("first") and begun("second"), SECONDS)
             cluster.remove_node(second, allow_graceful=False)
+            wait_until(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in begun("second")), SECONDS)
             (tmp_path / "go").touch()
             request.wait()
         assert [one.value for one in request.outcomes[0]] == [float(number) for number in range(8)]
-        again = {path.name.partition("-")[2] for path in begun("second")}
-        assert again <= {path.name.partition("-")[2] for path in begun("first")}
+        assert len(begun("first")) == 8
     finally:
         ray.shutdown()
         cluster.shutdown()
