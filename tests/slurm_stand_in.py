@@ -42,7 +42,8 @@ def processes(job: str, node: str = "") -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if f"{process.environ().get(NODE, '')}-".startswith(f"{job}-{node}"):
+            own = process.environ().get(NODE, "")
+            if own == f"{job}-{node}" or (not node and own.startswith(f"{job}-")):
                 found.append(process)
     return found
 
