@@ -58,7 +58,7 @@ def srun(arguments: list[str]) -> int:
     tasks = [begin(f"{job}-{node}", rank, arguments, options) for rank, node in enumerate(nodes)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        while any(task.poll() is None for task in tasks):
+        while None in [task.poll() for task in tasks]:
             failed = [task.returncode for task in tasks if task.returncode]
             if failed and options.get("kill-on-bad-exit") == "1":
                 return failed[0] if failed[0] > 0 else 128 - failed[0]
