@@ -59,11 +59,11 @@ def srun(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         while None in [task.poll() for task in tasks]:
-            failed = [task.returncode for task in tasks if task.returncode]
-            if failed and options.get("kill-on-bad-exit") == "1":
-                return failed[0] if failed[0] > 0 else 128 - failed[0]
+            if any(task.returncode for task in tasks) and options.get("kill-on-bad-exit") == "1":
+                break
             time.sleep(0.1)
-        return max(task.returncode % 256 for task in tasks)
+        codes = [task.returncode or 0 for task in tasks]
+        return max(code if code >= 0 else 128 - code for code in codes)
     finally:
         end(job, nodes)
 

@@ -295,7 +295,7 @@ def test_rewards_on_a_ray_cluster_outlive_one_of_its_nodes(tmp_path, monkeypatch
     try:
         cluster.add_node(**here, env_vars={"NODE": "first"})
         second = cluster.add_node(**here, env_vars={"NODE": "second"})
-        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        cluster.connect()
         rows = [{"completion": "", "number": number} for number in range(8)]
         with RewardAgent(score, backend="ray", timeout=SECONDS) as agent:
             request = agent.submit(rows)
