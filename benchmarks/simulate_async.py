@@ -26,6 +26,8 @@ Differences of 0.02 are those between 20 windows and others.
    (mean of 8 seeds). Such a run goes on submitting to its end, and loses what is not finished then.
 4. More responses in flight than seats. A group counts whole until its longest response ends, so that a server that is
    given no more than it can seat has free seats which nobody may take.
+5. How many servers: one of 64 seats and a trainer take P seconds per window, of which training takes T. By the rule
+   P / T servers keep up with the trainer. In seconds, with so many and k = 1, 2; and what it takes with twice as many.
 """
 
 import heapq
@@ -52,6 +54,7 @@ SERVERS, SEATS = (1, 4, 16, 64), (1, 8, 64, 1024)
 TRAINING = (1.0, 0.5)  # stages
 SYNCS = (0.0, 0.05, 0.1, 0.2)  # stages
 IN_FLIGHT = (1, 1.5, 2, 4)
+TRAIN_SECONDS = (20.0, 40.0, 80.0)
 FEW, SOME, MANY = (1, 8), (4, 64), (16, 64)  # seats for 512 responses
 EARLY, SEEDS = (1, 8, WINDOWS), 8
 NUMBERS = count()  # which order what is due at the same time
@@ -330,6 +333,22 @@ def by_in_flight(seed: int) -> dict[str, Any]:
     return results
 
 
+def by_rule(seed: int) -> dict[str, Any]:
+    """5. Seconds per window: one server; as many as the rule says, k = 1 and 2; twice as many"""
+    results: dict[str, Any] = {}
+    for train in TRAIN_SECONDS:
+
+        def seconds(k: int, servers: int, train: float = train) -> float:
+            setup = Setup(k, servers, 64, train=train, seed=seed)
+            return figures(simulate(setup), setup)["seconds"]
+
+        one = seconds(1, 1)
+        servers = math.ceil(one / train)
+        rows = {f"k{k}, {n} servers": seconds(k, n) for n in (servers, 2 * servers) for k in (1, 2)}
+        results[f"training {train:g} s"] = {"one": one, **rows}
+    return results
+
+
 def in_stages(row: dict[str, Any]) -> dict[str, float]:
     stage = row.get("stage", 1.0)
     times = {key: value["seconds"] if isinstance(value, dict) else value for key, value in row.items()}
@@ -359,7 +378,7 @@ def draw(by_fleet: dict[str, Any], picture: Path) -> None:
 
 def main(plot: Path | None, seed: int) -> dict[str, Any]:
     tables = {}
-    for table in (by_fleet, by_sync, by_order, by_in_flight):
+    for table in (by_fleet, by_sync, by_order, by_in_flight, by_rule):
         tables[table.__name__] = table(seed)
         print(f"\n{table.__doc__}")
         for name, row in tables[table.__name__].items():

@@ -18,6 +18,7 @@ from dash_trl.rollout import (
     PromptReader,
     SavedRun,
     Shapes,
+    check_shards,
     load_states,
     one_run,
     why_a_new_window,
@@ -31,10 +32,18 @@ class Checkpoints:
 
     Args:
         shapes: of the run, as it is now. callbacks: that may have a state.
+        sharded: whether each rank has a shard of the optimizer's state, which only as many ranks can load.
     """
 
-    def __init__(self, ranks: Ranks, shapes: Callable[[], Shapes], callbacks: Callable[[], list[DASHCallback]]):
-        self._ranks, self._shapes, self._callbacks = ranks, shapes, callbacks
+    def __init__(
+        self,
+        ranks: Ranks,
+        shapes: Callable[[], Shapes],
+        callbacks: Callable[[], list[DASHCallback]],
+        *,
+        sharded: bool,
+    ):
+        self._ranks, self._shapes, self._callbacks, self._sharded = ranks, shapes, callbacks, sharded
         # As they were before the optimizer step that runs: the callbacks' states, and where the prompts stood.
         self._before: tuple[dict[str, Any], dict[str, Any] | None] = {}, None
 
@@ -77,6 +86,8 @@ class Checkpoints:
         own = self._ranks.agree(partial(SavedRun.load, self._file(checkpoint)))
         found = self._ranks.gather_object(own and replace(own, window=None, prompts=None))
         saved = one_run(found, self._ranks.count, checkpoint)
+        if self._sharded:
+            check_shards(saved, self._ranks.count, checkpoint)
         reason = why_a_new_window(
             saved, self._shapes(), start, checkpoint=checkpoint, ignore_data_skip=ignore_data_skip
         )

@@ -10,7 +10,15 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from dash_trl.rollout.resume import STATES, SavedRun, Shapes, load_states, one_run, why_a_new_window
+from dash_trl.rollout.resume import (
+    STATES,
+    SavedRun,
+    Shapes,
+    check_shards,
+    load_states,
+    one_run,
+    why_a_new_window,
+)
 from tests.tiny import ScriptedReward, prompts, run
 
 
@@ -268,6 +276,15 @@ def test_a_run_goes_on_where_no_prompt_is_lost_or_used_twice(old, used, new, sta
             now = replace(SHAPES, **new)
             reason = why_a_new_window(saved, now, start, checkpoint="c", ignore_data_skip=ignore)
             assert (reason is None) == (verdict == "old")
+
+
+def test_shards_of_another_number_of_processes_are_refused():
+    """`test_multi_node.py` does so on two nodes under ZeRO-3."""
+    saved = SavedRun(replace(SHAPES, processes=2), position=(0, 8), step=4, skipped_steps=0, window=None)
+    check_shards(saved, 2, "c")
+    check_shards(None, 1, "c")
+    with pytest.raises(ValueError, match="c was saved by 2 processes, and now there are 1.*Resume with 2 processes"):
+        check_shards(saved, 1, "c")
 
 
 def test_a_position_is_counted_in_micro_batches():

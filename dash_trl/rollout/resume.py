@@ -155,6 +155,17 @@ def one_run(found: Sequence[SavedRun | None], processes: int, checkpoint: str) -
     return saved
 
 
+def check_shards(saved: SavedRun | None, processes: int, checkpoint: str) -> None:
+    """Refuse another number of processes than the checkpoint's where each keeps a shard of the optimizer's state."""
+    if saved is not None and saved.shapes.processes != processes:
+        raise ValueError(
+            f"{checkpoint} was saved by {saved.shapes.processes} processes, and now there are {processes}. Under ZeRO "
+            "each process saves its shard of the optimizer's state, and DeepSpeed does not split these shards anew. "
+            f"Resume with {saved.shapes.processes} processes, or begin a new run with the weights: "
+            f"model_name_or_path={checkpoint} (if it has no model.safetensors, run its zero_to_fp32.py first)."
+        )
+
+
 def why_a_new_window(
     saved: SavedRun | None, now: Shapes, start: tuple[int, int], *, checkpoint: str, ignore_data_skip: bool
 ) -> str | None:
