@@ -223,8 +223,9 @@ class DASHConfig(GRPOConfig):
             if "support bf16" not in str(error):
                 raise
             raise ValueError(
-                "bf16=True, which is TRL's default, but no GPU of this machine computes in bf16. To train on a CPU, set "
-                "use_cpu=True and bf16=False (--use_cpu true --bf16 false); on an older GPU, set bf16=False or fp16=True."
+                "bf16=True, which is TRL's default, but no GPU of this machine computes in bf16. To train on a CPU, "
+                "set use_cpu=True and bf16=False (--use_cpu true --bf16 false); on an older GPU, set bf16=False or "
+                "fp16=True."
             ) from error
         self._check_values()
         self._check_loss()
