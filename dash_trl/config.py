@@ -7,9 +7,10 @@ from trl import GRPOConfig
 from dash_trl.sampling import check_urls
 from dash_trl.update import OFF_POLICY_LOSSES, OUTCOME_ESTIMATORS
 
+TRL_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 # TRL refuses an unknown word only after the first generation, or never.
 CHOICES: dict[str, tuple[str, ...]] = {
-    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", *OFF_POLICY_LOSSES),
+    "loss_type": (*TRL_LOSSES, *OFF_POLICY_LOSSES),
     "scale_rewards": ("group", "batch", "none"),
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
@@ -145,6 +146,14 @@ class DASHConfig(GRPOConfig):
             "choices": ["grpo", *OUTCOME_ESTIMATORS],
         },
     )
+    loss_type: str = field(
+        default="dapo",
+        metadata={
+            "help": f"How the loss weighs tokens. TRL's: {', '.join(TRL_LOSSES)} (see trl.GRPOConfig). For rollouts of "
+            "older weights, by the sampler's log-probs: 'aipo' weighs each token by min(policy / sampler, aipo_delta); "
+            "'decoupled_ppo' is 'dapo' around the weights at the start of the generation window (docs/async.md)."
+        },
+    )
     aipo_delta: float = field(
         default=8.0,
         metadata={"help": "With loss_type='aipo': the largest importance weight; a token above has no gradient."},
@@ -208,7 +217,16 @@ class DASHConfig(GRPOConfig):
                 )
             self.vllm_server_urls = check_urls(self.vllm_server_urls)  # a string, too
             self.use_vllm, self.vllm_mode = True, "server"
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            if "support bf16" not in str(error):
+                raise
+            raise ValueError(
+                "bf16=True, which is TRL's default, but no GPU of this machine computes in bf16. To train on a CPU, "
+                "set use_cpu=True and bf16=False (--use_cpu true --bf16 false); on an older GPU, set bf16=False or "
+                "fp16=True."
+            ) from error
         self._check_values()
         self._check_loss()
         if self.advantage_estimator != "grpo":

@@ -6,7 +6,9 @@ The tables read: mistake → what is given → what is said.
 import ast
 import inspect
 import json
+import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +133,12 @@ def test_settings_that_are_right(settings):
     config(**settings)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU may know bf16")
+def test_a_machine_without_bf16_gets_the_remedy():
+    with pytest.raises(ValueError, match="bf16=True, which is TRL's default, .*set use_cpu=True and bf16=False"):
+        DASHConfig("dash-output")
+
+
 def test_named_servers_are_used():
     args = DASHConfig("dash-output", use_cpu=True, bf16=False, **SERVER)
     assert args.use_vllm and args.vllm_mode == "server"
@@ -147,6 +155,11 @@ def test_the_choices_are_trls():
                 compared[name] |= {one.value for one in constants if isinstance(one, ast.Constant)}
     assert {name: found - set(CHOICES[name]) for name, found in compared.items()} == dict.fromkeys(compared, set())
     assert compared["loss_type"] == set(CHOICES["loss_type"]) - {"aipo", "decoupled_ppo"}
+
+
+def test_the_help_names_all_losses():
+    (loss,) = [one for one in fields(DASHConfig) if one.name == "loss_type"]
+    assert set(CHOICES["loss_type"]) <= set(re.findall(r"\w+", loss.metadata["help"]))
 
 
 # ---------------------------------------------------------------------- in the arguments, before a weight is loaded

@@ -34,15 +34,19 @@ def window(kept: float, constant: float, threshold: float, unscored: float) -> d
     return {f"filter/{name}": share for name, share in zip(names, (kept, constant, threshold, unscored), strict=True)}
 
 
-def test_ten_windows_in_a_row_without_a_kept_row_are_warned_of_with_what_dropped_them(caplog):
+def test_the_first_window_and_ten_in_a_row_without_a_kept_row_are_warned_of_with_what_dropped_them(caplog):
     empty = EmptyWindows(threshold=0.25)
     nothing, one_row = window(0.0, 1.0, 0.0, 0.0), window(0.125, 0.0, 0.0, 0.875)
     for metrics in (*[nothing] * 9, one_row, *[nothing] * 5, *[window(0.0, 0.5, 0.5, 0.0)] * 4):
         empty.note(metrics)
-    assert not caplog.records
+    (record,) = caplog.records
+    assert "No row was kept in a generation window" in record.getMessage()
+    assert "Of its rows 100% have no signal" in record.getMessage()
+    caplog.clear()
     empty.note(window(0.0, 0.5, 0.0, 0.5))
     (record,) = caplog.records
     said = record.getMessage()
+    assert "in 10 generation windows in a row" in said
     assert "Of their rows 75% have no signal" in said and "20% are under gradient_filter_threshold=0.25: lower" in said
     assert "5% are unscored: see the warnings" in said
     for _ in range(15):

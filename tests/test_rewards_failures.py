@@ -129,7 +129,7 @@ def test_all_ranks_decide_alike():
 
 
 def test_every_training_begins_anew(tiny_model, tmp_path, monkeypatch, caplog):
-    """Three windows of failures would be one too many, and two without a row would be said."""
+    """Three windows of failures would be one too many, and three without a row would be said."""
     monkeypatch.setattr("dash_trl.rewards.failures.BROKEN_AFTER", 3)
     monkeypatch.setattr("dash_trl.monitoring.metrics.EMPTY_WINDOWS", 3)
 
@@ -138,7 +138,7 @@ def test_every_training_begins_anew(tiny_model, tmp_path, monkeypatch, caplog):
 
     trainer = run(DASHTrainer, tiny_model, tmp_path, reward=dead, max_steps=2, gradient_accumulation_steps=1)
     trainer.train()
-    assert "No row was kept" not in caplog.text
+    assert "No row was kept in 3" not in caplog.text
     trainer.args.max_steps = 4
     with pytest.raises(RuntimeError, match="'dead' failed on every completion that it applied to in 3 batches"):
         trainer.train()
@@ -150,7 +150,8 @@ def test_windows_without_a_row_are_said_with_the_remedy(tiny_model, tmp_path, ca
     trainer = run(DASHTrainer, tiny_model, tmp_path, constant=1.0, gradient_accumulation_steps=1, max_steps=3)
     assert trainer.state.global_step == 3
     assert caplog.text.count("No row was kept in 2 generation windows in a row") == 1
-    assert "Of their rows 100% have no signal" in caplog.text
+    assert caplog.text.count("No row was kept in a generation window, so that nothing was learned") == 1
+    assert "Of its rows 100% have no signal" in caplog.text
 
 
 def test_a_large_share_of_unscored_rows_is_said_once(caplog):

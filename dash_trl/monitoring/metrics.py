@@ -15,7 +15,7 @@ from dash_trl.update import Filtered, MicroBatch, Pass, Segment, importance_samp
 
 logger = logging.getLogger(__name__)
 
-EMPTY_WINDOWS = 10  # in a row, before it is said: a few may be chance
+EMPTY_WINDOWS = 10  # in a row, before it is said again: a few may be chance
 
 
 def filter_metrics(
@@ -45,7 +45,7 @@ def filter_metrics(
 
 
 class EmptyWindows:
-    """Warns when no row was kept in `EMPTY_WINDOWS` windows in a row: training goes on, and learns nothing.
+    """Warns of the first window without a kept row, and of `EMPTY_WINDOWS` in a row: such steps learn nothing.
 
     Args:
         threshold: `gradient_filter_threshold`.
@@ -60,6 +60,7 @@ class EmptyWindows:
             "filter/dropped_unscored": "are unscored: see the warnings about the reward functions.",
         }
         self._windows: list[Mapping[str, float]] = []  # since the last one of which a row was kept
+        self._said = False
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """
@@ -67,12 +68,16 @@ class EmptyWindows:
             metrics: those of the next window, from `filter_metrics`.
         """
         self._windows = [] if metrics["filter/kept_rows"] else [*self._windows, metrics]
-        if len(self._windows) == EMPTY_WINDOWS:
-            shares = {name: sum(window[name] for window in self._windows) / EMPTY_WINDOWS for name in self._remedies}
+        count = len(self._windows)
+        if count == EMPTY_WINDOWS or (count == 1 and not self._said):
+            self._said = True
+            where, whose = (
+                ("a generation window", "its") if count == 1 else (f"{count} generation windows in a row", "their")
+            )
+            shares = {name: sum(window[name] for window in self._windows) / count for name in self._remedies}
             reasons = [f"{share:.0%} {self._remedies[name]}" for name, share in shares.items() if share]
             logger.warning(
-                f"No row was kept in {EMPTY_WINDOWS} generation windows in a row, so that nothing was learned. Of "
-                f"their rows {' '.join(reasons)}"
+                f"No row was kept in {where}, so that nothing was learned. Of {whose} rows {' '.join(reasons)}"
             )
 
 
