@@ -20,6 +20,7 @@ import yaml
 from dash_trl import RewardAgent
 from dash_trl.serve import free_ports
 from dash_trl.workers import Command
+from dash_trl.workers.ray_calls import LOCAL_RAY
 from tests import slurm_stand_in
 from tests.tiny import read_rows
 from tests.vllm_run import wait_until
@@ -281,6 +282,7 @@ def test_rewards_on_a_ray_cluster_outlive_one_of_its_nodes(tmp_path, monkeypatch
     """While rows are computed there: they are computed on the other node."""
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     import ray
+    from ray._private import ray_constants
 
     def score(number: int, completion: str) -> float:
         (tmp_path / f"{os.environ['NODE']}-{number}").write_text(str(os.getpid()))
@@ -292,7 +294,10 @@ def test_rewards_on_a_ray_cluster_outlive_one_of_its_nodes(tmp_path, monkeypatch
         return list(tmp_path.glob(f"{node}-*"))
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    here = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "include_dashboard": False}
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)  # in spite of its name: on 127.0.0.1 alone
+    for name, value in LOCAL_RAY.items():
+        monkeypatch.setenv(name, value)
+    here = {"num_cpus": 1, "include_dashboard": False}
     cluster = cluster_utils.Cluster()
     try:
         cluster.add_node(**here, env_vars={"NODE": "first"})
