@@ -68,6 +68,8 @@ FSDP = bool(os.environ.get("ACCELERATE_USE_FSDP"))
 WITH_DDP = pytest.mark.skipif(DEEPSPEED or FSDP, reason="what DDP does")
 ON_DDP = pytest.mark.skipif(DEEPSPEED, reason="as without DeepSpeed, where a checkpoint takes seconds")
 ONCE = pytest.mark.skipif(FSDP, reason="accelerate cannot train a model again that FSDP2 has sharded")
+# PyTorch cannot load the optimizer of an FSDP2 run if it has no state.
+WITH_STATE: dict[str, Any] = {"optimizer": "adamw_torch", "learning_rate": 1e-3} if FSDP else {}
 SAVED = {"save_strategy": "no" if DEEPSPEED else "steps", "save_steps": 3}
 Ends = dict[str, torch.Tensor]
 if DEEPSPEED:
@@ -517,8 +519,7 @@ def test_a_step_without_signal_moves_deepspeed_s_own_schedule(train):
 def test_a_run_is_resumed_from_the_middle_of_a_window(train, output):
     """As if uninterrupted; where one rank lost its window, all refuse."""
     settings = {"steps_per_generation": 8, "max_steps": 2, "reward": ScriptedReward(constant=0.3), "learning_rate": 0.2}
-    if FSDP:  # PyTorch cannot load an optimizer without a state
-        settings |= {"optimizer": "adamw_torch", "learning_rate": 1e-3}
+    settings |= WITH_STATE
     end = whole(train(save_strategy="steps", save_steps=1, **settings))
     settings |= {"resume": str(output / "checkpoint-1")}
     train(expected=end, **settings)
@@ -618,6 +619,7 @@ def test_prompts_of_a_queue(train, output, monkeypatch, shuffled):
     monkeypatch.setattr(PromptHistory, "note", checked)
     settings = {"steps_per_generation": 8, "max_num_gen_batches": 3, "max_skipped_epochs": 2, "max_steps": 5}
     settings |= {"reward": reward, "dataset": prompts(37), "shuffle_dataset": shuffled, "learning_rate": 0.2}
+    settings |= WITH_STATE
     folder = {"output": output / f"queue-{shuffled}"}
     trainer = train(rollouts=ByPrompt(), **settings, **folder, **SAVED)
     logs = trainer.state.log_history
@@ -631,7 +633,7 @@ def test_prompts_of_a_queue(train, output, monkeypatch, shuffled):
 def test_rounds_of_a_stream(train, output):
     """Which both ranks read together; from a checkpoint, too."""
     settings = {"max_num_gen_batches": 3, "max_steps": 4, "dataset": prompts(21).to_iterable_dataset()}
-    settings |= {"reward": ScriptedReward(constant=0.6), "learning_rate": 0.2}
+    settings |= {"reward": ScriptedReward(constant=0.6), "learning_rate": 0.2, **WITH_STATE}
     folder = {"output": output / "queued stream"}
     trainer = train(rollouts=ByPrompt(), **settings, **folder, **SAVED)
     assert max(log.get("prompts/epoch", 0) for log in trainer.state.log_history) > 0
