@@ -24,9 +24,10 @@ export GOMP_SPINCOUNT ?= 1000
 help: ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
 
-# Two threads: accelerate's default is one, and for a model this small more than two only wait for each other.
+# --quiet: if the script fails, its own error comes last. Two threads: accelerate's default is one, and for a model this small more than two only wait for each other.
 demo: $(VENV)/.demo ## train a tiny model on arithmetic, on a CPU or a GPU, in a few minutes
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/accelerate launch --config_file $(CONFIG) examples/train_math.py $(ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/accelerate launch --quiet --config_file $(CONFIG) examples/train_math.py $(ARGS)
+	@echo "dash_trl is installed in $(VENV). To run the other commands of README.md: source $(BIN)/activate"
 
 test: $(VENV)/.test ## all tests that this machine can run; ARGS="-k filter -x" goes to pytest
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)

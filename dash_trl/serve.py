@@ -73,11 +73,7 @@ class Servers:
     ):
         if count < 1:
             raise ValueError(f"servers={count}: start at least one.")
-        # First beside Python, be its environment activated or not.
-        program = shutil.which("vllm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-        if program is None:
-            raise ValueError("vLLM is not installed in this environment: `pip install dash_trl[vllm]`.")
-        gpus = visible_gpus()
+        program, gpus = vllm_program(), visible_gpus()
         share = len(gpus) // count
         if gpus and not share:
             raise ValueError(f"servers={count}, but only {len(gpus)} GPUs are visible: start at most one for each.")
@@ -157,6 +153,20 @@ def flags(host: str, port: int, gpus: int, options: Sequence[str]) -> list[str]:
     return [*chosen, *options]
 
 
+def vllm_program() -> str:
+    """Path of the command `vllm`: first the one beside Python, whose environment may not be activated."""
+    program = shutil.which("vllm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if program is None:
+        remedy = (
+            f"Run `{sys.executable} -m pip install 'trl[vllm]'`."
+            if torch.cuda.is_available()
+            else "This machine has no GPU, which the vLLM of `pip install` needs. On Linux x86-64, `make test` in a "
+            "checkout of dash_trl installs vLLM's CPU build into .venv (docs/vllm.md)."
+        )
+        raise ValueError(f"vLLM is not installed in the environment of {sys.executable}. {remedy}")
+    return program
+
+
 def visible_gpus() -> list[str]:
     """As `CUDA_VISIBLE_DEVICES` names them."""
     count = torch.cuda.device_count()
@@ -214,6 +224,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=FIRST_PORT, help="the first server's; the others take the next")
     arguments, options = parser.parse_known_args()
     model = arguments.model
+    vllm_program()  # before the warm-up of the embedded model, which takes a minute
     if model == "embedded":
         from dash_trl.embedded import embedded_model
 

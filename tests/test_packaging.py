@@ -107,10 +107,11 @@ def test_make_installs_once_and_again_when_a_requirement_changes(tmp_path):
         calls.write_text("")
         done = make(root, *arguments)
         assert done.returncode == 0, done.stderr
+        assert ("source .venv/bin/activate" in done.stdout) == ("demo" in arguments)
         return calls.read_text().splitlines()
 
     pip = "python -m pip install -qq --disable-pip-version-check --constraint constraints.txt"
-    train = "accelerate launch --config_file accelerate_configs/single_process.yaml examples/train_math.py"
+    train = "accelerate launch --quiet --config_file accelerate_configs/single_process.yaml examples/train_math.py"
     pytest_only = ["python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -k filter"]
     assert [line.rstrip() for line in run("demo")] == [f"{pip} --editable .", train]
     assert run("demo", "ARGS=--max_steps 5") == [f"{train} --max_steps 5"]

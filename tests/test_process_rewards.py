@@ -388,6 +388,8 @@ def test_accepted_answers():
     assert accepted_answers({"answer": "so 3\n#### 1,200"}, "answer") == ("1,200",)
     assert accepted_answers({"answer": ["a", " b", "", None]}, "answer") == ("a", "b")
     assert accepted_answers({"answer": 7}, "answer") == ("7",)
+    with pytest.raises(ValueError, match=r"but not 'gold'.*ProcessRewardCallback\(answer_column=.*--value outcome"):
+        accepted_answers({"answer": 7}, "gold")
     assert accepted_answers({"answer": None}, "answer") == accepted_answers({"answer": math.nan}, "answer") == ()
     assert accepted_answers({"answer": Decimal("1.50")}, "answer") == ("1.50",)
     with pytest.raises(ValueError, match=r"\['answer', 'prompt'\], but not 'solution'"):

@@ -215,6 +215,19 @@ def test_a_server_that_does_not_start_says_why(program, monkeypatch):
         serve.Servers("model")
 
 
+@pytest.mark.parametrize(
+    ("gpu", "remedy"), [(True, r"pip install 'trl\[vllm\]'"), (False, "no GPU.*`make test`.*CPU b")]
+)
+def test_without_vllm_an_install_that_works_is_named_before_the_warm_up(monkeypatch, gpu, remedy):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(sys, "argv", ["serve", "embedded"])
+    monkeypatch.setattr(serve.torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr("dash_trl.embedded.embedded_model", lambda: pytest.fail("the warm-up began"))
+    with pytest.raises(ValueError, match=f"vLLM is not installed in the environment of /nowhere/python. .*{remedy}"):
+        serve.main()
+
+
 def test_this_machine_s_servers_are_asked_with_the_key_and_by_no_proxy(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):

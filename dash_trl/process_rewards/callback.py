@@ -466,7 +466,8 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
     if column not in example:
         raise ValueError(
             f"A dataset row has the columns {sorted(example)}, but not {column!r}, whose answer V(prefix) is the "
-            "probability of. Name the column with answer_column=..."
+            "probability of. Name the column with ProcessRewardCallback(answer_column=...), or use a value that needs "
+            "no answer, such as OutcomeValue() (examples/train_math_process.py: --value outcome)."
         )
     answers = example[column]
     answers = answers if isinstance(answers, list | tuple) else [answers]
@@ -476,7 +477,7 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
             raise ValueError(
                 f"The column {column!r} has {answer!r}, a {type(answer).__name__}, in a dataset row. An answer is a "
                 "text or a number, several are a list of them: make one with dataset.map, and name it with "
-                "answer_column=..."
+                "ProcessRewardCallback(answer_column=...)."
             )
     texts = [str(answer).rsplit("####", 1)[-1].strip() for answer in answers]
     return tuple(text for text in texts if text)
