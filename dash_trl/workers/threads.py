@@ -23,13 +23,19 @@ PATIENCE = 3  # of a call's timeouts: if no thread has come back for so long, th
 
 
 class _Thread:
-    """What the watch sees of a thread: the call that it is in, and until when it may be."""
+    """What the watch sees of a thread: the call that it is in, and until when it may be.
+
+    Attributes:
+        held: the call, in a list of its own. Whoever takes it out, the thread or the watch, decides how it ends: this
+            needs no lock, which 256 threads would wait for after each call.
+        ended: calls that it has made.
+    """
 
     def __init__(self, calls: queue.SimpleQueue[Call | None]):
         self.calls = calls
-        self.call: Call | None = None
+        self.held: list[Call] = []
         self.deadline = 0.0
-        self.given_up = False
+        self.ended = 0
         self.closed = False
 
 
@@ -48,7 +54,7 @@ class ThreadCalls:
         self._lock = threading.Lock()
         self._waiting: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._threads: set[_Thread] = set()
-        self._unfinished = 0  # calls that wait or run on a thread that is not given up
+        self._submitted = 0  # calls, without those that ended otherwise than on one of these threads
         self._shortest = float("inf")  # timeout of any call
         self._running = threading.Event()  # since the watch last looked
         self._ending: threading.Event | None = None  # of the watch
@@ -63,7 +69,7 @@ class ThreadCalls:
                 ending = threading.Event()
                 _start(self._watch, ending)
                 self._ending = ending
-            self._unfinished += len(calls)
+            self._submitted += len(calls)
             self._shortest = min([self._shortest, *(call.timeout for call in calls)])
             refused, waiting = self._start_threads(calls), self._waiting
         if not refused:
@@ -83,12 +89,11 @@ class ThreadCalls:
                 self._waiting.put(None)
             if self._ending is not None:
                 self._ending.set()
-            self._threads, self._waiting, self._ending, self._unfinished = set(), queue.SimpleQueue(), None, 0
+            self._threads, self._waiting, self._ending, self._submitted = set(), queue.SimpleQueue(), None, 0
             self._came_back.notify_all()
         self._running.set()
-        for call in [*calls, *(one.call for one in threads)]:
-            if call is not None:
-                call.finish(error=GivenUp("the agent was closed"))
+        for call in [*calls, *(call for one in threads for call in one.held)]:
+            call.finish(error=GivenUp("the agent was closed"))
 
     def _start_threads(self, new: Sequence[Call] = ()) -> list[tuple[Call, Exception]]:
         """One for each call that finds none free; the lock is held.
@@ -98,13 +103,14 @@ class ThreadCalls:
         Returns:
             What is refused, and why: all calls that wait, where the system starts no thread and none is left.
         """
-        for _ in range(min(self._count, self._unfinished) - len(self._threads)):
+        unfinished = self._submitted - sum(one.ended for one in self._threads)
+        for _ in range(min(self._count, unfinished) - len(self._threads)):
             one = _Thread(self._waiting)
             try:
                 _start(self._work, one)
             except RuntimeError as error:  # at the system's limit of threads
                 calls = [] if self._threads else [*_taken(self._waiting), *new]
-                self._unfinished -= len(calls)
+                self._submitted -= len(calls)
                 return [(call, error) for call in calls]
             self._threads.add(one)
         return []
@@ -113,7 +119,7 @@ class ThreadCalls:
         while (call := me.calls.get()) is not None:
             value = error = None
             me.deadline = math.inf  # it has not begun
-            me.call = call  # before it looks at `closed`: either `close` sees the call, or this thread is told
+            me.held = held = [call]  # before it looks at `closed`: either `close` sees it, or this thread is told
             room = self.abandoned < MOST_ABANDONED or self._wait_for_room(call, me)
             if self._pace is not None and not (me.closed or call.cancelled):
                 time.sleep(self._pace.wait_seconds())
@@ -123,15 +129,13 @@ class ThreadCalls:
                 error = GivenUp(f"{self.abandoned} calls hang, so that no more are made")
             else:
                 value, error = self._make(call, me)
-            with self._lock:
-                me.call = None
-                if me.given_up:  # it did come back, but late
+            if not _take(held):  # it did come back, but late
+                with self._lock:
                     self.abandoned -= 1
                     self._returns += 1
                     self._came_back.notify_all()
-                    return
-                if not me.closed:
-                    self._unfinished -= 1
+                return
+            me.ended += 1
             call.finish(value, error)
             del call, value, error  # a thread that waits for the next call must not keep them in memory
 
@@ -149,7 +153,8 @@ class ThreadCalls:
     def _make(self, call: Call, me: _Thread) -> tuple[Any, Any]:
         """(value, error)"""
         me.deadline = time.monotonic() + call.timeout
-        self._running.set()
+        if not self._running.is_set():  # its lock is every thread's
+            self._running.set()
         before = forks[0]
         try:
             return call.function(**call.arguments), None
@@ -169,22 +174,31 @@ class ThreadCalls:
             with self._lock:
                 pause = self._shortest
                 for one in list(self._threads):
-                    if one.call is None:
+                    held = one.held  # before its deadline, which may be the next call's already
+                    deadline = one.deadline
+                    if not held:
                         continue
-                    if one.deadline > now:
-                        pause = min(pause, one.deadline - now)
+                    if deadline > now:
+                        pause = min(pause, deadline - now)
                         self._running.set()
-                        continue
-                    late.append((one.call, Overdue(f"took more than {one.call.timeout:g} s")))
-                    one.given_up = True
-                    self._threads.remove(one)
-                    self.abandoned += 1
-                    self._unfinished -= 1
+                    elif call := _take(held):
+                        late.append((call, Overdue(f"took more than {call.timeout:g} s")))
+                        self._threads.remove(one)
+                        self.abandoned += 1
+                        self._submitted -= one.ended + 1
                 if late:
                     late += self._start_threads()
             for call, error in late:
                 call.finish(error=error)
             ending.wait(min(pause, threading.TIMEOUT_MAX))
+
+
+def _take(held: list[Call]) -> Call | None:
+    """The call, for the first thread that asks."""
+    try:
+        return held.pop()
+    except IndexError:
+        return None
 
 
 def _taken(waiting: queue.SimpleQueue[Call | None]) -> list[Call]:
