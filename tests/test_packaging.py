@@ -28,6 +28,20 @@ def test_every_public_name_exists():
         _ = dash_trl.DASHTrainr
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/*.md"])
+def test_links_of_the_documents_lead_somewhere(page):
+    for path in ROOT.glob(page):
+        for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+            target, _, anchor = link.partition("#")
+            if ":" in link:
+                continue
+            found = path.parent / target if target else path
+            assert found.exists(), f"{path.name}: {link}"
+            titles = re.findall(r"^#+ (.*)$", found.read_text(), re.M) if anchor else []
+            names = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert not anchor or anchor in names, f"{path.name}: {link}"
+
+
 def requirements() -> list[str]:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
