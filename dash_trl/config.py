@@ -124,6 +124,9 @@ class DASHConfig(GRPOConfig):
             How servers get new weights: `"file"` (any device) or `"nccl"` (GPU to GPU, experimental).
         vllm_weight_dir (`str` or `None`, defaults to `None`):
             Where `"file"` writes; trainer and servers must see it under the same path. `None`: in `output_dir`.
+        vllm_weight_difference (`bool`, defaults to `False`):
+            Send only the weights that changed since the version that a server holds, over HTTP; the trainer keeps a
+            copy of the last version in CPU memory. It pays where few bf16 weights change in a step; see docs/vllm.md.
     """
 
     gradient_filter_threshold: float | None = field(
@@ -208,6 +211,10 @@ class DASHConfig(GRPOConfig):
         default=None,
         metadata={"help": "Where weights are written for the servers. `None`: in `output_dir`."},
     )
+    vllm_weight_difference: bool = field(
+        default=False,
+        metadata={"help": "Send servers only the weights that changed since the last version."},
+    )
 
     def __post_init__(self) -> None:
         if self.vllm_server_urls is not None:
@@ -230,6 +237,10 @@ class DASHConfig(GRPOConfig):
             ) from error
         self._check_values()
         self._check_loss()
+        if self.vllm_weight_sync != "file":
+            self._refuse(
+                {"vllm_weight_difference": "NCCL sends all weights"}, f"vllm_weight_sync={self.vllm_weight_sync!r}"
+            )
         if self.advantage_estimator != "grpo":
             self._refuse(
                 {

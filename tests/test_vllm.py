@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,11 +39,13 @@ from dash_trl.evaluation.checkpoint import Checkpoint
 from dash_trl.evaluation.command import main
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback, ServerValue, ValueRequest
 from dash_trl.rewards import JudgeError, JudgeReward
-from dash_trl.sampling import own_key
+from dash_trl.sampling import key_header, own_key
+from dash_trl.sampling.changes import changes, pack
+from dash_trl.sampling.server import VLLMServer
 from dash_trl.sampling.trl import VLLMPool
 from dash_trl.sampling.weights.file import LOCK
 from dash_trl.sampling.weights.snapshot import WeightMismatch
-from dash_trl.serve import READY_SECONDS, cores, free_ports, read, visible_gpus
+from dash_trl.serve import DIRECT, READY_SECONDS, cores, free_ports, read, visible_gpus
 from dash_trl.workers import Command
 from examples.value_quality.command import main as value_quality
 from tests.tiny import run
@@ -154,7 +158,7 @@ def pool(model, proven) -> VLLMPool:
     return proven
 
 
-def make_pool(urls: list[str], model: Any, weight_dir: Path) -> VLLMPool:
+def make_pool(urls: list[str], model: Any, weight_dir: Path, **options: Any) -> VLLMPool:
     return VLLMPool(
         urls,
         weight_dir=str(weight_dir),
@@ -164,6 +168,7 @@ def make_pool(urls: list[str], model: Any, weight_dir: Path) -> VLLMPool:
         processing_class=AutoTokenizer.from_pretrained(model.name_or_path),
         max_completion_length=48,
         server_timeout=60.0,
+        **options,
     )
 
 
@@ -196,6 +201,54 @@ def change(model: Any, seed: int, part: str = "") -> None:
         for name, parameter in model.named_parameters():
             if part in name:
                 parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+
+
+def change_few(model: Any, seed: int) -> None:
+    """One element in 50 of every parameter, its first and last ones, too; some become −0.0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            flat = parameter.view(-1)
+            some = torch.rand(flat.shape, generator=generator) < 0.02
+            some[[0, -1]] = True
+            flat[some] += 0.02 * torch.randn(int(some.sum()), generator=generator)
+            flat[len(flat) // 2] = -0.0
+
+
+def stored(url: str, folder: Path) -> dict[str, Tensor]:
+    """The tensors of a server of one worker, as vLLM itself writes them."""
+    folder.mkdir()
+    body = {"method": "save_sharded_state", "kwargs": {"path": str(folder)}}
+    request = urllib.request.Request(f"{url}/collective_rpc", json.dumps(body).encode(), key_header(url))
+    request.add_header("Content-Type", "application/json")
+    with DIRECT.open(request, timeout=60) as answer:
+        assert answer.status == 200
+    files = [load_file(file) for file in folder.glob("*.safetensors")]
+    return {name.replace(".base_layer", ""): value for file in files for name, value in file.items()}
+
+
+def as_stored(model: Any) -> dict[str, Tensor]:
+    """The model's parameters, fused as vLLM fuses them."""
+    fused: dict[str, list[Tensor]] = {}
+    for name, value in model.named_parameters():
+        for parts, whole in ((("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "gate_up_proj")):
+            name = next((name.replace(part, whole) for part in parts if part in name), name)
+        fused.setdefault(name, []).append(value.detach())
+    return {name: torch.cat(values) for name, values in fused.items()}
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[str, str]]:
+    """(url, method) of each call by which weights get to a server."""
+    made, real = list[tuple[str, str]](), VLLMServer._rpc
+
+    async def rpc(self, method, **kwargs):
+        if method in ("reload_weights", "dash_load_differences"):
+            made.append((self.url, method))
+        return await real(self, method, **kwargs)
+
+    monkeypatch.setattr(VLLMServer, "_rpc", rpc)
+    return made
 
 
 def adapted_and_pool(base: VLLMPool, folder: Path, **config: Any) -> tuple[Any, VLLMPool]:
@@ -282,6 +335,52 @@ def test_a_row_across_a_sync_is_of_the_old_weights_up_to_a_token_and_then_of_the
     _, completions, log_probs, _ = pool.generate(rows, None, 2)
     assert pool.policy_version.tolist() == [[7, 7]] * 4
     assert largest_difference(model, rows, completions, log_probs) <= 1e-4
+
+
+def test_only_what_changed_goes_to_the_servers(servers, model, calls, tmp_path, caplog):
+    """All of it where a server holds other weights than it says, or another version, or sees no file of ours."""
+    pool = make_pool(servers.urls, model, tmp_path / "weights", weight_difference=True)
+    rows = prompts(pool, 4, 4)
+
+    def sync() -> dict[str, list[str]]:
+        """Server → the calls that it got; then each has the trainer's weights, bit for bit, and computes with them."""
+        calls.clear()
+        pool.sync_weights()
+        expected = as_stored(model)
+        for url in servers.urls:
+            found = stored(url, tmp_path / f"stored-{len(list(tmp_path.iterdir()))}")
+            assert expected.keys() <= found.keys()
+            for name, value in expected.items():  # vLLM pads the vocabulary
+                assert torch.equal(found[name][: len(value)].view(torch.int32), value.view(torch.int32)), name
+        _, completions, log_probs, _ = pool.generate(rows, None, 4)
+        assert largest_difference(model, rows, completions, log_probs) <= 1e-4
+        return {url: [method for one, method in calls if one == url] for url in servers.urls}
+
+    few, whole, first = ["dash_load_differences"], ["reload_weights"], servers.urls[0]
+    assert sync() == dict.fromkeys(servers.urls, few + whole)  # with the proof of both ways
+    for seed in range(2):
+        change_few(model, seed)
+        assert sync() == dict.fromkeys(servers.urls, few)
+    assert sync() == dict.fromkeys(servers.urls, [])  # nothing has changed
+    assert not list((tmp_path / "weights").glob("*/version-*"))  # nobody needs files
+    assert "gets all" not in caplog.text
+
+    (other,) = pack(changes("model.norm.weight", None, torch.zeros_like(model.model.norm.weight)))
+    pool.pool.on_each(lambda server: server._rpc("dash_load_differences", dtype="float32", **other), [first])
+    change_few(model, 2)
+    assert sync() == {first: few + whole, servers.urls[1]: few}
+    assert "held others than those of" in caplog.text
+
+    pool.pool.on_each(lambda server: server.end_weight_update("another run's"), [first])
+    change_few(model, 3)
+    assert sync() == {first: whole, servers.urls[1]: few}
+
+    change(model, 4)  # all of them
+    assert sync() == dict.fromkeys(servers.urls, whole)
+
+    shutil.rmtree(pool._sync.weights.run)
+    change(model, 5)
+    assert sync() == dict.fromkeys(servers.urls, few)
 
 
 def drawn_from(logits: Tensor, seen: list[int], sampling: dict[str, Any]) -> Tensor:
@@ -581,10 +680,12 @@ def test_value_quality_by_servers(servers, tmp_path):
 
 @pytest.mark.parametrize("adapter", [pytest.param(True, marks=pytest.mark.exhaustive), False])
 def test_a_killed_server_loses_nothing_and_comes_back_with_the_weights(
-    servers, slow_tokens, model, pool, tmp_path, adapter
+    servers, slow_tokens, model, pool, calls, tmp_path, adapter
 ):
     if adapter:
         model, pool = adapted_and_pool(pool, tmp_path)
+    else:  # the server gets them whole, by file
+        pool = make_pool(servers.urls, model, tmp_path, weight_difference=True)
     pool.generation_kwargs, pool.max_completion_length = {"ignore_eos": True}, 150
     pool.sync_weights()
     fleet = pool.pool.fleet
@@ -600,7 +701,11 @@ def test_a_killed_server_loses_nothing_and_comes_back_with_the_weights(
     assert fleet.servers[victim].state == "dead" != fleet.servers[servers.urls[0]].state  # idle now, it may be suspect
     assert largest_difference(model, rows, completions, log_probs) <= 1e-4
 
-    change(model, 3, "lora_" if adapter else "")
+    if adapter:
+        change(model, 3, "lora_")
+    else:
+        change_few(model, 3)
+    calls.clear()
     pool.sync_weights()  # the dead one does not hold up the others
     pool.generation_kwargs, pool.max_completion_length = {}, 48
     wait_until(lambda: not servers.commands[1].running)
@@ -618,6 +723,8 @@ def test_a_killed_server_loses_nothing_and_comes_back_with_the_weights(
     wait_until(it_is_back)
     assert fleet.servers[victim].version == fleet.version
     assert it_is_back() and generated_tokens(victim) > 10  # it works again
+    few = (servers.urls[0], "dash_load_differences")
+    assert calls == ([] if adapter else [few, (victim, "reload_weights")])
 
 
 def within_bound(windows: list[dict[str, Any]], level: int) -> bool:

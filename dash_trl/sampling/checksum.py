@@ -19,12 +19,16 @@ CHUNK = 1 << 24  # elements at a time: the temporary int64 copies stay at 128 Mi
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def bits_of(tensor: Tensor) -> Tensor:
+    """[elements], each as the integer of its bits."""
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view(_INTEGERS[flat.element_size()])
+
+
 def tensor_checksum(tensor: Tensor) -> int:
     """Σ h(bits of an element) mod 2^64; any shape and dtype, independent of the order of the elements."""
-    bits = tensor.detach().contiguous().view(-1)
-    bits = bits.view(_INTEGERS[bits.element_size()])
     total = 0
-    for part in bits.split(CHUNK):
+    for part in bits_of(tensor).split(CHUNK):
         x = part.to(torch.int64)
         total += int((x * (A * x + B)).sum())  # wraps around, which is the arithmetic modulo 2^64
     return total % MODULUS

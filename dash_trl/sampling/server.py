@@ -4,6 +4,7 @@ What goes wrong becomes one of two errors. `ServerError`: this server failed, an
 safe. `ValueError`: the request itself is refused, and would be by any server.
 """
 
+import asyncio
 import errno
 import json
 import math
@@ -155,6 +156,32 @@ class VLLMServer:
             return await self.weight_report()
         finally:
             await self.resume()
+
+    async def load_differences(
+        self, parts: Iterator[dict[str, str]], dtype: str, tag: str, checksum: int
+    ) -> WeightReport:
+        """Change some elements of the weights; requests in flight wait and go on with the new weights.
+
+        If the weights are not those of the checksum then, or if it fails, the server stays paused until it is given
+        all weights: nobody samples from what is neither of two versions.
+
+        Args:
+            parts: see `changes.pack`.
+        """
+        await self.pause()
+        while (part := await asyncio.to_thread(next, parts, None)) is not None:  # making one takes its time
+            await self._rpc("dash_load_differences", dtype=dtype, **part)
+        report = await self.weight_report()
+        if report.checksum == checksum:
+            await self.end_weight_update(tag)
+            await self.resume()
+        return report
+
+    async def sees(self, folder: str) -> bool:
+        """Whether all workers find this folder under its path."""
+        answer = await self._rpc("dash_sees", folder=folder)
+        with _readable(answer):
+            return all(worker == "True" for worker in answer["results"])
 
     async def load_adapter(self, path: str, tag: str) -> int:
         """Load a LoRA adapter in the place of the last one; requests in flight wait and go on with the new one.

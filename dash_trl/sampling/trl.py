@@ -28,6 +28,7 @@ from dash_trl.sampling.weights import (
     NAME,
     WEIGHT_DIR,
     AdapterWeights,
+    DifferenceWeights,
     FileWeights,
     NCCLWeights,
     WeightSync,
@@ -52,6 +53,7 @@ class VLLMPool(VLLMGeneration):
     Args:
         urls: of the servers. request_timeout, server_timeout: see `ServerPool`.
         weight_sync: "file" or "nccl". weight_dir: where "file" writes; seen by trainer and servers under the same path.
+        weight_difference: with "file", send what changed where that is possible; see `DifferenceWeights`.
         rank_timeout: seconds that ranks wait for each other.
         step: tells the optimizer steps that the model's weights have had.
         timed: a context in which the trainer waits, for "rollouts" or "weights".
@@ -69,6 +71,7 @@ class VLLMPool(VLLMGeneration):
         request_timeout: float = 600.0,
         weight_sync: str = "file",
         weight_dir: str = WEIGHT_DIR,
+        weight_difference: bool = False,
         rank_timeout: float = TIMEOUT,
         step: Callable[[], int] = lambda: 0,
         timed: Callable[[str], AbstractContextManager[Any]] = nullcontext[Any],
@@ -78,6 +81,7 @@ class VLLMPool(VLLMGeneration):
         self.request_timeout = request_timeout
         self.weight_sync = weight_sync
         self.weight_dir = weight_dir
+        self.weight_difference = weight_difference
         self.rank_timeout = rank_timeout
         self.step = step
         self.timed = timed
@@ -254,6 +258,12 @@ class VLLMPool(VLLMGeneration):
         dtype = check_servers(self.pool, self.model.config, self.model.name_or_path)
         reports = self.pool.ask_all(lambda server: server.weight_report())
         if any(report.checksum is None for report in reports.values()):
+            if self.weight_difference:
+                raise ValueError(
+                    "vllm_weight_difference=True, but the servers' weights are quantised or copied between workers, so "
+                    "that no checksum tells whether a difference fits what they hold. Leave it out, or start servers "
+                    "without quantisation and with at most as many tensor-parallel workers as there are KV heads."
+                )
             logger.warning(
                 "The servers' weights are quantised or copied between workers, so that no checksum can be compared "
                 "with the trainer's: after the first sync, which log-probs prove, a lost update would go unnoticed."
@@ -290,7 +300,7 @@ class VLLMPool(VLLMGeneration):
 
     def _way(self, dtype: torch.dtype) -> FileWeights | NCCLWeights:
         if self.weight_sync == "file":
-            return FileWeights(self.weight_dir, dtype)
+            return (DifferenceWeights if self.weight_difference else FileWeights)(self.weight_dir, dtype)
         return NCCLWeights(self.pool.urls, self.group_port, self.accelerator.device, self.request_timeout, dtype)
 
     def _adapter_alone(self, dtype: torch.dtype, why_not: str | None) -> AdapterWeights | None:
@@ -369,6 +379,7 @@ def install(trainer: Any) -> None:
         args.vllm_server_urls or [host],
         request_timeout=args.vllm_request_timeout,
         weight_sync=args.vllm_weight_sync,
+        weight_difference=args.vllm_weight_difference,
         rank_timeout=args.ddp_timeout,
         step=lambda: this.state.global_step,
         timed=lambda side: this.recorder.timed(f"wait_for_{side}", counts=this.model.training),

@@ -1,14 +1,17 @@
-"""What runs inside a vLLM server: a fix for CPU builds, the report by which a weight sync is proven, a LoRA adapter.
+"""What runs inside a vLLM server: a fix for CPU builds, the report by which a weight sync is proven, a LoRA adapter,
+and changes of single weights.
 
 None is called from the trainer. vLLM finds `register` through the entry point group `vllm.general_plugins`
 (setup.cfg), and the class through `--worker-extension-cls` (`python -m dash_trl.serve` passes it).
 """
 
 import functools
+import os
 from typing import Any
 
 import torch
 
+from dash_trl.sampling.changes import unpack
 from dash_trl.sampling.checksum import tensor_checksum, weights_checksum
 
 WORKER_EXTENSION = f"{__name__}.WeightReport"
@@ -75,6 +78,24 @@ class WeightReport:
         layers = self.model_runner.lora_manager._adapter_manager.get_adapter(ADAPTER_ID).loras.values()
         held = [matrix for layer in layers for side in (layer.lora_a, layer.lora_b) for matrix in _several(side)]
         return f"{weights_checksum(matrix for matrix in held if matrix is not None):x}"
+
+    def dash_load_differences(self: Any, dtype: str, head: str, body: str) -> None:
+        """Sets some elements of the model's weights (`changes.pack`); vLLM's loader finds their places."""
+        from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+            CheckpointWeightPatch,
+            load_checkpoint_weight_patches,
+        )
+
+        kind = getattr(torch, dtype)
+        patches = [
+            CheckpointWeightPatch(one.name, one.shape, kind, one.values.view(kind), one.positions)
+            for one in unpack(head, body)
+        ]
+        load_checkpoint_weight_patches(self.get_model(), patches)
+
+    def dash_sees(self: Any, folder: str) -> str:
+        """Whether a folder of the trainer's is here, too."""
+        return str(os.path.isdir(folder))
 
     def dash_weight_report(self: Any) -> dict[str, Any]:
         """Of this worker's part of the model: tensor name → hexadecimal checksum, its dtype and its shape."""

@@ -54,13 +54,26 @@ class FileWeights:
 
     def write(self, parameters: NamedTensors, version: int) -> Snapshot:
         """A new version's directory."""
+        folder = self._folder(version)
+        return self._snapshot(version, self._write(parameters, folder))
+
+    def _folder(self, version: int) -> Path:
         if self._lock is None:  # not in the constructor, which all ranks run
             self._begin()
-        final, partial = self.run / f"version-{version}", self.run / f"version-{version}.partial"
+        return self.run / f"version-{version}"
+
+    def _snapshot(self, version: int, checksum: int) -> Snapshot:
+        path = str(self._folder(version))
+        return Snapshot(version, f"{self.run.name}-{version}", checksum % MODULUS, path)
+
+    def _write(self, parameters: NamedTensors, folder: Path) -> int:
+        """A folder that appears when it is complete; returns the checksum of what a server will hold."""
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of an attempt that failed
         partial.mkdir()
         checksum = self._fill(partial, parameters)
-        partial.rename(final)
-        return Snapshot(version, f"{self.run.name}-{version}", checksum % MODULUS, str(final))
+        partial.rename(folder)
+        return checksum
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> int:
         """Writes the files; returns the checksum of what a server will hold."""
