@@ -224,7 +224,8 @@ def stored(url: str, folder: Path) -> dict[str, Tensor]:
     with DIRECT.open(request, timeout=60) as answer:
         assert answer.status == 200
     files = [load_file(file) for file in folder.glob("*.safetensors")]
-    return {name.replace(".base_layer", ""): value for file in files for name, value in file.items()}
+    plain = {name.replace(".base_layer", ""): value for file in files for name, value in file.items()}
+    return {name.replace("lm_head.", "model.embed_tokens."): value for name, value in plain.items()}  # they are tied
 
 
 def as_stored(model: Any) -> dict[str, Tensor]:
