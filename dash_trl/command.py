@@ -1,0 +1,91 @@
+"""Train, sample and measure with one command; `python -m dash_trl` is the same.
+
+    dash_trl doctor                              what works on this machine, and what does not
+    dash_trl train                               examples/train_math.py; without flags a tiny model, offline
+    dash_trl sft                                 examples/sft.py
+    dash_trl serve MODEL --servers 2             python -m dash_trl.serve
+    dash_trl eval MODEL                          python -m dash_trl.evaluation
+
+`dash_trl COMMAND --help` lists the flags of a command. `train` and `sft` are launched by accelerate and take, beside
+their own flags, --accelerate_config (ddp, zero2, zero3, zero3_offload, fsdp2, single_process, cpu, or a file),
+--num_processes, --gpu_ids, --num_machines, --machine_rank, --main_process_ip and --main_process_port.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+SCRIPTS = {"train": "train_math.py", "sft": "sft.py"}
+# Flags of `accelerate launch`. No script has one of the same name; all other flags are the script's.
+LAUNCH = ("num_processes", "gpu_ids", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="dash_trl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("command", choices=[*SCRIPTS, "serve", "eval", "doctor"])
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the command")
+    arguments = parser.parse_args(argv)
+    command, flags = arguments.command, arguments.flags
+    if command in SCRIPTS:
+        launch(SCRIPTS[command], flags)
+    elif command == "serve":
+        from dash_trl.serve import main as serve
+
+        serve(flags)
+    elif command == "eval":
+        from dash_trl.evaluation import main as evaluate
+
+        evaluate(flags)
+    else:
+        from dash_trl.doctor import main as examine
+
+        return examine(flags)
+    return 0
+
+
+def launch(script: str, flags: Sequence[str]) -> None:
+    """`accelerate launch` of a script of examples/, in processes of its own; ends this one if it fails."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    # --quiet: the script's own error comes last, not the launcher's.
+    launch_command(launch_command_parser().parse_args(["--quiet", *launch_arguments(script, flags)]))
+
+
+def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:
+    """What follows `accelerate launch`: its own flags, the script, the script's flags.
+
+    Raises:
+        ValueError: for a configuration of accelerate that does not exist.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--accelerate_config")
+    for name in LAUNCH:
+        parser.add_argument(f"--{name}")
+    known, others = parser.parse_known_args(flags)
+    own = vars(known)
+    if (config := own.pop("accelerate_config", None)) is not None:
+        own = {"config_file": accelerate_config(config), **own}
+    return [
+        *(part for name, value in own.items() for part in (f"--{name}", value)),
+        str(files("examples") / script),
+        *others,
+    ]
+
+
+def accelerate_config(config: str) -> str:
+    """The path of a file, or of one of accelerate_configs/ by its name."""
+    folder = files("accelerate_configs")
+    for path in (Path(config), folder / f"{config}.yaml"):
+        if path.is_file():
+            return str(path)
+    names = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+    raise ValueError(f"accelerate_config={config!r} is neither a file nor one of {names}.")
+
+
+def files(folder: str) -> Path:
+    """A folder of the project: within the package where it was installed from a wheel, else beside it."""
+    carried = PACKAGE / folder
+    return carried if carried.is_dir() else PACKAGE.parent / folder
