@@ -2,8 +2,8 @@
 
     look() ──► Machine: what was found ──► findings(machine): what follows from it ──► printed
 
-It loads no model and starts no server: "yes" for vLLM means that an installed version fits this machine. The sandbox is
-started for real. Ends with 1 if training does not work.
+It loads no model and starts no server: "yes" for vLLM means that an installed version fits this machine. The trainer is
+imported and the sandbox started, for real. Ends with 1 if training does not work.
 """
 
 import argparse
@@ -37,6 +37,7 @@ class Machine:
         torch_build: "CPU", or the platform for which torch was built.
         driver: nvidia-smi is there.
         vllm_program, vllm_modules, vllm_plugin: `vllm` can be called, imported, and finds dash_trl's plugin.
+        broken: why the trainer cannot be imported, if so.
         sandbox: the isolation that programs get; None: none, for the reason `no_sandbox`.
     """
 
@@ -49,6 +50,7 @@ class Machine:
     vllm_program: bool = False
     vllm_modules: bool = False
     vllm_plugin: bool = False
+    broken: str = ""
     sandbox: str | None = None
     no_sandbox: str = ""
 
@@ -76,6 +78,7 @@ def look() -> Machine:
         asked,
         **(_torch() if find_spec("torch") else {}),
         driver=shutil.which("nvidia-smi") is not None,
+        broken=_broken(),
         vllm_program=_has_vllm_program(),
         vllm_modules=find_spec("vllm") is not None,
         vllm_plugin=any(one.value.startswith("dash_trl.") for one in entry_points(group=PLUGINS)),
@@ -96,6 +99,15 @@ def _torch() -> dict:
         else "CPU"
     )
     return {"gpus": gpus, "bf16": bool(gpus) and torch.cuda.is_bf16_supported(), "torch_build": build}
+
+
+def _broken() -> str:
+    """By trying: what the metadata say may not be all that is needed."""
+    try:
+        import dash_trl.trainer  # noqa: F401
+    except Exception as error:  # whatever a broken installation raises
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _has_vllm_program() -> bool:
@@ -139,8 +151,11 @@ def wrong_versions(machine: Machine) -> list[str]:
 
 
 def _training(machine: Machine) -> Iterator[Finding]:
-    missing = [name for name in NEEDED if machine.versions[name] is None]
     wrong = wrong_versions(machine)
+    if machine.broken:
+        yield Finding("training", "no", f"DASHTrainer cannot be imported ({'; '.join([machine.broken, *wrong])})")
+        return
+    missing = [name for name in NEEDED if machine.versions[name] is None]
     if missing:
         yield Finding("training", "no", f"{'; '.join(wrong)}. Run `pip install dash_trl`.")
     elif wrong:
@@ -250,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.parse_args(argv)
     machine = look()
     print(report(machine))
-    return int(any(machine.versions[name] is None for name in NEEDED))
+    return int(bool(machine.broken) or any(machine.versions[name] is None for name in NEEDED))
 
 
 if __name__ == "__main__":

@@ -115,6 +115,7 @@ def test_a_machine_with_everything_has_no_reservation():
         (without(GPUS, "peft"), "LoRA", r"no: peft is not installed: .*dash_trl\[peft\]"),
         (replace(GPUS, asked={"peft": SpecifierSet(">2")}), "LoRA", "but: peft 1.0, and >2 was run"),
         (replace(GPUS, sandbox="landlock"), "sandbox", "but: confined by landlock. .*looked at every"),
+        (replace(GPUS, broken="ImportError: x"), "training", "no: DASHTrainer cannot be imported .ImportError: x"),
         (replace(GPUS, sandbox=None, no_sandbox="no kernel"), "sandbox", "no: no kernel"),
     ],
     ids=str,
@@ -169,3 +170,8 @@ def test_versions_come_from_the_metadata():
     assert bounds()["torch"].contains("2.13.0") and "peft" not in bounds()
     assert bounds("nobody-has-this") == {} and installed("nobody-has-this") is None
     assert fits("2.13.0+cpu", SpecifierSet("<=2.13.0")) and not fits("1.17.0", bounds()["trl"])
+
+
+def test_an_installation_in_which_the_trainer_fails_is_no_good(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "dash_trl.trainer", None)  # its import raises
+    assert command.main(["doctor"]) == 1 and "DASHTrainer cannot be imported" in capsys.readouterr().out

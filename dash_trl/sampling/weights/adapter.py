@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from dash_trl.sampling.checksum import tensor_checksum
 from dash_trl.sampling.server import VLLMServer
 from dash_trl.sampling.weights.file import FileWeights
+from dash_trl.sampling.weights.proof import is_adapter
 from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot, WeightMismatch
 
 NAME = "default"  # of the adapter that TRL trains
@@ -40,13 +39,12 @@ WITHOUT = (
 )
 
 
-def obstacle(model: nn.Module, config: dict[str, Any]) -> str | None:
+def obstacle(model: Any, config: dict[str, Any]) -> str | None:
     """Why a server cannot be given this model's adapter, so that the merged model is sent; None: it can.
 
     Args:
         model: a PEFT model. config: vLLM's own, as JSON.
     """
-    assert isinstance(model, PeftModel)
     adapter = model.peft_config[NAME]
     if adapter.peft_type != "LORA":
         return f"vLLM takes LoRA, and this is {adapter.peft_type.value}"
@@ -56,7 +54,7 @@ def obstacle(model: nn.Module, config: dict[str, Any]) -> str | None:
     if given:
         return f"vLLM does not take an adapter with {', '.join(given)}"
     ends = model.get_input_embeddings(), model.get_output_embeddings()
-    if any(isinstance(one, BaseTunerLayer) for one in ends):
+    if any(map(is_adapter, ends)):
         return "it is of the embeddings or of the output layer, too, which is not tried out"
     if model.active_adapters != [NAME]:
         return f"the active adapters are {model.active_adapters}"

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+from accelerate.utils import is_peft_available
 from torch import Tensor, nn
 
 from dash_trl.sampling.weights.snapshot import NamedTensors, WeightMismatch
@@ -98,6 +100,15 @@ def scale_linear(
         yield name, tensor * scale if name in names else tensor
 
 
+def is_adapter(module: Any) -> bool:
+    """Whether a module is a layer that PEFT adapts: of none without PEFT, which is an extra."""
+    if not is_peft_available():
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return isinstance(module, BaseTunerLayer)
+
+
 @contextmanager
 def scaled_outputs(model: nn.Module, scale: float) -> Iterator[None]:
     """The model as if its linear layers and embeddings were multiplied by `scale`, on any sharding.
@@ -105,13 +116,11 @@ def scaled_outputs(model: nn.Module, scale: float) -> Iterator[None]:
     A layer that is linear in its parameters gives `scale` times its output when they are scaled, so the outputs are
     scaled and no parameter is touched. An adapter with its base layer counts as one layer.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    adapters = tuple(name + "." for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
+    adapters = tuple(name + "." for name, module in model.named_modules() if is_adapter(module))
     handles = [
         module.register_forward_hook(lambda module, inputs, output: output * scale)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding | BaseTunerLayer) and not name.startswith(adapters)
+        if (isinstance(module, nn.Linear | nn.Embedding) or is_adapter(module)) and not name.startswith(adapters)
     ]
     try:
         yield
