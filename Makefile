@@ -19,7 +19,7 @@ export HF_HUB_DISABLE_TELEMETRY = 1
 # tenth on an idle machine (none at all double its time); then a thread sleeps.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint release clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
@@ -37,8 +37,19 @@ lint: $(VENV)/.lint ## ruff (lint and format) and mypy
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+release: $(VENV)/.release ## build the wheel and the sdist into dist/ and check both; tag and upload by hand
+	@rm -rf build dist
+	@$(BIN)/python -m build --outdir dist .
+	@$(BIN)/twine check --strict dist/*
+	@$(BIN)/python tools/release.py dist
+
 clean: ## remove .venv, caches and build products; what runs wrote stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+$(VENV)/.release: | $(BIN)/python
+	@echo "Installing build and twine into $(VENV) (once)"
+	@$(PIP) build twine
+	@touch $@
 
 # --clear: an interpreter that went away leaves a dangling link here, and stamps that no longer hold.
 $(BIN)/python:

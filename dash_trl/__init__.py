@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from dash_trl._lazy import lazy
+from dash_trl.versions import warn_of_trl
 
 if TYPE_CHECKING:
     from dash_trl.callbacks import DASHCallback
@@ -22,6 +23,8 @@ try:
     __version__ = version("dash_trl")
 except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0.0.0"
+
+warn_of_trl()  # before a private name of TRL's that a newer one lacks fails to be imported
 
 __getattr__, __dir__, _names = lazy(__name__)
 __all__ = [*_names, "__version__"]

@@ -55,6 +55,7 @@ from dash_trl.checks import (
 )
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
+from dash_trl.model_card import with_settings_of_run
 from dash_trl.monitoring import OffPolicyMetrics, PassMetrics
 from dash_trl.rewards import unpack, watch
 from dash_trl.rollout import CreditedRollouts, PromptQueue, RolloutBatch
@@ -432,6 +433,13 @@ class DASHTrainer(GRPOTrainer):
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, *others) -> tuple:
         """For evaluations: the turns of training, with its time limits, and on all ranks alike."""
         return evaluated_turns(self, prompt_ids, completion_ids, logprobs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            card = Path(self.args.output_dir, "README.md")
+            text = with_settings_of_run(card.read_text(encoding="utf-8"), self.args, self.accelerator.num_processes)
+            card.write_text(text, encoding="utf-8")
 
     def _load_best_model(self) -> None:
         super()._load_best_model()

@@ -1,5 +1,6 @@
 """Which versions of other packages this one was run with: what its installed metadata asks for."""
 
+import warnings
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
@@ -32,3 +33,15 @@ def bounds(package: str = "dash_trl", extra: str = "") -> dict[str, SpecifierSet
 def fits(found: str, asked: SpecifierSet) -> bool:
     """Whether a version is one of those asked for. Its local part (+cpu, +cu130) does not count."""
     return asked.contains(found.partition("+")[0], prereleases=True)
+
+
+def warn_of_trl() -> None:
+    """Warn if the installed TRL is another than was run: private methods of its trainer are overridden here."""
+    found, asked = installed("trl"), bounds().get("trl")
+    if found is not None and asked is not None and not fits(found, asked):
+        warnings.warn(
+            f"trl {found} is installed, and dash_trl was run with trl{asked}: DASHTrainer overrides private methods of "
+            f"GRPOTrainer, which another TRL may have changed. If something fails, run `pip install 'trl{asked}'`.",
+            RuntimeWarning,
+            stacklevel=3,
+        )

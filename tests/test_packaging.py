@@ -1,11 +1,13 @@
 """The package around the code: public names, honest requirements, a Makefile that explains itself."""
 
 import configparser
+import importlib
 import os
 import platform
 import re
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import dash_trl
+from dash_trl import versions
 
 ROOT = Path(__file__).parent.parent
 REQUIREMENT_FILES = ("setup.cfg", "setup.py", "pyproject.toml", "constraints.txt", "tests/vllm_cpu/setup.py")
@@ -60,6 +63,34 @@ def test_constraints_satisfy_the_requirements():
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
     (trl,) = [one.specifier for one in pinned if one.name == "trl" and not one.extras]
     assert [trl.contains(version) for version in ("1.15.0", "1.16.0", "1.16.3", "1.17.0")] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(("found", "warned"), [("1.16.3", False), ("1.17.0", True), ("1.15.0", True), (None, False)])
+def test_another_trl_than_was_run_is_warned_of(found, warned, monkeypatch, recwarn):
+    monkeypatch.setattr(versions, "installed", lambda name: found)
+    importlib.reload(dash_trl)
+    said = [str(one.message) for one in recwarn if one.category is RuntimeWarning]
+    assert len(said) == warned and all(f"trl {found} is installed" in one and "trl<1.17" in one for one in said)
+    assert dash_trl.DASHConfig.__name__ == "DASHConfig"
+
+
+WITHOUT_EXTRAS = """
+import sys
+sys.modules.update(dict.fromkeys(["peft", "deepspeed", "vllm", "ray", "openai"]))  # importing one raises
+import torch, dash_trl, dash_trl.serve, dash_trl.evaluation, dash_trl.embedded
+from dash_trl.sampling.weights.proof import scaled_outputs
+for name in dash_trl.__all__ + dash_trl.evaluation.__all__ + dash_trl.embedded.__all__:
+    assert any(getattr(room, name, None) for room in (dash_trl, dash_trl.evaluation, dash_trl.embedded)), name
+with scaled_outputs(layer := torch.nn.Sequential(torch.nn.Linear(1, 1)), 2.0):
+    twice = layer(torch.ones(1))
+assert twice == 2 * layer(torch.ones(1))
+"""
+
+
+def test_everything_but_the_extras_works_without_the_extras():
+    """As after a plain `pip install dash_trl`. The tests' environment has all of them."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def fake_program(directory: Path, name: str, said: str) -> None:

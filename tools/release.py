@@ -1,0 +1,47 @@
+"""Is what `make release` built fit to be uploaded? What a wheel and an sdist have to contain, and must not.
+
+python tools/release.py dist
+"""
+
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+CARRIED = ("py.typed", "__main__.py", "examples/train_math.py", "examples/sft.py", "accelerate_configs/zero3.yaml")
+FOREIGN = ("tests/", "benchmarks/", "tools/", "outputs/")
+
+
+def faults(names: Iterable[str], wheel: bool) -> list[str]:
+    """What is wrong with an archive.
+
+    Args:
+        names: of its files; of an sdist, without its folder.
+    """
+    found = set(names)
+    carried = [f"dash_trl/{name}" if wheel or name in CARRIED[:2] else name for name in CARRIED]
+    missing = [f"{name} is missing" for name in carried if name not in found]
+    if not any(Path(name).name == "LICENSE" for name in found):
+        missing.append("LICENSE is missing")
+    return missing + [f"{name} does not belong into it" for name in sorted(found) if name.startswith(FOREIGN)]
+
+
+def names_of(archive: Path) -> list[str]:
+    if archive.suffix == ".whl":
+        return zipfile.ZipFile(archive).namelist()
+    with tarfile.open(archive) as file:
+        return [one.name.partition("/")[2] for one in file.getmembers() if one.isfile()]
+
+
+def main(folder: str) -> int:
+    archives = [*Path(folder).glob("*.whl"), *Path(folder).glob("*.tar.gz")]
+    wrong = [f"{one.name}: {fault}" for one in archives for fault in faults(names_of(one), one.suffix == ".whl")]
+    if len(archives) != 2:
+        wrong.append(f"{folder} has {len(archives)} archives, not one wheel and one sdist")
+    print("\n".join(wrong or [f"{one.name}: fit" for one in archives]))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
