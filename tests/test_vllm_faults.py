@@ -265,6 +265,7 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights_first(fakes):
         ("dtype", ValueError, "in different dtypes"),
         ("shape", ValueError, r"another shape than 'model' .there, here.: {'vocab_size': .65, 64.}.* --servers 2"),
         ("nccl", ValueError, "vllm_weight_sync='nccl' needs the trainer on CUDA"),
+        ("difference", ValueError, "vllm_weight_difference=True, but the servers' weights are quantised"),
     ],
 )
 def test_servers_that_cannot_be_this_trainer_s(fault, error, message, fakes):
@@ -296,7 +297,9 @@ def checked_pool(fakes: list[Fake], fault: str | None) -> VLLMPool:
     for fake in fakes:
         fake.report["shape"] = model_shape(vllm.model.config)
     first = fakes[0]
-    first.report |= {"dtype": {"dtype": "bfloat16"}, "quantised": {"comparable": False}}.get(fault, {})
+    first.report |= {"dtype": {"dtype": "bfloat16"}}.get(fault, {})
+    first.report |= {"comparable": False} if fault in ("quantised", "difference") else {}
+    vllm.weight_difference = fault == "difference"
     first.report["shape"] |= {"vocab_size": 65} if fault == "shape" else {}
     first.config["model_config"] |= {"logprobs_mode": "raw_logprobs"} if fault == "logprobs_mode" else {}
     vllm.weight_sync = "nccl" if fault == "nccl" else "file"

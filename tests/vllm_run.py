@@ -352,7 +352,8 @@ def zero3_adapter(model: str, adapter: str, output: Path, urls: list[str], group
 
 def zero3(model: str, adapter: str, output: Path, urls: list[str], groups: list[int]) -> None:
     without_compiled_ops()
-    trainer, seen = two_steps(model, output, vllm_server_urls=urls[:1])
+    trainer, seen = two_steps(model, output, vllm_server_urls=urls[:1], vllm_weight_difference=True)
+    seen["way"] = type(trainer.vllm_generation._sync.weights).__name__
     if trainer.accelerator.is_main_process:
         os.killpg(groups[0], signal.SIGKILL)
     trainer.accelerator.wait_for_everyone()
