@@ -21,8 +21,8 @@ from typing import Any
 
 import harness
 
-from dash_trl.embedded import arithmetic_dataset, embedded_model
 from dash_trl.sampling import VLLMPool
+from dash_trl.toy import arithmetic_dataset, toy_model
 
 GROUPS, GROUP = 16, 8
 MEDIAN, SPREAD, LONGEST = 40, 0.8, 240  # tokens: exp(N(ln MEDIAN, SPREAD)), at most LONGEST
@@ -66,7 +66,7 @@ def windows(level: int, url: str, iterations: int) -> dict[str, list[float]]:
         "logging_steps": iterations,
     }
     train = arithmetic_dataset("train", 512)
-    trainer = harness.embedded_trainer(settings, train=train, reward_funcs=random_reward, callbacks=[clock])
+    trainer = harness.toy_trainer(settings, train=train, reward_funcs=random_reward, callbacks=[clock])
     trainer.vllm_generation.__class__ = LongTailed
     trainer.train()
     ends = clock.ends[iterations - 1 :: iterations]
@@ -79,7 +79,7 @@ def windows(level: int, url: str, iterations: int) -> dict[str, list[float]]:
 
 def main(iterations: int) -> dict[str, float]:
     seconds: dict[int, dict[str, list[float]]] = {level: {} for level in LEVELS}
-    with harness.server_beside(embedded_model()) as url:
+    with harness.server_beside(toy_model()) as url:
         for level in LEVELS * ROUNDS:  # by turns
             for name, values in windows(level, url, iterations).items():
                 seconds[level].setdefault(name, []).extend(values)

@@ -1,4 +1,4 @@
-"""A task whose errors are confident: chains as of the embedded task, by a model that is sure where it is wrong.
+"""A task whose errors are confident: chains as of the toy task, by a model that is sure where it is wrong.
 
     python benchmarks/confident.py          # makes the model, and checks that it is so; ~2 minutes on 2 cores
 
@@ -20,10 +20,10 @@ import harness
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl.embedded import WarmUp, arithmetic_dataset, arithmetic_reward, embedded_model
-from dash_trl.embedded.warm_up import ARITHMETIC
 from dash_trl.evaluation import LocalSampler, prompt_ids
 from dash_trl.process_rewards import ValueRequest
+from dash_trl.toy import WarmUp, arithmetic_dataset, arithmetic_reward, toy_model
+from dash_trl.toy.warm_up import ARITHMETIC
 from examples.value_quality.candidates import with_log_probs
 
 FORMS = "=:"
@@ -62,7 +62,7 @@ def confident_dataset(split: str, size: int | None = None, seed: int = 0) -> Dat
 
 def confident_model() -> str:
     """The directory of the model, made on the first call."""
-    return embedded_model(settings=WARM_UP, lessons=replace(ARITHMETIC, name="confident", solution=_solution))
+    return toy_model(settings=WARM_UP, lessons=replace(ARITHMETIC, name="confident", solution=_solution))
 
 
 def main() -> dict[str, Any]:

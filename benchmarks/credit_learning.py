@@ -43,8 +43,8 @@ import harness
 from credit_tasks import METHODS, SAMPLES, TASKS, Task
 
 from dash_trl import DASHCallback
-from dash_trl.embedded import arithmetic_dataset, arithmetic_reward
 from dash_trl.evaluation import evaluate
+from dash_trl.toy import arithmetic_dataset, arithmetic_reward
 
 POINTS = 6  # at which a run is measured, besides its beginning
 TUNING_SEEDS = (100, 101)
@@ -124,7 +124,7 @@ def run(task: Task, method: str, seed: int, learning_rate: float) -> Curve:
     }
     callbacks = [watch] if process is None else [watch, process(task)]
     train = arithmetic_dataset("train", seed=seed, operands=task.operands)
-    harness.embedded_trainer(settings, path=task.model(), train=train, callbacks=callbacks).train()
+    harness.toy_trainer(settings, path=task.model(), train=train, callbacks=callbacks).train()
     return watch.curve
 
 

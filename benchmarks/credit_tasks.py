@@ -15,9 +15,6 @@ from trl.trainer.utils import selective_log_softmax
 from value_quality import SumOfLogProbs
 
 from dash_trl import ProcessRewardCallback
-from dash_trl.embedded import WarmUp, embedded_model
-from dash_trl.embedded.tokenizer import END_OF_TURN
-from dash_trl.embedded.warm_up import ARITHMETIC
 from dash_trl.process_rewards import (
     AnswerLogProbValue,
     CreditSettings,
@@ -27,6 +24,9 @@ from dash_trl.process_rewards import (
     ValueRequest,
     line_starts,
 )
+from dash_trl.toy import WarmUp, toy_model
+from dash_trl.toy.tokenizer import END_OF_TURN
+from dash_trl.toy.warm_up import ARITHMETIC
 from dash_trl.update import evaluating
 
 WARM_UP = WarmUp(operands=OPERANDS, steps=500, slip_rate=0.06, wait_rate=0.03, num_heads=4)
@@ -90,11 +90,11 @@ def padded_solution(problem: str, generator: random.Random, slip_rate: float, wa
 
 
 def padded_model() -> str:
-    return embedded_model(settings=PADDED, lessons=replace(ARITHMETIC, name="padded", solution=padded_solution))
+    return toy_model(settings=PADDED, lessons=replace(ARITHMETIC, name="padded", solution=padded_solution))
 
 
 TASKS = {
-    "slips": Task(lambda: embedded_model(settings=WARM_UP), lambda left, right: STEP_SUCCESS, methods=FITTED),
+    "slips": Task(lambda: toy_model(settings=WARM_UP), lambda left, right: STEP_SUCCESS, methods=FITTED),
     "confident": Task(
         confident_model,
         lambda left, right: 0.5 if trap(left, right) else 1.0,
@@ -105,7 +105,7 @@ TASKS = {
         methods=FITTED,
     ),
     "unsolved": Task(
-        lambda: embedded_model(settings=UNSOLVED),
+        lambda: toy_model(settings=UNSOLVED),
         lambda left, right: 0.65,
         easy=EASY,
         samples_at_end=8,

@@ -36,14 +36,14 @@ from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, Trainer
 from trl import GRPOConfig  # noqa: E402
 
 from dash_trl import DASHConfig, DASHTrainer, evaluation  # noqa: E402
-from dash_trl.embedded import (  # noqa: E402
+from dash_trl.serve import Servers  # noqa: E402
+from dash_trl.toy import (  # noqa: E402
     arithmetic_dataset,
     arithmetic_reward,
     arithmetic_tokenizer,
-    embedded_defaults,
-    embedded_model,
+    toy_defaults,
+    toy_model,
 )
-from dash_trl.serve import Servers  # noqa: E402
 
 OUTPUT = tempfile.TemporaryDirectory()  # of all trainers
 PROMPTS = [f"Compute {i:03d} + {i * 7 % 100:02d}:" for i in range(256)]
@@ -109,7 +109,7 @@ def timed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
 
 
 def accuracy(model: Any, tokenizer: Any, problems: Any = None, **sampling: Any) -> float:
-    """Of a model on held-out problems, by default the 256 of the embedded task."""
+    """Of a model on held-out problems, by default the 256 of the toy task."""
     return evaluation.accuracy(model, tokenizer, problems or arithmetic_dataset("test"), arithmetic_reward, **sampling)
 
 
@@ -175,10 +175,10 @@ def _trainer(kind: Any, settings: dict[str, Any], **others: Any) -> Any:
     return trainer
 
 
-def embedded_trainer(
+def toy_trainer(
     settings: dict[str, Any], *, kind: Any = DASHTrainer, path: str | None = None, train: Any = None, **others: Any
 ) -> Any:
-    """A trainer of the embedded task, with other settings than its defaults.
+    """A trainer of the toy task, with other settings than its defaults.
 
     Args:
         kind: its class, TRL's GRPOTrainer or a DASHTrainer. path: of another model.
@@ -186,12 +186,12 @@ def embedded_trainer(
         others: `callbacks`, `rollout_func`, `reward_funcs`.
     """
     others = {
-        "model": path or embedded_model(progress=False),
+        "model": path or toy_model(progress=False),
         "train_dataset": train or arithmetic_dataset("train", seed=settings.get("seed", 0)),
         "reward_funcs": arithmetic_reward,
         **others,
     }
-    return _trainer(kind, {**embedded_defaults(), **settings}, **others)
+    return _trainer(kind, {**toy_defaults(), **settings}, **others)
 
 
 class Scripted:
@@ -263,7 +263,7 @@ def scripted_trainer(kind: Any, model: Any, workload: Scripted, settings: dict[s
 
 
 def qwen2(**shape: Any) -> Qwen2ForCausalLM:
-    """A Qwen2 with random weights, the same ones each time, and the special tokens of the embedded task."""
+    """A Qwen2 with random weights, the same ones each time, and the special tokens of the toy task."""
     torch.manual_seed(0)
     tokenizer = arithmetic_tokenizer()
     return Qwen2ForCausalLM(

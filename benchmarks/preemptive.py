@@ -2,7 +2,7 @@
 
     python benchmarks/preemptive.py --json preemptive.json          # ~5 minutes on 2 cores
 
-Both train the embedded arithmetic model at 8 rows per micro-step, with 16 and 32 accumulation steps and identical
+Both train the toy arithmetic model at 8 rows per micro-step, with 16 and 32 accumulation steps and identical
 settings otherwise. The baseline is TRL's GRPOTrainer with `steps_per_generation=1`: by default TRL samples once per
 optimizer step, as DASH does, so the table has that row, too; and one with a token budget, as large as TRL's largest
 micro-batch of 8 padded rows, in place of 8 rows. Sampling is transformers' `generate` (no vLLM), every completion runs
@@ -47,7 +47,7 @@ def step_times(trainer_class: Any, accumulation: int, settings: dict[str, Any]) 
         "logging_strategy": "no",
         **settings,
     }
-    harness.embedded_trainer(settings, kind=Timed, callbacks=[clock]).train()
+    harness.toy_trainer(settings, kind=Timed, callbacks=[clock]).train()
     per_token = [1000 * seconds / tokens for seconds, tokens in zip(generation, decoded, strict=True)]
     parts = {"step_s": clock.seconds, "generate_s": generation, "ms_per_token": per_token}
     return harness.medians({name: values[1:] for name, values in parts.items()})

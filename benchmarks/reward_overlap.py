@@ -4,7 +4,7 @@
     python benchmarks/reward_overlap.py --accuracy --json reward_accuracy.json     # + accuracy, 3 seeds: ~15 minutes
 
 Each completion's reward takes 10 to 400 ms, drawn uniformly and the same in every run (in the experiment, 1 to 40 s,
-GSM8K, 8 H20). The embedded model; 8 groups of 4 completions, all rewards at once. In one run, in turn:
+GSM8K, 8 H20). The toy model; 8 groups of 4 completions, all rewards at once. In one run, in turn:
 
     baseline     the update waits for all rewards
     pipeline     `reward_pipeline`: it begins on the groups that are scored
@@ -27,8 +27,8 @@ from typing import Any
 import harness
 import torch
 
-from dash_trl import RewardAgent
-from dash_trl.embedded import arithmetic_reward, embedded_model
+from dash_trl import RewardRunner
+from dash_trl.toy import arithmetic_reward, toy_model
 
 GROUPS, GROUP = 8, 4
 SHORTEST, LONGEST = 0.01, 0.4  # seconds of a reward
@@ -45,7 +45,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def slow_reward(prompt: Any, completion: Any, answer: str, completion_ids: list[int]) -> float:
-    """The embedded task's, after a time that the completion decides."""
+    """The toy task's, after a time that the completion decides."""
     drawn = hashlib.sha256(str((prompt, completion_ids)).encode()).digest()
     time.sleep(SHORTEST + (LONGEST - SHORTEST) * int.from_bytes(drawn[:4]) / 2**32)
     return quick_reward(completion, answer)
@@ -69,8 +69,8 @@ def train(
         "vllm_server_urls": [url] if url else None,
         **strategy,
     }
-    with RewardAgent(reward) as agent:
-        trainer = harness.embedded_trainer(settings, reward_funcs=agent, callbacks=[clock])
+    with RewardRunner(reward) as runner:
+        trainer = harness.toy_trainer(settings, reward_funcs=runner, callbacks=[clock])
         trainer.train()
     return trainer, [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)]
 
@@ -104,7 +104,7 @@ def learned(strategy: dict[str, Any]) -> dict[str, float]:
 
 
 def main(accuracy: bool) -> dict[str, Any]:
-    path = embedded_model(progress=False)
+    path = toy_model(progress=False)
     torch.set_num_threads(2)
     results: dict[str, Any] = overlap(None)
     harness.say("in process", results)

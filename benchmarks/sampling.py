@@ -2,7 +2,7 @@
 
     python benchmarks/sampling.py --json sampling.json          # ~6 minutes on 2 cores
 
-One server with the embedded model (0.5 M parameters), 64 tokens per completion, float32 on a CPU.
+One server with the toy model (0.5 M parameters), 64 tokens per completion, float32 on a CPU.
 
 - `preemptive_ratio_N`: completions per second of one batch of N rows over those of 8 rows at a time (a micro-step's),
   both through the pool, by turns; median of 5 rounds.
@@ -28,9 +28,9 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoTokenizer
 
-from dash_trl.embedded import arithmetic_dataset, embedded_model
 from dash_trl.sampling import ServerPool, VLLMPool, key_header
 from dash_trl.serve import Servers, read
+from dash_trl.toy import arithmetic_dataset, toy_model
 
 TOKENS, GROUP, MICRO_STEP, ROUNDS = 64, 8, 8, 5
 BATCHES = (256, 1024)
@@ -133,7 +133,7 @@ def weight_sync(tokenizer: Any, name: str, shape: dict[str, int]) -> dict[str, A
 
 def main() -> dict[str, Any]:
     torch.set_num_threads(1)  # an idle vLLM worker polls: on two cores a second thread here would wait for it
-    path = embedded_model()
+    path = toy_model()
     results = sampling(path)
     harness.say("sampling", results)
     for name, shape in SIZES.items():

@@ -3,7 +3,7 @@
     python benchmarks/signal_sampling.py --runs benchmarks/signal_runs.jsonl --json signal.json
     python benchmarks/signal_sampling.py --simulate --json simulation.json          # no model; 2 minutes
 
-The embedded model and its arithmetic, with three kinds of problems. *learned*: chains of 3 to 5 numbers in which the
+The toy model and its arithmetic, with three kinds of problems. *learned*: chains of 3 to 5 numbers in which the
 model slips, as in the demo; a first number above 4 is what such a problem is known by. *solved*: chains with another
 first number, for which the warm-up had no slips: the model solves them nearly always from the start. *unsolved*: sums
 of numbers above 30, of which it knows none. Tasks:
@@ -48,9 +48,9 @@ from datasets import Dataset
 
 from benchmarks.signal_figures import COSTS, Curve, best_rate, simulation, summary
 from dash_trl import DASHCallback
-from dash_trl.embedded import WarmUp, arithmetic_dataset, embedded_model
-from dash_trl.embedded.problems import split_of
-from dash_trl.embedded.warm_up import ARITHMETIC
+from dash_trl.toy import WarmUp, arithmetic_dataset, toy_model
+from dash_trl.toy.problems import split_of
+from dash_trl.toy.warm_up import ARITHMETIC
 
 WARM_UP = WarmUp(steps=800, clean_share=0.4, slip_rate=0.13)
 CLEAN = ("1", "2", "3", "4")  # the first numbers of problems in which the model does not slip
@@ -96,7 +96,7 @@ FIGURES = {  # means over the steps, of what a variant logs
 
 def model() -> str:
     """The directory of the warmed-up model, made on the first call."""
-    return embedded_model(settings=WARM_UP, lessons=replace(ARITHMETIC, name="habit", solution=_solution))
+    return toy_model(settings=WARM_UP, lessons=replace(ARITHMETIC, name="habit", solution=_solution))
 
 
 def _solution(problem: str, generator: random.Random, slip_rate: float, wait_rate: float) -> Any:
@@ -187,7 +187,7 @@ def run(task: Task, variant: str, seed: int, learning_rate: float) -> Curve:
         "max_completion_length": LONGEST,
         **VARIANTS[variant],
     }
-    trainer = harness.embedded_trainer(settings, path=model(), train=train_problems(task, seed), callbacks=[watch])
+    trainer = harness.toy_trainer(settings, path=model(), train=train_problems(task, seed), callbacks=[watch])
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "reward" in entry]
     for name, key in FIGURES.items():

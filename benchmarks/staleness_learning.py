@@ -1,4 +1,4 @@
-"""What staleness costs each loss: the embedded task with rollouts of exactly k windows ago, and no servers.
+"""What staleness costs each loss: the toy task with rollouts of exactly k windows ago, and no servers.
 
     python benchmarks/staleness_learning.py --json staleness_learning.json          # ~16 minutes on 2 cores
     python benchmarks/staleness_learning.py --seeds 2 --levels 8 --rates 6e-4       # a look, 3 minutes
@@ -17,8 +17,8 @@ At k = 0 all of them have dapo's gradient, so that dapo alone is run there, for 
 `accuracy` is sampled, at temperature 1, after the last step: 256 held-out problems, 4 completions each. `change`: minus
 the accuracy at k = 0 with the same seed. Means and 95 % intervals (Student's t over seeds). `clipped`: the share of the
 survivors' tokens that the loss truncates or masks (`off_policy/clipped_share`; ppo: TRL's clip ratio, of all tokens);
-`kl`: `off_policy/kl`; means over the steps. Learning rates decay to 0, as in the embedded run: 6e-4, with which k = 0
-still learns about as well, and, with the largest k only, the embedded run's own.
+`kl`: `off_policy/kl`; means over the steps. Learning rates decay to 0, as in the toy run: 6e-4, with which k = 0
+still learns about as well, and, with the largest k only, the toy run's own.
 """
 
 import multiprocessing
@@ -34,10 +34,10 @@ import harness
 import torch
 from transformers import AutoModelForCausalLM
 
-from dash_trl.embedded import embedded_defaults, embedded_model
+from dash_trl.toy import toy_defaults, toy_model
 
 LEVELS, SEEDS = (1, 2, 4, 8), 3
-RATES = {6e-4: LEVELS, embedded_defaults()["learning_rate"]: LEVELS[-1:]}  # at the first one staleness shows
+RATES = {6e-4: LEVELS, toy_defaults()["learning_rate"]: LEVELS[-1:]}  # at the first one staleness shows
 STEPS, PROMPTS, LONGEST, SAMPLES = 40, 8, 48, 4
 
 # Loss → options, and what TRL's loss sees in place of the trainer's own settings (`trl_settings`).
@@ -104,7 +104,7 @@ def run(loss: str, level: int, seed: int, rate: float, steps: int) -> dict[str, 
     with ExitStack() as patches:
         for module in ("assembly", "trainer") if loss_settings is not None else ():
             patches.enter_context(patch(f"dash_trl.{module}.loss_settings", lambda *args, **kwargs: loss_settings))
-        trainer = harness.embedded_trainer(settings, rollout_func=Stale(embedded_model(), level, seed))
+        trainer = harness.toy_trainer(settings, rollout_func=Stale(toy_model(), level, seed))
         trainer.train()
     log = trainer.state.log_history
     sampling = {"num_samples": SAMPLES, "max_new_tokens": LONGEST, "batch_size": 256}
@@ -153,7 +153,7 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main(
     seeds: int, rates: list[float], levels: list[int] | None, losses: list[str], steps: int, workers: int
 ) -> dict[str, Any]:
-    embedded_model()
+    toy_model()
     grid = [
         (loss, level, seed, rate)
         for rate in rates

@@ -10,7 +10,7 @@ both ways, which sample each window in turn:
     by row       `TurnsOnServers`: each row asks the server again as soon as its own tool has answered
     rounds       `Rounds`: all rows that wait sample together, then their tools run side by side
 
-The embedded model writes the tokens, and its random text takes the way of real turns: it is parsed, then the call is
+The toy model writes the tokens, and its random text takes the way of real turns: it is parsed, then the call is
 put in its place, and the answer is rendered by the chat template of Qwen2.5. The server has one core, all else another.
 Nothing is trained. Seconds per window are those of `time/generate`, medians.
 
@@ -36,8 +36,8 @@ from trl.chat_template_utils import qwen2_5_chat_template
 
 from dash_trl.assembly import new_sampler
 from dash_trl.collect import Prompts, Rounds, Sampler, TurnsInProcess, decoded
-from dash_trl.embedded import arithmetic_dataset, embedded_model
 from dash_trl.tools import Conversation, Conversations, Turns
+from dash_trl.toy import arithmetic_dataset, toy_model
 
 GROUPS, GROUP = 8, 8
 TURNS = (1, 5)  # of a row
@@ -227,7 +227,7 @@ def simulated_rounds(rows: Sequence[Plan], step: Callable[[int], float]) -> floa
 
 
 def main() -> dict[str, Any]:
-    path = embedded_model()
+    path = toy_model()
     tokenizer = AutoTokenizer.from_pretrained(path)
     prompts = arithmetic_dataset("train", 512)["prompt"][:]
     prompt_ids = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -243,7 +243,7 @@ def main() -> dict[str, Any]:
             "generation_kwargs": {"ignore_eos": True},
             "async_level": 0,
         }
-        trainer = harness.embedded_trainer(settings, tools=[wait], processing_class=tokenizer)
+        trainer = harness.toy_trainer(settings, tools=[wait], processing_class=tokenizer)
         trainer.vllm_generation.sync_weights()
         trainer._last_loaded_step = 0
         steps = step_seconds(trainer.vllm_generation.pool, prompt_ids[0])

@@ -2,7 +2,7 @@
 
     python benchmarks/value_overlap.py --json value_overlap.json          # ~6 minutes on 2 cores
 
-A window is 16 groups of 4 completions of lognormal lengths, which the embedded model writes past its end tokens, with
+A window is 16 groups of 4 completions of lognormal lengths, which the toy model writes past its end tokens, with
 an episode every 16 tokens. The trainer's model (`AnswerLogProbValue`), or the server (`ServerValue`), gives the
 log-prob of the answer at each boundary. Windows take both ways in turn, with the same lengths; nothing is learned
 (learning rate 0). The server has one core, the trainer another. Seconds of a window, medians:
@@ -21,8 +21,8 @@ from typing import Any
 import harness
 from transformers import TrainerCallback
 
-from dash_trl.embedded import embedded_model
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback, ServerValue
+from dash_trl.toy import toy_model
 
 GROUPS, GROUP = 16, 4
 MEDIAN, SPREAD, LONGEST = 60, 0.8, 400  # tokens of a completion: exp(N(ln MEDIAN, SPREAD)), at most LONGEST
@@ -66,7 +66,7 @@ def found(value: Any, url: str) -> dict[str, Any]:
         "vllm_server_urls": [url],
         "generation_kwargs": {"ignore_eos": True},
     }
-    trainer = harness.embedded_trainer(settings, callbacks=[process, clock])
+    trainer = harness.toy_trainer(settings, callbacks=[process, clock])
     servers, jobs = trainer.vllm_generation, trainer.vllm_generation._jobs
     windows = iter(range(settings["max_steps"]))
 
@@ -89,7 +89,7 @@ def found(value: Any, url: str) -> dict[str, Any]:
 
 
 def main() -> dict[str, Any]:
-    with harness.server_beside(embedded_model()) as url:
+    with harness.server_beside(toy_model()) as url:
         return {type(value).__name__: found(value, url) for value in (AnswerLogProbValue(), ServerValue())}
 
 

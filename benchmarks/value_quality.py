@@ -1,4 +1,4 @@
-"""Is V(prefix) worth anything? Against Monte Carlo success on the embedded tasks, where truth is cheap.
+"""Is V(prefix) worth anything? Against Monte Carlo success on the toy tasks, where truth is cheap.
 
     python benchmarks/value_quality.py --json value_quality.json                       # 2 to 4 minutes on one core
     python benchmarks/value_quality.py --task confident --json confident.json        # a model sure of its errors
@@ -22,7 +22,6 @@ import harness
 from confident import LONGEST as CONFIDENT_LONGEST
 from confident import confident_dataset, confident_model
 
-from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_model
 from dash_trl.evaluation import Checkpoint, Reward, open_sampler
 from dash_trl.process_rewards import (
     FEATURES,
@@ -33,6 +32,7 @@ from dash_trl.process_rewards import (
     ValueRequest,
     line_starts,
 )
+from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_model
 from examples.value_quality import figures
 from examples.value_quality.candidates import Candidate, measure
 from examples.value_quality.study import Plan, choose, collect
@@ -61,7 +61,7 @@ def task_of(name: str) -> tuple[str, Any, Any, Plan]:
         plan = Plan(32, fit_rollouts=SIZES, max_completion_length=CONFIDENT_LONGEST, shortest=1)
         return confident_model(), confident_dataset("train"), confident_dataset("test"), plan
     plan = Plan(64, fit_rollouts=SIZES, max_completion_length=64, shortest=1)
-    return embedded_model(), arithmetic_dataset("train", 1024), arithmetic_dataset("test"), plan
+    return toy_model(), arithmetic_dataset("train", 1024), arithmetic_dataset("test"), plan
 
 
 class Varied(OutcomeValue):
@@ -177,6 +177,6 @@ if __name__ == "__main__":
     harness.run(
         main,
         __doc__,
-        task={"choices": ("embedded", "confident"), "default": "embedded"},
+        task={"choices": ("toy", "confident"), "default": "toy"},
         plot={"type": Path, "help": "draw the figures to this file"},
     )

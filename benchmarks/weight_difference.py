@@ -20,11 +20,11 @@ import harness
 import torch
 from qwen import SHAPE
 
-from dash_trl.embedded import arithmetic_tokenizer
 from dash_trl.sampling import ServerPool
 from dash_trl.sampling.changes import changes
 from dash_trl.sampling.weights import DifferenceWeights, FileWeights
 from dash_trl.serve import Servers
+from dash_trl.toy import arithmetic_tokenizer
 
 RATES, ROWS, LENGTH = (1e-6, 1e-5), 4, 64
 OPTIONS = ["--dtype", "bfloat16", "--max-model-len", "512"]

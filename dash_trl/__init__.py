@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dash_trl.config import DASHConfig
     from dash_trl.data import load_code_dataset, load_math_dataset
     from dash_trl.process_rewards import ProcessRewardCallback
-    from dash_trl.rewards import CodeReward, MathAccuracyReward, RewardAgent
+    from dash_trl.rewards import CodeReward, MathAccuracyReward, RewardRunner
     from dash_trl.rollout import RolloutBatch
     from dash_trl.tools import ProcessTool
     from dash_trl.trainer import DASHTrainer

@@ -345,7 +345,7 @@ def new_rewards(trainer: Any, base: Any) -> Rewards:
             "of: rewards begin when it is called, not while rows are sampled. To change rewards, a DASHCallback "
             "(on_rewards) does without this."
         )
-    this = weakref.ref(trainer)  # an agent's worker may outlive the trainer, and must not keep its model in memory
+    this = weakref.ref(trainer)  # a runner's worker may outlive the trainer, and must not keep its model in memory
 
     def group_size() -> int:
         if (alive := this()) is None:

@@ -98,7 +98,7 @@ class DASHConfig(GRPOConfig):
             So many generation windows at most do the servers sample ahead of training: window n is trained on rollouts
             of the weights with which window n − `async_level` began, or newer. Above 0 it takes servers, and a loss
             that bears it ("aipo", "decoupled_ppo"); see docs/async.md. `0`: a window is sampled when it is needed.
-            `1` without servers: the next window is sampled while the rewards of an agent are awaited.
+            `1` without servers: the next window is sampled while the rewards of a runner are awaited.
         max_num_gen_batches (`int`, defaults to `1`):
             Dynamic sampling (DAPO; the option's name is verl's). While fewer groups of a window have signal than a
             generation batch has groups, more prompts are sampled, up to so many generation batches; the window is
@@ -109,7 +109,7 @@ class DASHConfig(GRPOConfig):
         reward_pipeline (`bool`, defaults to `False`):
             Train on the groups that are scored while the rewards of others are awaited, within one optimizer step; its
             update is the same. Mini's steps take the groups that come next. It takes reward functions that score each
-            completion (`dash_trl.RewardAgent`); see docs/rewards.md.
+            completion (`dash_trl.RewardRunner`); see docs/rewards.md.
         tool_timeout (`float`, defaults to `600.0`):
             Seconds for one call of a tool, or of an environment's `reset` or `get_reward`. A call that takes longer is
             left alone, and its row is unscored; see docs/tools.md.

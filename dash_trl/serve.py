@@ -1,7 +1,7 @@
 """Start vLLM servers for `DASHTrainer`, with the flags that it needs, and stop them together.
 
     python -m dash_trl.serve Qwen/Qwen2.5-0.5B-Instruct --servers 2
-    python -m dash_trl.serve embedded                     # the tiny model of `make demo`
+    python -m dash_trl.serve toy                     # the tiny model of `make demo`
     python -m dash_trl.serve MODEL --servers 2 --max-model-len 4096 --dtype bfloat16     # the rest goes to `vllm serve`
     python -m dash_trl.serve MODEL --enable-lora --max-lora-rank 16     # LoRA: only the adapter is sent
 
@@ -221,17 +221,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("model", help="a hub name, a directory, or 'embedded'")
+    parser.add_argument("model", help="a hub name, a directory, or 'toy'")
     parser.add_argument("--servers", type=int, default=1, help="each gets an equal share of the visible GPUs")
     parser.add_argument("--host", default=HOST, help="the address to listen at")
     parser.add_argument("--port", type=int, default=FIRST_PORT, help="the first server's; the others take the next")
     arguments, options = parser.parse_known_args(argv)
     model = arguments.model
-    vllm_program()  # before the warm-up of the embedded model, which takes a minute
-    if model == "embedded":
-        from dash_trl.embedded import embedded_model
+    vllm_program()  # before the warm-up of the toy model, which takes a minute
+    if model == "toy":
+        from dash_trl.toy import toy_model
 
-        model = embedded_model()
+        model = toy_model()
     for number in STOPPED_BY[1:]:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does
             signal.signal(number, lambda *_: sys.exit("Stopped."))  # so that the servers are stopped, too

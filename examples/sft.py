@@ -2,7 +2,7 @@
 
     accelerate launch examples/sft.py                          # no arguments: a tiny model reads sums that skip steps
 
-    python examples/traces.py embedded && accelerate launch examples/sft.py --completions outputs/traces.jsonl
+    python examples/traces.py toy && accelerate launch examples/sft.py --completions outputs/traces.jsonl
 
     accelerate launch --config_file accelerate_configs/zero3_offload.yaml examples/sft.py \\
         --config examples/configs/sft_h_qwen2.5-0.5b.yaml      # a run of the paper; sft_m_… after its traces
@@ -11,7 +11,7 @@
 
 Every field of `SupervisedArguments`, TRL's `SFTConfig` and `ModelConfig` is a flag and a YAML key. The loss is on the
 completions alone. The problems and prompts are those of `train_math.py` and, where there are tests, `train_code.py`, so
-that all their models are measured alike. `--dataset_name embedded_code` are the embedded programs.
+that all their models are measured alike. `--dataset_name toy_code` are the toy programs.
 """
 
 import logging
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from train_code import EMBEDDED, task_of
+from train_code import TOY, task_of
 from train_math import MathArguments, check_effects, load_problems, parse, train_and_measure, with_model_arguments
 from transformers import AutoTokenizer, ProgressCallback
 from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from dash_trl.checks import check_model
-from dash_trl.embedded import embedded_defaults
 from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback
+from dash_trl.toy import toy_defaults
 
 
 @dataclass
@@ -53,8 +53,8 @@ class SupervisedConfig(SFTConfig):
 def supervised_defaults() -> dict[str, Any]:
     """Settings of the run without a model and a dataset: the paper's three epochs."""
     shared = ("use_cpu", "bf16", "gradient_checkpointing", "logging_steps", "save_strategy", "report_to")
-    return {name: embedded_defaults()[name] for name in shared} | {
-        "output_dir": "outputs/embedded_sft",
+    return {name: toy_defaults()[name] for name in shared} | {
+        "output_dir": "outputs/toy_sft",
         "per_device_train_batch_size": 64,
         "num_train_epochs": 3,
         "learning_rate": 1e-3,
@@ -70,11 +70,11 @@ def main(argv: list[str]) -> None:
     with_model_arguments(args, model_args)
     if model_args.model_name_or_path is not None:
         check_model(model_args.model_name_or_path, args)
-    name = script.dataset_name or (None if model_args.model_name_or_path else "embedded")
-    with args.main_process_first(local=False, desc="the dataset, and the embedded model's warm-up"):
+    name = script.dataset_name or (None if model_args.model_name_or_path else "toy")
+    with args.main_process_first(local=False, desc="the dataset, and the toy model's warm-up"):
         task = task_of(replace(script, dataset_name=name))
         if model_args.model_name_or_path is None:
-            model_args.model_name_or_path = task.embedded_model(progress=args.should_save)
+            model_args.model_name_or_path = task.toy_model(progress=args.should_save)
         completions = None if script.completions is None else Dataset.from_json(script.completions)
     tokenizer = AutoTokenizer.from_pretrained(
         model_args.model_name_or_path,
@@ -99,9 +99,7 @@ def main(argv: list[str]) -> None:
     if not args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(RewardProgressCallback)
-    train_and_measure(
-        trainer, tokenizer, task, task.embedded_defaults()["max_completion_length"], measured=name in EMBEDDED
-    )
+    train_and_measure(trainer, tokenizer, task, task.toy_defaults()["max_completion_length"], measured=name in TOY)
     if args.should_save:
         print(f"metrics: {metrics}\nmodel:   {args.output_dir}")
     trainer.accelerator.end_training()
@@ -109,10 +107,10 @@ def main(argv: list[str]) -> None:
 
 def check_arguments(script: SupervisedArguments, args: SupervisedConfig, model_args: ModelConfig) -> None:
     """Refuse what would be ignored."""
-    embedded = model_args.model_name_or_path is None and script.dataset_name in EMBEDDED
+    toy = model_args.model_name_or_path is None and script.dataset_name in TOY
     if script.completions is None:
-        check_effects(replace(script, dataset_name=None) if embedded else script, args, model_args)
-    elif script.dataset_name is not None and not embedded:  # an embedded one says on what the model is measured
+        check_effects(replace(script, dataset_name=None) if toy else script, args, model_args)
+    elif script.dataset_name is not None and not toy:  # a toy one says on what the model is measured
         raise ValueError(
             f"dataset_name={script.dataset_name!r} has no effect with completions={script.completions!r}: give one of "
             "the two."

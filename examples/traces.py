@@ -1,6 +1,6 @@
 """A teacher's solutions for supervised fine-tuning (SFT-M): sampled, and kept if the reward calls them correct.
 
-    python examples/traces.py embedded                         # the embedded model after RL, on the embedded problems
+    python examples/traces.py toy                         # the toy model after RL, on the toy problems
 
     python -m dash_trl.serve Qwen/Qwen2.5-7B-Instruct --servers 2                         # and in another terminal:
     python examples/traces.py Qwen/Qwen2.5-7B-Instruct --dataset_name nlile/hendrycks-MATH-benchmark \\
@@ -25,8 +25,8 @@ from typing import Any
 
 import train_math
 
-from dash_trl.embedded import cached_model, embedded_defaults, embedded_model
 from dash_trl.evaluation import CORRECT_ABOVE, EvaluationArguments, command_parser, evaluate_models
+from dash_trl.toy import cached_model, toy_defaults, toy_model
 
 FATES = ("kept", "wrong", "cut off", "failed")
 
@@ -48,10 +48,10 @@ class TraceArguments(EvaluationArguments):
 
 def main(argv: Sequence[str]) -> None:
     parser = command_parser(TraceArguments, "examples.traces", __doc__)
-    parser.add_argument("teacher", metavar="TEACHER", help="a directory or hub name; or 'embedded'")
+    parser.add_argument("teacher", metavar="TEACHER", help="a directory or hub name; or 'toy'")
     script, rest = parser.parse_args_into_dataclasses(argv)
     task = script.task([rest.teacher])
-    teacher = embedded_teacher() if rest.teacher == "embedded" else rest.teacher
+    teacher = toy_teacher() if rest.teacher == "toy" else rest.teacher
     (label,) = evaluate_models([teacher], task)
     _, *rows = map(json.loads, Path(script.output_dir, f"{label}.jsonl").read_text().splitlines())
     count = Counter(fate(one) for row in rows for one in row["samples"])
@@ -80,9 +80,9 @@ def fate(one: Mapping[str, Any]) -> str:
     return "cut off" if one["truncated"] else "kept"
 
 
-def embedded_teacher() -> str:
-    """The embedded model after the default run of `train_math.py`, made once and cached."""
-    settings = {**embedded_defaults(), "model": Path(embedded_model()).name}
+def toy_teacher() -> str:
+    """The toy model after the default run of `train_math.py`, made once and cached."""
+    settings = {**toy_defaults(), "model": Path(toy_model()).name}
     del settings["output_dir"]
 
     def make(folder: Path) -> None:

@@ -6,7 +6,7 @@
         --model_name_or_path Qwen/Qwen2.5-Coder-0.5B-Instruct --dataset_name google-research-datasets/mbpp \\
         --use_vllm --vllm_mode colocate --output_dir outputs/mbpp
 
-`train_math.py` with other embedded problems: its flags and YAML keys. The dataset is a hub name or a local path, with
+`train_math.py` with other toy problems: its flags and YAML keys. The dataset is a hub name or a local path, with
 the columns of MBPP, HumanEval, APPS, …, or with `prompt` and `tests` (docs/rewards.md).
 """
 
@@ -14,11 +14,11 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from embedded_programs import PROGRAM_LESSONS, PROGRAM_WARM_UP, program_dataset
+from toy_programs import PROGRAM_LESSONS, PROGRAM_WARM_UP, program_dataset
 from train_math import Mathematics, main
 
 from dash_trl import CodeReward
-from dash_trl.embedded import embedded_defaults, embedded_model
+from dash_trl.toy import toy_defaults, toy_model
 
 
 class Programming(Mathematics):
@@ -26,31 +26,31 @@ class Programming(Mathematics):
 
     def __init__(self, script: Any):
         super().__init__(script)
-        self.embedded_reward = CodeReward()
+        self.toy_reward = CodeReward()
 
     @staticmethod
-    def embedded_defaults() -> dict[str, Any]:
-        return embedded_defaults() | {
-            "output_dir": "outputs/embedded_code",
+    def toy_defaults() -> dict[str, Any]:
+        return toy_defaults() | {
+            "output_dir": "outputs/toy_code",
             "max_completion_length": 24,
             "max_steps": 40,
         }
 
-    def embedded_model(self, progress: bool) -> str:
-        return embedded_model(settings=PROGRAM_WARM_UP, lessons=PROGRAM_LESSONS, progress=progress)
+    def toy_model(self, progress: bool) -> str:
+        return toy_model(settings=PROGRAM_WARM_UP, lessons=PROGRAM_LESSONS, progress=progress)
 
-    def embedded_problems(self, split: str, seed: int = 0, completion: bool = False) -> Any:
+    def toy_problems(self, split: str, seed: int = 0, completion: bool = False) -> Any:
         return program_dataset(split, seed=seed, completion=completion)
 
 
 # The data sets that come with the examples, by name.
-EMBEDDED: dict[str, type[Mathematics]] = {"embedded": Mathematics, "embedded_code": Programming}
+TOY: dict[str, type[Mathematics]] = {"toy": Mathematics, "toy_code": Programming}
 
 
 def task_of(script: Any) -> Mathematics:
-    """The task of a data set: an embedded one, or by its columns. For `sft.py`."""
-    if script.dataset_name in EMBEDDED:
-        return EMBEDDED[script.dataset_name](replace(script, dataset_name=None))
+    """The task of a data set: a toy one, or by its columns. For `sft.py`."""
+    if script.dataset_name in TOY:
+        return TOY[script.dataset_name](replace(script, dataset_name=None))
     return Mathematics(script)
 
 

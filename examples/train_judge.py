@@ -1,6 +1,6 @@
 """Train with a judge: a language model behind an OpenAI-compatible server scores every completion.
 
-    accelerate launch examples/train_judge.py                  # no arguments: the embedded model and a rule, offline
+    accelerate launch examples/train_judge.py                  # no arguments: the toy model and a rule, offline
 
     accelerate launch examples/train_judge.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name openai/gsm8k --dataset_config main --judge_model gpt-4.1-mini        # the key: OPENAI_API_KEY
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from embedded_judge import JUDGE_NAME, EmbeddedJudge
+from toy_judge import JUDGE_NAME, ToyJudge
 from train_math import MathArguments, Mathematics, main
 
-from dash_trl.rewards import JudgeReward, RewardAgent
+from dash_trl.rewards import JudgeReward, RewardRunner
 
 WITH_ANSWER = "Task:\n{prompt}\n\nReference answer: {answer}\n\nAnswer:\n{completion}"
 
@@ -50,12 +50,12 @@ class Judged(Mathematics):
             raise ValueError(f"reward_path={script.reward_path!r} has no effect here, where a judge scores: remove it.")
         super().__init__(script)
         if script.judge_model is None:
-            self.judge = self._embedded_judge()
+            self.judge = self._toy_judge()
         else:
             template = script.judge_template or WITH_ANSWER
             self.judge = JudgeReward(script.judge_model, base_url=script.judge_url, template=template)
 
-    def _embedded_judge(self) -> JudgeReward:
+    def _toy_judge(self) -> JudgeReward:
         for name in ("judge_url", "judge_template"):
             if (value := getattr(self.script, name)) is not None:
                 raise ValueError(f"{name}={value!r} has no effect without --judge_model: add it, or remove {name}.")
@@ -66,12 +66,12 @@ class Judged(Mathematics):
             )
         # One for all ranks, and a cache of its own: the next run has another server at another address.
         self._folder = tempfile.TemporaryDirectory(prefix="dash_trl_judge_")
-        known = [EmbeddedJudge().url, self._folder.name] if PartialState().is_main_process else [None, None]
+        known = [ToyJudge().url, self._folder.name] if PartialState().is_main_process else [None, None]
         url, folder = broadcast_object_list(known)
         return JudgeReward(JUDGE_NAME, base_url=url, cache=folder)
 
-    def reward(self) -> RewardAgent:
-        return RewardAgent(self.judge, transient=JudgeReward.TRANSIENT)
+    def reward(self) -> RewardRunner:
+        return RewardRunner(self.judge, retry_on=JudgeReward.RETRY_ON)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@
 
 Every field of `MathArguments`, `DASHConfig` (hence of TRL's `GRPOConfig`) and TRL's `ModelConfig` is a flag and a YAML
 key; a flag wins over the file. The dataset is a hub name or a local path: GSM8K, MATH, or `prompt`/`answer` columns.
-Without a model and a dataset the embedded model learns arithmetic; a flag that would have no effect is refused.
+Without a model and a dataset the toy model learns arithmetic; a flag that would have no effect is refused.
 """
 
 import logging
@@ -27,12 +27,12 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from dash_trl import CodeReward, DASHConfig, DASHTrainer, MathAccuracyReward, RewardAgent
+from dash_trl import CodeReward, DASHConfig, DASHTrainer, MathAccuracyReward, RewardRunner
 from dash_trl.checks import check_model
-from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_defaults, embedded_model
 from dash_trl.evaluation import Task, accuracy
 from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback, plot_run
 from dash_trl.rewards import load_reward
+from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_defaults, toy_model
 
 PATIENCE = 120.0  # seconds for a program; the sandbox ends it in one minute
 
@@ -49,34 +49,34 @@ class MathArguments(Task):
 
 
 class Mathematics:
-    """What is trained on. Another script may have other embedded problems (`train_code.py`), or another reward."""
+    """What is trained on. Another script may have other toy problems (`train_code.py`), or another reward."""
 
     Arguments = MathArguments  # each field is a flag
-    embedded_reward: Any = staticmethod(arithmetic_reward)
+    toy_reward: Any = staticmethod(arithmetic_reward)
 
     def __init__(self, script: MathArguments):
         self.script = script
 
     @staticmethod
-    def embedded_defaults() -> dict[str, Any]:
+    def toy_defaults() -> dict[str, Any]:
         """Settings of the run without a model and a dataset."""
-        return embedded_defaults()
+        return toy_defaults()
 
-    def embedded_model(self, progress: bool) -> str:
-        """The directory of a small model that was warmed up for the embedded problems."""
-        return embedded_model(progress=progress)
+    def toy_model(self, progress: bool) -> str:
+        """The directory of a small model that was warmed up for the toy problems."""
+        return toy_model(progress=progress)
 
-    def embedded_problems(self, split: str, seed: int = 0, completion: bool = False) -> Any:
+    def toy_problems(self, split: str, seed: int = 0, completion: bool = False) -> Any:
         return arithmetic_dataset(split, seed=seed, completion=completion)
 
     def reward(self) -> Any:
         if self.script.reward_path is not None:
             return load_reward(self.script.reward_path, self.script.reward_name)
         if self.script.dataset_name is None:
-            reward = self.embedded_reward
+            reward = self.toy_reward
         else:
             reward = CodeReward() if self.script.has_tests else MathAccuracyReward()
-        return RewardAgent(reward, timeout=PATIENCE) if isinstance(reward, CodeReward) else reward
+        return RewardRunner(reward, timeout=PATIENCE) if isinstance(reward, CodeReward) else reward
 
     def tools(self) -> list[Callable[..., Any]]:
         """What the model may call (`train_tools.py`)."""
@@ -90,13 +90,13 @@ def main(
     logging.basicConfig(format="%(message)s")
     logging.getLogger("dash_trl").setLevel(logging.INFO)
     types = (make_task.Arguments, DASHConfig, ModelConfig, *own_arguments)
-    script, args, model_args, *own = parse(argv, types, make_task.embedded_defaults())
+    script, args, model_args, *own = parse(argv, types, make_task.toy_defaults())
     check_effects(script, args, model_args)
     task = make_task(script)
     timer = TimeLimitCallback(script.time_limit)
     if model_args.model_name_or_path is None:
-        with args.main_process_first(local=False, desc="warm-up of the embedded model"):
-            model_args.model_name_or_path = task.embedded_model(progress=args.should_save)
+        with args.main_process_first(local=False, desc="warm-up of the toy model"):
+            model_args.model_name_or_path = task.toy_model(progress=args.should_save)
     with_model_arguments(args, model_args)
     check_model(model_args.model_name_or_path, args)  # before the tokenizer, whose own error says less
     tokenizer = AutoTokenizer.from_pretrained(
@@ -151,13 +151,13 @@ def check_effects(script: MathArguments, args: Any, model_args: ModelConfig) -> 
         raise ValueError(
             f"model_name_or_path={model!r} with dataset_name={dataset!r}: give both, each a hub name such as "
             "Qwen/Qwen2.5-0.5B-Instruct and openai/gsm8k (with --dataset_config main), or a local path; without both, "
-            "the embedded model learns arithmetic."
+            "the toy model learns arithmetic."
         )
     own = ("dataset_config", "dataset_train_split", "dataset_test_split", "prompt_template")
     changed = [one.name for one in fields(script) if one.name in own and getattr(script, one.name) != one.default]
     if model is None and changed:
         raise ValueError(
-            f"{changed} have no effect without --model_name_or_path and --dataset_name: the embedded model learns "
+            f"{changed} have no effect without --model_name_or_path and --dataset_name: the toy model learns "
             "arithmetic of its own. Add these two, or remove them."
         )
     if (args.do_eval or "dataset_test_split" in changed) and not evaluates(args):
@@ -175,8 +175,8 @@ def load_problems(task: Mathematics, args: Any, tokenizer: Any, completion: bool
     """For training; for the evaluation, or None. With solutions by humans, if asked for."""
     script = task.script
     if script.dataset_name is None:
-        evaluation = task.embedded_problems("test", completion=completion) if evaluates(args) else None
-        return task.embedded_problems("train", seed=args.seed, completion=completion), evaluation
+        evaluation = task.toy_problems("test", completion=completion) if evaluates(args) else None
+        return task.toy_problems("train", seed=args.seed, completion=completion), evaluation
     chat = tokenizer.chat_template is not None
     with args.main_process_first(local=False, desc="loading the dataset"):
         train = script.problems(chat, script.dataset_train_split, completion)
@@ -195,7 +195,7 @@ def with_model_arguments(args: Any, model_args: ModelConfig) -> None:
 
 
 def train_and_measure(trainer: Any, tokenizer: Any, task: Mathematics, max_new_tokens: int, *, measured: bool) -> None:
-    """Trains and saves; if it is to be measured, with the accuracy on the embedded problems before and after."""
+    """Trains and saves; if it is to be measured, with the accuracy on the toy problems before and after."""
     args = trainer.args
     # An evaluation with tools is the trainer's, in which all processes take part.
     measured = measured and (bool(task.tools()) or (args.should_save and not sharded(trainer)))
@@ -215,14 +215,14 @@ def sharded(trainer: Any) -> bool:
 def measure(trainer: Any, tokenizer: Any, task: Mathematics, max_new_tokens: int) -> dict[str, float]:
     """Accuracy on the held-out problems: two samples each at temperature 1, and the greedy answer (none with tools)."""
     if task.tools():
-        return {"sampled": trainer.evaluate(task.embedded_problems("test"))["eval_reward"]}
+        return {"sampled": trainer.evaluate(task.toy_problems("test"))["eval_reward"]}
     model: AutoModelForCausalLM = trainer.accelerator.unwrap_model(trainer.model)
     return {
         name: accuracy(
             model,
             tokenizer,
-            task.embedded_problems("test"),
-            task.embedded_reward,
+            task.toy_problems("test"),
+            task.toy_reward,
             num_samples=samples,
             temperature=temperature,
             max_new_tokens=max_new_tokens,

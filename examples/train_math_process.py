@@ -1,6 +1,6 @@
 """Train with process rewards: every episode of a completion gets the credit of its progress.
 
-    accelerate launch examples/train_math_process.py           # no arguments: the embedded model, offline
+    accelerate launch examples/train_math_process.py           # no arguments: the toy model, offline
 
     accelerate launch examples/train_math_process.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name openai/gsm8k --dataset_config main --process_weight 0.5
@@ -80,22 +80,22 @@ class ProcessArguments:
 
 
 def make_callbacks(script: MathArguments, own: ProcessArguments) -> list[ProcessRewardCallback]:
-    embedded = script.dataset_name is None  # its steps are lines, and its answers follow these words
-    force_prompt = own.force_prompt or ("The answer is " if embedded else None)
+    toy = script.dataset_name is None  # its steps are lines, and its answers follow these words
+    force_prompt = own.force_prompt or ("The answer is " if toy else None)
     value: ValueEstimator
     if own.value_model is not None:
         value = StepValue(ProcessRewardModel(own.value_model))
     elif own.value == "outcome":
         value = OutcomeValue()
     else:
-        value = AnswerLogProbValue(force_prompt, space=own.value_space, closing="<|im_end|>" if embedded else "")
+        value = AnswerLogProbValue(force_prompt, space=own.value_space, closing="<|im_end|>" if toy else "")
     return [
         ProcessRewardCallback(
             value,
             estimator=own.estimator,
             settings=own.settings(),
-            markers=line_starts if embedded else EPISODE_MARKERS,
-            min_episode_tokens=1 if embedded else 16,
+            markers=line_starts if toy else EPISODE_MARKERS,
+            min_episode_tokens=1 if toy else 16,
         )
     ]
 

@@ -1,9 +1,9 @@
-"""Train a process reward model: is a step right? On the embedded problems, offline, in two minutes on a CPU.
+"""Train a process reward model: is a step right? On the toy problems, offline, in two minutes on a CPU.
 
     python examples/train_prm.py --output_dir outputs/prm
     accelerate launch examples/train_math_process.py --value model --value_model outputs/prm
 
-The embedded model gets a head that classifies tokens. Its data are solutions of which some steps are wrong, made from
+The toy model gets a head that classifies tokens. Its data are solutions of which some steps are wrong, made from
 the right ones; the last token of each step has the label, 1 = right, as `ProcessRewardModel` reads it. A process reward
 model for other problems is trained in the same way, on steps that people or completions have judged.
 """
@@ -24,8 +24,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from dash_trl.embedded import arithmetic_dataset, embedded_model
 from dash_trl.process_rewards import ProcessRewardModel
+from dash_trl.toy import arithmetic_dataset, toy_model
 
 WRONG = 0.2  # share of the steps
 
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--problems", type=int, default=4096)
     parser.add_argument("--epochs", type=float, default=3)
     script = parser.parse_args(arguments)
-    path = embedded_model()
+    path = toy_model()
     tokenizer = AutoTokenizer.from_pretrained(path)
     torch.manual_seed(0)
     model = AutoModelForTokenClassification.from_pretrained(path, num_labels=2)

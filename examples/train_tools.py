@@ -6,7 +6,7 @@
     accelerate launch examples/train_tools.py --model_name_or_path Qwen/Qwen3-0.6B \\
         --dataset_name openai/gsm8k --dataset_config main --max_completion_length 1024
 
-`train_math.py` with `tools=[calculator]`: its flags and YAML keys, and those of `ToolArguments`. The embedded model
+`train_math.py` with `tools=[calculator]`: its flags and YAML keys, and those of `ToolArguments`. The toy model
 knows how to call the calculator, but often guesses the answer or calls it with a wrong number; the numbers are too
 large for it to add. A model of yours needs a chat template with tools.
 
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from embedded_tools import (
+from toy_tools import (
     CALCULATOR_LESSONS,
     CALCULATOR_WARM_UP,
     calculator,
@@ -27,7 +27,7 @@ from embedded_tools import (
 )
 from train_math import MathArguments, Mathematics, main
 
-from dash_trl.embedded import embedded_defaults, embedded_model
+from dash_trl.toy import toy_defaults, toy_model
 
 
 @dataclass
@@ -43,9 +43,9 @@ class ToolUse(Mathematics):
     Arguments = ToolArguments
 
     @staticmethod
-    def embedded_defaults() -> dict[str, Any]:
-        return embedded_defaults() | {
-            "output_dir": "outputs/embedded_tools",
+    def toy_defaults() -> dict[str, Any]:
+        return toy_defaults() | {
+            "output_dir": "outputs/toy_tools",
             "max_completion_length": 96,  # the tools' answers are part of it
             "max_steps": 40,
             "max_tool_calling_iterations": 4,
@@ -53,10 +53,10 @@ class ToolUse(Mathematics):
             "num_generations_eval": 2,
         }
 
-    def embedded_model(self, progress: bool) -> str:
-        return embedded_model(settings=CALCULATOR_WARM_UP, lessons=CALCULATOR_LESSONS, progress=progress)
+    def toy_model(self, progress: bool) -> str:
+        return toy_model(settings=CALCULATOR_WARM_UP, lessons=CALCULATOR_LESSONS, progress=progress)
 
-    def embedded_problems(self, split: str, seed: int = 0, completion: bool = False) -> Any:
+    def toy_problems(self, split: str, seed: int = 0, completion: bool = False) -> Any:
         return calculator_dataset(split, seed=seed)
 
     def tools(self) -> list[Callable[..., Any]]:

@@ -49,12 +49,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory: a folder with the embedded model and a file of problems."""
-    from dash_trl.embedded import embedded_model
+    """The working directory: a folder with the toy model and a file of problems."""
+    from dash_trl.toy import toy_model
 
     rows = [json.dumps({"prompt": f"{i}+2=", "answer": str(i + 2)}) + "\n" for i in range(16)]
     (tmp_path / "own.jsonl").write_text("".join(rows))
-    (tmp_path / "model").symlink_to(embedded_model())
+    (tmp_path / "model").symlink_to(toy_model())
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

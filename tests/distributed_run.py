@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LogitsProcessorList, TrainerCallback
 from trl import GRPOTrainer
 
-from dash_trl import DASHCallback, DASHTrainer, RewardAgent
+from dash_trl import DASHCallback, DASHTrainer, RewardRunner
 from dash_trl.distributed import meet
 from dash_trl.monitoring import TimeLimitCallback
 from dash_trl.process_rewards import (
@@ -190,7 +190,7 @@ def test_the_update_is_trls(train, name):
     model = name if "head" in name else "tiny"
     scripted = [ScriptedReward(constant=0.3, silent=silent) for _ in range(2)]
     expected = whole(train(model, GRPOTrainer, reward=scripted[0], **settings))
-    reward = RewardAgent(Late(silent)) if "reward_pipeline" in ours else scripted[1]
+    reward = RewardRunner(Late(silent)) if "reward_pipeline" in ours else scripted[1]
     train(model, expected=expected, reward=reward, **settings, **ours)
 
 
@@ -298,7 +298,7 @@ def test_a_compiled_model(train, tiny_model, monkeypatch):
         {"reward": ScriptedReward(constant=0.3, silent=ON_RANK_1), "beta": 0.04, "num_iterations": 2},
         # Optimizer steps are filled in the order of arrival, another one on each rank; a checkpoint cuts a window.
         {
-            "reward": RewardAgent(Late(ON_RANK_1)),
+            "reward": RewardRunner(Late(ON_RANK_1)),
             "reward_pipeline": True,
             "steps_per_generation": 4,
             "gradient_accumulation_steps": 2,
@@ -324,7 +324,7 @@ def test_one_step_ahead(train, pipeline):
     """The next window is sampled in process while rewards are awaited; one rank has no signal."""
     settings = {"in_process": True, "async_level": 1, "loss_type": "aipo", "max_completion_length": 6, "max_steps": 3}
     kind = DASHTrainer if pipeline else OtherRows
-    trainer = train("tiny", kind, reward=RewardAgent(Late(ON_RANK_1)), reward_pipeline=pipeline, **settings)
+    trainer = train("tiny", kind, reward=RewardRunner(Late(ON_RANK_1)), reward_pipeline=pipeline, **settings)
     behind = [line["async/staleness_max"] for line in trainer.state.log_history if "async/staleness_max" in line]
     assert behind == [0, 1, 1]
 

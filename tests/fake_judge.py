@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
-from embedded_judge import EmbeddedJudge
+from toy_judge import ToyJudge
 
 
 def chat(content: Any, *, refusal: Any = None, finish_reason: str = "stop", choices: int = 1) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def says(score: Any, explanation: Any = "because") -> dict[str, Any]:
     return chat(json.dumps({"explanation": explanation, "score": score}))
 
 
-class FakeJudge(EmbeddedJudge):
+class FakeJudge(ToyJudge):
     """On a free port of 127.0.0.1.
 
     Args:

@@ -43,7 +43,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOTrainer
 
-from dash_trl import DASHCallback, DASHTrainer, RewardAgent
+from dash_trl import DASHCallback, DASHTrainer, RewardRunner
 from dash_trl.distributed import RankFailed, Ranks
 from tests.tiny import (
     EOS,
@@ -271,7 +271,7 @@ def resumed(arguments: Settings, model: str, folder: Path) -> str:
     saving = {"saves": lambda step: within and step == at and step not in sampled}
     saving |= {"save_strategy": "steps", "save_steps": 1}
     if piped:
-        own = {"reward": RewardAgent(reward, max_concurrency=1), "filter_denominator": "all", "learning_rate": 0.1}
+        own = {"reward": RewardRunner(reward, max_concurrency=1), "filter_denominator": "all", "learning_rate": 0.1}
     else:  # with the pipeline, sums round by what came when, which Adam would magnify
         own = {"optimizer": "adamw_torch"}
     arguments |= own
@@ -304,7 +304,7 @@ def evaluated(arguments: Settings, model: str, folder: Path) -> str:
     between = {**EVALUATION, "save_strategy": arguments.pop("save_strategy"), "save_steps": 1}
     arguments |= {
         "rollouts": RolloutsByPrompt(arguments["loss_type"] in OFF_POLICY),
-        "reward": RewardAgent(reward, max_concurrency=1),
+        "reward": RewardRunner(reward, max_concurrency=1),
         "learning_rate": 0.1,
     }
     plain, other = (trained(WithoutDraws, model, folder, **arguments, **others) for others in ({}, between))
@@ -349,7 +349,7 @@ def pipeline(arguments: Settings, model: str, folder: Path) -> str:
     watch = Watch(arguments.pop("masked"))
     arguments |= {"learning_rate": 0.1, "callbacks": [watch]}
     arguments["rollouts"] = RolloutsByPrompt(arguments["loss_type"] in OFF_POLICY)
-    arguments["reward"] = RewardAgent(slow_reward)
+    arguments["reward"] = RewardRunner(slow_reward)
     together = trained(DASHTrainer, model, folder, **{**arguments, "reward_pipeline": False})
     by_group = trained(DASHTrainer, model, folder, **arguments)
     vacuous = same_update(model, together, by_group, SAME_UPDATE)
@@ -376,7 +376,7 @@ def ahead(arguments: Settings, model: str, folder: Path) -> str:
 
     def windows(folder: Path, **others: Any) -> tuple[list[tuple[int, list[str]]], Any]:
         watch = Watch(masked=False)
-        done = trained(DASHTrainer, model, folder, reward=RewardAgent(reward), callbacks=[watch], **others)
+        done = trained(DASHTrainer, model, folder, reward=RewardRunner(reward), callbacks=[watch], **others)
         assert all(weights.isfinite().all() for weights in done.model.parameters())
         return watch.windows, done
 

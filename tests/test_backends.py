@@ -430,10 +430,10 @@ def odd(completion: str, number: int) -> Odd:
 @pytest.mark.parametrize("backend", ["thread", "process"])
 def test_reading_a_score_is_a_part_of_its_call(backend):
     """Rows whose scores hang or exit when they are read are unscored, and take no other along."""
-    from dash_trl.rewards import RewardAgent, Score  # here: each worker imports this file
+    from dash_trl.rewards import RewardRunner, Score  # here: each worker imports this file
 
-    with RewardAgent(odd, backend=backend, timeout=2.0, max_concurrency=2) as agent:
-        request = agent.submit([{"prompt": "", "completion": "", "number": i} for i in range(6)])
+    with RewardRunner(odd, backend=backend, timeout=2.0, max_concurrency=2) as runner:
+        request = runner.submit([{"prompt": "", "completion": "", "number": i} for i in range(6)])
         waiting = threading.Thread(target=request.wait, daemon=True)
         waiting.start()
         waiting.join(60)
@@ -888,14 +888,14 @@ async def fated_async(completion: str, completion_ids: list[int]) -> object:
 )
 def test_every_row_has_its_score_or_a_reason(cluster, backend, first):
     """The reason of the first that fails is told."""
-    from dash_trl.rewards import RewardAgent  # here: worker processes import this file, but not torch
+    from dash_trl.rewards import RewardRunner  # here: worker processes import this file, but not torch
 
     fates = ["", first, *FATES, ""]
     if backend in ("thread", "asyncio"):
         fates.remove("die")  # in the trainer's own process nothing may
     ids = [[row] * row for row in range(len(fates))]
-    with RewardAgent(fated_async if backend == "asyncio" else fated, backend=backend, timeout=TIMEOUT) as agent:
-        (reward,) = agent.rewards
+    with RewardRunner(fated_async if backend == "asyncio" else fated, backend=backend, timeout=TIMEOUT) as runner:
+        (reward,) = runner.rewards
         returned = reward(prompts=fates, completions=fates, completion_ids=ids)
     assert returned == [None if fate else sum(one) for fate, one in zip(fates, ids, strict=True)]
     assert reward.failed == [fate not in ("", "None") for fate in fates]

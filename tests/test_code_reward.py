@@ -489,7 +489,7 @@ def test_an_evaluation_counts_an_unscored_program_as_neither_right_nor_wrong():
 
         assert [scores(RIGHT, TESTS), scores("def f(x): return x", TESTS)] == [[1.0], [0.0]]
         assert scores(RIGHT, ["never Python ("]) == [None]
-    assert code.sandbox._starter is None, "the agent was not closed"
+    assert code.sandbox._starter is None, "the runner was not closed"
 
 
 # ---------------------------------------------------------------------------------------------------------- MBPP+

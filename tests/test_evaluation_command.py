@@ -118,21 +118,21 @@ def test_a_lora_adapter_is_merged(tiny_model):
 # ------------------------------------------------------------------------------------------------------ the command
 
 
-def test_embedded_as_a_command(monkeypatch, capsys):
-    arguments = ["embedded", "--dataset_test_split", "test[:16]", "--num_samples", "4", "--output_dir", "out"]
+def test_toy_as_a_command(monkeypatch, capsys):
+    arguments = ["toy", "--dataset_test_split", "test[:16]", "--num_samples", "4", "--output_dir", "out"]
     monkeypatch.setattr(sys, "argv", ["evaluation", *arguments])
     runpy.run_module("dash_trl.evaluation", run_name="__main__")
     figures = figures_in()
     assert 0.2 < figures["accuracy"] < 0.7 and figures["failed"] == 0
-    settings, *rows = read_rows(Path("out/embedded.jsonl"))
-    assert settings["settings"]["dataset_name"] == "embedded" and len(rows) == 16
+    settings, *rows = read_rows(Path("out/toy.jsonl"))
+    assert settings["settings"]["dataset_name"] == "toy" and len(rows) == 16
     rewards = [sample["reward"] for row in rows for sample in row["samples"]]
     assert figures["accuracy"] == sum(rewards) / 64 and figures["pass_at"]["1"][0] == pytest.approx(sum(rewards) / 64)
     right = [
         f"The answer is {row['answer']}" == sample["text"].split("\n")[-1] for row in rows for sample in row["samples"]
     ]
     assert rewards == list(map(float, right))
-    shown = re.search(r"^embedded +(\S+) ", capsys.readouterr().out, re.M)[1]
+    shown = re.search(r"^toy +(\S+) ", capsys.readouterr().out, re.M)[1]
     assert shown == f"{100 * figures['accuracy']:.1f}"
     assert Path("out/pass_at_k.png").read_bytes().startswith(b"\x89PNG")
 
@@ -248,7 +248,7 @@ OURS = ("TINY", "--dataset_name", "problems.jsonl", *FAST)
         ((*OURS, "--reward_path", "judge.py"), "rubric"),
         ((*OURS, "--reward_path", "./none.py"), "is no Python file"),
         ((*OURS, "--reward_name", "score"), "has no effect without --reward_path"),
-        ((*OURS, "--dataset_name", "embedded", "--dataset_test_split", "dev"), "'embedded' has no split"),
+        ((*OURS, "--dataset_name", "toy", "--dataset_test_split", "dev"), "'toy' has no split"),
         ((*OURS, "--vllm_server_urls", "localhost"), "is not the address of a server"),
         # the models
         (("TINY",), "add --dataset_name"),

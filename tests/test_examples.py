@@ -11,10 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import embedded_tools
 import nbformat
 import pyarrow.parquet
 import pytest
+import toy_tools
 import train_math
 import yaml
 from train_code import Programming
@@ -24,10 +24,10 @@ from train_math_process import ProcessArguments, make_callbacks
 from transformers import AutoTokenizer
 from trl import TrlParser
 
-from dash_trl.embedded.warm_up import WarmUp, embedded_model
 from dash_trl.evaluation import accuracy
 from dash_trl.process_rewards import OutcomeValue
 from dash_trl.rewards import load_reward
+from dash_trl.toy.warm_up import WarmUp, toy_model
 from tests.tiny import read_rows
 
 ROOT = Path(__file__).parents[1]
@@ -81,7 +81,7 @@ def test_without_arguments_it_learns_and_says_where_everything_is(tmp_path):
     )
     assert len(steps(tmp_path)) == 80 and Path(metrics) == tmp_path / "metrics.jsonl"
     assert Path(plot).read_bytes().startswith(b"\x89PNG")
-    saved, original = AutoTokenizer.from_pretrained(model), AutoTokenizer.from_pretrained(embedded_model())
+    saved, original = AutoTokenizer.from_pretrained(model), AutoTokenizer.from_pretrained(toy_model())
     text = "<|im_start|>user\n7+5-3<|im_end|>\n7+5=12\nThe answer is 9"
     assert saved(text)["input_ids"] == original(text)["input_ids"]
 
@@ -90,7 +90,7 @@ def test_without_arguments_it_learns_and_says_where_everything_is(tmp_path):
 def test_real_problems_with_flags(tmp_path, capsys):
     """GSM8K with the math reward, evaluation, checkpoints; the tiny model solves next to no problem."""
     main(
-        *("train_math", "--model_name_or_path", embedded_model(), "--dataset_name", GSM8K, "--output_dir", tmp_path),
+        *("train_math", "--model_name_or_path", toy_model(), "--dataset_name", GSM8K, "--output_dir", tmp_path),
         *flags({**SMALL, "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": False, "save_steps": 1}),
         *flags({"dataset_train_split": "train[:16]", "dataset_test_split": "test[:1]", "beta": 0.04}),
         *flags({"per_device_eval_batch_size": 4}),
@@ -99,7 +99,7 @@ def test_real_problems_with_flags(tmp_path, capsys):
     assert step["reward"] < 0.2 and step["filter/dropped_unscored"] == 0
     assert "eval_reward" in (tmp_path / "metrics.jsonl").read_text()
     assert (tmp_path / "checkpoint-1").is_dir() and (tmp_path / "model.safetensors").exists()
-    assert "accuracy on 256" not in capsys.readouterr().out  # that is the embedded task's
+    assert "accuracy on 256" not in capsys.readouterr().out  # that is the toy task's
 
 
 OWN_REWARDS = """
@@ -133,7 +133,7 @@ def test_own_problems_and_reward_from_yaml_with_lora(own_rewards):
     assert Path("run", "checkpoint-2").exists()
 
 
-def test_process_rewards_on_the_embedded_task_with_a_reward_of_one_s_own(own_rewards, tmp_path, monkeypatch):
+def test_process_rewards_on_the_toy_task_with_a_reward_of_one_s_own(own_rewards, tmp_path, monkeypatch):
     monkeypatch.setattr(train_math, "measure", lambda *arguments: {})
     settings = {**SMALL, "max_completion_length": 64, "reward_path": "own.py", "reward_name": "Length"}
     main("train_math_process", *flags({**settings, "output_dir": tmp_path}))
@@ -192,8 +192,8 @@ def test_a_tool_is_called_and_measured(tmp_path, monkeypatch, capsys, noise):
     """With a model that was warmed up for next to no time, on a few of the problems."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     warm_up = WarmUp(steps=2, batch_size=4, hidden_size=32, num_layers=1, num_heads=1)
-    monkeypatch.setattr(embedded_tools, "CALCULATOR_WARM_UP", warm_up)
-    monkeypatch.setattr(embedded_tools, "TEST_PROBLEMS", 4)
+    monkeypatch.setattr(toy_tools, "CALCULATOR_WARM_UP", warm_up)
+    monkeypatch.setattr(toy_tools, "TEST_PROBLEMS", 4)
     settings = {**SMALL, "per_device_eval_batch_size": 8, "output_dir": tmp_path / "run", "noise": noise}
     main("train_tools", *flags(settings))
     said = re.search(r"sampled accuracy on 256 .*: (.*) before, (.*) after", capsys.readouterr().out)
@@ -220,9 +220,11 @@ def test_code_on_problems_of_ones_own(own_folder, task):
     mathematics = task(MathArguments(dataset_name="code.jsonl"))
     args = mock.MagicMock(eval_strategy="no", eval_on_start=False)
     ((problem,), _) = train_math.load_problems(mathematics, args, AutoTokenizer.from_pretrained("model"))
-    with mathematics.reward() as agent:
+    with mathematics.reward() as runner:
         programs = ("def f(x): return x + 1", "def f(x): return 2")
-        request = agent.submit([{**problem, "completion": [{"role": "assistant", "content": one}]} for one in programs])
+        request = runner.submit(
+            [{**problem, "completion": [{"role": "assistant", "content": one}]} for one in programs]
+        )
         request.wait()
     right, wrong = (outcome.value for outcome in request.outcomes[0])
     assert right == 1.0 and wrong < 1.0
@@ -241,7 +243,7 @@ train_judge.main(sys.argv[1:], make_task=train_judge.Judged)
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_judge_teaches_the_embedded_task_to_two_ranks(tmp_path):
+def test_a_judge_teaches_the_toy_task_to_two_ranks(tmp_path):
     """Both ask the one judge of the first rank."""
     (tmp_path / "judged.py").write_text(JUDGED)
     settings = {"max_steps": 1, "gradient_accumulation_steps": 2, "use_cpu": True, "log_completions": True}
@@ -308,7 +310,7 @@ def test_mistakes(own_folder, monkeypatch, task, arguments, message):
     Path("misspelt.yaml").write_text("model-name-or-path: model\n")
     Path("list.yaml").write_text("- max_steps: 2\n")
     Path("untested.jsonl").write_text(json.dumps({"text": "Add one.", "test_list": []}) + "\n")
-    monkeypatch.setattr(train_math, "embedded_model", None)
+    monkeypatch.setattr(train_math, "toy_model", None)
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=message):

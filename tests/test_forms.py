@@ -7,8 +7,8 @@ import numpy
 import pytest
 import torch
 
-from dash_trl.rewards import RewardAgent, Score, form_of, read_score
-from dash_trl.rewards.agent import unpack
+from dash_trl.rewards import RewardRunner, Score, form_of, read_score
+from dash_trl.rewards.runner import unpack
 
 ROW = {"prompt": "1 + 2 = ", "completion": [{"role": "assistant", "content": "3"}], "completion_ids": [7], "answer": 3}
 
@@ -168,9 +168,9 @@ def test_what_it_may_not_return(returned):
 
 def test_trl_gets_a_flat_list():
     batch, model = BATCH[0], torch.nn.Linear(2, 2)
-    agent = RewardAgent([Judge, model])
-    flat = unpack([batch, agent, "owner/model", coroutine, Judge])
-    assert flat[0] is batch and flat[1:3] == agent.rewards and flat[2] is model and flat[3] == "owner/model"
+    runner = RewardRunner([Judge, model])
+    flat = unpack([batch, runner, "owner/model", coroutine, Judge])
+    assert flat[0] is batch and flat[1:3] == runner.rewards and flat[2] is model and flat[3] == "owner/model"
     assert [one.__name__ for one in flat[4:]] == ["coroutine", "Judge"]
     assert unpack(None) is None and unpack(batch) == [batch]
 
@@ -192,12 +192,12 @@ def test_trl_gets_a_flat_list():
         (lambda text: 0, {}, "none of the forms"),
     ],
 )
-def test_agents_that_cannot_be(functions, settings, message):
+def test_runners_that_cannot_be(functions, settings, message):
     with pytest.raises(ValueError, match=message):
-        RewardAgent(functions, **settings)
+        RewardRunner(functions, **settings)
 
 
 def test_ray_that_is_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"Ray is not installed: pip install 'dash_trl\[ray\]'"):
-        RewardAgent([Judge], backend="ray")
+        RewardRunner([Judge], backend="ray")

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from dash_trl import RewardAgent
+from dash_trl import RewardRunner
 from dash_trl.serve import free_ports
 from dash_trl.workers import Command
 from dash_trl.workers.ray_calls import LOCAL_RAY
@@ -304,8 +304,8 @@ def test_rewards_on_a_ray_cluster_outlive_one_of_its_nodes(tmp_path, monkeypatch
         second = cluster.add_node(**here, env_vars={"NODE": "second"})
         cluster.connect()
         rows = [{"completion": "", "number": number} for number in range(8)]
-        with RewardAgent(score, backend="ray", timeout=SECONDS) as agent:
-            request = agent.submit(rows)
+        with RewardRunner(score, backend="ray", timeout=SECONDS) as runner:
+            request = runner.submit(rows)
             wait_until(lambda: begun("first") and begun("second"), SECONDS)
             cluster.remove_node(second, allow_graceful=False)
             wait_until(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in begun("second")), SECONDS)

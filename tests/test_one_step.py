@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardAgent
+from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner
 from tests.tiny import assert_same_update, log_probs, parameters, prompts, run
 
 SHAPES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4}
@@ -30,7 +30,7 @@ class Watched(DASHTrainer):
 
 def trained(model, tmp_path, trainer_class=Watched, reward=alternating, **settings):
     torch.manual_seed(0)
-    return run(trainer_class, model, tmp_path, reward=RewardAgent(reward), **{**SHAPES, "max_steps": 4, **settings})
+    return run(trainer_class, model, tmp_path, reward=RewardRunner(reward), **{**SHAPES, "max_steps": 4, **settings})
 
 
 def test_each_window_but_the_first_is_sampled_one_step_ahead(tiny_model, tmp_path):
@@ -142,8 +142,8 @@ def test_a_window_that_was_not_corrected_is_not_gone_on_with(tiny_model, tmp_pat
     ("reward", "settings"),
     [
         (lambda completions, **kwargs: [1.0] * len(completions), {}),
-        (RewardAgent(lambda completions, **kwargs: [1.0] * len(completions)), {}),
-        (RewardAgent(alternating), {"async_level": 2}),
+        (RewardRunner(lambda completions, **kwargs: [1.0] * len(completions)), {}),
+        (RewardRunner(alternating), {"async_level": 2}),
     ],
 )
 def test_what_could_not_overlap_is_refused(unloadable, tiny_model, tmp_path, reward, settings):

@@ -371,7 +371,7 @@ def test_masked_completions_do_not_teach(tiny_model, tmp_path, settings):
 
 @ONE_WINDOW_OR_TWO
 def test_a_window_that_comes_in_parts_teaches_once(tiny_model, tmp_path, shapes):
-    from dash_trl import RewardAgent
+    from dash_trl import RewardRunner
 
     class Score:
         __name__ = "score"
@@ -382,7 +382,7 @@ def test_a_window_that_comes_in_parts_teaches_once(tiny_model, tmp_path, shapes)
     runs = []
     for pipe in (False, True):
         process = callback(FittedAndKnown(), settings=AUTO)
-        settings = {"reward": RewardAgent(Score()), "reward_pipeline": pipe, "learning_rate": 0.0, "max_steps": 5}
+        settings = {"reward": RewardRunner(Score()), "reward_pipeline": pipe, "learning_rate": 0.0, "max_steps": 5}
         trainer, _ = train(tiny_model, tmp_path, process, **settings, **shapes)
         runs.append((process.state_dict(), logged(trainer, "process/weight")))
     (whole, weights), (parts, piped) = runs

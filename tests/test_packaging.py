@@ -77,10 +77,10 @@ def test_another_trl_than_was_run_is_warned_of(found, warned, monkeypatch, recwa
 WITHOUT_EXTRAS = """
 import sys
 sys.modules.update(dict.fromkeys(["peft", "deepspeed", "vllm", "ray", "openai"]))  # importing one raises
-import torch, dash_trl, dash_trl.serve, dash_trl.evaluation, dash_trl.embedded
+import torch, dash_trl, dash_trl.serve, dash_trl.evaluation, dash_trl.toy
 from dash_trl.sampling.weights.proof import scaled_outputs
-for name in dash_trl.__all__ + dash_trl.evaluation.__all__ + dash_trl.embedded.__all__:
-    assert any(getattr(room, name, None) for room in (dash_trl, dash_trl.evaluation, dash_trl.embedded)), name
+for name in dash_trl.__all__ + dash_trl.evaluation.__all__ + dash_trl.toy.__all__:
+    assert any(getattr(room, name, None) for room in (dash_trl, dash_trl.evaluation, dash_trl.toy)), name
 with scaled_outputs(layer := torch.nn.Sequential(torch.nn.Linear(1, 1)), 2.0):
     twice = layer(torch.ones(1))
 assert twice == 2 * layer(torch.ones(1))

@@ -53,7 +53,7 @@ def test_every_table_of_the_paper_with_figures_of_accuracy_is_there():
 
 
 @pytest.mark.parametrize("method", [name for name, one in experiments.METHODS.items() if "train" in str(one.script)])
-def test_the_embedded_flags_are_those_of_the_paper_s_file(method):
+def test_the_toy_flags_are_those_of_the_paper_s_file(method):
     """Beside the lengths: how much is sampled at once is told in micro-steps of 8 rows, 16 in place of 32."""
     config = yaml.safe_load(experiments.config_of(method, "0.5").read_text())
     flags = {"num_iterations": 1, "per_device_train_batch_size": 8}
@@ -67,7 +67,7 @@ def test_the_embedded_flags_are_those_of_the_paper_s_file(method):
 
 
 def test_what_a_run_depends_on_comes_before_it_and_its_hours(tmp_path):
-    runs = [one.method for one in scale("embedded", tmp_path).runs_of(["table1", "table5"])]
+    runs = [one.method for one in scale("toy", tmp_path).runs_of(["table1", "table5"])]
     assert runs == ["traces", "sft_h", "sft_m", "dash", "multi", "mini"]  # DASH once, for both tables
     assert experiments.paper_hours("grpo", "0.5") == 38.9
     assert experiments.paper_hours("grpo_code", "0.5") == pytest.approx(35.3 / 60)
@@ -84,7 +84,7 @@ TRAINERS |= dict.fromkeys(("train_math.py", "train_code.py"), (train_math.MathAr
 STAND_INS = {"SECONDS_OF_DASH": "9", "THEIR_URLS": "http://127.0.0.1:8000"}
 
 
-@pytest.mark.parametrize("name", ["embedded", "paper"])
+@pytest.mark.parametrize("name", ["toy", "paper"])
 def test_every_command_parses(name, tmp_path):
     """By the parser of its script; files that are named exist."""
     lines = [line for line in runner.commands(scale(name, tmp_path), TABLES) if not line.startswith("#")]
@@ -130,7 +130,7 @@ def test_it_says_first_what_it_takes(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["table3", "--scale", "paper", "--quick"], "--quick is for --scale embedded"),
+        (["table3", "--scale", "paper", "--quick"], "--quick is for --scale toy"),
         (["table3", "--seeds", *map(str, range(11))], "11 seeds: give at most 10"),
         (["table3", "--scale", "paper"], "The runs take 6 GPUs, and 0 are visible. --dry_run prints the commands"),
     ],
@@ -162,7 +162,7 @@ def pretend(one: runner.Scale, method: str, accuracies=(), seconds=(), kinds=("i
 
 # t = 4.303 with 2 degrees of freedom: 80, 82, 84 has s = 2, and 4.303 · 2 / √3 = 4.97; 10, 11, 12 half of it
 EXPECTED = """\
-### Table 10. Comparing No-GF to DASH with per device batch of 4 instead of 2 for Qwen2.5-0.5B on math (the embedded \
+### Table 10. Comparing No-GF to DASH with per device batch of 4 instead of 2 for Qwen2.5-0.5B on math (the toy \
 model; the paper's figures are of Qwen2.5-0.5B)
 
 | Method | Time (s) | paper: Time (h) | `7+5-3` (%) | paper: MATH (%) | `7+5-3=` (%) | paper: GSM8K (%) |
@@ -178,7 +178,7 @@ problems.
 
 
 def test_a_table_by_hand(tmp_path):
-    one = scale("embedded", tmp_path, (0, 1, 2))
+    one = scale("toy", tmp_path, (0, 1, 2))
     pretend(one, "no_gf_rows4", (0.80, 0.82, 0.84), (10, 11, 12), kinds=["in"])
     pretend(one, "dash_rows4", (0.25, 0.25, 0.25), (8, 8, 8), kinds=["in"])
     pretend(one, "no_gf_rows4", (0.05,) * 3, kinds=["out"])
@@ -190,13 +190,13 @@ def test_a_table_by_hand(tmp_path):
     first, *lines = (tmp_path / "table10.csv").read_text().splitlines()
     assert first == "method,size,figure,value,low,high,runs,paper" and len(lines) == 6
     name, size, figure, value, low, high, runs, paper = lines[1].split(",")
-    assert (name, size, figure, runs, paper) == ("No-GF", "embedded", "`7+5-3` (%)", "3", "31.8")
+    assert (name, size, figure, runs, paper) == ("No-GF", "toy", "`7+5-3` (%)", "3", "31.8")
     assert [round(float(number), 2) for number in (value, low, high)] == [82.0, 77.03, 86.97]
     assert files[-1].name == "figure9.png" and files[-1].read_bytes().startswith(b"\x89PNG")
 
 
 def test_one_run_has_the_interval_of_its_evaluation(tmp_path):
-    one = scale("embedded", tmp_path)
+    one = scale("toy", tmp_path)
     for method, accuracy in (("dash", 0.8), ("multi", 0.7), ("mini", 0.6)):
         pretend(one, method, [accuracy], [9.0])
     files = runner.write(one, "table5")
@@ -205,7 +205,7 @@ def test_one_run_has_the_interval_of_its_evaluation(tmp_path):
 
 
 def test_figure_5_is_of_evaluations_with_many_samples(tmp_path):
-    one = scale("embedded", tmp_path, (0, 1))
+    one = scale("toy", tmp_path, (0, 1))
     asked = dict(one.left(["table6"])[1])
     assert asked["many"] == [*one.models("base", "3.0"), *one.models("dash", "3.0"), *one.models("no_kl", "3.0")]
     assert "many" not in dict(one.left(["table5"])[1])
@@ -227,13 +227,13 @@ def test_figure_5_is_of_evaluations_with_many_samples(tmp_path):
 
 
 def test_other_settings_are_refused_and_what_is_made_again_is_evaluated_again(tmp_path):
-    one = scale("embedded", tmp_path, quick=True)
+    one = scale("toy", tmp_path, quick=True)
     run = runner.Run("dash", "0.5", 0)
     for method in ("dash", "no_kl"):
         pretend(one, method, [0.8], [20.0])
     runner.Work(one, 0).train(run)  # starts nothing
     with pytest.raises(ValueError, match="holds a run of other settings: 2, where this one has 40"):
-        runner.Work(scale("embedded", tmp_path), 0).train(run)
+        runner.Work(scale("toy", tmp_path), 0).train(run)
     assert one.command(runner.Run("mini", "0.5", 0))[-4:-2] == ["--time_limit", "20.0"]
     (one.home(run) / "run.json").unlink()  # as an interrupt leaves it
     runner.Work(one, 0)._clear(one.home(run))
@@ -298,7 +298,7 @@ def test_a_signal_stops_what_was_started(tmp_path, monkeypatch, handlers, moment
 
 def test_a_program_that_fails_is_an_error_with_the_end_of_its_log(tmp_path):
     with runner.locked(tmp_path) as lock:
-        work = runner.Work(scale("embedded", tmp_path), lock)
+        work = runner.Work(scale("toy", tmp_path), lock)
         with pytest.raises(RuntimeError, match=r"(?s)ended with 1. The end of .*ZeroDivisionError"):
             work._call("fails", [sys.executable, "-c", "1/0"], [])
 
@@ -332,7 +332,7 @@ def test_a_table_is_made_from_its_beginning_to_its_end(tmp_path, monkeypatch, ha
             elif name.startswith("evaluation"):
                 pretend(one, method, [0.8], kinds=[name.removeprefix("evaluation_")])
 
-    one = scale("embedded", tmp_path, quick=True)
+    one = scale("toy", tmp_path, quick=True)
     half = one.home(runner.Run("dash_rows4", "0.5", 0))
     monkeypatch.setattr(runner.Work, "_call", call)
     monkeypatch.setattr(problems, "write_problems", lambda folder: None)
@@ -351,7 +351,7 @@ def test_a_table_is_made_from_its_beginning_to_its_end(tmp_path, monkeypatch, ha
 
 def test_the_problems_that_the_package_has_not(tmp_path):
     """The base models are right on some of them, as docs/experiments.md says."""
-    one = scale("embedded", tmp_path, quick=True)
+    one = scale("toy", tmp_path, quick=True)
     problems.write_problems(one.problems)
     for kind, method, count in (("out", "base", 24), ("code", "base_code", 6)):
         (model,) = one.models(method, "0.5")

@@ -9,7 +9,7 @@ import pandas
 import pytest
 import torch
 
-from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardAgent
+from dash_trl import DASHCallback, DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.process_rewards import AnswerLogProbValue, ProcessRewardCallback
 from tests.tiny import ScriptedRollouts, assert_same_update, parameters, prompts, run
 
@@ -44,7 +44,7 @@ class Short(Delayed):
 def trained(model, tmp_path, seed, **settings):
     fails = settings.pop("fails", False)
     rewards = [Delayed(seed, fails), *(Short() for _ in settings.get("reward_weights", [])[1:])]
-    trainer = run(DASHTrainer, model, tmp_path, reward=RewardAgent(rewards), **{**SHAPES, **settings})
+    trainer = run(DASHTrainer, model, tmp_path, reward=RewardRunner(rewards), **{**SHAPES, **settings})
     return parameters(trainer.model), trainer
 
 
@@ -131,7 +131,7 @@ MINI = {**SHAPES, "steps_per_generation": 4, "gradient_accumulation_steps": 1, "
 
 
 def mini(model, tmp_path, reward=None, trainer_class=Numbered, **settings):
-    reward = RewardAgent(reward or InOrder(ORDER), timeout=120)
+    reward = RewardRunner(reward or InOrder(ORDER), timeout=120)
     rollouts = NumberedRollouts(noise=0.1 if settings.pop("logprobs", False) else None)
     settings = {**MINI, "reward_pipeline": True, **settings}
     return run(trainer_class, model, tmp_path, reward=reward, rollouts=rollouts, **settings)
@@ -261,7 +261,7 @@ class OwnAdvantages(DASHTrainer):
     ],
 )
 def test_what_sees_a_few_groups_must_say_that_it_may(tiny_model, tmp_path, trainer_class, settings, message):
-    settings = {"reward": RewardAgent(Delayed()), **SHAPES, **settings}
+    settings = {"reward": RewardRunner(Delayed()), **SHAPES, **settings}
     with pytest.raises(ValueError, match=message):
         run(trainer_class, tiny_model, tmp_path, reward_pipeline=True, **settings)
 
@@ -295,7 +295,7 @@ def test_a_window_comes_into_the_table_with_its_rewards(tiny_model, tmp_path):
         return float(len(completion_ids)), {"text": completion}
 
     settings = {**MINI, "reward_pipeline": True, "log_completions": True, "eval_strategy": "steps", "eval_steps": 3}
-    settings |= {"eval_dataset": prompts(1), "per_device_eval_batch_size": 4, "reward": RewardAgent(texts)}
+    settings |= {"eval_dataset": prompts(1), "per_device_eval_batch_size": 4, "reward": RewardRunner(texts)}
     run(DASHTrainer, tiny_model, tmp_path, **settings)
     rows = {}
     for step in (1, 3, 4, 5, 8):  # an evaluation's table takes the place of its step's
@@ -307,7 +307,7 @@ def test_a_window_comes_into_the_table_with_its_rewards(tiny_model, tmp_path):
 
 def test_the_table_of_a_run_does_not_begin_with_the_run_before(tiny_model, tmp_path):
     """It has a column for each function from the first on."""
-    settings = {**MINI, "reward_pipeline": True, "log_completions": True, "reward": RewardAgent(Delayed())}
+    settings = {**MINI, "reward_pipeline": True, "log_completions": True, "reward": RewardRunner(Delayed())}
     run(DASHTrainer, tiny_model, tmp_path, **settings).train()
     table = pandas.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
     assert len(table) == 0 and "delayed" in table

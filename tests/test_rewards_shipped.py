@@ -35,8 +35,8 @@ def test_a_thought_and_an_answer(completion, has_form):
     assert FormatReward()([completion]) == [float(has_form)]
     opened = completion.lstrip().removeprefix("<think>")  # what a model writes whose template opens the thought
     if completion.lstrip().startswith("<think>"):
-        assert FormatReward(opened=True)([opened]) == [float(has_form)]
-        assert FormatReward(opened=True)([completion]) == [0.0]
+        assert FormatReward(think_in_prompt=True)([opened]) == [float(has_form)]
+        assert FormatReward(think_in_prompt=True)([completion]) == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_conversations_and_thoughts_that_the_tokenizer_took_out():
         [],
     ]
     assert FormatReward()(completions=batch, prompts=batch, answer=["4"] * 5) == [1.0, 0.0, 1.0, 0.0, 0.0]
-    assert FormatReward(opened=True)(batch) == [0.0, 0.0, 1.0, 0.0, 0.0]
+    assert FormatReward(think_in_prompt=True)(batch) == [0.0, 0.0, 1.0, 0.0, 0.0]
     assert FormatReward(box=True)([message(BOX, thinking="a"), message("4", thinking=BOX)]) == [1.0, 0.0]
     assert FormatReward().__name__ == "format"
 

@@ -221,9 +221,9 @@ def test_a_server_that_does_not_start_says_why(program, monkeypatch):
 def test_without_vllm_an_install_that_works_is_named_before_the_warm_up(monkeypatch, gpu, remedy):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    monkeypatch.setattr(sys, "argv", ["serve", "embedded"])
+    monkeypatch.setattr(sys, "argv", ["serve", "toy"])
     monkeypatch.setattr(serve.torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr("dash_trl.embedded.embedded_model", lambda: pytest.fail("the warm-up began"))
+    monkeypatch.setattr("dash_trl.toy.toy_model", lambda: pytest.fail("the warm-up began"))
     with pytest.raises(ValueError, match=f"vLLM is not installed in the environment of /nowhere/python. .*{remedy}"):
         serve.main()
 
@@ -277,8 +277,8 @@ def test_no_signal_leaves_servers_behind(program, monkeypatch):
     """Nor does an impatient second one."""
     monkeypatch.setattr(serve.Servers, "start", start)
     monkeypatch.setattr(serve, "answers", lambda url: True)
-    monkeypatch.setattr("dash_trl.embedded.embedded_model", lambda: "the tiny one")
-    monkeypatch.setattr(sys, "argv", ["serve", "embedded", "--servers", "2"])
+    monkeypatch.setattr("dash_trl.toy.toy_model", lambda: "the tiny one")
+    monkeypatch.setattr(sys, "argv", ["serve", "toy", "--servers", "2"])
     numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
     processes = {number: served() for number in numbers}
     for first, (pid, output) in processes.items():

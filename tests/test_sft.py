@@ -11,7 +11,7 @@ import train_math
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_model
+from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_model
 from tests.test_examples import flags, launch
 from tests.tiny import read_rows, write_rows
 
@@ -41,12 +41,12 @@ def test_humans_are_right_and_skip_steps():
 # -------------------------------------------------------------------------------------------------------- sft.py
 
 
-@pytest.mark.parametrize("task", ["embedded", "embedded_code"])
+@pytest.mark.parametrize("task", ["toy", "toy_code"])
 def test_it_learns_what_humans_wrote(tmp_path, monkeypatch, capsys, task):
     """The demo shows how a model is measured."""
     monkeypatch.setattr(train_math, "accuracy", lambda *arguments, **sampling: 0.25)
     learns = {**SMALL, "max_steps": 6, "per_device_train_batch_size": 32, "output_dir": tmp_path}
-    sft.main(flags(learns if task == "embedded" else {**learns, "dataset_name": task}))
+    sft.main(flags(learns if task == "toy" else {**learns, "dataset_name": task}))
     losses = [row["loss"] for row in read_rows(tmp_path / "metrics.jsonl") if "loss" in row]
     assert len(losses) == 6 and losses[-1] < losses[0] and (tmp_path / "model.safetensors").exists()
     said = capsys.readouterr().out
@@ -129,7 +129,7 @@ def test_mistakes(own_folder, monkeypatch, settings, rows, message):
 
 
 def test_a_chat_template_that_never_ends_is_refused():
-    tokenizer = AutoTokenizer.from_pretrained(embedded_model())
+    tokenizer = AutoTokenizer.from_pretrained(toy_model())
     chat = [{"role": "user", "content": "1+1"}], [{"role": "assistant", "content": "2"}]
     rows = Dataset.from_list([dict(zip(("prompt", "completion"), chat, strict=True))])
     args = sft.SupervisedConfig("out", **ON_CPU)
@@ -147,7 +147,7 @@ def test_a_chat_template_that_never_ends_is_refused():
 
 
 def test_correct_traces_are_kept_and_learned_from(own_folder, capsys, monkeypatch):
-    settings = {"dataset_name": "embedded", "dataset_test_split": "train[:12]", "num_samples": 2, "temperature": 1.0}
+    settings = {"dataset_name": "toy", "dataset_test_split": "train[:12]", "num_samples": 2, "temperature": 1.0}
     arguments = ["model", *flags({**settings, "output": "t.jsonl"})]
     traces.main(arguments)
     _, *rows = read_rows(own_folder / "t" / "model.jsonl")
@@ -182,17 +182,17 @@ def test_programs_and_what_is_cut_off(own_folder):
         assert traces.fate({"reward": reward, "truncated": truncated}) == fate
 
 
-def test_the_embedded_teacher_is_the_model_after_rl_and_is_kept(tmp_path, monkeypatch):
+def test_the_toy_teacher_is_the_model_after_rl_and_is_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cache = tmp_path / "cache" / "dash_trl"
-    shutil.copytree(Path(embedded_model()), cache / Path(embedded_model()).name)
+    shutil.copytree(Path(toy_model()), cache / Path(toy_model()).name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     short = {"max_steps": 1, "gradient_accumulation_steps": 2, "max_completion_length": 8}
-    short = {**train_math.embedded_defaults(), **short}
+    short = {**train_math.toy_defaults(), **short}
     for module in (train_math, traces):
-        monkeypatch.setattr(module, "embedded_defaults", lambda: short)
+        monkeypatch.setattr(module, "toy_defaults", lambda: short)
     monkeypatch.setattr(train_math, "measure", lambda *arguments: {})
-    run = ["embedded", *flags({"dataset_test_split": "train[:4]", "output": "one.jsonl"})]
+    run = ["toy", *flags({"dataset_test_split": "train[:4]", "output": "one.jsonl"})]
     traces.main(run)
     (teacher,) = (path for path in cache.glob("teacher-*") if path.is_dir())
     assert (teacher / "metrics.jsonl").exists() and read_rows(tmp_path / "one.jsonl")

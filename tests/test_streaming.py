@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from dash_trl import DASHTrainer, RewardAgent
+from dash_trl import DASHTrainer, RewardRunner
 from dash_trl.rewards import EarlyRewards, RewardTeam
 from dash_trl.sampling.pool import ServerPool
 from tests.fake_server import factory
@@ -77,7 +77,7 @@ def trained(model: str, output: Any, servers: list[Any], level: int = 0, **setti
     """A run; returns the trainer and the reward."""
     reward = settings.pop("reward", None) or Reward()
     settings = {"max_steps": 1, **STEP, **settings}
-    return asynchronous(model, output, servers, level, reward=RewardAgent(reward), **settings)[0], reward
+    return asynchronous(model, output, servers, level, reward=RewardRunner(reward), **settings)[0], reward
 
 
 def test_rewards_begin_before_the_last_group_is_sampled(tiny_model, tmp_path, server):
@@ -266,8 +266,8 @@ def test_rows_that_a_subclass_changes_are_asked_of_as_they_are(tiny_model, tmp_p
 
 
 def test_a_group_may_come_in_parts_and_in_any_order():
-    with RewardAgent(lambda completion, number: float(number)) as agent:
-        early = EarlyRewards(RewardTeam(agent.own), 4, wanted=True)
+    with RewardRunner(lambda completion, number: float(number)) as runner:
+        early = EarlyRewards(RewardTeam(runner.own), 4, wanted=True)
         early.begin(7, [{"prompt": "p", "number": number} for number in range(6)])
         for first in (4, 2, 0):
             early.take(7, first, ["p", "p"], [[first], [first + 1]], ["", ""])

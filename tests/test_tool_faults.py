@@ -20,7 +20,7 @@ import pytest
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from dash_trl import DASHCallback, DASHConfig, DASHTrainer, ProcessTool, RewardAgent
+from dash_trl import DASHCallback, DASHConfig, DASHTrainer, ProcessTool, RewardRunner
 from dash_trl.tools import ToolCalls
 from tests.scripted_turns import Judge, answered, parsed, plays, save_tool_model, user, written
 from tests.test_tools_training import corrects
@@ -348,9 +348,9 @@ def test_environments_of_a_window_that_is_sampled_ahead(model, tmp_path):
     seen = Seen()
     settings = {"dataset": numbers(8), "eval_dataset": numbers(2), "per_device_eval_batch_size": 4}
     settings |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_train_batch_size": 4, "max_steps": 3}
-    with RewardAgent(scored_later) as agent:
+    with RewardRunner(scored_later) as runner:
         more = {"environment_factory": Numbered}
-        train(model, tmp_path, reward=agent, async_level=1, callbacks=[seen], more=more, **settings)
+        train(model, tmp_path, reward=runner, async_level=1, callbacks=[seen], more=more, **settings)
     rows = [(columns["number"], rewards[1]) for window in seen.windows for columns, _, rewards in window]
     assert len(rows) == 12 and all(number == reward for number, reward in rows)
 

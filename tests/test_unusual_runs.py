@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from trl import GRPOTrainer
 
-from dash_trl import DASHCallback, DASHTrainer, RewardAgent
+from dash_trl import DASHCallback, DASHTrainer, RewardRunner
 from dash_trl.monitoring import sampler_metrics
 from dash_trl.rollout import CreditedRollouts, joined
 from dash_trl.sampling.trl import VLLMPool
@@ -148,7 +148,7 @@ def test_mini_runs_every_row_once_though_steps_are_cut_while_rewards_are_awaited
 
     def trained(piped):
         settings = {"steps_per_generation": per_window, "gradient_accumulation_steps": 2, "max_steps": 9}
-        settings |= {"reward": RewardAgent(odd), "reward_pipeline": piped, "gradient_filter_threshold": None}
+        settings |= {"reward": RewardRunner(odd), "reward_pipeline": piped, "gradient_filter_threshold": None}
         settings |= {"dataset": prompts(per_window), "callbacks": [CutsSteps(cuts)], "learning_rate": 0.1}
         return run(RowsThatRan, tiny_model, tmp_path, **settings)
 
@@ -316,7 +316,13 @@ class SavesBeforeTheStep(TrainerCallback):
 def test_a_checkpoint_from_within_a_step(start, tiny_model, tmp_path, at, settings):
     """It holds the rows of that step."""
     save = SavesBeforeTheStep(at)
-    settings = {"reward": RewardAgent(odd), "rollouts": ByMicroStep(), "learning_rate": 0.1, "max_steps": 4, **settings}
+    settings = {
+        "reward": RewardRunner(odd),
+        "rollouts": ByMicroStep(),
+        "learning_rate": 0.1,
+        "max_steps": 4,
+        **settings,
+    }
     prepare = lambda trainer: setattr(save, "trainer", trainer)  # noqa: E731
     whole = run(DASHTrainer, tiny_model, tmp_path, callbacks=[save], prepare=prepare, **settings)
     rest = run(DASHTrainer, tiny_model, tmp_path / "rest", resume=str(tmp_path / f"checkpoint-{at}"), **settings)
@@ -335,7 +341,7 @@ class LaterTokensOfSomeGroups(DASHCallback):
 def test_a_mini_run_with_credit_per_token_in_some_groups_is_resumed(start, tiny_model, tmp_path):
     """The checkpoint holds four of the five groups, so that both kinds of credit are in it."""
     settings = {"steps_per_generation": 5, "gradient_accumulation_steps": 1, "max_steps": 5, "learning_rate": 0.1}
-    settings |= {"reward": RewardAgent(odd), "reward_pipeline": True, "gradient_filter_threshold": None}
+    settings |= {"reward": RewardRunner(odd), "reward_pipeline": True, "gradient_filter_threshold": None}
     callbacks = [LaterTokensOfSomeGroups()]
     saving = {"save_strategy": "steps", "save_steps": 2}
     whole = run(DASHTrainer, tiny_model, tmp_path, callbacks=callbacks, **settings, **saving)
@@ -386,7 +392,7 @@ def test_a_failure_while_a_checkpoint_waits_leaves_none(tiny_model, tmp_path, mo
             DASHTrainer,
             tiny_model,
             tmp_path,
-            reward=RewardAgent(fails_late, on_error="raise"),
+            reward=RewardRunner(fails_late, on_error="raise"),
             reward_pipeline=True,
             callbacks=[Steps()],
             prepare=lambda trainer: setattr(Steps, "callbacks", trainer.callback_handler.callbacks),
@@ -401,7 +407,7 @@ def test_a_failure_while_a_checkpoint_waits_leaves_none(tiny_model, tmp_path, mo
 @pytest.mark.parametrize("piped", [False, True])
 @pytest.mark.parametrize("order", [(1, 0), (1,), (1, 0, 1)])
 def test_columns_and_weights_are_those_of_reward_funcs(start, tiny_model, tmp_path, order, piped):
-    """What a trainer has of an agent is called once for each completion, whatever its place, and nothing else is."""
+    """What a trainer has of a runner is called once for each completion, whatever its place, and nothing else is."""
     calls, functions = Counter(), [odd, long]
 
     def noted(number):
@@ -415,7 +421,7 @@ def test_columns_and_weights_are_those_of_reward_funcs(start, tiny_model, tmp_pa
         return lambda completion_ids, **_: [function(None, ids) for ids in completion_ids]
 
     settings = {"reward_weights": [0.25, 1.0, 0.5][: len(order)]}
-    rewards = RewardAgent([noted(0), noted(1)]).rewards
+    rewards = RewardRunner([noted(0), noted(1)]).rewards
     ours = {"reward_pipeline": piped, "gradient_filter_threshold": 0.0}
     one = run(DASHTrainer, tiny_model, tmp_path, reward=[rewards[i] for i in order], **settings, **ours)
     other = run(GRPOTrainer, tiny_model, tmp_path, reward=[trls(functions[i]) for i in order], **settings)
@@ -439,12 +445,12 @@ def test_an_interrupt_while_the_next_window_is_sampled_ends_the_calls_of_this_on
                 raise KeyboardInterrupt
             return super()._generate_single_turn(*args, **kwargs)
 
-    agent = RewardAgent(waits, max_concurrency=1)
+    runner = RewardRunner(waits, max_concurrency=1)
     settings = {"in_process": True, "async_level": 1, "loss_type": "aipo", "max_completion_length": 6, "max_steps": 3}
     with pytest.raises(KeyboardInterrupt):
-        run(Interrupted, tiny_model, tmp_path, reward=agent, reward_pipeline=piped, **settings)
+        run(Interrupted, tiny_model, tmp_path, reward=runner, reward_pipeline=piped, **settings)
     end.set()
-    agent.submit([{"completion": "last", "completion_ids": []}]).wait()  # the one thread comes to it after the others
+    runner.submit([{"completion": "last", "completion_ids": []}]).wait()  # the one thread comes to it after the others
     assert len(made) <= 2 and made[-1] == "last"
 
 
@@ -465,15 +471,15 @@ class Built(DASHTrainer):
         pass
 
 
-def test_an_agent_that_another_trainer_took_over_serves_an_evaluation_of_the_first(tiny_model, tmp_path):
+def test_a_runner_that_another_trainer_took_over_serves_an_evaluation_of_the_first(tiny_model, tmp_path):
     def own(completion, its_column):
         return 1.0
 
     sizes = GroupSizes()
-    agent = RewardAgent(sizes)
-    first = run(Built, tiny_model, tmp_path, reward=agent, num_generations=4, per_device_eval_batch_size=4)
+    runner = RewardRunner(sizes)
+    first = run(Built, tiny_model, tmp_path, reward=runner, num_generations=4, per_device_eval_batch_size=4)
     others = {"num_generations": 2, "dataset": prompts(16).add_column("its_column", [0] * 16)}
-    run(Built, tiny_model, tmp_path, reward=[agent, RewardAgent(own)], **others)
+    run(Built, tiny_model, tmp_path, reward=[runner, RewardRunner(own)], **others)
     first.evaluate(prompts(2))
     assert sizes.seen == [4, 4]
 
@@ -588,7 +594,7 @@ def test_a_step_without_signal_after_a_skipped_one_moves_the_schedule(tiny_model
 
 
 def test_sampling_from_another_distribution_is_refused_ahead(tiny_model, tmp_path, unloadable):
-    settings = {"in_process": True, "async_level": 1, "loss_type": "aipo", "reward": RewardAgent(odd)}
+    settings = {"in_process": True, "async_level": 1, "loss_type": "aipo", "reward": RewardRunner(odd)}
     for others in ({"top_p": 0.9}, {"top_k": 5}, {"generation_kwargs": {"repetition_penalty": 1.1}}):
         with pytest.raises(ValueError, match="does not report its log-probs"):
             run(DASHTrainer, tiny_model, tmp_path, **settings, **others)

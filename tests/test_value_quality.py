@@ -108,8 +108,8 @@ def study(folder, tiny_model) -> dict:
 # ------------------------------------------------------------------------------------------------------ the command
 
 
-def test_embedded_and_then_other_values_of_the_same_samples(capsys, caplog, monkeypatch):
-    arguments = ("embedded", "--num_problems", 6, "--num_samples", 4, "--num_rollouts", 4)
+def test_toy_and_then_other_values_of_the_same_samples(capsys, caplog, monkeypatch):
+    arguments = ("toy", "--num_problems", 6, "--num_samples", 4, "--num_rollouts", 4)
     found = measure("out", *arguments, "--fit_rollouts", 128, 160)
     names = ["position", "answer, 'The answer is <|im_end|>'", "outcome, 128 rollouts", "outcome, 160 rollouts"]
     assert list(found["estimators"]) == names and found["responses"] == 24 and found["without_truth"] == 0
@@ -370,7 +370,7 @@ def test_mistakes_are_found_before_weights_are_loaded(case, tiny_model, monkeypa
 def test_a_fitted_value_gets_what_training_gets(flags, entropies):
     """vLLM reports log-probs alone."""
     (arguments,) = HfArgumentParser(ValueQualityArguments).parse_args_into_dataclasses(["--values", "outcome", *flags])
-    assert [one.entropies for one in arguments.candidates(["prompt"], embedded=False)] == [entropies]
+    assert [one.entropies for one in arguments.candidates(["prompt"], toy=False)] == [entropies]
 
 
 @pytest.mark.parametrize(

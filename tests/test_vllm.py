@@ -31,9 +31,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dash_trl import DASHTrainer, RewardAgent
-from dash_trl.embedded.problems import arithmetic_dataset, arithmetic_reward
-from dash_trl.embedded.warm_up import embedded_model
+from dash_trl import DASHTrainer, RewardRunner
 from dash_trl.evaluation import LocalSampler, check_shapes, open_sampler
 from dash_trl.evaluation.checkpoint import Checkpoint
 from dash_trl.evaluation.command import main
@@ -46,6 +44,8 @@ from dash_trl.sampling.trl import VLLMPool
 from dash_trl.sampling.weights.file import LOCK
 from dash_trl.sampling.weights.snapshot import WeightMismatch
 from dash_trl.serve import DIRECT, READY_SECONDS, cores, free_ports, read, visible_gpus
+from dash_trl.toy.problems import arithmetic_dataset, arithmetic_reward
+from dash_trl.toy.warm_up import toy_model
 from dash_trl.workers import Command
 from examples.value_quality.command import main as value_quality
 from tests.tiny import run
@@ -110,7 +110,7 @@ def said(command: Command) -> str:
 
 @pytest.fixture(scope="module")
 def model_path() -> str:
-    return embedded_model(progress=False)
+    return toy_model(progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def proven(servers, trained, tmp_path_factory) -> VLLMPool:
 
 @pytest.fixture
 def model(trained, model_path):
-    """The embedded model, as it was; a test may change it, and give it to `pool`."""
+    """The toy model, as it was; a test may change it, and give it to `pool`."""
     trained.load_state_dict(AutoModelForCausalLM.from_pretrained(model_path).state_dict())
     return trained
 
@@ -502,7 +502,7 @@ def test_values_of_a_server_are_the_policys(model, pool):
 
 
 def test_a_judge_is_held_to_the_schema(servers, model_path):
-    """The embedded model cannot judge, but all that it may write is a judgement. It is led to end texts and spaces."""
+    """The toy model cannot judge, but all that it may write is a judgement. It is led to end texts and spaces."""
     ids = AutoTokenizer.from_pretrained(model_path)
     bias = {'"': 100, " ": -100, "\n": -100, "\r": -100, "\t": -100}
     options = {"logit_bias": {str(ids(text)["input_ids"][0]): value for text, value in bias.items()}}
@@ -580,7 +580,7 @@ def test_rounds_of_a_window_while_later_ones_are_sampled(servers, model_path, tm
         DASHTrainer,
         model_path,
         tmp_path,
-        reward=RewardAgent(score),
+        reward=RewardRunner(score),
         dataset=Dataset.from_dict({"prompt": problems, "number": list(range(64))}),
         callbacks=[watch],
         max_completion_length=12,
@@ -608,7 +608,7 @@ def test_rounds_of_a_window_while_later_ones_are_sampled(servers, model_path, tm
 
 @pytest.fixture(scope="module")
 def checkpoints(model_path, tmp_path_factory) -> dict[str, str]:
-    """Of one shape: the embedded model's directory, one with other weights, a LoRA adapter on it."""
+    """Of one shape: the toy model's directory, one with other weights, a LoRA adapter on it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     other = AutoModelForCausalLM.from_pretrained(model_path)
@@ -655,19 +655,19 @@ def test_servers_take_one_checkpoint_after_another(servers, checkpoints, by_tran
 
 def test_evaluation_by_servers(servers, checkpoints, tiny_model, tmp_path, capsys):
     def evaluate(*models: str) -> None:
-        main([*models, *"--dataset_name embedded --dataset_test_split test[:40] --num_samples 16 --k 1 4".split(), *to])
+        main([*models, *"--dataset_name toy --dataset_test_split test[:40] --num_samples 16 --k 1 4".split(), *to])
 
     to = ["--vllm_server_urls", *servers.urls, "--output_dir", str(tmp_path)]
     with pytest.raises(ValueError, match=rf"another shape than .* python -m dash_trl.serve {tiny_model} --servers 2"):
         check_shapes([Checkpoint(checkpoints["own"]), Checkpoint(tiny_model)], servers.urls)
-    evaluate(checkpoints["other"], "embedded")
-    accuracy = {name: json.loads((tmp_path / f"{name}.json").read_text())["accuracy"] for name in ("other", "embedded")}
-    assert 0.25 < accuracy["embedded"] < 0.65 and accuracy["other"] < accuracy["embedded"]
-    file = tmp_path / "embedded.jsonl"
+    evaluate(checkpoints["other"], "toy")
+    accuracy = {name: json.loads((tmp_path / f"{name}.json").read_text())["accuracy"] for name in ("other", "toy")}
+    assert 0.25 < accuracy["toy"] < 0.65 and accuracy["other"] < accuracy["toy"]
+    file = tmp_path / "toy.jsonl"
     whole = file.read_text().splitlines()
     assert [json.loads(line)["index"] for line in whole[1:]] == list(range(40))
     file.write_text("\n".join([*whole[:11], whole[12], whole[30][:20]]))
-    evaluate("embedded")
+    evaluate("toy")
     again = file.read_text().splitlines()
     assert again[:11] == whole[:11] and again[12] == whole[12] and len(again) == 41
     assert [json.loads(line)["index"] for line in again[1:]] == list(range(40))
@@ -677,7 +677,7 @@ def test_value_quality_by_servers(servers, tmp_path):
     """Prefixes are completed by them; values get log-probs alone, as where a run samples from servers."""
     to = ["--vllm_server_urls", *servers.urls, "--output_dir", str(tmp_path)]
     small = "--num_problems 6 --num_samples 4 --num_rollouts 4 --fit_rollouts 256 --values outcome".split()
-    value_quality(["embedded", *small, *to])
+    value_quality(["toy", *small, *to])
     found = json.loads((tmp_path / "value_quality.json").read_text())
     assert found["responses"] == 24 and found["without_truth"] == 0 and found["settings"]["sampler"] == "servers"
     assert found["estimators"]["outcome, 256 rollouts"]["spearman"] > 0.3

@@ -29,10 +29,10 @@ from torch.func import functional_call
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from dash_trl import DASHCallback, DASHTrainer, RewardAgent
-from dash_trl.embedded.problems import arithmetic_dataset, arithmetic_reward
+from dash_trl import DASHCallback, DASHTrainer, RewardRunner
 from dash_trl.evaluation import open_sampler
 from dash_trl.serve import free_ports
+from dash_trl.toy.problems import arithmetic_dataset, arithmetic_reward
 from tests.distributed_run import equal_on_all_ranks, whole
 from tests.tiny import ScriptedReward, leave, run, without_compiled_ops
 
@@ -178,7 +178,7 @@ def tools(model: str, adapter: str, output: Path, urls: list[str], groups: list[
         DASHTrainer,
         model,
         output,
-        reward=RewardAgent(length),
+        reward=RewardRunner(length),
         dataset=problems.add_column("number", list(range(len(problems)))),
         callbacks=[watch],
         more={"processing_class": tokenizer, "tools": [twice], "environment_factory": Noted},

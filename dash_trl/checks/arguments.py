@@ -86,7 +86,7 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
     """Refuse to sample ahead where nothing could work meanwhile, or nobody knows how.
 
     Args:
-        rewards_come_later: all of them, from functions that an agent runs beside the trainer.
+        rewards_come_later: all of them, from functions that a runner runs beside the trainer.
     """
     if args.async_level == 0:
         return
@@ -96,7 +96,7 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
             f"async_level={args.async_level} lets servers sample while the trainer trains, but sampling shares the "
             "trainer's device here. Name servers (vllm_server_urls; `python -m dash_trl.serve MODEL` starts some), or "
             "leave async_level at 0. Without servers, async_level=1 samples while rewards are awaited, where all of "
-            "them come from functions of one completion: reward(completion, answer, ...), see dash_trl.RewardAgent."
+            "them come from functions of one completion: reward(completion, answer, ...), see dash_trl.RewardRunner."
         )
     if own_rollouts:
         raise ValueError(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from dash_trl.checks.arguments import check_async
-from dash_trl.rewards import AgentReward, scores_alone
+from dash_trl.rewards import RunnerReward, scores_alone
 
 
 def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any, own_rollouts: bool = False) -> None:
@@ -21,7 +21,7 @@ def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any
                 f"reward_pipeline=True, but {getattr(one, '__name__', one)!r:.100} scores a whole batch at once. Use "
                 "functions that score one completion: reward(completion, answer, ...)."
             )
-        if not isinstance(one, AgentReward):
+        if not isinstance(one, RunnerReward):
             continue
         for columns in known:
             if isinstance(columns, list) and not (one.form.batch or own_rollouts):  # a rollout_func may add columns

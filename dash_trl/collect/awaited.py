@@ -15,10 +15,10 @@ from torch import Tensor
 from dash_trl.distributed import Ranks
 from dash_trl.monitoring import Recorder
 from dash_trl.rewards import (
-    AgentReward,
     EarlyRewards,
     FailureWatch,
     RewardTeam,
+    RunnerReward,
     arrivals,
     raise_mistakes,
     reward_rows,
@@ -122,8 +122,8 @@ class Rewards:
     ):
         self._ranks, self._recorder, self._functions = ranks, recorder, functions
         self._num_generations, self._calculate, self._groups_of_step = num_generations, calculate, groups_of_step
-        agents = [func for func in functions if isinstance(func, AgentReward)]
-        self.team = RewardTeam(agents, ranks.count, group_size)
+        runners = [func for func in functions if isinstance(func, RunnerReward)]
+        self.team = RewardTeam(runners, ranks.count, group_size)
         others = [func for func in functions if not isinstance(getattr(func, "func", None), EnvironmentReward)]
         wanted = early and bool(others) and all(map(scores_alone, others))
         self.early = EarlyRewards(self.team, num_generations, wanted=wanted)

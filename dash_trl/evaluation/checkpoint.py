@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 ADAPTER = "adapter_config.json"  # peft's, in the directory of an adapter
 WEIGHT_FILES = (".safetensors", ".bin", ".pt")
-EMBEDDED = "embedded"  # the tiny model of `dash_trl.embedded`, in place of a path
+TOY = "toy"  # the tiny model of `dash_trl.toy`, in place of a path
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Measure models: accuracy and pass@k on math or programming problems, with 95 % intervals over the problems.
 
-    python -m dash_trl.evaluation embedded                                      # the tiny model of `make demo`, offline
+    python -m dash_trl.evaluation toy                                      # the tiny model of `make demo`, offline
 
     python -m dash_trl.evaluation outputs/gsm8k Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name openai/gsm8k --dataset_config main --num_samples 16 --k 1 8 16 --temperature 0.6 --use_vllm
@@ -74,7 +74,7 @@ class Job:
 def main(argv: Sequence[str]) -> None:
     parser = command_parser(EvaluationArguments, "dash_trl.evaluation", __doc__)
     parser.add_argument(
-        "models", nargs="+", metavar="MODEL", help="a directory (of a LoRA adapter, too), a hub name, or 'embedded'"
+        "models", nargs="+", metavar="MODEL", help="a directory (of a LoRA adapter, too), a hub name, or 'toy'"
     )
     arguments, rest = parser.parse_args_into_dataclasses(argv)
     evaluate_models(rest.models, arguments)

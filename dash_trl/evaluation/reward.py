@@ -12,7 +12,7 @@ from typing import Any
 from dash_trl.evaluation.figures import figures_of
 from dash_trl.evaluation.sampler import SampledCompletion, Sampler
 from dash_trl.evaluation.samplers import BATCH_SIZE, LocalSampler
-from dash_trl.rewards import RewardAgent, raise_mistakes
+from dash_trl.rewards import RewardRunner, raise_mistakes
 
 logger = logging.getLogger(__name__)
 
@@ -24,19 +24,19 @@ class Reward(AbstractContextManager["Reward"]):
     """One reward function of any form, as training calls it; a context manager that ends its workers.
 
     Args:
-        function: of any form (`dash_trl.rewards.forms`), or a `RewardAgent` of one.
+        function: of any form (`dash_trl.rewards.forms`), or a `RewardRunner` of one.
     Raises:
         ValueError: for several functions, or a reward model.
     """
 
     def __init__(self, function: Any):
-        self.agent = function if isinstance(function, RewardAgent) else RewardAgent(function, timeout=PATIENCE)
-        if len(self.agent.rewards) != 1 or len(self.agent.own) != 1:
+        self.runner = function if isinstance(function, RewardRunner) else RewardRunner(function, timeout=PATIENCE)
+        if len(self.runner.rewards) != 1 or len(self.runner.own) != 1:
             raise ValueError(
                 f"An evaluation needs one reward function, which says what is correct, but there are "
-                f"{len(self.agent.rewards)}, or it is a reward model. Name one with --reward_name."
+                f"{len(self.runner.rewards)}, or it is a reward model. Name one with --reward_name."
             )
-        (self._function,) = self.agent.own
+        (self._function,) = self.runner.own
         self._raised = 0  # problems in a row
 
     def check_columns(self, columns: Sequence[str]) -> None:
@@ -69,7 +69,7 @@ class Reward(AbstractContextManager["Reward"]):
         return rewards
 
     def __exit__(self, *exception: object) -> None:
-        self.agent.close()
+        self.runner.close()
 
 
 def scored_samples(
@@ -111,7 +111,7 @@ def evaluate(
         model: a causal language model on any device; unwrapped (`trainer.accelerator.unwrap_model`). Its mode and the
             global random state are afterwards what they were before.
         dataset: rows with a `prompt`; its other columns go to the reward function, as in TRL.
-        reward_func: of any form, or a `RewardAgent` of one.
+        reward_func: of any form, or a `RewardRunner` of one.
         k: of pass@k; at most `num_samples`.
         batch_size: rows that are sampled side by side; the samples depend on it.
         sampling: `num_samples`, `temperature`, `max_new_tokens` and `seed`, see `Sampler.sample`.

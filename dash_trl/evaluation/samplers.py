@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from dash_trl.embedded import embedded_model
-from dash_trl.evaluation.checkpoint import EMBEDDED, Checkpoint
+from dash_trl.evaluation.checkpoint import TOY, Checkpoint
 from dash_trl.evaluation.sampler import Draw, Drawn, Sampler, end_tokens
 from dash_trl.sampling import ServerPool, check_servers, load_checkpoint, takes_seeds
 from dash_trl.serve import CPU_CACHE_GIB, CPU_SEQUENCES, visible_gpus
+from dash_trl.toy import toy_model
 from dash_trl.update import evaluating
 
 BATCH_SIZE = 64
@@ -208,7 +208,7 @@ def open_sampler(
                 ...
 
     Args:
-        model: a directory or hub name; the directory of a LoRA adapter; or "embedded".
+        model: a directory or hub name; the directory of a LoRA adapter; or "toy".
         backend: "transformers", or "vllm" within this process.
         server_urls: vLLM servers (`python -m dash_trl.serve`) to sample from, in place of either. They get the model's
             weights if they hold others of the same shape, and keep them.
@@ -221,7 +221,7 @@ def open_sampler(
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} does not exist: choose one of {BACKENDS}, or give server_urls.")
     if not isinstance(model, Checkpoint):
-        model = Checkpoint(embedded_model() if model == EMBEDDED else str(model))
+        model = Checkpoint(toy_model() if model == TOY else str(model))
     if server_urls:
         return ServerSampler(model, server_urls, weight_dir=weight_dir)
     if backend == "vllm":

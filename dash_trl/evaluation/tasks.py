@@ -2,7 +2,7 @@
 
 name of a data set ──► columns ──► answers: MathAccuracyReward
                               └──► tests: CodeReward in its sandbox
-embedded ──► the problems of the tiny model of `dash_trl.embedded`
+toy ──► the problems of the tiny model of `dash_trl.toy`
 """
 
 import argparse
@@ -19,15 +19,15 @@ from datasets import Dataset
 from transformers import HfArgumentParser
 
 from dash_trl.data import has_tests, load_code_dataset, load_math_dataset, select_split
-from dash_trl.embedded import arithmetic_dataset, arithmetic_reward, embedded_model
-from dash_trl.evaluation.checkpoint import EMBEDDED, Checkpoint
+from dash_trl.evaluation.checkpoint import TOY, Checkpoint
 from dash_trl.evaluation.reward import Reward
 from dash_trl.evaluation.sampler import Sampler
 from dash_trl.evaluation.samplers import BATCH_SIZE, open_sampler
 from dash_trl.rewards import DEFAULT_NAME, CodeReward, MathAccuracyReward, load_reward
 from dash_trl.sampling import WEIGHT_DIR
+from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_model
 
-MAX_COMPLETION_LENGTH, EMBEDDED_LENGTH = 2048, 64  # tokens; the first is the paper's
+MAX_COMPLETION_LENGTH, TOY_LENGTH = 2048, 64  # tokens; the first is the paper's
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Task:
         default=None,
         metadata={
             "help": "A hub name or a local path: GSM8K, MATH-500, AIME, OlympiadBench, MBPP+, HumanEval+, or what has "
-            f"their columns; or {EMBEDDED}, the default of the embedded model."
+            f"their columns; or {TOY}, the default of the toy model."
         },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "The hub's name for a part of the data set."})
@@ -55,7 +55,7 @@ class Task:
         default=None, metadata={"help": "A Python file with a reward function that says what is correct (> 0.5)."}
     )
     reward_name: str = field(
-        default=DEFAULT_NAME, metadata={"help": "What it is called there: a function, a class, or a RewardAgent."}
+        default=DEFAULT_NAME, metadata={"help": "What it is called there: a function, a class, or a RewardRunner."}
     )
 
     def __post_init__(self) -> None:
@@ -63,25 +63,25 @@ class Task:
             raise ValueError(f"reward_name={self.reward_name!r} has no effect without --reward_path, its file.")
 
     @property
-    def is_embedded(self) -> bool:
-        return self.dataset_name == EMBEDDED
+    def is_toy(self) -> bool:
+        return self.dataset_name == TOY
 
     @cached_property
     def has_tests(self) -> bool:
         """Whether the problems are programming problems."""
-        return not self.is_embedded and has_tests(str(self.dataset_name), config=self.dataset_config)
+        return not self.is_toy and has_tests(str(self.dataset_name), config=self.dataset_config)
 
     def problems(self, chat: bool, split: str | None = None, completion: bool = False) -> Dataset:
         """Rows with a `prompt`, and the columns that the reward reads.
 
         Args:
-            chat: conversations, for a tokenizer with a chat template. The embedded problems always are.
+            chat: conversations, for a tokenizer with a chat template. The toy problems always are.
             split: None: the test split. completion: with solutions, for supervised fine-tuning.
         """
         split = split or self.dataset_test_split
-        if self.is_embedded:
+        if self.is_toy:
             splits = {name: arithmetic_dataset(name, completion=completion) for name in ("train", "test")}
-            return select_split(splits, split, EMBEDDED)
+            return select_split(splits, split, TOY)
         return (load_code_dataset if self.has_tests else load_math_dataset)(
             str(self.dataset_name),
             config=self.dataset_config,
@@ -96,7 +96,7 @@ class Task:
             return Reward(load_reward(self.reward_path, self.reward_name))
         if self.has_tests:
             return Reward(CodeReward())
-        return Reward(arithmetic_reward if self.is_embedded else MathAccuracyReward())
+        return Reward(arithmetic_reward if self.is_toy else MathAccuracyReward())
 
     def reward_settings(self) -> dict[str, Any]:
         """What the scores depend on beside the problems."""
@@ -112,7 +112,7 @@ class TaskArguments(Task):
 
     temperature: float = field(default=1.0, metadata={"help": "0 decodes greedily, with one sample."})
     max_completion_length: int | None = field(
-        default=None, metadata={"help": "Tokens of a completion. Default: 2048, or what an embedded problem needs."}
+        default=None, metadata={"help": "Tokens of a completion. Default: 2048, or what a toy problem needs."}
     )
     seed: int = field(default=0, metadata={"help": "Of the samples and of the intervals."})
     use_vllm: bool = field(default=False, metadata={"help": "Sample by vLLM in this process; else by transformers."})
@@ -128,18 +128,18 @@ class TaskArguments(Task):
         return "servers" if self.vllm_server_urls else "vllm" if self.use_vllm else "transformers"
 
     def task(self, models: Sequence[str]) -> Self:
-        """These arguments, with the embedded problems for the embedded model."""
+        """These arguments, with the toy problems for the toy model."""
         if self.dataset_name is not None:
             return self
-        if others := [model for model in models if model != EMBEDDED]:
+        if others := [model for model in models if model != TOY]:
             raise ValueError(
                 f"There is no dataset for {others[0]!r}: add --dataset_name, a hub name such as openai/gsm8k (with "
-                f"--dataset_config main), a local path, or {EMBEDDED}."
+                f"--dataset_config main), a local path, or {TOY}."
             )
-        return replace(self, dataset_name=EMBEDDED)
+        return replace(self, dataset_name=TOY)
 
     def length(self, task: Task) -> int:
-        return self.max_completion_length or (EMBEDDED_LENGTH if task.is_embedded else MAX_COMPLETION_LENGTH)
+        return self.max_completion_length or (TOY_LENGTH if task.is_toy else MAX_COMPLETION_LENGTH)
 
     def settings(self, task: Task) -> dict[str, Any]:
         """What the samples and their rewards depend on, beside the model and the problems; as JSON."""
@@ -171,8 +171,8 @@ class TaskArguments(Task):
 
 
 def model_of(name: str, task: Task) -> str:
-    """The directory of a model; of the embedded one where it is called "embedded"."""
-    return embedded_model() if name == EMBEDDED else name
+    """The directory of a model; of the toy one where it is called "toy"."""
+    return toy_model() if name == TOY else name
 
 
 def hash_of(problems: Dataset) -> str:

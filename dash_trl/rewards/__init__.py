@@ -7,8 +7,6 @@ from dash_trl._lazy import lazy
 if TYPE_CHECKING:
     from trl.rewards import get_soft_overlong_punishment
 
-    from dash_trl.rewards.agent import RewardAgent, RewardTeam, unpack
-    from dash_trl.rewards.agent_reward import AgentReward, scores_alone
     from dash_trl.rewards.answers import final_text, last_boxed, last_hashes
     from dash_trl.rewards.code import CodeReward
     from dash_trl.rewards.early import EarlyRewards, arrivals, reward_rows
@@ -17,5 +15,7 @@ if TYPE_CHECKING:
     from dash_trl.rewards.forms import DEFAULT_NAME, RewardForm, Score, form_of, load_reward, read_score
     from dash_trl.rewards.judge import JudgeError, JudgeReward
     from dash_trl.rewards.math import MathAccuracyReward, completion_text
+    from dash_trl.rewards.runner import RewardRunner, RewardTeam, unpack
+    from dash_trl.rewards.runner_reward import RunnerReward, scores_alone
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -22,7 +22,7 @@ from dash_trl.sandbox import ProgramSandbox, Sandbox, Test
 class CodeReward(AbstractContextManager["CodeReward"]):
     """1.0 if all unit tests pass, else 0.0; and the share of them that pass, as the figure `passed`.
 
-        trainer = DASHTrainer(reward_funcs=RewardAgent([CodeReward()]), train_dataset=load_code_dataset(...))
+        trainer = DASHTrainer(reward_funcs=RewardRunner([CodeReward()]), train_dataset=load_code_dataset(...))
 
     Safe to call from many threads at once; so many programs run at a time as this process has CPUs.
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_trl.rewards.agent import RewardTeam
 from dash_trl.rewards.forms import ROW
+from dash_trl.rewards.runner import RewardTeam
 from dash_trl.workers import Request
 
 

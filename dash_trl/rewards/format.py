@@ -22,14 +22,15 @@ class FormatReward:
     Args:
         think: the completion begins with `<think>`, a thought and `</think>`, each tag once; an answer follows. False:
             only the box counts.
-        opened: the chat template ends the prompt with `<think>` (DeepSeek-R1's, QwQ's), so the completion has none.
+        think_in_prompt: the chat template ends the prompt with `<think>` (DeepSeek-R1's, QwQ's), so that no completion
+            has it.
         box: its answer (what stands behind the thought) has exactly one \boxed{}, closed and not empty.
     """
 
     __name__ = "format"  # TRL names its metrics after it
 
-    def __init__(self, *, think: bool = True, opened: bool = False, box: bool = False):
-        self._think, self._opened, self._box = think, opened, box
+    def __init__(self, *, think: bool = True, think_in_prompt: bool = False, box: bool = False):
+        self._think, self._think_in_prompt, self._box = think, think_in_prompt, box
 
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
         """One of 1.0 and 0.0 per completion, a string or a conversation."""
@@ -38,10 +39,10 @@ class FormatReward:
     def _has_form(self, completion: Any) -> bool:
         text = completion_text(completion)
         if not isinstance(completion, str) and completion and any(completion[-1].get(name) for name in PARSED):
-            text = f"{'' if self._opened else OPEN}…{CLOSE}{text}"
+            text = f"{'' if self._think_in_prompt else OPEN}…{CLOSE}{text}"
         if not self._think:
             return _has_one_box(final_text(text))
-        parts = re.split(f"({OPEN}|{CLOSE})", OPEN + text if self._opened else text)
+        parts = re.split(f"({OPEN}|{CLOSE})", OPEN + text if self._think_in_prompt else text)
         if parts[1::2] != [OPEN, CLOSE]:
             return False
         before, thought, answer = map(str.strip, parts[::2])

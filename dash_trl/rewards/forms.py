@@ -202,7 +202,7 @@ def form_of(function: Any) -> RewardForm:
 
 
 def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
-    """What a Python file calls `name`: a reward function of any form, a class, or a `RewardAgent`.
+    """What a Python file calls `name`: a reward function of any form, a class, or a `RewardRunner`.
 
     Worker processes get it by value: they need not be able to import the file.
 

@@ -150,13 +150,13 @@ class JudgeReward:
             template="Task:\\n{prompt}\\n\\nReference answer: {answer}\\n\\nAnswer:\\n{completion}",
         )
         judge = JudgeReward("Qwen/Qwen3-8B", base_url="http://127.0.0.1:8000/v1")      # a vLLM server of one's own
-        trainer = DASHTrainer(..., reward_funcs=RewardAgent([judge], transient=JudgeReward.TRANSIENT))
+        trainer = DASHTrainer(..., reward_funcs=RewardRunner([judge], retry_on=JudgeReward.RETRY_ON))
 
     The judge is asked for a whole number within `scores`, by structured output; the reward is (score - lowest) /
     (highest - lowest). An answer outside the schema is a `JudgeError`: the completion is unscored, never 0. If the
     judge refuses, is cut off, or cannot take so long a request, the score is `on_refusal`, since a completion may bring
-    that about, and an unscored row escapes a bad score. The client retries nothing: that is the agent's. Of the errors
-    that it may meet, `TRANSIENT` are those after which asking again may help.
+    that about, and an unscored row escapes a bad score. The client retries nothing: that is the runner's. Of the errors
+    that it may meet, `RETRY_ON` are those after which asking again may help.
 
     Equal requests that are in flight together ask the server once, and equal completions of a prompt get one score.
     Answers are kept on disk by the hash of all that decides them: server, model, messages (so prompt and completion),
@@ -190,7 +190,7 @@ class JudgeReward:
     __name__ = "judge"  # TRL names its metrics after it
 
     # A time-out of the client is an APIConnectionError; InternalServerError is any status from 500 on.
-    TRANSIENT = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError)
+    RETRY_ON = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError)
 
     def __init__(
         self,

@@ -218,7 +218,7 @@ class AsyncCalls:
             lane.loop.close()
             calls += list(lane.running)  # a blocked loop's, and tasks that were cancelled before they began
         for call in calls:
-            call.finish(error=GivenUp("the agent was closed"))
+            call.finish(error=GivenUp("the runner was closed"))
 
     def _open_lane(self) -> _Lane:
         lane = self._lane = _Lane(self._count, self._pace, self._waiting)
@@ -269,15 +269,15 @@ class RetriedCalls:
     """A `Backend` over another. Between two attempts a call takes no room there from others.
 
     Args:
-        transient: exceptions after which a call is made again. retries: how often at most.
+        retry_on: exceptions after which a call is made again. retries: how often at most.
     """
 
-    def __init__(self, backend: Backend, transient: tuple[type[BaseException], ...], retries: int):
+    def __init__(self, backend: Backend, retry_on: tuple[type[BaseException], ...], retries: int):
         self._backend, self._loop = backend, EventLoop()
         self._retrying = AsyncRetrying(
             stop=stop_after_attempt(1 + retries),
             wait=wait_random_exponential(max=LONGEST_PAUSE),
-            retry=retry_if_exception_type(transient),
+            retry=retry_if_exception_type(retry_on),
             reraise=True,
         )
 
@@ -295,7 +295,7 @@ class RetriedCalls:
         except BaseException as error:  # SystemExit would end the loop, and with it all other calls
             task = asyncio.current_task()
             closed = task is not None and task.cancelling()  # else a CancelledError is the function's own
-            call.finish(error=GivenUp("the agent was closed") if closed else error)
+            call.finish(error=GivenUp("the runner was closed") if closed else error)
 
     async def _attempt(self, call: Call) -> Any:
         one = await called(self._backend, call.function, call.arguments, timeout=call.timeout, stop=call.stop)

@@ -76,7 +76,7 @@ class ThreadCalls:
             for call in calls:  # without the lock, which each call's end needs
                 waiting.put(call)
             if waiting is not self._waiting:  # it was closed meanwhile
-                refused = [(call, GivenUp("the agent was closed")) for call in _taken(waiting)]
+                refused = [(call, GivenUp("the runner was closed")) for call in _taken(waiting)]
         for call, error in refused:
             call.finish(error=error)
 
@@ -93,7 +93,7 @@ class ThreadCalls:
             self._came_back.notify_all()
         self._running.set()
         for call in [*calls, *(call for one in threads for call in one.held)]:
-            call.finish(error=GivenUp("the agent was closed"))
+            call.finish(error=GivenUp("the runner was closed"))
 
     def _start_threads(self, new: Sequence[Call] = ()) -> list[tuple[Call, Exception]]:
         """One for each call that finds none free; the lock is held.

@@ -1,7 +1,7 @@
-"""What the paper ran: methods, tables, figures; and how the embedded model stands in for its models.
+"""What the paper ran: methods, tables, figures; and how the toy model stands in for its models.
 
 A run is a method on a model size with a seed. At the paper's scale its settings are a file of `examples/configs/`, at
-the embedded scale the flags below, over the defaults of the training scripts: the paper's 8 rows of a micro-step (2 on
+the toy scale the flags below, over the defaults of the training scripts: the paper's 8 rows of a micro-step (2 on
 each of 4 GPUs) are 8 rows of one process there, its 32 micro-steps 16. Tables and figures name methods only, so that
 they share runs.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-EMBEDDED_REWARDS = Path(__file__).parents[2] / "dash_trl" / "embedded" / "problems.py"
+TOY_REWARDS = Path(__file__).parents[2] / "dash_trl" / "toy" / "problems.py"
 TEACHER = "Qwen/Qwen2.5-7B-Instruct"
 TEMPERATURE = 0.9  # of sampling in training; the paper does not say at which it evaluates
 
@@ -25,11 +25,11 @@ class Method:
 
     Attributes:
         script: in examples/; None: it is not trained.
-        flags: of the embedded scale.
+        flags: of the toy scale.
         code: on programs, not on mathematics.
         stopped_by: the method whose seconds of training are this one's limit.
         traces: learns from a teacher's solutions.
-        seconds: of one embedded run on two idle cores, start and measurements included; for the estimate.
+        seconds: of one toy run on two idle cores, start and measurements included; for the estimate.
     """
 
     script: str | None
@@ -40,8 +40,8 @@ class Method:
     seconds: float = 0.0
 
 
-STEPS, CODE_STEPS = 40, 20  # optimizer steps of the embedded runs; the learning rate falls to 0 over them
-MICRO_STEPS = 16  # of an embedded optimizer step
+STEPS, CODE_STEPS = 40, 20  # optimizer steps of the toy runs; the learning rate falls to 0 over them
+MICRO_STEPS = 16  # of a toy optimizer step
 DASH = {
     "max_steps": STEPS,
     "beta": 0.04,
@@ -77,7 +77,7 @@ METHODS = {
     "no_gf_rows4": Method("train_math", {**NO_GF, **ROWS_4}, seconds=50),
     "dash_rows4": Method("train_math", {**DASH, **ROWS_4}, seconds=50),
     "base_code": Method(None, code=True),
-    "sft_h_code": Method("sft", {"dataset_name": "embedded_code"}, code=True, seconds=30),
+    "sft_h_code": Method("sft", {"dataset_name": "toy_code"}, code=True, seconds=30),
     "grpo_code": Method("train_code", {**GRPO, **ON_CODE}, code=True, seconds=65),
     "no_gf_code": Method("train_code", {**NO_GF, **ON_CODE}, code=True, seconds=50),
     "dash_code": Method("train_code", {**DASH, **ON_CODE}, code=True, seconds=50),
@@ -89,45 +89,45 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Flags of `python -m dash_trl.evaluation`; `seconds` of one embedded model.
+    """Flags of `python -m dash_trl.evaluation`; `seconds` of one toy model.
 
     Attributes:
-        problems: the file of `problems.py` that the embedded scale has in place of a data set's name.
+        problems: the file of `problems.py` that the toy scale has in place of a data set's name.
     """
 
     paper: dict[str, Any]
-    embedded: dict[str, Any]
+    toy: dict[str, Any]
     seconds: float
     problems: str | None = None
 
 
-# The reward of the embedded problems, and the length of their answers.
-ARITHMETIC = {"reward_path": EMBEDDED_REWARDS, "reward_name": "arithmetic_reward", "max_completion_length": 64}
+# The reward of the toy problems, and the length of their answers.
+ARITHMETIC = {"reward_path": TOY_REWARDS, "reward_name": "arithmetic_reward", "max_completion_length": 64}
 MATH = {"num_samples": 4, "k": 1, "temperature": TEMPERATURE}
 CODE = {"num_samples": 8, "k": (1, 8)}
 MANY = {"num_samples": 64, "k": (1, 2, 4, 8, 16, 32, 64)}  # of Figure 5
 EVALUATIONS = {
     "in": Evaluation(
         {"dataset_name": "nlile/hendrycks-MATH-benchmark", **MATH},
-        {"dataset_name": "embedded", **MATH, "temperature": 1.0},
+        {"dataset_name": "toy", **MATH, "temperature": 1.0},
         seconds=5,
     ),
     "out": Evaluation(
         {"dataset_name": "openai/gsm8k", "dataset_config": "main", **MATH},
         {**MATH, "temperature": 1.0, "dataset_test_split": "train", **ARITHMETIC},
         seconds=5,
-        problems="embedded_shifted.jsonl",
+        problems="toy_shifted.jsonl",
     ),
     "many": Evaluation(
         {"dataset_name": "nlile/hendrycks-MATH-benchmark", **MANY, "temperature": TEMPERATURE},
-        {"dataset_name": "embedded", "num_samples": 16, "k": (1, 2, 4, 8, 16), "temperature": 1.0},
+        {"dataset_name": "toy", "num_samples": 16, "k": (1, 2, 4, 8, 16), "temperature": 1.0},
         seconds=20,
     ),
     "code": Evaluation(
         {"dataset_name": "evalplus/mbppplus", **CODE, "temperature": TEMPERATURE},
         {**CODE, "temperature": 1.0, "dataset_test_split": "train[:114]", "max_completion_length": 24},
         seconds=12,
-        problems="embedded_code.jsonl",
+        problems="toy_code.jsonl",
     ),
 }
 
@@ -141,13 +141,13 @@ class Column:
 
     Attributes:
         source: "time", or an evaluation and what of it: "accuracy", or the k of pass@k.
-        title, embedded: above it, at each scale.
+        title, toy: above it, at each scale.
         unit: seconds of the paper's unit of time.
     """
 
     source: tuple[str, str]
     title: str
-    embedded: str
+    toy: str
     unit: float = 3600.0
 
 
@@ -259,7 +259,7 @@ class Figure:
 
     Attributes:
         table: with which it is drawn, of whose runs.
-        methods: label → method. sizes: a row of panels each; the embedded scale has the first one's only.
+        methods: label → method. sizes: a row of panels each; the toy scale has the first one's only.
         panels: title → the names in the log that are added up, see `MetricsFileCallback`. None: the split of time.
         over: what the horizontal axis is, in the log.
         evaluation: whose pass@k is drawn, in place of what the log has.
@@ -323,9 +323,9 @@ def _short(size: str) -> str:
     return size.removesuffix(".0")
 
 
-def rows_of(table: str, *, embedded: bool) -> list[Row]:
-    """Of a table; the embedded scale has one size, "0.5"."""
-    return [row for row in TABLES[table].rows if not embedded or row.size == "0.5"]
+def rows_of(table: str, *, toy: bool) -> list[Row]:
+    """Of a table; the toy scale has one size, "0.5"."""
+    return [row for row in TABLES[table].rows if not toy or row.size == "0.5"]
 
 
 # What the paper says that a run took, by (method, size).

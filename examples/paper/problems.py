@@ -1,13 +1,13 @@
-"""The problems of the embedded evaluations "out" and "code", and the base model of "code", as files."""
+"""The problems of the toy evaluations "out" and "code", and the base model of "code", as files."""
 
 import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from embedded_programs import PROGRAM_LESSONS, PROGRAM_WARM_UP, program_dataset
+from toy_programs import PROGRAM_LESSONS, PROGRAM_WARM_UP, program_dataset
 
-from dash_trl.embedded import arithmetic_dataset, embedded_model
+from dash_trl.toy import arithmetic_dataset, toy_model
 
 
 def write_problems(folder: Path) -> None:
@@ -15,8 +15,8 @@ def write_problems(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = arithmetic_dataset("test")
     prompts = [[{**message, "content": f"{message['content']}="}] for (message,) in rows["prompt"]]
-    rows.remove_columns("prompt").add_column("prompt", prompts).to_json(folder / "embedded_shifted.jsonl")
-    program_dataset("test").to_json(folder / "embedded_code.jsonl")
+    rows.remove_columns("prompt").add_column("prompt", prompts).to_json(folder / "toy_shifted.jsonl")
+    program_dataset("test").to_json(folder / "toy_code.jsonl")
     model = folder / "base_code"
     model.unlink(missing_ok=True)
-    model.symlink_to(embedded_model(settings=PROGRAM_WARM_UP, lessons=PROGRAM_LESSONS))
+    model.symlink_to(toy_model(settings=PROGRAM_WARM_UP, lessons=PROGRAM_LESSONS))

@@ -78,48 +78,48 @@ def seconds_of(metrics: Path) -> float:
 Find = Callable[[Row, Column], Cell | None]
 
 
-def markdown(name: str, find: Find, *, embedded: bool, notes: Sequence[str] = ()) -> str:
+def markdown(name: str, find: Find, *, toy: bool, notes: Sequence[str] = ()) -> str:
     """A table with the paper's figures beside.
 
     Args:
         find: the figure of a cell; None: there is none.
-        embedded: the rows of the smallest size only, since there is one model.
+        toy: the rows of the smallest size only, since there is one model.
     """
     table, marked = TABLES[name], False
-    head = ["Method", *([] if embedded else ["Size (B)"])]
+    head = ["Method", *([] if toy else ["Size (B)"])]
     for column in table.columns:
-        head += [column.embedded if embedded else column.title, f"paper: {column.title}"]
+        head += [column.toy if toy else column.title, f"paper: {column.title}"]
     lines = [head, ["---"] * len(head)]
-    for row in rows_of(name, embedded=embedded):
-        line = [row.label, *([] if embedded else [row.size])]
+    for row in rows_of(name, toy=toy):
+        line = [row.label, *([] if toy else [row.size])]
         for column, paper in zip(table.columns, row.paper, strict=True):
             cell = find(row, column)
             marked |= cell is not None and cell.marked
             line += ["–" if cell is None else str(cell), "–" if paper is None else f"{paper:g}"]
         lines.append(line)
     said = [*notes, *([f"{MARK} More than 1 % of the rewards failed, and count neither way."] if marked else [])]
-    of = "the embedded model; the paper's figures are of Qwen2.5-0.5B" if embedded else "Qwen2.5"
+    of = "the toy model; the paper's figures are of Qwen2.5-0.5B" if toy else "Qwen2.5"
     title = f"### {name.replace('table', 'Table ')}. {table.title} ({of})\n"
     return "\n".join([title, *(f"| {' | '.join(line)} |" for line in lines), *(f"\n{note}" for note in said), ""])
 
 
-def write_csv(name: str, find: Find, file: Path, *, embedded: bool) -> None:
-    """A line per figure; the paper's in its unit, ours in the same, or in seconds at the embedded scale."""
+def write_csv(name: str, find: Find, file: Path, *, toy: bool) -> None:
+    """A line per figure; the paper's in its unit, ours in the same, or in seconds at the toy scale."""
     with file.open("w", newline="") as lines:
         writer = csv.writer(lines, lineterminator="\n")
         writer.writerow(["method", "size", "figure", "value", "low", "high", "runs", "paper"])
-        for row in rows_of(name, embedded=embedded):
+        for row in rows_of(name, toy=toy):
             for column, paper in zip(TABLES[name].columns, row.paper, strict=True):
                 cell = find(row, column)
                 own = [""] * 4 if cell is None else [cell.value, cell.low, cell.high, cell.runs]
-                size, title = ("embedded", column.embedded) if embedded else (row.size, column.title)
+                size, title = ("toy", column.toy) if toy else (row.size, column.title)
                 writer.writerow([row.label, size, title, *own, paper])
 
 
 # ---------------------------------------------------------------------------------------------------------- figures
 
 
-def draw(figure: Figure, logs: Mapping[tuple[str, str], Sequence[Path]], picture: Path, *, embedded: bool) -> Path:
+def draw(figure: Figure, logs: Mapping[tuple[str, str], Sequence[Path]], picture: Path, *, toy: bool) -> Path:
     """The curves, a thin one per seed and, over steps, a thick one of their mean; or the split of time.
 
     Args:
@@ -127,7 +127,7 @@ def draw(figure: Figure, logs: Mapping[tuple[str, str], Sequence[Path]], picture
     """
     from matplotlib.figure import Figure as Canvas
 
-    sizes = figure.sizes[:1] if embedded else figure.sizes
+    sizes = figure.sizes[:1] if toy else figure.sizes
     panels = figure.panels or {"": ()}
     canvas = Canvas(figsize=(0.5 + 3.5 * len(panels), 0.5 + 2.8 * len(sizes)), layout="constrained")
     axes = canvas.subplots(len(sizes), len(panels), squeeze=False)
@@ -138,7 +138,7 @@ def draw(figure: Figure, logs: Mapping[tuple[str, str], Sequence[Path]], picture
                 split_of_time(axis, of)
             else:
                 curves(axis, of, names, figure.over)
-            axis.set_title(title if embedded else f"{title} {size}B".strip())
+            axis.set_title(title if toy else f"{title} {size}B".strip())
             axis.spines[["top", "right"]].set_visible(False)
             axis.legend(frameon=False)
     canvas.suptitle(figure.title)

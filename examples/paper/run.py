@@ -1,6 +1,6 @@
 """The paper's tables and figures: train what is missing, evaluate, write them with the paper's figures beside.
 
-    python examples/paper/run.py table3                        # the embedded model, offline, on 2 CPU cores
+    python examples/paper/run.py table3                        # the toy model, offline, on 2 CPU cores
     python examples/paper/run.py all                           # all of them
     python examples/paper/run.py table3 --quick                # does it run? a few steps, whose figures say nothing
     python examples/paper/run.py table3 --scale paper --dry_run     # what Qwen2.5 needs, and the commands
@@ -51,11 +51,11 @@ from dash_trl.workers import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-SEEDS = {"embedded": (0, 1, 2), "paper": (42,)}  # 42 is Transformers' default, the one that the authors had
+SEEDS = {"toy": (0, 1, 2), "paper": (42,)}  # 42 is Transformers' default, the one that the authors had
 QUICK_STEPS = 2
 METRICS = "metrics.jsonl"  # of a training
 # As `make demo` has it, and offline.
-EMBEDDED_ENVIRONMENT = {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000", "HF_HUB_OFFLINE": "1"}
+TOY_ENVIRONMENT = {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000", "HF_HUB_OFFLINE": "1"}
 SAVED_EVERY = 0.1  # of a run of the paper: what is lost at most when it is interrupted
 TAIL_LINES = 25  # of the log of a program that failed
 START_SECONDS = 12.0  # until a program begins to work
@@ -76,13 +76,13 @@ class Scale:
     """How runs, models and commands are called at a scale, and which are missing."""
 
     def __init__(self, name: str, folder: Path, seeds: Sequence[int], quick: bool):
-        self.embedded = name == "embedded"
+        self.toy = name == "toy"
         self.folder, self.seeds, self.quick = folder, seeds, quick
         self.problems = folder / "problems"
 
     def home(self, run: Run) -> Path:
         """Its folder, by whose name it is called."""
-        stem = run.method if self.embedded or run.method == TRACES else config_of(run.method, run.size).stem
+        stem = run.method if self.toy or run.method == TRACES else config_of(run.method, run.size).stem
         return self.folder / "runs" / (stem if run.seed is None else f"{stem}_seed{run.seed}")
 
     def runs(self, method: str, size: str) -> list[Run]:
@@ -91,7 +91,7 @@ class Scale:
 
     def runs_of(self, tables: Sequence[str]) -> list[Run]:
         """The trainings behind tables, in an order in which they can be made: what others depend on first."""
-        rows = [row for table in tables for row in rows_of(table, embedded=self.embedded)]
+        rows = [row for table in tables for row in rows_of(table, toy=self.toy)]
         methods = [(METHODS[row.method].stopped_by, row.method, row.size) for row in rows]
         settings = dict.fromkeys((one, size) for first, method, size in methods for one in (first, method) if one)
         runs = [run for setting in settings for run in self.runs(*setting)]
@@ -100,8 +100,8 @@ class Scale:
     def models(self, method: str, size: str) -> list[str]:
         """What is evaluated of a row."""
         base = model_of(size)
-        if self.embedded:
-            base = str(self.problems / "base_code") if METHODS[method].code else "embedded"
+        if self.toy:
+            base = str(self.problems / "base_code") if METHODS[method].code else "toy"
         return [str(self.home(run)) for run in self.runs(method, size)] or [base]
 
     # ------------------------------------------------------------------------------------------------- commands
@@ -112,10 +112,10 @@ class Scale:
         flags: dict[str, Any] = {"seed": run.seed}
         command = [sys.executable, str(EXAMPLES / f"{method.script}.py")]
         if run.method == TRACES:
-            command += ["embedded" if self.embedded else TEACHER, "--output", str(home / "traces.jsonl")]
+            command += ["toy" if self.toy else TEACHER, "--output", str(home / "traces.jsonl")]
             part = {"dataset_test_split": "train[:64]"} if self.quick else {}
-            return [*command, *as_flags(method.flags if self.embedded else PAPER_TRACES), *as_flags(part)]
-        if self.embedded:
+            return [*command, *as_flags(method.flags if self.toy else PAPER_TRACES), *as_flags(part)]
+        if self.toy:
             flags |= {"disable_tqdm": True, **method.flags}
             if self.quick:
                 flags["max_steps"] = QUICK_STEPS * max(1, flags.get("max_steps", 0) // STEPS)
@@ -135,8 +135,8 @@ class Scale:
 
     def gpus(self, run: Run) -> tuple[int, int]:
         """(of its program, of its servers), as of the paper's run: Appendix A."""
-        if self.embedded or run.method == TRACES:
-            return 0 if self.embedded else 1, 0
+        if self.toy or run.method == TRACES:
+            return 0 if self.toy else 1, 0
         method = METHODS[run.method]
         return 2 if method.code else 4, 0 if method.script == "sft" else 2
 
@@ -146,8 +146,8 @@ class Scale:
 
     def evaluation(self, kind: str, models: Sequence[str]) -> list[str]:
         spec = EVALUATIONS[kind]
-        flags = dict(spec.embedded if self.embedded else {**spec.paper, "use_vllm": True})
-        if self.embedded and spec.problems is not None:
+        flags = dict(spec.toy if self.toy else {**spec.paper, "use_vllm": True})
+        if self.toy and spec.problems is not None:
             flags["dataset_name"] = self.problems / spec.problems
         if self.quick:
             flags["dataset_test_split"] = "train[:8]" if spec.problems else "test[:8]"
@@ -168,18 +168,18 @@ class Scale:
         evaluations: list[tuple[str, list[str]]] = []
         for kind in EVALUATIONS:
             asked = [table for table in tables if kind in [column.source[0] for column in TABLES[table].columns]]
-            rows = [row for table in asked for row in rows_of(table, embedded=self.embedded)]
+            rows = [row for table in asked for row in rows_of(table, toy=self.toy)]
             settings = [(row.method, row.size) for row in rows]
             for figure in FIGURES.values():
                 if figure.evaluation == kind and figure.table in tables:
                     settings += [(method, size) for method in figure.methods.values() for size in figure.sizes]
             models = dict.fromkeys(one for setting in settings for one in self.models(*setting))
             found = [one for one in models if not self.figures(kind, one).is_file()]
-            evaluations += [(kind, found)] if self.embedded and found else [(kind, [one]) for one in found]
+            evaluations += [(kind, found)] if self.toy and found else [(kind, [one]) for one in found]
         return [run for run in self.runs_of(tables) if not is_done(self.home(run))], evaluations
 
     def seconds_left(self, tables: Sequence[str]) -> float:
-        """By the list of runs. Embedded."""
+        """By the list of runs. Toy."""
         runs, evaluations = self.left(tables)
         seconds = [START_SECONDS + EVALUATIONS[kind].seconds * len(models) for kind, models in evaluations]
         return sum(METHODS[run.method].seconds for run in runs) + sum(seconds)
@@ -284,7 +284,7 @@ class Work:
         os.replace(home / "begun.json", home / "run.json")  # with this file, the run is done
 
     def evaluate(self, kind: str, models: Sequence[str]) -> None:
-        if self.scale.embedded and EVALUATIONS[kind].problems is not None:
+        if self.scale.toy and EVALUATIONS[kind].problems is not None:
             from problems import write_problems  # here: it imports torch
 
             write_problems(self.scale.problems)
@@ -312,8 +312,8 @@ class Work:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             **on(gpus),
         }
-        if self.scale.embedded:
-            environment |= {key: os.environ.get(key, value) for key, value in EMBEDDED_ENVIRONMENT.items()}
+        if self.scale.toy:
+            environment |= {key: os.environ.get(key, value) for key, value in TOY_ENVIRONMENT.items()}
         log = self._logs / f"{name}.log"
         self._starting = True
         self._programs.append(Command(command, environment=environment, log=log, pass_fds=(self._lock,)))
@@ -344,7 +344,7 @@ class Work:
 
 
 def on(gpus: Sequence[str]) -> dict[str, str]:
-    """The environment of a program on these GPUs; none of its own at the embedded scale."""
+    """The environment of a program on these GPUs; none of its own at the toy scale."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
@@ -357,22 +357,22 @@ def write(scale: Scale, table: str) -> list[Path]:
             models = scale.models(row.method, row.size)
             return report.measured([json.loads(scale.figures(kind, one).read_text()) for one in models], what)
         seconds = [report.seconds_of(scale.home(run) / METRICS) for run in scale.runs(row.method, row.size)]
-        return report.over_seeds([one / (1 if scale.embedded else column.unit) for one in seconds]) if seconds else None
+        return report.over_seeds([one / (1 if scale.toy else column.unit) for one in seconds]) if seconds else None
 
-    text = report.markdown(table, find, embedded=scale.embedded, notes=notes(scale))
+    text = report.markdown(table, find, toy=scale.toy, notes=notes(scale))
     files = [scale.folder / f"{table}.md", scale.folder / f"{table}.csv"]
     files[0].write_text(text)
-    report.write_csv(table, find, files[1], embedded=scale.embedded)
+    report.write_csv(table, find, files[1], toy=scale.toy)
     for name, figure in FIGURES.items():
         if figure.table == table and figure.evaluation is not None:
             files.append(plot_pass_at_k(pass_at_k_lines(scale, figure), scale.folder / f"{name}.png"))
-        elif figure.table == table and (not scale.embedded or "0.5" in figure.sizes):
+        elif figure.table == table and (not scale.toy or "0.5" in figure.sizes):
             logs = {
                 (method, size): [scale.home(run) / METRICS for run in scale.runs(method, size)]
                 for method in figure.methods.values()
                 for size in figure.sizes
             }
-            files.append(report.draw(figure, logs, scale.folder / f"{name}.png", embedded=scale.embedded))
+            files.append(report.draw(figure, logs, scale.folder / f"{name}.png", toy=scale.toy))
     print(f"\n{text}\n{', '.join(map(str, files))}\n", flush=True)
     return files
 
@@ -402,11 +402,11 @@ def notes(scale: Scale) -> list[str]:
 
 
 def needs(scale: Scale, tables: Sequence[str]) -> str:
-    """The time that the embedded scale takes; the GPUs and hours of the paper's."""
+    """The time that the toy scale takes; the GPUs and hours of the paper's."""
     runs, evaluations = scale.left(tables)
     models = sum(len(several) for _, several in evaluations)
     count = f"{len(runs)} trainings and {models} evaluations of a model are missing"
-    if scale.embedded:
+    if scale.toy:
         seconds = scale.seconds_left(tables)
         about = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
         return f"{count}: about {about} on 2 idle CPU cores."
@@ -457,24 +457,24 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "tables", nargs="+", choices=[*TABLES, "all"], metavar="TABLE", help=f"{', '.join(TABLES)}; all"
     )
-    parser.add_argument("--scale", choices=list(SEEDS), default="embedded")
+    parser.add_argument("--scale", choices=list(SEEDS), default="toy")
     parser.add_argument("--output_dir", help="default: outputs/paper/<scale>, and a folder of its own for --quick")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2; of the paper's scale 42")
-    parser.add_argument("--quick", action="store_true", help="a few steps of each embedded run, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a few steps of each toy run, to see that it runs")
     parser.add_argument("--dry_run", action="store_true", help="say what it takes, print the commands, run nothing")
     arguments = parser.parse_args(argv)
     tables = list(TABLES) if "all" in arguments.tables else [name for name in TABLES if name in arguments.tables]
     seeds = list(dict.fromkeys(arguments.seeds or SEEDS[arguments.scale]))
     if len(seeds) > report.MOST_SEEDS:
         raise ValueError(f"{len(seeds)} seeds: give at most {report.MOST_SEEDS}, for which there are t quantiles here.")
-    if arguments.quick and arguments.scale != "embedded":
-        raise ValueError("--quick is for --scale embedded: at the paper's scale it would still need the GPUs.")
+    if arguments.quick and arguments.scale != "toy":
+        raise ValueError("--quick is for --scale toy: at the paper's scale it would still need the GPUs.")
     default = Path("outputs", "paper", arguments.scale + ("_quick" if arguments.quick else ""))
     scale = Scale(arguments.scale, Path(arguments.output_dir or default).resolve(), seeds, arguments.quick)
     if arguments.dry_run:
         print(needs(scale, tables), *commands(scale, tables), sep="\n")
         return
-    gpus = [] if scale.embedded else check_gpus(scale.gpus_needed(tables))
+    gpus = [] if scale.toy else check_gpus(scale.gpus_needed(tables))
     with locked(scale.folder) as lock:
         work = Work(scale, lock, gpus)
         for number in SIGNALS:
@@ -495,7 +495,7 @@ def check_gpus(needed: int) -> list[str]:
     if len(gpus) < needed:
         raise ValueError(
             f"The runs take {needed} GPUs, and {len(gpus)} are visible. --dry_run prints the commands, to be run where "
-            "they are, or with other numbers of GPUs; --scale embedded takes none."
+            "they are, or with other numbers of GPUs; --scale toy takes none."
         )
     return gpus
 

@@ -1,6 +1,6 @@
 """Is a value of prefixes worth anything for a model? Its rank correlation with how often they end well.
 
-    python examples/value_quality embedded                                   # the tiny model of `make demo`, offline
+    python examples/value_quality toy                                   # the tiny model of `make demo`, offline
 
     python examples/value_quality Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name openai/gsm8k --dataset_config main --use_vllm --fit_rollouts 128 512 2048
@@ -29,8 +29,8 @@ from examples.value_quality.study import ANSWER, FIT_SAMPLES, Plan, check_files,
 
 VALUES = ("answer", "outcome")
 LINES = "lines"
-# How the models of `dash_trl.embedded` write: a step per line, and this before the answer and behind it.
-EMBEDDED_ANSWER = ("The answer is ", "<|im_end|>")
+# How the models of `dash_trl.toy` write: a step per line, and this before the answer and behind it.
+TOY_ANSWER = ("The answer is ", "<|im_end|>")
 
 
 @dataclass
@@ -68,7 +68,7 @@ class ValueQualityArguments(TaskArguments):
         default=None, metadata={"help": f"Texts that begin an episode, or {LINES!r}. Default: EPISODE_MARKERS."}
     )
     max_episode_tokens: int = field(default=256, metadata={"help": "See Segmenter; so the next one."})
-    min_episode_tokens: int | None = field(default=None, metadata={"help": "Default: 16, or 1 for embedded."})
+    min_episode_tokens: int | None = field(default=None, metadata={"help": "Default: 16, or 1 for toy."})
     output_dir: str = field(default="outputs/value_quality", metadata={"help": "Where samples and results go."})
 
     def __post_init__(self) -> None:
@@ -76,15 +76,15 @@ class ValueQualityArguments(TaskArguments):
         for count in (self.num_samples, self.num_rollouts):
             Draw(count, self.temperature, 1, self.seed)
 
-    def segmentation(self, embedded: bool) -> dict[str, Any]:
+    def segmentation(self, toy: bool) -> dict[str, Any]:
         """Settings of `Segmenter`, as JSON."""
         return {
-            "markers": self.markers or ([LINES] if embedded else list(EPISODE_MARKERS)),
+            "markers": self.markers or ([LINES] if toy else list(EPISODE_MARKERS)),
             "max_episode_tokens": self.max_episode_tokens,
-            "min_episode_tokens": self.min_episode_tokens or (1 if embedded else 16),
+            "min_episode_tokens": self.min_episode_tokens or (1 if toy else 16),
         }
 
-    def candidates(self, columns: Sequence[str], embedded: bool) -> list[Candidate]:
+    def candidates(self, columns: Sequence[str], toy: bool) -> list[Candidate]:
         """
         Args:
             columns: of the problems.
@@ -96,7 +96,7 @@ class ValueQualityArguments(TaskArguments):
         sizes = sorted(set(self.fit_rollouts))
         found = []
         if "answer" in names:
-            prompt, closing = EMBEDDED_ANSWER if embedded else (None, "")
+            prompt, closing = TOY_ANSWER if toy else (None, "")
             for text in self.force_prompt or [prompt]:
                 value = AnswerLogProbValue(text, closing=closing)
                 found.append(Candidate("answer" if text is None else f"answer, {text + value.closing!r}", value))
@@ -119,9 +119,7 @@ class ValueQualityArguments(TaskArguments):
 def main(argv: Sequence[str]) -> None:
     parser = command_parser(ValueQualityArguments, "", __doc__)
     parser.prog = "python examples/value_quality"
-    parser.add_argument(
-        "model", metavar="MODEL", help="a directory (of a LoRA adapter, too), a hub name, or 'embedded'"
-    )
+    parser.add_argument("model", metavar="MODEL", help="a directory (of a LoRA adapter, too), a hub name, or 'toy'")
     arguments, rest = parser.parse_args_into_dataclasses(argv)
     value_quality(rest.model, arguments)
 
@@ -143,8 +141,8 @@ def value_quality(model: str, arguments: ValueQualityArguments) -> None:
         if arguments.dataset_train_split is not None:
             others = replace(task, dataset_test_split=arguments.dataset_train_split).problems(chat)
             reward.check_columns(others.column_names)
-        candidates = arguments.candidates(problems.column_names, task.is_embedded)
-        segmentation = arguments.segmentation(task.is_embedded)
+        candidates = arguments.candidates(problems.column_names, task.is_toy)
+        segmentation = arguments.segmentation(task.is_toy)
         markers = line_starts if segmentation["markers"] == [LINES] else segmentation["markers"]
         segmenter = Segmenter(tokenizer, **{**segmentation, "markers": markers})
         plan = Plan(

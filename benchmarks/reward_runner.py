@@ -1,6 +1,6 @@
-"""What the reward agent costs: scores per second of a function that takes no time, by each backend, and one alone.
+"""What the reward runner costs: scores per second of a function that takes no time, by each backend, and one alone.
 
-    python benchmarks/reward_agent.py --json reward_agent.json          # ~1 minute on 2 cores
+    python benchmarks/reward_runner.py --json reward_runner.json          # ~1 minute on 2 cores
 
 `per_second`: 100,000 scores in one batch, groups of 8. `latency_ms`: the median of 100 single ones, workers warm.
 `memory_mb`: by which the process has grown from the first batch to the fifth, its peak resident set; it counts what a
@@ -14,7 +14,7 @@ import time
 
 import harness
 
-from dash_trl import RewardAgent
+from dash_trl import RewardRunner
 
 ROWS, GROUP, BATCHES = 100_000, 8, 5
 CONCURRENT, WAITING, SECONDS = 256, 2_000, 0.1
@@ -38,11 +38,11 @@ async def waits_async(completion: str) -> float:
     return 1.0
 
 
-def score(agent: RewardAgent, count: int) -> float:
+def score(runner: RewardRunner, count: int) -> float:
     """Seconds for so many completions, each of which gets its own score."""
     rows = [{"prompt": "", "completion": "x" * (i % 97), "completion_ids": ()} for i in range(count)]
     began = time.perf_counter()
-    request = agent.submit(rows, group_size=GROUP)
+    request = runner.submit(rows, group_size=GROUP)
     request.wait()
     seconds = time.perf_counter() - began
     wrong = [i for i, one in enumerate(request.outcomes[0]) if one.value not in (i % 97, 1.0)]
@@ -52,12 +52,12 @@ def score(agent: RewardAgent, count: int) -> float:
 
 def measure(backend: str, rows: int) -> dict[str, float]:
     function = free_async if backend == "asyncio" else free
-    with RewardAgent(function, backend=backend) as agent:
-        score(agent, 1000)  # starts the workers
-        seconds, first_peak = [score(agent, rows)], harness.peak()
-        seconds += [score(agent, rows) for _ in range(BATCHES - 1)]
+    with RewardRunner(function, backend=backend) as runner:
+        score(runner, 1000)  # starts the workers
+        seconds, first_peak = [score(runner, rows)], harness.peak()
+        seconds += [score(runner, rows) for _ in range(BATCHES - 1)]
         grown = harness.peak() - first_peak
-        latency = statistics.median(score(agent, 1) for _ in range(100))
+        latency = statistics.median(score(runner, 1) for _ in range(100))
     return {
         "per_second": rows / statistics.median(seconds),
         "latency_ms": 1000 * latency,
@@ -67,9 +67,9 @@ def measure(backend: str, rows: int) -> dict[str, float]:
 
 def overhead_of_waiting(backend: str) -> float:
     function = waits_async if backend == "asyncio" else waits
-    with RewardAgent(function, backend=backend, max_concurrency=CONCURRENT) as agent:
-        score(agent, CONCURRENT)
-        return score(agent, WAITING) / (SECONDS * WAITING / CONCURRENT)
+    with RewardRunner(function, backend=backend, max_concurrency=CONCURRENT) as runner:
+        score(runner, CONCURRENT)
+        return score(runner, WAITING) / (SECONDS * WAITING / CONCURRENT)
 
 
 def main(backends: list[str], rows: int) -> dict[str, dict[str, float]]:

@@ -1,6 +1,6 @@
-"""`RewardAgent`: reward functions that run side by side, each completion on its own, whatever fails.
+"""`RewardRunner`: reward functions that run side by side, each completion on its own, whatever fails.
 
-    RewardAgent([f, g]) ──► .rewards, which TRL calls one after another
+    RewardRunner([f, g]) ──► .rewards, which TRL calls one after another
        the first call    ──► submit: all rows of all functions ──► backends (threads, an event loop, processes, Ray)
                                           outcomes, in any order ──► Request, at their rows ──► complete groups
        each call         ──► waits for the request, returns its function's column
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dash_trl.rewards.agent_reward import LOGS, AgentReward
 from dash_trl.rewards.failures import has_failed, unscored
 from dash_trl.rewards.forms import RewardForm, form_of
 from dash_trl.rewards.outcomes import Returned, note_call, outcome_of, processed_outcomes, processed_scores, score_of
+from dash_trl.rewards.runner_reward import LOGS, RunnerReward
 from dash_trl.workers import (
     LAST_SECONDS,
     ROWS_AHEAD,
@@ -47,13 +47,13 @@ ON_ERROR = ("unscore", "raise")
 Lane = tuple[str, int | None]  # functions with the same backend and limit share one
 
 
-class RewardAgent:
+class RewardRunner:
     """Reward functions of any form (see `dash_trl.rewards.forms`), for `reward_funcs` of `DASHTrainer`.
 
-        trainer = DASHTrainer(..., reward_funcs=RewardAgent([right, polite], timeout=20, transient=(ConnectionError,)))
+        trainer = DASHTrainer(..., reward_funcs=RewardRunner([right, polite], timeout=20, retry_on=(ConnectionError,)))
 
-    Functions that want other settings get an agent of their own: `reward_funcs=[RewardAgent([judge], rate_limit=50),
-    RewardAgent([unit_tests], backend="process"), MathAccuracyReward()]`.
+    Functions that want other settings get a runner of their own: `reward_funcs=[RewardRunner([judge], rate_limit=50),
+    RewardRunner([unit_tests], backend="process"), MathAccuracyReward()]`.
 
     Args:
         functions: reward functions; reward models (modules, or their names) are left to TRL.
@@ -65,7 +65,7 @@ class RewardAgent:
         max_concurrency: calls at a time, of each backend, in the whole run; processes are at most this rank's share of
             the CPUs, and 8.
         rate_limit: starts per second of the whole run; of threads and asyncio.
-        transient: exceptions after which a call is made again, such as `(ConnectionError, TimeoutError)`.
+        retry_on: exceptions after which a call is made again, such as `(ConnectionError, TimeoutError)`.
         retries: how often at most, after random, exponentially growing pauses.
         on_error: "unscore": a completion that a function fails on is left out of training; "raise": it ends the run.
     Attributes:
@@ -82,23 +82,23 @@ class RewardAgent:
         timeout: float = 60.0,
         max_concurrency: int = 256,
         rate_limit: float | None = None,
-        transient: type[Exception] | Sequence[type[Exception]] = (),
+        retry_on: type[Exception] | Sequence[type[Exception]] = (),
         retries: int = 2,
         on_error: str = "unscore",
     ):
         functions = list(functions) if isinstance(functions, (list, tuple)) else [functions]
         if not functions:
-            raise ValueError("RewardAgent([]) has no reward function: give at least one.")
-        transient = tuple(transient) if isinstance(transient, Iterable) else (transient,)
+            raise ValueError("RewardRunner([]) has no reward function: give at least one.")
+        retry_on = tuple(retry_on) if isinstance(retry_on, Iterable) else (retry_on,)
         _check(backend, timeout, max_concurrency, rate_limit, on_error)
         self.backend, self.timeout = backend, timeout
         self.max_concurrency, self.rate_limit = max_concurrency, rate_limit
-        self.transient, self.retries, self.on_error = transient, retries, on_error
+        self.retry_on, self.retries, self.on_error = retry_on, retries, on_error
         self.rewards: list[Any] = []
-        self.own: list[AgentReward] = []
+        self.own: list[RunnerReward] = []
         for one in functions:
             if not is_reward_model(one):
-                one = AgentReward(form_of(one), self, len(self.own))
+                one = RunnerReward(form_of(one), self, len(self.own))
                 _check_backend(one.form, backend)
                 self.own.append(one)
             self.rewards.append(one)
@@ -107,13 +107,13 @@ class RewardAgent:
         self._backends: dict[tuple[int, Lane], Backend] = {}  # by process: in a forked one they have no threads
         self._closes = dict.fromkeys(one.form.close for one in self.own if one.form.close is not None)
         self._open = dict(self._closes)  # of functions that may have been used since they were closed
-        weakref.finalize(self, _end, self._backends, self._open)  # with the agent, and at the latest with the process
+        weakref.finalize(self, _end, self._backends, self._open)  # with the runner, and at the latest with the process
 
     def close(self) -> None:
         """Ends threads, processes, and what functions hold. A later call starts them again."""
         _end(self._backends, self._open)
 
-    def __enter__(self) -> RewardAgent:
+    def __enter__(self) -> RewardRunner:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -136,9 +136,9 @@ class RewardAgent:
         return request
 
     def start(
-        self, request: Request, functions: Mapping[AgentReward, int], first: int, rows: Sequence[Mapping[str, Any]]
+        self, request: Request, functions: Mapping[RunnerReward, int], first: int, rows: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Starts the per-sample functions among some of the agent's on some rows, without waiting.
+        """Starts the per-sample functions among some of the runner's on some rows, without waiting.
 
         Args:
             request: gets the outcomes, at the rows from `first` on.
@@ -162,7 +162,7 @@ class RewardAgent:
         for lane, made in calls.items():
             self._start(lane, made)
 
-    def start_batch(self, request: Request, functions: Mapping[AgentReward, int], batch: Mapping[str, Any]) -> None:
+    def start_batch(self, request: Request, functions: Mapping[RunnerReward, int], batch: Mapping[str, Any]) -> None:
         """As `start`, the functions of TRL's form on the whole batch, as TRL calls them.
 
         TRL's logs belong to the main thread: what a function writes there on another one is kept until then.
@@ -227,7 +227,7 @@ class RewardAgent:
         mine = os.getpid(), lane
         if mine not in self._backends:
             backend = self._make(*lane)
-            self._backends[mine] = RetriedCalls(backend, self.transient, self.retries) if self.transient else backend
+            self._backends[mine] = RetriedCalls(backend, self.retry_on, self.retries) if self.retry_on else backend
         self._backends[mine].submit(calls)
 
     def _make(self, kind: str, limit: int | None) -> Backend:
@@ -251,20 +251,20 @@ def _end(backends: dict[tuple[int, Lane], Backend], opened: dict[Callable[[], An
 
 
 class RewardTeam:
-    """Functions of agents that begin together; a group is complete when all of them have spoken of it.
+    """Functions of runners that begin together; a group is complete when all of them have spoken of it.
 
-    The other functions of these agents are not called.
+    The other functions of these runners are not called.
 
     Args:
         functions: as TRL calls them with a batch. One that is there twice makes its calls once, for both.
         ranks: processes of the run. group_size: of the batches that TRL calls the functions with.
     """
 
-    def __init__(self, functions: Sequence[AgentReward], ranks: int = 1, group_size: Callable[[], int] = lambda: 1):
+    def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1, group_size: Callable[[], int] = lambda: 1):
         self._group_size = group_size
-        self._numbers: dict[RewardAgent, dict[AgentReward, int]] = {}  # in a request
+        self._numbers: dict[RewardRunner, dict[RunnerReward, int]] = {}  # in a request
         for number, one in enumerate(dict.fromkeys(functions)):
-            self._numbers.setdefault(one.agent, {})[one] = number
+            self._numbers.setdefault(one.runner, {})[one] = number
         self._calls = [self._number(one) for one in functions]
         self._request: Request | None = None
         self._completions: Any = None  # of the batch that the request is for
@@ -274,14 +274,14 @@ class RewardTeam:
         self.join()
 
     def join(self, group_size: int | None = None) -> None:
-        """The agents are this team's from now on; another trainer's may have used them in between.
+        """The runners are this team's from now on; another trainer's may have used them in between.
 
         Args:
             group_size: of the next batch, if it is another than the team's.
         """
-        for agent in self._numbers:
-            agent.team, agent.ranks = self, self._ranks
-            for one in agent.own:
+        for runner in self._numbers:
+            runner.team, runner.ranks = self, self._ranks
+            for one in runner.own:
                 one.group_size = self._group_size if group_size is None else lambda: group_size
 
     def begin(self, rows: int, group_size: int) -> Request:
@@ -298,10 +298,10 @@ class RewardTeam:
 
     def start(self, request: Request, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Starts all per-sample functions on some rows of a request, from row `first` on, without waiting."""
-        for agent, functions in self._numbers.items():
-            agent.start(request, functions, first, rows)
+        for runner, functions in self._numbers.items():
+            runner.start(request, functions, first, rows)
 
-    def rewards(self, request: Request, functions: Sequence[AgentReward], rows: Sequence[int]) -> Tensor:
+    def rewards(self, request: Request, functions: Sequence[RunnerReward], rows: Sequence[int]) -> Tensor:
         """[rows, F] float32 of rows whose groups are complete. NaN = does not apply; a row where one failed is NaN.
 
         Args:
@@ -316,20 +316,20 @@ class RewardTeam:
         """The functions that TRL calls with these completions take their outcomes from a request that has begun."""
         self._request, self._completions, self._left = request, completions, self._calls.copy()
 
-    def _number(self, one: AgentReward) -> int:
-        return self._numbers[one.agent][one.agent.own[one.number]]  # of a copy, too
+    def _number(self, one: RunnerReward) -> int:
+        return self._numbers[one.runner][one.runner.own[one.number]]  # of a copy, too
 
-    def outcomes(self, one: AgentReward, batch: Mapping[str, Any]) -> list[Any]:
+    def outcomes(self, one: RunnerReward, batch: Mapping[str, Any]) -> list[Any]:
         """Of a function, when all are there. The first that TRL calls with a batch starts all of them."""
-        if one.agent.own[one.number] not in self._numbers[one.agent]:  # a trainer uses others of the agent
-            return RewardTeam(one.agent.own).outcomes(one, batch)
+        if one.runner.own[one.number] not in self._numbers[one.runner]:  # a trainer uses others of the runner
+            return RewardTeam(one.runner.own).outcomes(one, batch)
         request, number = self._request, self._number(one)
         if request is None or self._completions is not batch["completions"] or number not in self._left:
             rows = _rows(batch)
             request = self.begin(len(rows), one.group_size())
             self.hand_over(request, batch["completions"])
-            for agent, functions in self._numbers.items():
-                agent.start_batch(request, functions, batch)
+            for runner, functions in self._numbers.items():
+                runner.start_batch(request, functions, batch)
             self.start(request, 0, rows)
         request.wait()
         self._left.remove(number)
@@ -347,17 +347,17 @@ def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def unpack(reward_funcs: Any) -> Any:
-    """The list of reward functions that TRL takes: agents give theirs, and forms unknown to TRL get an agent."""
+    """The list of reward functions that TRL takes: runners give theirs, and forms unknown to TRL get a runner."""
     if reward_funcs is None:
         return None
     found: list[Any] = []
     for one in reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]:
-        if isinstance(one, RewardAgent):
+        if isinstance(one, RewardRunner):
             found += one.rewards
         elif is_reward_model(one) or form_of(one).batch:
             found.append(one)
         else:
-            found += RewardAgent(one).rewards
+            found += RewardRunner(one).rewards
     return found
 
 
@@ -387,7 +387,7 @@ def _check_backend(form: RewardForm, backend: str | None) -> None:
         is_it = "a coroutine function: it needs" if form.asynchronous else "no coroutine function, as needed for"
         raise ValueError(
             f"backend={backend!r}, but '{form.name}' is {is_it} backend='asyncio'. Leave backend out, or give the "
-            "function an agent of its own."
+            "function a runner of its own."
         )
     if form.batch and backend in ("process", "ray"):
         raise ValueError(

@@ -16,8 +16,8 @@ from typing import Any
 from datasets import Dataset
 from transformers.utils import get_json_schema
 
-from dash_trl.embedded import Lessons, WarmUp, arithmetic_tokenizer
-from dash_trl.embedded.problems import TEST_PROBLEMS, TRAIN_PROBLEMS, split_of
+from dash_trl.toy import Lessons, WarmUp, arithmetic_tokenizer
+from dash_trl.toy.problems import TEST_PROBLEMS, TRAIN_PROBLEMS, split_of
 
 OPERANDS = (2, 3)  # numbers in a chain: one or two calls
 SMALLEST, LARGEST = 100, 999  # of the numbers and of every running total

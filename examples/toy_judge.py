@@ -1,4 +1,4 @@
-"""The judge of the embedded run: an OpenAI-compatible server whose model is a rule.
+"""The judge of the toy run: an OpenAI-compatible server whose model is a rule.
 
 POST /v1/chat/completions ──► the problem and the marked completion in the message ──► marks for each right step
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from dash_trl.embedded.problems import ANSWER
+from dash_trl.toy.problems import ANSWER
 from dash_trl.workers import EventLoop
 
 JUDGE_NAME = "arithmetic-judge"
@@ -45,21 +45,21 @@ def mark(problem: str, solution: str) -> tuple[float, str]:
 
 
 def _complete(request: Any) -> dict[str, Any]:
-    """The body of the answer to a request; raises where that is none of `JudgeReward`'s on an embedded problem."""
+    """The body of the answer to a request; raises where that is none of `JudgeReward`'s on a toy problem."""
     message = request["messages"][-1]["content"]
     schema = request["response_format"]["json_schema"]["schema"]
     scores: Sequence[int] = schema["properties"]["score"]["enum"]
     marked = _MARKED.search(message)
     problem = marked and _PROBLEM.search(message, 0, marked.start())
     if not marked or not problem:
-        raise ValueError("the message has no embedded problem before a marked completion")
+        raise ValueError("the message has no toy problem before a marked completion")
     share, why = mark(problem[0], marked[2])
     text = json.dumps({"explanation": why, "score": scores[round(share * (len(scores) - 1))]})
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
     return {"id": JUDGE_NAME, "object": "chat.completion", "created": 0, "model": JUDGE_NAME, "choices": [choice]}
 
 
-class EmbeddedJudge:
+class ToyJudge:
     """Serves at `url`, on a free port of 127.0.0.1, until `close`."""
 
     def __init__(self) -> None:

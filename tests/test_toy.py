@@ -1,4 +1,4 @@
-"""The embedded default: disjoint problems, a tokenizer that survives a reload, a cache that is never half."""
+"""The toy default: disjoint problems, a tokenizer that survives a reload, a cache that is never half."""
 
 import dataclasses
 import fcntl
@@ -10,26 +10,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from embedded_programs import PROGRAM_LESSONS, program_dataset
-from embedded_tools import CALCULATOR_LESSONS, calculator, calculator_dataset, noisy_calculator
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy_programs import PROGRAM_LESSONS, program_dataset
+from toy_tools import CALCULATOR_LESSONS, calculator, calculator_dataset, noisy_calculator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import get_json_schema
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
 from dash_trl._cache import cache_folder
-from dash_trl.embedded import warm_up
-from dash_trl.embedded.problems import LARGEST_TOTAL, arithmetic_dataset, arithmetic_reward
-from dash_trl.embedded.tokenizer import END_OF_TURN, arithmetic_tokenizer
-from dash_trl.embedded.warm_up import WarmUp, embedded_model
+from dash_trl.toy import warm_up
+from dash_trl.toy.problems import LARGEST_TOTAL, arithmetic_dataset, arithmetic_reward
+from dash_trl.toy.tokenizer import END_OF_TURN, arithmetic_tokenizer
+from dash_trl.toy.warm_up import WarmUp, toy_model
 
 SMALL = WarmUp(steps=2, batch_size=4, hidden_size=16, num_layers=1, num_heads=2)
 
 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory) -> str:
-    return embedded_model(tmp_path_factory.mktemp("cache"), settings=SMALL, progress=False)
+    return toy_model(tmp_path_factory.mktemp("cache"), settings=SMALL, progress=False)
 
 
 def problems(split: str, make=arithmetic_dataset, **arguments) -> list[str]:
@@ -178,7 +178,7 @@ def names(folder: Path) -> set[str]:
 
 def test_the_cache_is_keyed_by_the_settings(tmp_path, small_model, monkeypatch):
     written = (Path(small_model) / "model.safetensors").stat().st_mtime_ns
-    assert embedded_model(Path(small_model).parent, settings=SMALL, progress=False) == small_model
+    assert toy_model(Path(small_model).parent, settings=SMALL, progress=False) == small_model
     assert (Path(small_model) / "model.safetensors").stat().st_mtime_ns == written
     folders = {Path(small_model).name}
     for field in dataclasses.fields(WarmUp):
@@ -198,7 +198,7 @@ def test_the_same_settings_make_the_same_model_and_leave_the_random_state(tmp_pa
     torch.manual_seed(5)
     random.seed(5)
     states, threads = (torch.get_rng_state(), random.getstate()), torch.get_num_threads()
-    again = embedded_model(tmp_path, settings=SMALL, progress=False)
+    again = toy_model(tmp_path, settings=SMALL, progress=False)
     assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
     assert torch.get_num_threads() == threads
     one, other = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (again, small_model))
@@ -235,7 +235,7 @@ def test_a_concurrent_call_waits_for_the_first(tmp_path):
 def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="XDG_CACHE_HOME"):
-        embedded_model(tmp_path / "file" / "cache", settings=SMALL, progress=False)
+        toy_model(tmp_path / "file" / "cache", settings=SMALL, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_programs_pass_the_tests_of_their_problem_and_slip_at_the_given_rate():
 
 
 def test_other_lessons_are_cached_under_another_name(tmp_path, small_model):
-    path = embedded_model(tmp_path, settings=SMALL, progress=False, lessons=PROGRAM_LESSONS)
+    path = toy_model(tmp_path, settings=SMALL, progress=False, lessons=PROGRAM_LESSONS)
     assert Path(path).name == Path(small_model).name.replace("arithmetic", "programs")
     written = AutoTokenizer.from_pretrained(path)("def f(x): return x + 37")["input_ids"]
     assert len(written) <= 11 < len(TOKENIZER("def f(x): return x + 37")["input_ids"])

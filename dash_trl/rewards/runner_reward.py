@@ -1,4 +1,4 @@
-"""`AgentReward`: one of an agent's functions as TRL calls it, on the main thread, with the whole batch."""
+"""`RunnerReward`: one of a runner's functions as TRL calls it, on the main thread, with the whole batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,30 +14,30 @@ LOGS = ("log_extra", "log_metric")  # TRL's, handed to reward functions; neither
 
 def scores_alone(reward: Any) -> bool:
     """Whether it scores one completion at a time, beside the trainer."""
-    return isinstance(reward, AgentReward) and not reward.form.batch
+    return isinstance(reward, RunnerReward) and not reward.form.batch
 
 
-class AgentReward(WatchedReward):
-    """Waits for the agent's outcomes of a batch and returns its column.
+class RunnerReward(WatchedReward):
+    """Waits for the runner's outcomes of a batch and returns its column.
 
     Args:
-        agent: the `RewardAgent`. number: of the function, among the agent's.
+        runner: the `RewardRunner`. number: of the function, among the runner's.
     Attributes:
         group_size: of the batches that TRL calls it with.
         score: calls a per-sample function and reads its score.
     """
 
-    def __init__(self, form: RewardForm, agent: Any, number: int):
+    def __init__(self, form: RewardForm, runner: Any, number: int):
         super().__init__(form.function, form.name)
-        self.form, self.agent, self.number = form, agent, number
+        self.form, self.runner, self.number = form, runner, number
         self.group_size: Callable[[], int] = lambda: 1
         here = scored_async if form.asynchronous else scored
-        self.score = partial(scored_elsewhere if agent.backend in ("process", "ray") else here, form.function)
+        self.score = partial(scored_elsewhere if runner.backend in ("process", "ray") else here, form.function)
         self._texts: set[str] = set()  # columns of the logged completions: once there, they are written always
 
     def __call__(self, /, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:
         try:
-            outcomes = self.agent.team.outcomes(self, batch)
+            outcomes = self.runner.team.outcomes(self, batch)
         except Exception as error:  # of what runs the calls, as a cluster that does not answer
             rewards = self._unscore(error, len(batch["completions"]))
             self.mistake = error
@@ -87,7 +87,7 @@ class AgentReward(WatchedReward):
         if isinstance(self.error, GivenUp):
             self.mistake = RuntimeError(
                 f"The reward function '{self.name}' hangs: {self.error}. A thread cannot be ended. Give the function a "
-                "time limit of its own, or run it in processes, which can: RewardAgent(..., backend='process')."
+                "time limit of its own, or run it in processes, which can: RewardRunner(..., backend='process')."
             )
-        elif self.agent.on_error == "raise" and any(self.failed):
+        elif self.runner.on_error == "raise" and any(self.failed):
             self.mistake = RuntimeError(f"The reward function '{self.name}' {self.failure} (on_error='raise').")

@@ -11,8 +11,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from dash_trl.embedded import Lessons, WarmUp, arithmetic_tokenizer
-from dash_trl.embedded.problems import TEST_PROBLEMS, TRAIN_PROBLEMS, split_of
+from dash_trl.toy import Lessons, WarmUp, arithmetic_tokenizer
+from dash_trl.toy.problems import TEST_PROBLEMS, TRAIN_PROBLEMS, split_of
 
 OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 CONSTANTS = range(2, 100)

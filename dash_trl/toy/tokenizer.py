@@ -1,4 +1,4 @@
-"""The embedded model's tokenizer: Qwen2's, with a vocabulary of this task; and its chat template for tools."""
+"""The toy model's tokenizer: Qwen2's, with a vocabulary of this task; and its chat template for tools."""
 
 import json
 from collections.abc import Sequence

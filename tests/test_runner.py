@@ -1,4 +1,4 @@
-"""`RewardAgent` alone and in a run: groups, logs, limits, and what becomes of failures. Its forms: `test_forms.py`."""
+"""`RewardRunner` alone and in a run: groups, logs, limits, and what becomes of failures. Its forms: `test_forms.py`."""
 
 import asyncio
 import gc
@@ -14,7 +14,7 @@ from collections import Counter
 import pytest
 from datasets import Dataset
 
-from dash_trl import DASHConfig, DASHTrainer, RewardAgent
+from dash_trl import DASHConfig, DASHTrainer, RewardRunner
 from dash_trl.checks import check_rewards
 from dash_trl.rewards import RewardTeam, Score, raise_mistakes, unpack
 from dash_trl.workers import GivenUp, Overdue, ThreadCalls
@@ -29,8 +29,8 @@ def rows(count, **columns):
     return [{**row, **columns} for row in known]
 
 
-def scores(agent, count, **settings):
-    request = agent.submit(rows(count), **settings)
+def scores(runner, count, **settings):
+    request = runner.submit(rows(count), **settings)
     request.wait()
     return request.outcomes
 
@@ -44,9 +44,9 @@ def test_groups_are_handed_out_in_the_order_in_which_they_are_complete():
             gates[number // 4].wait()
         return number + 100 * training
 
-    with RewardAgent(score) as agent:
-        request = agent.submit(rows(24, training=True), group_size=4)
-        evaluation = agent.submit(rows(3, training=False))
+    with RewardRunner(score) as runner:
+        request = runner.submit(rows(24, training=True), group_size=4)
+        evaluation = runner.submit(rows(3, training=False))
         evaluation.wait()
         for group in reversed(range(6)):
             gates[group].set()
@@ -70,8 +70,8 @@ def test_what_fails_on_an_event_loop_takes_nothing_along(monkeypatch):
             gate.wait()
         return number
 
-    with RewardAgent(flaky, timeout=0.5, max_concurrency=1) as agent:
-        (outcomes,) = scores(agent, 8)
+    with RewardRunner(flaky, timeout=0.5, max_concurrency=1) as runner:
+        (outcomes,) = scores(runner, 8)
     gate.set()
     kinds = [type(one) for one in outcomes]
     assert kinds == [Score, KeyError, Overdue, Overdue, Score, Overdue, GivenUp, GivenUp]
@@ -112,26 +112,26 @@ def test_never_more_calls_than_allowed_over_all_ranks(asynchronous):
         reward.max_concurrency = limit
         most.clear()
         full.clear()
-        with RewardAgent(reward, max_concurrency=12) as agent:
-            agent.ranks = 3
-            (outcomes,) = scores(agent, 64)
+        with RewardRunner(reward, max_concurrency=12) as runner:
+            runner.ranks = 3
+            (outcomes,) = scores(runner, 64)
         assert max(most) == expected and all(one.value == 1 for one in outcomes)
 
 
 def test_starts_keep_their_distance():
     """20 starts at 100 per second over 2 ranks, 50 for this one: 0.38 s at the least; the clock may only add to it."""
     starts = []
-    with RewardAgent(lambda completion: starts.append(time.monotonic()), rate_limit=100) as agent:
-        agent.ranks = 2
-        scores(agent, 20)
+    with RewardRunner(lambda completion: starts.append(time.monotonic()), rate_limit=100) as runner:
+        runner.ranks = 2
+        scores(runner, 20)
     assert sorted(starts)[-1] - min(starts) >= 0.36
 
 
 @pytest.mark.parametrize(
     ("settings", "attempts", "last"),
     [
-        ({"transient": ConnectionError, "retries": 2}, 3, "Score"),
-        ({"transient": (ConnectionError,), "retries": 1}, 2, "attempt 2"),
+        ({"retry_on": ConnectionError, "retries": 2}, 3, "Score"),
+        ({"retry_on": (ConnectionError,), "retries": 1}, 2, "attempt 2"),
         ({"retries": 5}, 1, "attempt 1"),  # no error is named
     ],
 )
@@ -143,15 +143,15 @@ def test_calls_are_made_again_after_errors_that_pass(monkeypatch, settings, atte
     def flaky(completion, number):
         count[number] += 1
         if number == 3:
-            raise KeyError("not transient")
+            raise KeyError("no lost connection")
         if number == 4:
             sys.exit()
         if count[number] <= 2:
             raise ConnectionError(f"attempt {count[number]}")
         return number
 
-    with RewardAgent(flaky, **settings) as agent:
-        (outcomes,) = scores(agent, 6)
+    with RewardRunner(flaky, **settings) as runner:
+        (outcomes,) = scores(runner, 6)
     assert count == {0: attempts, 1: attempts, 2: attempts, 3: 1, 4: 1, 5: attempts}
     assert [type(one) for one in outcomes[3:5]] == [KeyError, SystemExit]
     for number in (0, 1, 2, 5):
@@ -182,15 +182,15 @@ class Centred:
 
 def test_groups_are_looked_at_once_more():
     """A group of four: one with a failure that is filled in, one where None stays, two where the method fails."""
-    with RewardAgent(Centred()) as agent:
-        (outcomes,) = scores(agent, 16, group_size=4)
+    with RewardRunner(Centred()) as runner:
+        (outcomes,) = scores(runner, 16, group_size=4)
     assert [one.value for one in outcomes[:4]] == [0.0, pytest.approx(5 / 3), 2.0, 3.0]
     assert [one.value for one in outcomes[4:8]] == [4.0, 5.0, None, 7.0]
     assert all("post_process_scores returned 3 scores for 4" in str(one) for one in outcomes[8:12])
     assert all(isinstance(one, ZeroDivisionError) for one in outcomes[12:])
 
 
-@pytest.mark.parametrize("settings", [{}, {"transient": ConnectionError}])
+@pytest.mark.parametrize("settings", [{}, {"retry_on": ConnectionError}])
 def test_an_interrupt_starts_nothing_more(monkeypatch, settings):
     """As Ctrl+C does, which the main thread gets while it waits."""
     started, both, gate = [], threading.Barrier(3), threading.Event()
@@ -204,48 +204,48 @@ def test_an_interrupt_starts_nothing_more(monkeypatch, settings):
     def interrupted():
         raise KeyboardInterrupt
 
-    with RewardAgent(score, max_concurrency=2, **settings) as agent:
-        request = agent.submit(rows(50))
+    with RewardRunner(score, max_concurrency=2, **settings) as runner:
+        request = runner.submit(rows(50))
         monkeypatch.setattr(request, "next_groups", interrupted)
         both.wait()  # two calls have begun
         with pytest.raises(KeyboardInterrupt):
             request.wait()
         both.abort()
         gate.set()
-        again = agent.submit(rows(1))
+        again = runner.submit(rows(1))
         again.wait()  # behind all that were waiting, on the same threads
     assert len(started) == 3
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_agent_may_be_used_in_a_process_forked_from_its_own(asynchronous, monkeypatch):
+def test_a_runner_may_be_used_in_a_process_forked_from_its_own(asynchronous, monkeypatch):
     """As by `notebook_launcher`: the threads of the parent are not there, and `close` does not wait for them."""
     monkeypatch.setattr("dash_trl.workers.async_calls.CLOSE_SECONDS", 60)
 
     async def score_async(completion, number):
         return number
 
-    with RewardAgent(score_async if asynchronous else (lambda completion, number: number)) as agent:
-        scores(agent, 4)
+    with RewardRunner(score_async if asynchronous else (lambda completion, number: number)) as runner:
+        scores(runner, 4)
         child = os.fork()
         if not child:
             signal.alarm(20)  # ends what hangs
-            scores(agent, 4)
-            agent.close()
-            (outcomes,) = scores(agent, 4)
+            scores(runner, 4)
+            runner.close()
+            (outcomes,) = scores(runner, 4)
             os._exit(7 if [one.value for one in outcomes] == [0, 1, 2, 3] else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_agents_that_are_gone_leave_no_threads():
+def test_runners_that_are_gone_leave_no_threads():
     async def score_async(completion):
         return 1.0
 
     before = set(threading.enumerate())
     for _ in range(5):
-        agent = RewardAgent([score_async, lambda completion: 1.0], max_concurrency=4)
-        scores(agent, 8)
-    del agent
+        runner = RewardRunner([score_async, lambda completion: 1.0], max_concurrency=4)
+        scores(runner, 8)
+    del runner
     gc.collect()
     for thread in set(threading.enumerate()) - before:
         thread.join(60)
@@ -253,16 +253,16 @@ def test_agents_that_are_gone_leave_no_threads():
 
 
 def test_the_same_completions_once_more():
-    """In a notebook; TRL makes new lists. Another agent's function is asked with them."""
+    """In a notebook; TRL makes new lists. Another runner's function is asked with them."""
     first, second = (lambda completion, answer: answer), (lambda completion, answer: -answer)
-    agent, of_another = RewardAgent([first, second]), RewardAgent(lambda completion, answer: 10 * answer)
-    RewardTeam([*agent.own, *of_another.own])
+    runner, of_another = RewardRunner([first, second]), RewardRunner(lambda completion, answer: 10 * answer)
+    RewardTeam([*runner.own, *of_another.own])
     texts = {"prompts": ["p", "p"], "completions": ["a", "b"], "completion_ids": [[1], [2]]}
-    one, other = agent.rewards
+    one, other = runner.rewards
     assert one(**texts, answer=[1, 2]) == [1, 2] and one(**texts, answer=[3, 4]) == [3, 4]
     assert other(**texts, answer=[3, 4]) == [-3, -4]
     assert of_another.rewards[0](**texts, answer=[3, 4]) == [30, 40]
-    agent.close()
+    runner.close()
     of_another.close()
 
 
@@ -273,8 +273,8 @@ def test_a_function_that_no_trainer_uses():
         """One of which it can be seen that it is gone."""
 
     called = []
-    with RewardAgent([lambda completion: called.append(completion) or 1.0, lambda completion: 2.0]) as agent:
-        unused, used = agent.rewards
+    with RewardRunner([lambda completion: called.append(completion) or 1.0, lambda completion: 2.0]) as runner:
+        unused, used = runner.rewards
         RewardTeam([used])
         batch = {"prompts": ["p"], "completion_ids": [[1]]}
         completions = Batch(["a"])
@@ -294,8 +294,8 @@ def test_rows_whose_outcomes_are_lost_end_all_the_same(monkeypatch):
         submit(self, calls[::2])
 
     monkeypatch.setattr(ThreadCalls, "submit", submit_half)
-    with RewardAgent(lambda completion: 1.0) as agent:
-        request = agent.submit(rows(4), group_size=2)
+    with RewardRunner(lambda completion: 1.0) as runner:
+        request = runner.submit(rows(4), group_size=2)
         request.patience = 0.5
         waiting = threading.Thread(target=request.wait, daemon=True)
         waiting.start()
@@ -309,12 +309,12 @@ def test_rows_whose_outcomes_are_lost_end_all_the_same(monkeypatch):
 
 def test_a_batch_has_no_time_limit_of_hours(monkeypatch):
     """The limit of a function of TRL's form, for each of its completions, has a bound."""
-    monkeypatch.setattr("dash_trl.rewards.agent.BATCH_SECONDS", 0.25)
+    monkeypatch.setattr("dash_trl.rewards.runner.BATCH_SECONDS", 0.25)
 
     def hangs(completions, **columns):
         threading.Event().wait()
 
-    (reward,) = RewardAgent(hangs, timeout=0.125).rewards
+    (reward,) = RewardRunner(hangs, timeout=0.125).rewards
     assert reward(**BATCH, completion_ids=[[1]] * 8) == [None] * 8 and "took more than 0.25 s" in reward.failure
 
 
@@ -328,7 +328,7 @@ def test_what_runs_the_calls_may_fail(monkeypatch):
         raise ConnectionError("no cluster")
 
     monkeypatch.setattr("dash_trl.workers.ThreadCalls.submit", fail)
-    (reward,) = RewardAgent(lambda completion: 1.0).rewards
+    (reward,) = RewardRunner(lambda completion: 1.0).rewards
     assert reward(**BATCH, completion_ids=[[1]] * 8) == [None] * 8 and reward.failed == [True] * 8
     with pytest.raises(ConnectionError, match="no cluster"):
         raise_mistakes([reward])
@@ -352,7 +352,7 @@ def test_an_error_without_a_text_stays_within_the_call():
     def odd(completions, **columns):
         return [Odd()] * len(completions)
 
-    for reward in RewardAgent([mute, odd]).rewards:
+    for reward in RewardRunner([mute, odd]).rewards:
         assert reward(**BATCH, completion_ids=[[1]] * 8) == [None] * 8 and reward.failed == [True] * 8
         assert "raised Mute, which cannot be written" in reward.failure
         assert reward.mistake is None
@@ -360,12 +360,12 @@ def test_an_error_without_a_text_stays_within_the_call():
 
 def test_close_ends_what_functions_hold_once():
     reward = Centred()
-    with RewardAgent([reward, reward]) as agent:
+    with RewardRunner([reward, reward]) as runner:
         pass
     assert reward.closed == 1
-    (outcomes, _) = scores(agent, 1)  # and it can be used again
+    (outcomes, _) = scores(runner, 1)  # and it can be used again
     assert outcomes[0].value == 0.0
-    agent.close()
+    runner.close()
 
 
 def test_close_ends_groups_that_wait_to_be_looked_at_once_more():
@@ -380,11 +380,11 @@ def test_close_ends_groups_that_wait_to_be_looked_at_once_more():
         def post_process_scores(self, scores):
             return scores
 
-    agent = RewardAgent(Waits())
-    request = agent.submit([{"prompt": "", "completion": "", "completion_ids": []}] * 8, group_size=2)
+    runner = RewardRunner(Waits())
+    request = runner.submit([{"prompt": "", "completion": "", "completion_ids": []}] * 8, group_size=2)
     for _ in range(8):
         begun.acquire()
-    agent.close()
+    runner.close()
     request.wait()
     assert all(isinstance(one, GivenUp) for one in request.outcomes[0])
     for thread in set(threading.enumerate()) - before:
@@ -393,14 +393,14 @@ def test_close_ends_groups_that_wait_to_be_looked_at_once_more():
 
 
 def test_a_coroutine_function_may_raise_what_cancels_coroutines():
-    """As one whose own task was cancelled: no sign of a closed agent, which would end the run."""
+    """As one whose own task was cancelled: no sign of a closed runner, which would end the run."""
 
     async def cancelled(completion):
         raise asyncio.CancelledError
 
-    for transient in ((), ConnectionError):
-        with RewardAgent(cancelled, transient=transient) as agent:
-            (outcomes,) = scores(agent, 2)
+    for retry_on in ((), ConnectionError):
+        with RewardRunner(cancelled, retry_on=retry_on) as runner:
+            (outcomes,) = scores(runner, 2)
         assert [type(one) for one in outcomes] == [asyncio.CancelledError] * 2
 
 
@@ -413,10 +413,10 @@ def test_hanging_calls_are_replaced_until_there_are_too_many(monkeypatch):
             threading.Event().wait()
         return completion_ids[0]
 
-    agent = RewardAgent(hangs, timeout=0.1, max_concurrency=2)
-    (outcomes,) = scores(agent, 12)
+    runner = RewardRunner(hangs, timeout=0.1, max_concurrency=2)
+    (outcomes,) = scores(runner, 12)
     assert [isinstance(one, TimeoutError) for one in outcomes] == [i % 3 == 0 for i in range(12)]
-    (reward,) = agent.rewards
+    (reward,) = runner.rewards
     assert reward(**BATCH, completion_ids=[[0]] * 8) == [None] * 8
     with pytest.raises(RuntimeError, match=r"'hangs' hangs: [67] calls hang, so that no more.*backend='process'"):
         raise_mistakes([reward])
@@ -434,8 +434,8 @@ def flaky(completion_ids, completion):
 
 def test_failures_leave_the_batch_and_are_counted(tiny_model, tmp_path, caplog):
     """They are unscored, though the other function scores them. And nothing holds the trainer afterwards."""
-    agent = RewardAgent(flaky)
-    rewards = [agent, lambda completions, **kw: [1.0] * len(completions)]
+    runner = RewardRunner(flaky)
+    rewards = [runner, lambda completions, **kw: [1.0] * len(completions)]
     trainer = run(DASHTrainer, tiny_model, tmp_path, reward=rewards)
     log = trainer.state.log_history[0]
     assert 0 < log["rewards/flaky/failed"] == log["filter/dropped_unscored"] < 1
@@ -445,13 +445,13 @@ def test_failures_leave_the_batch_and_are_counted(tiny_model, tmp_path, caplog):
     gone = weakref.ref(trainer)
     del trainer
     gc.collect()
-    assert gone() is None and agent.rewards[0].group_size() == 0
+    assert gone() is None and runner.rewards[0].group_size() == 0
 
 
 def test_the_first_failure_may_end_the_run(tiny_model, tmp_path):
     said = r"'flaky' failed on \d+ of 16.*judge is away \(on_error='raise'\)"
     with pytest.raises(RuntimeError, match=said) as caught:
-        run(DASHTrainer, tiny_model, tmp_path, reward=RewardAgent(flaky, on_error="raise"))
+        run(DASHTrainer, tiny_model, tmp_path, reward=RewardRunner(flaky, on_error="raise"))
     assert isinstance(caught.value.__cause__, ConnectionError)
 
 
@@ -468,7 +468,7 @@ def test_trls_logs_are_written_on_the_thread_that_calls():
     def log(*arguments):
         logged.append((threading.current_thread(), *arguments))
 
-    (reward,) = RewardAgent(logs).rewards
+    (reward,) = RewardRunner(logs).rewards
     assert reward(**BATCH, log_extra=log, log_metric=log) == [1.0] * 8
     main = threading.current_thread()
     assert logged == [(main, "length", 3.0), (main, "text", ["so"] * 8)] and threads[0] is not main

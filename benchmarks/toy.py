@@ -1,6 +1,6 @@
-"""The demo's learning: the embedded model before and after, for 3 seeds, with DASH and with TRL's own trainer.
+"""The demo's learning: the toy model before and after, for 3 seeds, with DASH and with TRL's own trainer.
 
-    python benchmarks/embedded.py --json embedded.json          # ~10 minutes on 2 cores
+    python benchmarks/toy.py --json toy.json          # ~10 minutes on 2 cores
 
 Accuracy on 256 held-out problems; sampled: two completions each at temperature 1. `after` and `seconds` are DASH's.
 """
@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
-from dash_trl.embedded import embedded_defaults, embedded_model
+from dash_trl.toy import toy_defaults, toy_model
 
 SEEDS = (0, 1, 2)
 
 
 def measure(model: Any, tokenizer: Any) -> list[float]:
     """[sampled, greedy] accuracy."""
-    length = embedded_defaults()["max_completion_length"]
+    length = toy_defaults()["max_completion_length"]
     return [
         harness.accuracy(model, tokenizer, num_samples=samples, temperature=temperature, max_new_tokens=length)
         for samples, temperature in ((2, 1.0), (1, 0.0))
@@ -27,14 +27,14 @@ def measure(model: Any, tokenizer: Any) -> list[float]:
 
 
 def main() -> dict[str, list[float]]:
-    path = embedded_model()
+    path = toy_model()
     tokenizer = AutoTokenizer.from_pretrained(path)
     before = measure(AutoModelForCausalLM.from_pretrained(path), tokenizer)
     results: dict[str, list[float]] = {}
     for seed in SEEDS:
         for name, suffix, kind in (("DASH", "", DASHTrainer), ("TRL", "_trl", GRPOTrainer)):
             clock = harness.Clock()
-            trainer = harness.embedded_trainer({"seed": seed, "logging_strategy": "no"}, kind=kind, callbacks=[clock])
+            trainer = harness.toy_trainer({"seed": seed, "logging_strategy": "no"}, kind=kind, callbacks=[clock])
             trainer.train()
             after = measure(trainer.model, tokenizer)
             row = {"before": before[0], "after": after[0], "greedy_before": before[1], "greedy_after": after[1]}

@@ -1,4 +1,4 @@
-"""How the embedded model is made: a supervised warm-up, cached on disk; and the settings of its run.
+"""How the toy model is made: a supervised warm-up, cached on disk; and the settings of its run.
 
 It teaches the model to work step by step, from traces in which a step is wrong now and then. So it knows the sums
 (greedy accuracy near 1) but has learned the habit of slipping, too (sampled accuracy near 0.4), and reinforcement
@@ -23,15 +23,15 @@ from tqdm.auto import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from dash_trl._cache import cache_folder
-from dash_trl.embedded.problems import LARGEST_TOTAL, OPERANDS, problems_of
-from dash_trl.embedded.tokenizer import END_OF_TURN, arithmetic_tokenizer
+from dash_trl.toy.problems import LARGEST_TOTAL, OPERANDS, problems_of
+from dash_trl.toy.tokenizer import END_OF_TURN, arithmetic_tokenizer
 
 FORMAT_VERSION = 3  # of the cached model: raise it when code below changes what a warm-up produces
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """How the embedded model is made. Every field is part of the name under which the model is cached.
+    """How the toy model is made. Every field is part of the name under which the model is cached.
 
     Args:
         steps, batch_size, learning_rate: AdamW with a short linear warm-up and a linear decay.
@@ -190,7 +190,7 @@ def _warm_up(
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min((step + 1) / ramp, (settings.steps - step) / settings.steps)
         )
-        bar = tqdm(range(settings.steps), desc="Warming up the embedded model (once)", disable=not progress)
+        bar = tqdm(range(settings.steps), desc="Warming up the toy model (once)", disable=not progress)
         for step in bar:
             clean = step < settings.clean_share * settings.steps
             batch = _batch(tokenizer, problems, generator, settings, clean=clean, lessons=lessons)
@@ -204,7 +204,7 @@ def _warm_up(
     return model.cpu()
 
 
-def embedded_model(
+def toy_model(
     cache_dir: str | Path | None = None,
     *,
     settings: WarmUp = WarmUp(),
@@ -237,7 +237,7 @@ def embedded_model(
 def cached_model(
     name: str, settings: Mapping[str, Any], make: Callable[[Path], None], cache_dir: str | Path | None = None
 ) -> str:
-    """The directory of a model that is made once, and cached beside the embedded one.
+    """The directory of a model that is made once, and cached beside the toy one.
 
     The model is written beside its final place and moved there in one step, so that an interrupted call leaves no half
     model; the next call removes what is left of it. Concurrent calls wait for the first one.
@@ -245,7 +245,7 @@ def cached_model(
     Args:
         name, settings: of what is made; both are in the name of its directory.
         make: writes it into the directory that it is given.
-        cache_dir: as of `embedded_model`.
+        cache_dir: as of `toy_model`.
     """
     folder = cache_folder() if cache_dir is None else Path(cache_dir)
     key = json.dumps({"format": FORMAT_VERSION, **settings}, sort_keys=True)
@@ -259,7 +259,7 @@ def cached_model(
             fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
         except OSError as error:
             raise ValueError(
-                f"The embedded model cannot be cached in {folder} ({error}). Pass a writable cache_dir, or set "
+                f"The toy model cannot be cached in {folder} ({error}). Pass a writable cache_dir, or set "
                 "XDG_CACHE_HOME to one."
             ) from error
         if not final.is_dir():
@@ -271,14 +271,14 @@ def cached_model(
     return str(final)
 
 
-def embedded_defaults() -> dict[str, Any]:
+def toy_defaults() -> dict[str, Any]:
     """`DASHConfig` fields of the default run: 80 optimizer steps of 128 rows, 16 problems with 8 completions each.
 
     In float32, on the GPU if there is one. The learning rate decays, since near the end a constant one unlearns a sum
     as often as it learns another; much more of it (3e-4) makes the model forget.
     """
     return {
-        "output_dir": "outputs/embedded",
+        "output_dir": "outputs/toy",
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 16,
         "num_generations": 8,
