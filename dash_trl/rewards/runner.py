@@ -151,13 +151,14 @@ class RewardRunner:
             if one.form.batch:
                 continue
             made = calls.setdefault(self._lane(one.form), [])
+            row_done = partial(self._row_done, request, one.form, number)  # one bound method for all rows
             for row, known in enumerate(rows, first):
                 try:
                     arguments = one.form.arguments(known)
                 except ValueError as error:  # a column that only some rows have
                     self._put(request, one.form, number, row, [error])
                     continue
-                done = partial(self._row_done, request, one.form, number, row)
+                done = partial(row_done, row)
                 made.append(Call(one.score, arguments, timeout=timeout, done=done, stop=request.stop))
         for lane, made in calls.items():
             self._start(lane, made)

@@ -146,39 +146,45 @@ class _Lane:
             self._waiting.popleft().finish(error=error)
 
     async def _run(self, call: Call) -> None:
-        outcome: tuple[Any, BaseException | None] = None, GivenUp("the event loop was closed")
+        """Never raises: asyncio lets SystemExit end the whole loop, and prints errors that come after a timeout."""
+        task: Any = asyncio.current_task()
+        outcome: tuple[Any, BaseException | None] = None, GivenUp("nobody waits for it")
         try:
             if self._pace is not None:
                 await asyncio.sleep(self._pace.wait_seconds())
-            task = asyncio.ensure_future(self._outcome(call))
-            # Not wait_for, which waits for a task that does not let itself be cancelled.
-            done, _ = await asyncio.wait({task}, timeout=call.timeout)
-            if done:
-                outcome = task.result()
-            else:
-                task.cancel()
-                self._deaf.add(task)
-                task.add_done_callback(self._has_ended)
-                outcome = None, Overdue(f"took more than {call.timeout:g} s")
-        finally:
-            if not self.given_up:  # else it has its outcome, or is made on another loop
-                del self.running[call]
-                call.finish(*outcome)
-                self.fill()
+            if not (self.given_up or call.cancelled):  # the loop answers again, late; or it is after its pace
+                outcome = await self._outcome(call, task), None
+        except BaseException as error:
+            closed = isinstance(error, asyncio.CancelledError) and self.closed
+            outcome = None, GivenUp("the event loop was closed") if closed else error
+        if task in self._deaf:
+            self._has_ended(task)
+        else:
+            self._end(call, *outcome)
 
-    async def _outcome(self, call: Call) -> tuple[Any, BaseException | None]:
-        """Never raises: asyncio lets SystemExit end the whole loop, and prints errors that come after a timeout."""
-        if self.given_up or call.cancelled:  # the loop answers again, late; or it is after its pace
-            return None, GivenUp("nobody waits for it")
+    async def _outcome(self, call: Call, task: asyncio.Task[Any]) -> Any:
         self.running[call] = True
         before = forks[0]
+        # One timer, not wait_for: that waits for a task that does not let itself be cancelled.
+        timer = asyncio.get_running_loop().call_later(call.timeout, self._give_up, call, task)
         try:
-            return await call.function(**call.arguments), None
-        except BaseException as error:
-            return None, error
+            return await call.function(**call.arguments)
         finally:
+            timer.cancel()
             if forks[0] != before:  # it forked, and its child came back: the other calls are its parent's to make
                 os._exit(1)
+
+    def _give_up(self, call: Call, task: asyncio.Task[Any]) -> None:
+        """A call that has taken its time; its task may go on."""
+        task.cancel()
+        self._deaf.add(task)
+        self._end(call, None, Overdue(f"took more than {call.timeout:g} s"))
+
+    def _end(self, call: Call, value: Any, error: BaseException | None) -> None:
+        if not self.given_up:  # else it has its outcome, or is made on another loop
+            del self.running[call]
+            call.finish(value, error)
+            self.fill()
 
 
 class AsyncCalls:

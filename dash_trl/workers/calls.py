@@ -43,7 +43,7 @@ class Call:
         self.function, self.arguments, self.timeout, self.stop = function, arguments, timeout, stop
         self.value: Any = None
         self.error: BaseException | None = None
-        self._done = [done]
+        self._done = done
 
     @property
     def cancelled(self) -> bool:
@@ -52,8 +52,9 @@ class Call:
     def finish(self, value: Any = None, error: BaseException | None = None) -> None:
         """Its outcome. The first one counts: a thread that was given up may still bring a second one."""
         try:
-            done = self._done.pop()  # one thread gets it: a lock would be shared by 256
-        except IndexError:
+            done = self._done
+            del self._done  # succeeds on one thread only: no lock, no further object per call
+        except AttributeError:
             return
         self.value, self.error = value, error
         _last_end[0] = time.monotonic()
