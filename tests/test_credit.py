@@ -296,8 +296,8 @@ def complete_rows(seed: int, count: int = 4) -> list[dict]:
 
 
 def documented_laws() -> dict[str, tuple[bool, set[int]]]:
-    """estimator → (keeps structure, laws that it breaks), from the table of docs/process_rewards.md."""
-    text = (Path(__file__).parents[1] / "docs" / "process_rewards.md").read_text()
+    """estimator → (keeps structure, laws that it breaks), from the table of docs/concepts/credit.md."""
+    text = (Path(__file__).parents[1] / "docs" / "concepts" / "credit.md").read_text()
     rows = re.findall(r"^\| `(\w+)`.*\| (yes|no) \| ([\d, –]+) \|$", text, re.MULTILINE)
     return {name: (kept == "yes", set(map(int, re.findall(r"\d", laws)))) for name, kept, laws in rows}
 

@@ -1,4 +1,4 @@
-"""docs/tools.md's OpenEnv environment and `verifiers` taskset: its code, in a training of one step.
+"""docs/howto/environments.md's OpenEnv environment and `verifiers` taskset: its code, in a training of one step.
 
 `make test` installs neither library: OpenEnv 0.10 needs another `mcp` than vLLM, verifiers 0.4 another `openai` than
 the judge, and each brings dozens of packages. There the code runs against stand-ins with the methods that it calls.
@@ -28,7 +28,7 @@ from dash_trl import DASHTrainer
 from tests.scripted_turns import plays, save_tool_model, user, written
 from tests.tiny import run
 
-PAGE = Path(__file__).parents[1] / "docs" / "tools.md"
+PAGE = Path(__file__).parents[1] / "docs" / "howto" / "environments.md"
 
 
 def block(beginning: str) -> str:

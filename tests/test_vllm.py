@@ -812,6 +812,17 @@ def test_an_adapter_under_zero3_on_two_ranks(launched):
 
 
 @pytest.mark.distributed
+def test_fsdp2_two_ranks(launched):
+    """The servers sample by the weights that two ranks have sharded."""
+    saw, printed, _ = launched
+    assert "fsdp2" in saw and len(saw["fsdp2"]) == 2, printed
+    for rank in saw["fsdp2"]:
+        assert rank["steps"] == 2 and rank["moved"] > 1e-4
+        assert max(rank["differences"]) < 1e-4 and len(rank["differences"]) == 2
+        assert rank["windows"][1]["oldest"] == rank["windows"][1]["newest"] == 1
+
+
+@pytest.mark.distributed
 def test_zero3_two_ranks_and_all_servers_lost(launched, servers):
     """Two steps with servers; then they are killed, and both ranks get the error in time."""
     saw, printed, _ = launched

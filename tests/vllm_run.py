@@ -5,6 +5,7 @@ python -m tests.vllm_run MODEL ADAPTER OUTPUT URL,URL PROCESS_GROUP,PROCESS_GROU
 tools: a run with a tool and an environment, one window ahead.
 killed: a run with `async_level` that ends in SIGKILL of both ranks, at a checkpoint.
 resumed: that run from its checkpoint; the last server dies meanwhile, and stays dead.
+fsdp2: two steps under FSDP2.
 zero3: two steps under ZeRO-3; then the first server dies, too, and sampling has to fail on both ranks.
 in process: vLLM without servers, in an evaluation and in TRL's colocate mode.
 
@@ -34,7 +35,7 @@ from dash_trl.evaluation import open_sampler
 from dash_trl.serve import free_ports
 from dash_trl.toy.problems import arithmetic_dataset, arithmetic_reward
 from tests.distributed_run import equal_on_all_ranks, whole
-from tests.tiny import ScriptedReward, leave, run, without_compiled_ops
+from tests.tiny import ScriptedReward, fsdp_on_cpu, leave, run, without_compiled_ops
 
 LEVEL, WINDOWS, STEPS_PER_WINDOW = 2, 6, 2
 GROUPS = 4  # of a rank's window
@@ -350,6 +351,13 @@ def zero3_adapter(model: str, adapter: str, output: Path, urls: list[str], group
     say("zero3_adapter", {**seen, "way": type(trainer.vllm_generation._sync.weights).__name__})
 
 
+def fsdp2(model: str, adapter: str, output: Path, urls: list[str], groups: list[int]) -> None:
+    fsdp_on_cpu()
+    trainer, seen = two_steps(model, output, vllm_server_urls=urls)
+    assert trainer.accelerator.is_fsdp2
+    say("fsdp2", seen)
+
+
 def zero3(model: str, adapter: str, output: Path, urls: list[str], groups: list[int]) -> None:
     without_compiled_ops()
     trainer, seen = two_steps(model, output, vllm_server_urls=urls[:1], vllm_weight_difference=True)
@@ -393,8 +401,11 @@ def in_process(model: str, adapter: str, output: Path, urls: list[str], groups: 
 # -------------------------------------------------------------------------------------------------- the launch
 
 ZERO3 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+FSDP2 |= {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 SCENARIOS: dict[Any, tuple[int, dict[str, str]]] = {  # → ranks, environment
     zero3_adapter: (2, ZERO3),  # first: the servers have the model of the adapter
+    fsdp2: (2, FSDP2),
     tools: (2, {"ACCELERATE_USE_CPU": "true"}),
     killed: (2, {"ACCELERATE_USE_CPU": "true"}),
     resumed: (2, {"ACCELERATE_USE_CPU": "true"}),
