@@ -216,7 +216,11 @@ def _named(callbacks: Iterable[DASHCallback]) -> Iterator[tuple[str, DASHCallbac
 
 
 def states_of(callbacks: Iterable[DASHCallback]) -> dict[str, Any]:
-    """Return the states of the callbacks that have one, by name; not copied."""
+    """Return the states of the callbacks that have one, by name; not copied.
+
+    Args:
+        callbacks: in the order of the run.
+    """
     found = {name: callback.state_dict() for name, callback in _named(callbacks)}
     return {name: state for name, state in found.items() if state is not None}
 
@@ -240,5 +244,10 @@ def restore_states(callbacks: Iterable[DASHCallback], states: dict[str, Any]) ->
 
 
 def misspelt(name: str, events: Iterable[str]) -> str | None:
-    """Return the event whose name equals or closely resembles `name`; `None` if there is none."""
+    """Return the event whose name equals or closely resembles `name`; `None` if there is none.
+
+    Args:
+        name: name of a method.
+        events: names of the events.
+    """
     return next(iter(get_close_matches(name, list(events), n=1, cutoff=MISSPELT)), None)

@@ -4,8 +4,8 @@
     rank 1   work ──► error ──┴──► meeting ──► the error is raised on every rank
 
 Without the meeting, the other ranks would go on to their next collective and wait there for a rank that has gone. The
-meeting itself is no collective but uses torch's key-value store: a rank that fails within a collective would otherwise
-answer the wrong one.
+meeting itself is not a collective, but uses torch's key-value store. If it were one, a rank that failed within a
+collective would answer another collective than the one that the others are in.
 """
 
 import json
@@ -102,8 +102,7 @@ class Ranks:
         return value
 
     def gather(self, rows: Tensor, *, pad: float = 0) -> Tensor:
-        """Gather the rows of all ranks on the CPU. If the number of columns differs, rows are padded to the widest
-        rank.
+        """Gather the rows of all ranks on the CPU. If ranks have different numbers of columns, rows are padded.
 
         Args:
             rows: [B, …] float32 or integers, which every device can gather. B is the same on all ranks.
@@ -120,9 +119,7 @@ class Ranks:
         return gather_object([value])
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add up a tensor over the ranks. The result is on the CPU and has the dtype of `values` (MPS has no
-        float64).
-        """
+        """Add up a tensor over the ranks, on the CPU and in the dtype of `values` (MPS has no float64)."""
         return self._accelerator.reduce(values.to(self._accelerator.device), "sum").cpu()
 
     def least(self, number: int) -> int:

@@ -64,7 +64,12 @@ class MicroBatches:
         )
 
     def metrics(self, planned: list[MicroBatch], lengths: Tensor) -> dict[str, float]:
-        """See `packing_metrics`."""
+        """Return how micro-batches were packed; see `packing_metrics`.
+
+        Args:
+            planned: the micro-batches.
+            lengths: [R, M, 4] of the window.
+        """
         passes = self.passes
         return packing_metrics(planned, lengths, padding_free=passes.padding_free, min_shared=passes.min_shared)
 
@@ -81,7 +86,12 @@ class MicroBatches:
             yield self._of(window, micro_batch)
 
     def with_gradient(self, window: GenerationWindow, one: Pass) -> dict[str, Any]:
-        """Make the inputs of a training pass, with its weight in the optimizer step; on the CPU."""
+        """Make the inputs of a training pass, with its weight in the optimizer step; on the CPU.
+
+        Args:
+            window: the window of the rows.
+            one: the pass.
+        """
         _, inputs = self._of(window, one.micro_batch)
         scale = loss_scale(
             self._loss_type,
@@ -167,8 +177,10 @@ class MicroSteps:
             yield from self._inputs_of_parts(step, self._window)
 
     def groups_of_step(self, step: int) -> int:
-        """Return how many of this rank's groups the optimizer step of micro-step `step` takes from the window in
-        use.
+        """Return how many of this rank's groups an optimizer step takes from the window in use.
+
+        Args:
+            step: a micro-step of the optimizer step.
         """
         return len(self.schedule.share(step)) * self.schedule.rows_per_step // self._num_generations
 
@@ -195,7 +207,11 @@ class MicroSteps:
         return self._window.whole
 
     def resume(self, window: GenerationWindow | None) -> None:
-        """Continue with the window of a checkpoint, or with none."""
+        """Continue with the window of a checkpoint.
+
+        Args:
+            window: `None`: begin with a new window.
+        """
         self._window = None if window is None else Window.of(window)
 
     def _begin_window(self, step: int, global_step: int, examples: list[dict[str, Any]], *, by_group: bool) -> None:

@@ -104,7 +104,7 @@ def sync_weights(trainer: Any) -> None:
 
 
 def vllm_is_behind(trainer: Any) -> None:
-    """Note that vLLM's weights differ from the model's, although no optimizer step was made since they were sent."""
+    """Record that vLLM's weights differ from the model's, although no optimizer step was made since they were sent."""
     trainer._last_loaded_step = -1
 
 

@@ -91,9 +91,9 @@ class DASHTrainer(GRPOTrainer):
     rows without signal before any model pass and packs the survivors into new micro-batches, without padding if the
     model's attention allows that.
 
-    With `beta=0`, no entropy bonus and a threshold that drops only rows without signal, the update equals TRL's.
-    Otherwise the KL, entropy and auxiliary terms of dropped rows are lost. If no row on any rank has signal, the
-    optimizer step changes nothing: neither momentum nor weight decay is applied.
+    With `beta=0`, no entropy bonus and a threshold that drops only rows without signal, the update equals TRL's. KL,
+    entropy and auxiliary terms of dropped rows are lost. If no row on any rank has signal, the optimizer step changes
+    nothing: neither momentum nor weight decay is applied.
 
     Args:
         model: the policy, as in `trl.GRPOTrainer`: a model, or the name or path of one.
@@ -321,7 +321,7 @@ class DASHTrainer(GRPOTrainer):
             if not training:
                 return super()._compute_loss(model, inputs)
             one, scale = inputs["pass"], inputs["loss_scale"]
-            # Entropy bonus and router loss need another weight than `scale`, by which the whole loss is multiplied.
+            # Entropy bonus and router loss should count `weight` times, but the whole loss is multiplied by `scale`.
             weight = regularizer_weight(one.tokens[self.ranks.rank], one.segment)
             per_token = inputs["advantages"].dim() == 2
             with (
@@ -358,7 +358,9 @@ class DASHTrainer(GRPOTrainer):
             return 0.0
         norm = super()._get_grad_norm(model, grad_norm)  # over all ranks, so that all decide alike
         step = self.state.global_step + 1
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # backward has already stepped or skipped
+        if (
+            self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        ):  # its backward has stepped or skipped already
             skipped = self.accelerator.optimizer_step_was_skipped
             self._skipped.check_applied(norm, skipped, step)
         elif skipped := not math.isfinite(norm):
@@ -395,8 +397,8 @@ class DASHTrainer(GRPOTrainer):
         """Ask all reward functions, as TRL does, and wait for them.
 
         Returns:
-            [N, F], the rewards of the rows of all ranks. A row is NaN throughout if a reward function failed on it, or,
-            in an evaluation, a tool.
+            [N, F], the rewards of the rows of all ranks. All rewards of a row are NaN if a reward function failed on
+            it, or, in an evaluation, if one of its tools or its environment failed.
         """
         ask = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
         training, failed = self.model.training, None

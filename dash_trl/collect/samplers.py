@@ -38,7 +38,11 @@ class Sampler(Protocol):
         """
 
     def take(self, prompts: Prompts) -> Sampled:
-        """Wait for this rank's rows of the generation batch that has begun, and return them."""
+        """Wait for this rank's rows of a generation batch, and return them.
+
+        Args:
+            prompts: the generation batch that the last `begin` has begun.
+        """
 
     def meanwhile(self) -> None:
         """Called while rewards are awaited, when the device has nothing else to do."""

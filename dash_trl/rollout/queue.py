@@ -130,7 +130,11 @@ class PromptQueue:
         return self.place[0]
 
     def numbers(self, rows: QueuedRows) -> list[int]:
-        """Return the positions of these prompts in the dataset, by which the history knows them."""
+        """Return the positions of some prompts in the dataset, by which the history knows them.
+
+        Args:
+            rows: what `take` returned.
+        """
         assert self.history is not None, "only a run with a history asks for numbers"
         found = []
         for epoch, number in rows.places:

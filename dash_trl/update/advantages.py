@@ -68,15 +68,19 @@ def group_advantages(
 
 
 # --------------------------------------------------------------------------------------------- estimators by name
-# Each function takes one reward per row, [M, G], NaN = unscored, and the number of loss tokens of each row, [M, G]. It
-# returns advantages, [M, G]. Unscored rows are left out of every mean and spread and get advantage 0. The only scored
-# row of a group gets 0, too.
+# Unscored rows are left out of every mean and spread.
 
 
 def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
     """A_i = r_i − mean_{j≠i} r_j (RLOO: Ahmadian et al. 2024, arXiv 2402.14740), as in TRL's RLOOTrainer.
 
     The baseline does not depend on row i, so the gradient is unbiased. Deviation: the reward has no KL term.
+
+    Args:
+        rewards: [M, G], one reward per row; NaN = unscored.
+        lengths: [M, G], the number of loss tokens of each row; not used here.
+    Returns:
+        [M, G]; 0 for unscored rows, and for the only scored row of a group.
     """
     count = (~rewards.isnan()).sum(dim=1, keepdim=True)
     return (_from_mean(rewards) * count / (count - 1)).nan_to_num(nan=0.0)
@@ -86,6 +90,12 @@ def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
     """A_i = r_i − Σ_j l_j·r_j / Σ_j l_j (OPO, arXiv 2505.23585), where l_j is the number of loss tokens of row j.
 
     This baseline has the least variance if the gradients of all tokens have the same norm.
+
+    Args:
+        rewards: [M, G], one reward per row; NaN = unscored.
+        lengths: [M, G], the number of loss tokens of each row.
+    Returns:
+        [M, G]; 0 for unscored rows, and for the only scored row of a group.
     """
     centred = _from_mean(rewards)
     weights = lengths * ~rewards.isnan()
@@ -98,6 +108,12 @@ def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
 
     The difference is what the best reward of the group would lose without the best row. If two rows are equally good,
     there is no signal: with rewards of 0 and 1, a group has signal only if exactly one row is right.
+
+    Args:
+        rewards: [M, G], one reward per row; NaN = unscored.
+        lengths: [M, G], the number of loss tokens of each row; not used here.
+    Returns:
+        [M, G]; 0 for unscored rows, and for the only scored row of a group.
     """
     best = rewards.nan_to_num(nan=-torch.inf).topk(2, dim=1)
     gap = best.values[:, :1] - best.values[:, 1:]
@@ -109,6 +125,12 @@ def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
     """A_i = (r_i − mean r) / (σ + 1e-4) over all N rows (REINFORCE++, arXiv 2501.03262, with γ = 1 and no KL).
 
     Groups play no part: a group whose rewards are equal has signal. Deviation: verl weighs rows by their tokens.
+
+    Args:
+        rewards: [M, G], one reward per row; NaN = unscored.
+        lengths: [M, G], the number of loss tokens of each row; not used here.
+    Returns:
+        [M, G]; 0 for unscored rows.
     """
     rows = rewards.view(1, -1)
     return (_from_mean(rows) / (_std(rows, dim=1) + STD_FLOOR)).nan_to_num(nan=0.0).view_as(rewards)
@@ -121,6 +143,12 @@ def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
     `scale_rewards="batch"` divides by the standard deviation of the rewards instead, not of c. Deviation: verl weighs
     rows by their tokens. The mean of c is then not 0 and is subtracted, which gives signal to groups whose rewards are
     equal.
+
+    Args:
+        rewards: [M, G], one reward per row; NaN = unscored.
+        lengths: [M, G], the number of loss tokens of each row; not used here.
+    Returns:
+        [M, G]; 0 for unscored rows, and for the only scored row of a group.
     """
     centred = _from_mean(rewards)
     return (centred / (_std(centred.view(1, -1), dim=1) + STD_FLOOR)).nan_to_num(nan=0.0)

@@ -155,12 +155,12 @@ class Schedule:
         return step % self.generate_every == 0 and self._sampled_at != step
 
     def window_sampled(self, step: int) -> None:
-        """Note that a window was sampled at this micro-step."""
+        """Record that a window was sampled at this micro-step."""
         self._sampled_at = step
         self._planned.clear()
 
     def window_is_whole(self, ran: int, lengths: Tensor) -> None:
-        """Note that a window whose parts came one by one is whole.
+        """Record that a window whose parts came one by one is whole.
 
         Args:
             ran: number of a rank's first rows, which have run already.
