@@ -52,7 +52,7 @@ class RewardBatch:
 class Awaited(Protocol):
     """The rewards of a window that have begun. Every rank gets the same number of groups at a time.
 
-    NaN = the function does not apply. A row is NaN throughout if a function failed on it.
+    NaN = the function does not apply. All rewards of a row are NaN if a function failed on it.
     """
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
@@ -157,7 +157,7 @@ class Rewards:
         self._failures = FailureWatch(functions, names)
 
     def begin(self, window: int, batch: RewardBatch, *, by_group: bool) -> Awaited:
-        """Begin to score a window whose rows are all there, unless that began while they were sampled.
+        """Begin to score a window after all its rows have been sampled, unless scoring began earlier.
 
         All ranks call it at the same point. If the rewards are awaited together and did not begin early, the functions
         are called only when someone waits for them.

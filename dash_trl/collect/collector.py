@@ -114,7 +114,7 @@ class Part:
 class Collector:
     """Collects one window after the other.
 
-    All ranks call `window` at the same point and go through its parts in step.
+    All ranks call `window` at the same point, and wait for its parts together.
 
     Args:
         ranks: the ranks of the run.
@@ -176,7 +176,7 @@ class Collector:
         self._empty_windows, self._unfilled_windows = EmptyWindows(settings().threshold), UnfilledWindows()
 
     def window(self, examples: list[dict[str, Any]], *, by_group: bool, serves_one_step: bool) -> Iterator[Part]:
-        """Sample the next window and begin its rewards. Going through the result waits for the rewards.
+        """Sample the next window and begin its rewards. Iterating over the result waits for the rewards.
 
         Args:
             examples: B rows of the dataset, one per completion; the rows of a group are adjacent.
@@ -206,7 +206,7 @@ class Collector:
         return self._parts(begun, rollouts, num_items, draw_order, find_log_probs)
 
     def first_prompts(self, prompts: int) -> int:
-        """Return with how many of a rank's prompts the next window begins.
+        """Return the number of a rank's prompts with which the next window begins.
 
         Args:
             prompts: a rank's prompts in one generation batch.
@@ -377,7 +377,7 @@ class Collector:
         return own.repeat_interleave(self._settings().num_generations)
 
     def _by_rank(self, rows: Sequence[Tensor]) -> Tensor:
-        """Concatenate [R · B, …] of each round. In the result, too, one rank's rows follow the other's."""
+        """Concatenate [R · B, …] of each round, so that the rows of a rank, of all rounds, are adjacent."""
         return torch.cat([one.unflatten(0, (self._ranks.count, -1)) for one in rows], dim=1).flatten(0, 1)
 
     def _placed(self, rollouts: CreditedRollouts, rows: Tensor, *, least: int) -> tuple[Survivors, Tensor]:

@@ -19,9 +19,9 @@ SMOOTHING = 0.2  # the weight of the last window in the running share of groups 
 class DynamicSampling:
     """Decides how many groups each round of a window samples. The decision is the same on every rank.
 
-    A round after the first is as large as the share of groups with signal so far suggests, and at most as large as the
-    window. If windows are sampled ahead, the first round is already as large as the last windows suggest, because
-    nobody waits for it.
+    The size of a later round is estimated from the share of groups with signal so far; it is at most the size of the
+    window. If windows are sampled ahead, the first round already has the size that is estimated from the last windows,
+    so that training rarely has to wait for another round.
 
     Args:
         groups: groups of a window on a rank.

@@ -1,4 +1,4 @@
-"""Logs of a window what TRL logs: its tokens, its rewards, and the table of completions.
+"""Logs what TRL logs of a window: its tokens, its rewards, and the table of completions.
 
 Letters: B rows of this rank, N rows of all ranks, F reward functions.
 """

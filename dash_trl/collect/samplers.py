@@ -27,7 +27,7 @@ Timed = Callable[[str], AbstractContextManager[Any]]  # name of a phase → a co
 
 
 class Sampler(Protocol):
-    """What samples completions. All ranks call all methods but `look` and `forget` at the same point."""
+    """Interface of all samplers. All ranks call every method but `look` and `forget` at the same point."""
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
         """Begin a window, or continue it with more groups. The next `take` takes this generation batch.

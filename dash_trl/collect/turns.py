@@ -49,7 +49,7 @@ class Rounds:
         self._rounds(waiting, first=True)
 
     def go_on(self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[Any] | None) -> None:
-        """Lead rows to their ends whose first turns are already sampled.
+        """Lead rows, whose first turns are already sampled, to their ends.
 
         Args:
             rows: the rows.

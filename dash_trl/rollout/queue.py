@@ -47,7 +47,7 @@ class PromptQueue:
         window_batches: micro-steps of a window.
         accumulation: micro-steps of an optimizer step.
         ahead: number of windows whose prompts are known ahead of the one that begins.
-        first: returns with how many of this rank's prompts the next window begins.
+        first: returns the number of this rank's prompts with which the next window begins.
         open_epoch: (epoch, number of generation batches to leave out) → the other generation batches, each
             `window_batches` times.
         history: decides which prompts an epoch skips. `None`: none is skipped.
