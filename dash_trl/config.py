@@ -119,8 +119,8 @@ class DASHConfig(GRPOConfig):
             Seconds that one call of a tool, or of an environment's `reset` or `get_reward`, may take. If it takes
             longer, the run no longer waits for the call, and its row is unscored; see docs/tools.md.
         vllm_server_urls (`list[str]` or `None`, defaults to `None`):
-            URLs of the vLLM servers to sample from, e.g. `http://127.0.0.1:8000 http://127.0.0.1:8001`. `python -m
-            dash_trl.serve` starts such servers. Implies `use_vllm=True` and `vllm_mode="server"`. TRL's
+            URLs of the vLLM servers to sample from, e.g. `http://127.0.0.1:8000 http://127.0.0.1:8001`. The command
+            `python -m dash_trl.serve` starts such servers. Implies `use_vllm=True` and `vllm_mode="server"`. TRL's
             `vllm_server_timeout` is how long a run waits while no server can be used.
         vllm_request_timeout (`float`, defaults to `600.0`):
             Seconds that a server may take for one prompt's completions, or for one weight update. After that, the

@@ -113,7 +113,8 @@ class SavedRun:
         step: micro-steps since the run began; the trainer's `_step`.
         skipped_steps: optimizer steps skipped so far.
         window: the window in use; `None` if a resumed run does not need it.
-        prompts: the place of a `PromptQueue`, if there is one. It is set only in a rank's own share, not in what ranks exchange.
+        prompts: the place of a `PromptQueue`, if there is one. It is set in a rank's own share, not in what ranks
+            exchange.
     """
 
     shapes: Shapes
