@@ -174,7 +174,10 @@ class RolloutBatch:
         if name not in SAMPLED_FIELDS or hasattr(self, "rewards"):
             return "was None; only on_rollouts_sampled may set tool_mask or the sampler's log-probs"
         if value.shape != self.completion_ids.shape or value.is_floating_point() == (name == "tool_mask"):
-            return f"has dtype {value.dtype} and shape {tuple(value.shape)}; use floats for log-probs, none for a mask"
+            return (
+                f"has dtype {value.dtype} and shape {tuple(value.shape)}; it needs the shape of completion_mask, "
+                "integers or bools for a mask, and floats for log-probs"
+            )
         return None
 
 

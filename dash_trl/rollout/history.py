@@ -1,7 +1,7 @@
 """`PromptHistory`: which prompts an epoch skips because their recent groups had no signal.
 
-Whether a group has signal is the filter's verdict. For each prompt, that is a chance which changes as the policy
-learns. Its Beta posterior is computed with forgetting::
+Whether a group has signal is the filter's verdict. The chance of signal differs between prompts and changes as the
+policy learns. The Beta posterior of this chance is computed with forgetting::
 
     chance = (1 + groups with signal) / (2 + groups)      each epoch multiplies the weight of a group by `FORGETTING`
     P(skipped) = max(0, 1 − chance / (1/2))               1/2 is the chance of a prompt without history
@@ -21,7 +21,7 @@ FORGETTING = 0.8
 
 
 class PromptHistory:
-    """Counts, for each prompt of a dataset, its groups with and without signal. It is the same on every rank.
+    """Counts, for each prompt of a dataset, its groups with and without signal. The counts are the same on every rank.
 
     Args:
         prompts: number of prompts in the dataset.
