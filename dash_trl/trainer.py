@@ -358,9 +358,7 @@ class DASHTrainer(GRPOTrainer):
             return 0.0
         norm = super()._get_grad_norm(model, grad_norm)  # over all ranks, so that all decide alike
         step = self.state.global_step + 1
-        if (
-            self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        ):  # its backward has stepped or skipped already
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # its backward has stepped, or skipped
             skipped = self.accelerator.optimizer_step_was_skipped
             self._skipped.check_applied(norm, skipped, step)
         elif skipped := not math.isfinite(norm):
