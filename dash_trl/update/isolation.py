@@ -10,8 +10,8 @@ wrong without an error. So three samples are packed before the first pass that c
 
 The isolation test compares passes of the same shapes, which round alike. So it finds the slightest leak, even in
 bfloat16 and for a model whose log-probs hardly depend on their context. Only in a mixture of experts do other tokens
-change the rounding, because they regroup the experts. The size of that effect is measured by changing the third sample,
-which comes after the second.
+change the rounding, because they regroup the experts. The size of that effect is measured by changing the third sample:
+it comes after the second, so causal attention hides its tokens from the second.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,5 +1,4 @@
-"""Losses for rollouts of older weights, expressed as settings of TRL's losses; the weight of a pass in an optimizer
-step.
+"""Losses for rollouts of older weights, as settings of TRL's losses; the weight of each pass in an optimizer step.
 
 The losses are sums over loss tokens::
 

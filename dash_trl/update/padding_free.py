@@ -115,8 +115,8 @@ class PackedLayout:
         tokens: [L] int64, the packed tokens as positions in the flattened [B, P + T].
         position_ids: [1, L] int64, position of each token in its row.
         ignored: [1, L] bool, True = the token's log-prob is not needed.
-        sources: [K] int64, the K tokens whose log-probs are needed, as positions in the output of the fused LM head, [L
-            − 1].
+        sources: [K] int64, the K tokens whose log-probs are needed, as positions in the L − 1 outputs of the fused LM
+            head.
         targets: [K] int64, the same tokens as positions in the flattened [B, T].
         trees: the trees that the packed row consists of; their tokens add up to L.
         rows: number of rows that have a token.
@@ -137,8 +137,8 @@ class PackedLayout:
         Args:
             attention_mask: [B, P + T], on the CPU.
             logits_to_keep: T; the log-probs of the last T columns are needed.
-            same_prompt: [B] bool, True = the row shares the prompt of the row before it, which is the same. `None`: no
-                row does.
+            same_prompt: [B] bool, True = the row has the same prompt as the row before it and shares it. `None`: no row
+                does.
         """
         mask = attention_mask.bool()
         wanted = mask.clone()
@@ -323,7 +323,7 @@ def packing_flaw(
 
 
 class ModelPasses:
-    """Builds the inputs of passes, and runs the passes in place of TRL's method for log-probs.
+    """Builds the inputs of passes, and runs the passes for which TRL's method for log-probs is called.
 
     Args:
         models: transformers models without wrappers and adapters; the policy first, then the reference if there is one.
