@@ -185,7 +185,8 @@ def corrected_share(
 class OffPolicyMetrics:
     """Measures per optimizer step how far the policy is from the sampler, over the survivors' loss tokens on all ranks.
 
-    r = π/μ of a token, where π is the probability by the policy that the step changes and μ the sampler's::
+    Let r = π/μ be the ratio of a token, where π is its probability by the policy that the step changes, and μ its
+    probability by the sampler::
 
         off_policy/ratio_mean       the mean of r; 1 is expected, since E_μ[r] = 1 if μ can sample every token
         off_policy/clipped_share    the share of tokens with r > bound
