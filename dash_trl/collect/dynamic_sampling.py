@@ -25,7 +25,7 @@ class DynamicSampling:
 
     Args:
         groups: groups of a window on a rank.
-        ranks: R.
+        ranks: R, the number of ranks.
         most: the largest number of generation batches; `max_num_gen_batches`.
         ahead: windows are sampled ahead.
     Attributes:

@@ -106,8 +106,8 @@ def smooth(values: list[float], weight: float = 0.8) -> list[float]:
     """Compute an exponential moving average without bias of the first values: s_t = Σ w^(t−i) x_i / Σ w^(t−i).
 
     Args:
-        values: x.
-        weight: w.
+        values: the values x_i.
+        weight: the factor w, below 1.
     """
     smoothed, total, norm = [], 0.0, 0.0
     for value in values:

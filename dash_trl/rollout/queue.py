@@ -42,7 +42,7 @@ class PromptQueue:
     ranks call every method at the same point with the same numbers. Each rank reads its share of each epoch.
 
     Args:
-        num_generations: G.
+        num_generations: G, rows of a group.
         prompts: this rank's prompts in a generation batch.
         window_batches: micro-steps of a window.
         accumulation: micro-steps of an optimizer step.

@@ -253,7 +253,7 @@ def packed_log_probs(
         model: the model.
         input_ids: [B, P + T].
         attention_mask: [B, P + T].
-        logits_to_keep: T.
+        logits_to_keep: T, the number of completion columns.
         flash: the model runs FlashAttention's varlen kernels.
         layout: the layout of `attention_mask`. `None`: it is built here.
         same_prompt: see `PackedLayout.of`; used if `layout` is `None`.
