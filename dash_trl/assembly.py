@@ -1,10 +1,10 @@
-"""Builds the objects of a run from a `DASHTrainer` and its settings.
+"""Builds the objects of a run from a `DASHTrainer` and its settings::
 
     Sampler ─┐
     Rewards ─┼──► Collector ──► MicroSteps ──► the trainer's training_step
     LogProbs ┘
 
-Only these functions read the trainer's settings for the objects; the objects themselves get values and functions.
+Only these functions read the trainer's settings for the objects. The objects themselves get values and functions.
 """
 
 import logging
@@ -68,34 +68,38 @@ from dash_trl.update import ModelPasses, Schedule, has_dropout, trl_settings
 logger = logging.getLogger(__name__)
 
 
-# ---------------------------------------------------------------------- what is decided once
+# ---------------------------------------------------------------------- questions about the settings
 
 
 def on_servers(trainer: Any) -> bool:
-    """vLLM servers sample."""
+    """Whether vLLM servers sample."""
     return trainer.use_vllm and trainer.vllm_mode == "server" and trainer.rollout_func is None
 
 
 def one_ahead(trainer: Any) -> bool:
-    """This process samples, and samples the next window while it waits for rewards."""
+    """Whether this process samples, and samples the next window while it waits for rewards."""
     return trainer.args.async_level > 0 and not on_servers(trainer) and trainer.rollout_func is None
 
 
 def looks_ahead(trainer: Any) -> bool:
-    """The sampler can work on windows that have not begun."""
+    """Whether the sampler can work on windows that have not begun."""
     return on_servers(trainer) or one_ahead(trainer)
 
 
 def knows_log_probs(trainer: Any) -> bool:
-    """The sampler's log-probs may be known."""
+    """Whether the sampler's log-probs may be known."""
     return trainer.use_vllm or trainer.rollout_func is not None or one_ahead(trainer)
 
 
 def loss_settings(trainer: Any, *, training: bool) -> dict[str, Any]:
-    """The attributes with which TRL computes the loss, see `trl_settings`.
+    """Return the attributes of the trainer with which TRL computes the loss; see `trl_settings`.
 
-    TRL corrects for the sampler only with `use_vllm`. In training, DASH also corrects for another sampler whose
-    log-probs are known.
+    TRL corrects for the difference between sampler and policy only with `use_vllm`. In training, DASH also corrects for
+    any other sampler whose log-probs are known.
+
+    Args:
+        trainer: a `DASHTrainer`.
+        training: False in an evaluation.
     """
     args = trainer.args
     settings = trl_settings(args.loss_type, delta=args.aipo_delta, detached=args.aipo_detached)
@@ -104,13 +108,13 @@ def loss_settings(trainer: Any, *, training: bool) -> dict[str, Any]:
 
 
 def is_repeatable(trainer: Any) -> bool:
-    """See `LogProbRules.repeatable`; it looks at every module."""
+    """See `LogProbRules.repeatable`. This looks at every module of the model."""
     args = trainer.args
     return args.num_iterations == 1 and args.neftune_noise_alpha is None and not has_dropout(trainer.model)
 
 
 def log_prob_rules(trainer: Any) -> LogProbRules:
-    """Which log-probs the loss needs."""
+    """Return the `LogProbRules` of the settings: which log-probs the loss needs."""
     args, settings = trainer.args, loss_settings(trainer, training=True)
     corrects = settings.get("use_vllm", trainer.use_vllm) and settings.get(
         "vllm_importance_sampling_correction", trainer.vllm_importance_sampling_correction
@@ -133,6 +137,7 @@ def log_prob_rules(trainer: Any) -> LogProbRules:
 
 
 def new_reader(trainer: Any) -> PromptReader | PromptQueue:
+    """Build the `PromptReader`; with `queues_prompts`, the `PromptQueue` that takes its place."""
     args = trainer.args
     window_batches = args.steps_per_generation * args.num_iterations
 
@@ -162,11 +167,12 @@ def new_reader(trainer: Any) -> PromptReader | PromptQueue:
 
 
 def prompts_of_rank(args: Any) -> int:
-    """Of a generation batch."""
+    """Return the number of prompts that a rank has in a generation batch."""
     return args.per_device_train_batch_size * args.steps_per_generation // args.num_generations
 
 
 def new_history(trainer: Any) -> PromptHistory | None:
+    """Build the `PromptHistory`; `None` without `max_skipped_epochs`."""
     args = trainer.args
     if not args.max_skipped_epochs:
         return None
@@ -182,7 +188,7 @@ def new_history(trainer: Any) -> PromptHistory | None:
 
 
 def new_order(trainer: Any, sampler: Any) -> EpochOrder:
-    """The order of the prompts, from TRL's sampler."""
+    """Build the order of the prompts from TRL's sampler."""
 
     def chosen(epoch: int) -> Sequence[int] | None:
         history = getattr(trainer._reader, "history", None)
@@ -192,7 +198,7 @@ def new_order(trainer: Any, sampler: Any) -> EpochOrder:
 
 
 def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
-    """The one of the three samplers that the settings ask for."""
+    """Build the sampler that the settings ask for."""
     decode, timed = partial(decoded, trainer._tokenizer), trainer.recorder.timed
     on_rows = rewards.early.take if rewards.early.wanted else None
 
@@ -207,12 +213,12 @@ def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
         return torch.full((rows, 2), weights_of(trainer))
 
     def versions_of_turns(rows: int) -> Tensor:
-        sync_weights(trainer)  # nothing was sampled, nor vLLM given weights, if each row failed before its first turn
+        sync_weights(trainer)  # if every row failed before its first turn, nothing has sent vLLM the weights
         return versions(rows)
 
     def use_environments(instances: list[Any]) -> None:
         if trainer.environment_factories is not None:
-            trainer.environments = instances  # TRL hands them to reward functions
+            trainer.environments = instances  # TRL passes them to reward functions
 
     if trainer.rollout_func is not None:
         return ByFunction(call_function, decode=decode, versions=versions, timed=timed)
@@ -237,7 +243,7 @@ def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
 
 
 def group_watch(trainer: Any) -> Callable[[Prompts, int, list[list[int]]], None] | None:
-    """Hands groups to the callbacks that watch them; `None` if none does."""
+    """Return a function that hands each group to the callbacks that watch groups; `None` if there are none."""
     watching = [callback for callback in trainer._dash_callbacks() if callback.watches_groups]
 
     def sampled(prompts: Prompts, first: int, completion_ids: list[list[int]]) -> None:
@@ -250,10 +256,13 @@ def group_watch(trainer: Any) -> Callable[[Prompts, int, list[list[int]]], None]
 
 
 def new_conversations(trainer: Any) -> Conversations | None:
-    """What leads rows through several turns; `None` without tools and environments. Takes TRL's idle environments."""
+    """Build the `Conversations`, which lead rows through several turns; `None` without tools and environments.
+
+    They take over TRL's idle environments.
+    """
     if not trainer.tools and trainer.environment_factories is None:
         return None
-    tokenizer, context = deepcopy(trainer._tokenizer), trainer.context_length  # not the main thread's
+    tokenizer, context = deepcopy(trainer._tokenizer), trainer.context_length  # a copy: other threads use it
 
     def tokenize(prompt: Any, tools: Sequence[Any]) -> list[int]:
         check_prompt(prompt, "A row")
@@ -296,14 +305,17 @@ def new_conversations(trainer: Any) -> Conversations | None:
     )
     if environments is not None:
         own = [kind for kind in kinds if owns_reward(kind)]
-        first = len(trainer.reward_funcs) - len(own)  # TRL has appended them
+        first = len(trainer.reward_funcs) - len(own)  # TRL has appended the environments' rewards
         trainer.reward_funcs[first:] = [EnvironmentReward(kind, conversations) for kind in own]
     return conversations
 
 
 def new_rounds(trainer: Any) -> Rounds:
+    """Build the `Rounds`, which sample the waiting rows turn by turn in this process."""
+
     def generate(contexts: list[list[int]], first: bool) -> tuple[list[list[int]], Any]:
-        idle = not contexts and not on_servers(trainer)  # other ranks sample, which may take all of them
+        # Sampling may be a collective. So a rank without waiting rows samples from a single token and drops the result.
+        idle = not contexts and not on_servers(trainer)
         if idle:
             contexts = [[trainer._tokenizer.eos_token_id]]
         ids, log_probs = trainer._generate_single_turn(contexts, None, {}, trainer.num_generations if first else 1)
@@ -315,7 +327,16 @@ def new_rounds(trainer: Any) -> Rounds:
 def evaluated_turns(
     trainer: Any, prompt_ids: list[list[int]], completion_ids: list[list[int]], log_probs: list[list[float]] | None
 ) -> tuple:
-    """What TRL's `_tool_call_loop` returns, of first turns that were sampled."""
+    """Finish rows whose first turns were sampled, as TRL's `_tool_call_loop` does.
+
+    Args:
+        trainer: a `DASHTrainer` in evaluation.
+        prompt_ids: token ids of each prompt.
+        completion_ids: token ids of each first turn.
+        log_probs: the sampler's log-probs of each first turn, or `None`.
+    Returns:
+        The tuple that TRL's `_tool_call_loop` returns.
+    """
     rows = trainer._conversations.begun(
         prompt_ids, trainer.environments, trainer._batch_environments if trainer.environments else None
     )
@@ -333,19 +354,21 @@ def evaluated_turns(
 
 
 def new_rewards(trainer: Any, base: Any) -> Rewards:
-    """The reward functions of a run.
+    """Build the reward functions of a run.
 
     Args:
-        base: `DASHTrainer`. A subclass that overrides `_calculate_rewards` may change rows: their rewards wait for it.
+        trainer: a `DASHTrainer`.
+        base: the class `DASHTrainer`. If a subclass of it overrides `_calculate_rewards`, it may change rows, so their
+            rewards begin only when that method is called.
     """
     overridden = type(trainer)._calculate_rewards is not base._calculate_rewards
     if overridden and looks_ahead(trainer) and trainer.accelerator.is_main_process:
         logger.warning(
-            f"{type(trainer).__name__} overrides _calculate_rewards, which may change the rows that rewards are asked "
-            "of: rewards begin when it is called, not while rows are sampled. To change rewards, a DASHCallback "
-            "(on_rewards) does without this."
+            f"{type(trainer).__name__} overrides _calculate_rewards. The override may change rows before they are "
+            "scored, so rewards begin only when it is called, not while rows are sampled. If you only change rewards, "
+            "use a DASHCallback (on_rewards) instead: rewards then begin early."
         )
-    this = weakref.ref(trainer)  # a runner's worker may outlive the trainer, and must not keep its model in memory
+    this = weakref.ref(trainer)  # a runner's worker may outlive the trainer and must not keep the model in memory
 
     def group_size() -> int:
         if (alive := this()) is None:
@@ -366,6 +389,7 @@ def new_rewards(trainer: Any, base: Any) -> Rewards:
 
 
 def new_log_probs(trainer: Any) -> LogProbs:
+    """Build the `LogProbs` of the run."""
     micro_batches = new_micro_batches(trainer)
 
     def inputs_of(window: GenerationWindow, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
@@ -379,7 +403,7 @@ def new_log_probs(trainer: Any) -> LogProbs:
     def reference(inputs: dict[str, Any]) -> tuple:
         if trainer.ref_model is not None:
             return run(trainer.ref_model, inputs)
-        # With PEFT, the reference is the base model, or the adapter that training began with.
+        # With PEFT, the reference is the base model, or the adapter "ref" (the one that training began with).
         model = trainer.accelerator.unwrap_model(trainer.model)
         with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
             return run(trainer.model, inputs)
@@ -396,6 +420,7 @@ def new_log_probs(trainer: Any) -> LogProbs:
 
 
 def new_collector(trainer: Any, rewards: Rewards) -> Collector:
+    """Build the `Collector` of the run, with its sampler and its log."""
     args, pad_token_id = trainer.args, trainer._tokenizer.pad_token_id
     log_probs = new_log_probs(trainer)
 
@@ -431,7 +456,7 @@ def new_collector(trainer: Any, rewards: Rewards) -> Collector:
             weights=lambda: trainer.reward_weights,
             count_tokens=count_tokens,
         ),
-        # An environment adds to prompts when it is reset.
+        # An environment may add to its prompt when it is reset, so prompts are tokenized later.
         tokenize=trainer._tokenize_prompts
         if trainer.rollout_func is None and trainer.environment_factories is None
         else None,
@@ -447,7 +472,7 @@ def new_collector(trainer: Any, rewards: Rewards) -> Collector:
 
 
 def new_dynamic_sampling(trainer: Any) -> dict[str, Any]:
-    """What a `Collector` takes for prompts whose number or choice depends on what was sampled."""
+    """Return the extra arguments of a `Collector` with a `PromptQueue`; none without one."""
     args, ranks = trainer.args, trainer.ranks
     if not args.queues_prompts:
         return {}
@@ -479,6 +504,7 @@ def new_dynamic_sampling(trainer: Any) -> dict[str, Any]:
 
 
 def new_passes(trainer: Any) -> ModelPasses:
+    """Build the `ModelPasses` of the run."""
     models = [trainer.model] if trainer.ref_model is None else [trainer.model, trainer.ref_model]
     models = [trainer.accelerator.unwrap_model(model) for model in models]
     adapter = getattr(trainer.model, "active_peft_config", None)
@@ -487,7 +513,7 @@ def new_passes(trainer: Any) -> ModelPasses:
         virtual_tokens=getattr(adapter, "is_prompt_learning", False),
         continuous_batching=trainer.args.use_transformers_continuous_batching,
         noisy_embeddings=trainer.args.neftune_noise_alpha is not None,
-        # by `torch_compile`, or by accelerate's own configuration
+        # set by `torch_compile` or by accelerate's own configuration
         compiled=trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
         share_prompts=trainer.args.share_prompts,
         router_losses=trainer.aux_loss_enabled,
@@ -495,6 +521,7 @@ def new_passes(trainer: Any) -> ModelPasses:
 
 
 def new_micro_batches(trainer: Any) -> MicroBatches:
+    """Build the `MicroBatches` of the run."""
     args = trainer.args
     return MicroBatches(
         trainer._passes,
@@ -508,6 +535,7 @@ def new_micro_batches(trainer: Any) -> MicroBatches:
 
 
 def new_micro_steps(trainer: Any, collector: Collector) -> MicroSteps:
+    """Build the `MicroSteps` of the run."""
     args, micro_batches = trainer.args, new_micro_batches(trainer)
     return MicroSteps(
         Schedule(
@@ -526,12 +554,14 @@ def new_micro_steps(trainer: Any, collector: Collector) -> MicroSteps:
     )
 
 
-# ---------------------------------------------------------------------- what is kept of a run
+# ---------------------------------------------------------------------- logs and checkpoints
 
 
 def new_recorder(trainer: Any) -> Recorder:
+    """Build the `Recorder` of the run."""
+
     def logged() -> bool:
-        """Whether the optimizer step that runs will be logged, as far as that is known now."""
+        """Whether the running optimizer step will be logged, as far as that is known now."""
         args, state = trainer.args, trainer.state
         step = state.global_step + 1
         at_first = step == 1 and args.logging_first_step
@@ -548,6 +578,8 @@ def new_recorder(trainer: Any) -> Recorder:
 
 
 def new_checkpoints(trainer: Any, log_probs: LogProbs) -> Checkpoints:
+    """Build the `Checkpoints` of the run."""
+
     def shapes() -> Shapes:
         dataset, rules = trainer.train_dataset, log_probs.rules
         return Shapes.of(

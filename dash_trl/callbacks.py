@@ -1,4 +1,4 @@
-"""`DASHCallback`: a `TrainerCallback` with three more events."""
+"""`DASHCallback`: a `TrainerCallback` with more events, which see rollouts, rewards and advantages."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ if TYPE_CHECKING:
 ROLLOUT_EVENTS = ("on_group_sampled", "on_rollouts_sampled", "on_rewards", "on_advantages")
 TRAINER_EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
 
-# A name this similar to an event's (difflib's ratio) is one with a slip: `on_advantage` has 0.96, `on_train_epoch_end`,
-# an event of other libraries, 0.80.
+# A method counts as misspelt if its name is at least this similar to an event's (difflib's ratio). `on_advantage` has
+# 0.96; `on_train_epoch_end`, an event of other libraries, has 0.80.
 MISSPELT = 0.9
 
 
 @dataclass(frozen=True)
 class SampledGroup:
-    """Completions of one prompt, as soon as a server has sampled all of them.
+    """The completions of one prompt, as soon as a vLLM server has sampled all of them.
 
     Attributes:
-        number: of their generation batch, in the order in which these are sampled.
-        examples: the dataset row of each. prompt_ids, completion_ids: token ids of each.
+        number: number of their generation batch, counted in the order in which batches are sampled.
+        examples: the dataset row of each completion.
+        prompt_ids: token ids of each completion's prompt.
+        completion_ids: token ids of each completion.
     """
 
     number: int
@@ -41,23 +43,24 @@ class SampledGroup:
 
 
 class DASHCallback(TrainerCallback):
-    """A callback that sees the rollouts on their way from birth to the filter.
+    """A callback that can read and change rollouts between sampling and filtering.
 
-    The three events follow each other once per generation batch, on every rank, with this rank's rows in the order of
-    their groups. Each may change in place the field that it is about; the keyword arguments are those of every
-    `TrainerCallback` event (`model`, `processing_class`, …) and `trainer`. What an event leaves with a wrong shape or
-    dtype is a `ValueError` that names the callback. Collectives and model passes are allowed if all ranks do the same
-    number of them. Evaluation runs TRL's path and has no such events.
+    `on_rollouts_sampled`, `on_rewards` and `on_advantages` follow each other once per generation batch, on every rank,
+    with this rank's rows in the order of their groups. Each event may change the field that it is about, in place. The
+    keyword arguments are those of every `TrainerCallback` event (`model`, `processing_class`, …) and `trainer`.
+    Collectives and model passes are allowed if all ranks run the same number of them. Evaluation uses TRL's code and
+    has no such events.
+
+    If an event leaves a field with a wrong shape or dtype, the trainer raises a `ValueError` that names the callback.
 
     Attributes:
-        per_group: what it does with a group depends on no other one. With `reward_pipeline`, `on_rewards` and
-            `on_advantages` get some groups at a time, as their rewards come; with `max_num_gen_batches`, those of a
-            round. There a callback has to say that it may.
-        watches_groups: `on_group_sampled` is to be called.
-
+        per_group: True declares that the callback treats each group by itself, whatever the other groups are. Two
+            options need that: with `reward_pipeline`, `on_rewards` and `on_advantages` get some groups at a time, as
+            their rewards come; with `max_num_gen_batches`, they get the groups of one round.
+        watches_groups: True if `on_group_sampled` should be called.
     Raises:
-        ValueError: when a subclass is defined, if the name of a method is that of an event with a slip; when a trainer
-            is made with it, if that is no `DASHTrainer`. Such methods would never be called, without a word.
+        ValueError: when a subclass is defined, if the name of a method resembles that of an event; when a trainer is
+            created with the callback, if it is no `DASHTrainer`. In both cases methods would silently never be called.
     """
 
     per_group = False
@@ -69,48 +72,82 @@ class DASHCallback(TrainerCallback):
             meant = misspelt(name, (*ROLLOUT_EVENTS, *TRAINER_EVENTS))
             if name.startswith("on_") and callable(value) and meant not in (None, name):
                 raise ValueError(
-                    f"{cls.__name__}.{name} is no event, so that no trainer calls it. Rename it to {meant}; a method "
-                    "that you call yourself needs a name that resembles no event."
+                    f"{cls.__name__}.{name} is no event, so no trainer calls it. Rename it to {meant}. If you call it "
+                    "yourself, give it a name that does not resemble an event's."
                 )
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Raises in a trainer that sends no rollout events: it is not a `DASHTrainer` if it has no `DASHConfig`."""
+        """Refuse a trainer that sends no rollout events.
+
+        Raises:
+            ValueError: the trainer has no `DASHConfig`, so it is no `DASHTrainer`.
+        """
         if not isinstance(args, DASHConfig):
             raise ValueError(
-                f"{type(self).__name__} is a DASHCallback, but this trainer sends no {', '.join(ROLLOUT_EVENTS)}: it "
-                "would do nothing. Train with dash_trl.DASHTrainer, or derive the callback from TrainerCallback."
+                f"{type(self).__name__} is a DASHCallback, but this trainer sends no {', '.join(ROLLOUT_EVENTS)}, so "
+                "it would do nothing. Train with dash_trl.DASHTrainer, or derive it from TrainerCallback."
             )
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps of it beside the generation window; None: nothing.
+        """Return what a checkpoint should keep of this callback; `None` for nothing.
 
-        Tensors, numbers, texts, lists and dicts, so that `torch.load(weights_only=True)` reads it; the same on all
-        ranks, of which the first one's is saved; not changed after it was handed out.
+        The state consists of tensors, numbers, texts, lists and dicts, so that `torch.load(weights_only=True)` can read
+        it. It must be the same on all ranks (the first rank's is saved), and must not be changed after it was returned.
         """
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of the checkpoint that a run is resumed from, on every rank."""
+        """Restore the state from the checkpoint that a run is resumed from. It is called on every rank.
+
+        Args:
+            state: what `state_dict` returned.
+        """
 
     def on_group_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, group: SampledGroup, **kwargs
     ) -> None:
-        """A vLLM server has finished a group, while others are sampled; not with tools or environments.
+        """Called when a vLLM server has finished a group, while others are still sampled.
 
-        Called on the main thread of one rank, without the others: no collectives here.
+        It is called on the main thread of one rank, independently of the others, so it must not use collectives. It is
+        not called for rows with tools or environments.
+
+        Args:
+            args: the trainer's `DASHConfig`.
+            state: the `TrainerState`.
+            control: the `TrainerControl`.
+            group: the group.
+            kwargs: `trainer`.
         """
 
     def on_rollouts_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
     ) -> None:
-        """The rollouts are in CPU memory. A `tool_mask`, [B, T], takes tokens out of the loss; the other masks say
-        where tokens are.
+        """Called when the rollouts have been sampled and are in CPU memory.
+
+        To take tokens out of the loss, set or change `tool_mask`, [B, T]. The other masks say where tokens are.
+
+        Args:
+            args: the trainer's `DASHConfig`.
+            state: the `TrainerState`.
+            control: the `TrainerControl`.
+            rollouts: B rows.
+            kwargs: see the class.
         """
 
     def on_rewards(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: ScoredRollouts, **kwargs
     ) -> None:
-        """`rollouts.rewards`, [B, F], is there to be changed. NaN = not applicable; a row of NaN is unscored."""
+        """Called when the rewards have come. It may change `rollouts.rewards`, [B, F].
+
+        NaN = the function does not apply. A row of NaN only is unscored.
+
+        Args:
+            args: the trainer's `DASHConfig`.
+            state: the `TrainerState`.
+            control: the `TrainerControl`.
+            rollouts: B rows with rewards.
+            kwargs: see the class.
+        """
 
     def on_advantages(
         self,
@@ -120,7 +157,17 @@ class DASHCallback(TrainerCallback):
         rollouts: CreditedRollouts,
         **kwargs,
     ) -> None:
-        """`rollouts.advantages`, [B], is there to be changed, or replaced by [B, T] for per-token credit."""
+        """Called when the advantages are computed. It may change `rollouts.advantages`, [B].
+
+        For per-token credit, replace them with a tensor [B, T].
+
+        Args:
+            args: the trainer's `DASHConfig`.
+            state: the `TrainerState`.
+            control: the `TrainerControl`.
+            rollouts: B rows with advantages.
+            kwargs: see the class.
+        """
 
 
 def dispatch(
@@ -131,12 +178,18 @@ def dispatch(
     arguments: tuple[Any, Any, Any],
     others: Mapping[str, Any],
 ) -> None:
-    """Hand the rollouts to each callback; what fails on one rank is an error on all.
+    """Call an event of each callback. An error on one rank is raised on all.
 
     Args:
-        arguments: `args`, `state`, `control`. others: the keyword arguments.
+        event: name of the event.
+        rollouts: the rows, which callbacks may change in place.
+        callbacks: called in this order.
+        ranks: the ranks of the run.
+        arguments: `args`, `state` and `control`.
+        others: the keyword arguments.
     Raises:
-        ValueError: a callback left a field unusable, or took tokens out of the loss after they had been counted.
+        ValueError: a callback left a field unusable, or changed which tokens the loss counts after they had been
+            counted.
     """
     for callback in callbacks:
         ranks.agree(partial(_call, callback, event, rollouts, arguments, others))
@@ -148,13 +201,13 @@ def _call(callback: DASHCallback, event: str, rollouts: RolloutBatch, arguments:
     rollouts.validate(like=before, culprit=f"{type(callback).__name__}.{event}")
     if event != "on_rollouts_sampled" and not (loss_mask == rollouts.loss_mask).all():
         raise ValueError(
-            f"{type(callback).__name__}.{event} changed which tokens the loss counts, after their number was taken "
-            "for its normaliser. Change completion_mask and tool_mask in on_rollouts_sampled."
+            f"{type(callback).__name__}.{event} changed which tokens the loss counts, but they are counted already "
+            "(the loss divides by their number). Change completion_mask and tool_mask in on_rollouts_sampled."
         )
 
 
 def _named(callbacks: Iterable[DASHCallback]) -> Iterator[tuple[str, DASHCallback]]:
-    """By the names of their classes; the second of one class is `Name-2`."""
+    """Yield each callback with a name: that of its class, then `Name-2` for the second callback of a class."""
     count: Counter[str] = Counter()
     for callback in callbacks:
         name = type(callback).__name__
@@ -163,13 +216,24 @@ def _named(callbacks: Iterable[DASHCallback]) -> Iterator[tuple[str, DASHCallbac
 
 
 def states_of(callbacks: Iterable[DASHCallback]) -> dict[str, Any]:
-    """What a checkpoint keeps of those that have a state; not copied."""
+    """Return the states of the callbacks that have one, by name; not copied.
+
+    Args:
+        callbacks: in the order of the run.
+    """
     found = {name: callback.state_dict() for name, callback in _named(callbacks)}
     return {name: state for name, state in found.items() if state is not None}
 
 
 def restore_states(callbacks: Iterable[DASHCallback], states: dict[str, Any]) -> list[str]:
-    """Load them, and name those that have a state, but none here."""
+    """Load the states into the callbacks.
+
+    Args:
+        callbacks: in the same order as when the states were saved.
+        states: what `states_of` returned.
+    Returns:
+        The names of callbacks that have a state but find none in `states`.
+    """
     missing = []
     for name, callback in _named(callbacks):
         if name in states:
@@ -180,5 +244,10 @@ def restore_states(callbacks: Iterable[DASHCallback], states: dict[str, Any]) ->
 
 
 def misspelt(name: str, events: Iterable[str]) -> str | None:
-    """The event that `name` is meant to be, if it is one with a slip or without."""
+    """Return the event whose name equals or closely resembles `name`; `None` if there is none.
+
+    Args:
+        name: name of a method.
+        events: names of the events.
+    """
     return next(iter(get_close_matches(name, list(events), n=1, cutoff=MISSPELT)), None)

@@ -1,4 +1,4 @@
-"""`Checkpoints`: saves and restores the window of a run and the states of its callbacks."""
+"""`Checkpoints`: saves and restores the window in use, the place in the prompts and the states of callbacks."""
 
 import logging
 import os
@@ -28,11 +28,15 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """What a checkpoint holds of a run beside Transformers' files. Every method is called on every rank.
+    """Saves and restores what a checkpoint holds beside Transformers' files.
+
+    All ranks call every method at the same point.
 
     Args:
-        shapes: of the run, as it is now. callbacks: that may have a state.
-        sharded: whether each rank has a shard of the optimizer's state, which only as many ranks can load.
+        ranks: the ranks of the run.
+        shapes: returns the current shapes of the run.
+        callbacks: returns the callbacks that may have a state.
+        sharded: each rank saves a shard of the optimizer's state. Only the same number of ranks can load these shards.
     """
 
     def __init__(
@@ -44,10 +48,11 @@ class Checkpoints:
         sharded: bool,
     ):
         self._ranks, self._shapes, self._callbacks, self._sharded = ranks, shapes, callbacks, sharded
-        # As they were before the optimizer step that runs: the callbacks' states, and where the prompts stood.
+        # The callbacks' states and the place in the prompts, from before the running optimizer step.
         self._before: tuple[dict[str, Any], dict[str, Any] | None] = {}, None
 
     def begin_optimizer_step(self, reader: PromptReader | PromptQueue) -> None:
+        """Keep the callbacks' states and the place in the prompts, as they are before the optimizer step."""
         self._before = states_of(self._callbacks()), reader.state_dict()
 
     def save(
@@ -62,11 +67,18 @@ class Checkpoints:
         samples_again: bool,
         reader: PromptReader | PromptQueue,
     ) -> None:
-        """
+        """Save this rank's share of a checkpoint, and on the first rank the states of the callbacks.
+
         Args:
-            step: see `SavedRun`. window: None where a resumed run does not use it.
-            samples_again: it samples the window in use anew, before which the states were others.
-            reader: of the prompts.
+            folder: folder of the checkpoint.
+            epoch: `TrainerState.epoch`.
+            max_steps: `TrainerState.max_steps`.
+            step: the micro-step at which a resumed run continues; see `SavedRun`.
+            skipped_steps: optimizer steps skipped so far.
+            window: the window in use; `None` if a resumed run does not use it.
+            samples_again: a resumed run samples the window in use again. It then needs the states from before that
+                window was sampled.
+            reader: hands out the prompts.
         """
         shapes = self._shapes()
         states, prompts = self._before if samples_again else (states_of(self._callbacks()), reader.state_dict())
@@ -76,12 +88,17 @@ class Checkpoints:
             torch.save(states, os.path.join(folder, STATES))
 
     def resume(self, checkpoint: str, start: tuple[int, int], *, ignore_data_skip: bool) -> tuple[SavedRun | None, int]:
-        """Gives the callbacks their states.
+        """Load a checkpoint, and give the callbacks their states.
 
         Args:
-            start: (epochs, micro-batches of a rank since) that Transformers takes for used.
+            checkpoint: folder of the checkpoint.
+            start: (epochs, micro-batches of a rank since then) that Transformers counts as used.
+            ignore_data_skip: Transformers' option; see `why_a_new_window`.
         Returns:
-            The run, where this one goes on in its window, else None and a warning why not; the steps skipped so far.
+            The saved run if this run continues in its window, else `None` (with a warning that says why); and the
+            number of optimizer steps skipped so far.
+        Raises:
+            ValueError: the run cannot be resumed in this way, or a file is damaged or missing.
         """
         own = self._ranks.agree(partial(SavedRun.load, self._file(checkpoint)))
         found = self._ranks.gather_object(own and replace(own, window=None, prompts=None))
@@ -93,7 +110,7 @@ class Checkpoints:
         )
         states = self._ranks.agree(partial(load_states, checkpoint), main_only=True)
         for name in self._ranks.agree(partial(restore_states, self._callbacks(), states)):
-            self._warn(f"{checkpoint} holds nothing that {name} has learned; it goes on as it is.")
+            self._warn(f"{checkpoint} holds nothing that {name} has learned; this callback keeps its current state.")
         if reason is not None:
             self._warn(f"{reason}; training goes on with a new generation window.")
         return None if reason is not None else own, 0 if saved is None else saved.skipped_steps

@@ -1,10 +1,11 @@
-"""What the ranks of a run do together: agree whether all succeeded, gather rows, take their own slice.
+"""What the ranks of a run do together: agree whether all succeeded, gather rows, take their own rows::
 
     rank 0   work ──► done ───┐
     rank 1   work ──► error ──┴──► meeting ──► the error is raised on every rank
 
-Without the meeting the others would go on into their next collective and wait there for a rank that has gone. It is not
-a collective itself: a rank that fails within one would answer another than the others are in.
+Without the meeting, the other ranks would go on to their next collective and wait there for a rank that has gone. The
+meeting itself is not a collective, but uses torch's key-value store. If it were one, a rank that failed within a
+collective would answer another collective than the one that the others are in.
 """
 
 import json
@@ -20,28 +21,35 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import Tensor
 
-PATIENCE = 10.0  # seconds that a failed rank waits for the others, which may be in a collective that it left out
-TIMEOUT = 1800.0  # seconds that the others wait; torch's for a collective on gloo
-FIRST_LOOK, LAST_LOOK, LOOK_SHARE = 1e-4, 0.2, 0.02  # seconds between looks: a share of those waited, within limits
-WELL = b"well"  # in the store, in place of an error
+PATIENCE = 10.0  # seconds that a failed rank waits for the others, which may hang in a collective that it missed
+TIMEOUT = 1800.0  # seconds that the other ranks wait; torch's default for a collective on gloo
+# Seconds between two looks at the store: `LOOK_SHARE` of the time waited so far, within these limits.
+FIRST_LOOK, LAST_LOOK, LOOK_SHARE = 1e-4, 0.2, 0.02
+WELL = b"well"  # what a rank without an error writes into the store
 
 T = TypeVar("T")
 
-# The meetings of this process so far, at each depth of agreements within agreements. All ranks come to the same ones in
-# the same order; those within a work that failed on one rank do not shift the numbers of the later ones.
+# How many meetings this process has had, at each depth of nested calls of `agree`. All ranks have the same meetings in
+# the same order. If work fails on one rank, meetings nested in that work do not shift the numbers of later meetings.
 _depths = [0]
-_left_behind: list[str] = []  # this rank's keys of meetings that others may still be reading
+_left_behind: list[str] = []  # this rank's keys of the last meeting, which others may still be reading
 
 
 class RankFailed(RuntimeError):
-    """Another rank failed, or did not come; the message names it and its error."""
+    """Another rank failed, or did not come to a meeting. The message names the rank and its error."""
 
 
 class Ranks:
-    """The ranks of a run, seen from one of them. On the main thread, in the same order on every rank.
+    """The ranks of a run, as seen from one of them.
+
+    Every method runs on the main thread, and all ranks call the methods in the same order.
 
     Args:
-        accelerator: accelerate's `Accelerator`. timeout: seconds to wait for a rank in an agreement.
+        accelerator: accelerate's `Accelerator`.
+        timeout: seconds for which a rank waits for the others in `agree`.
+    Attributes:
+        rank: index of this rank.
+        count: number of ranks.
     """
 
     def __init__(self, accelerator: Any, timeout: float = TIMEOUT):
@@ -51,18 +59,22 @@ class Ranks:
         self.count: int = accelerator.num_processes
 
     def agree(self, work: Callable[[], T], *, main_only: bool = False, from_main: bool = False) -> T:
-        """Do it on every rank, or on the main one; if it fails on any, all raise.
+        """Call `work` on every rank, or only on the main one. If it fails on any rank, all ranks raise.
 
-        A rank that fails while the others are in a collective waits `PATIENCE` for them and ends with its own error,
-        after which the launcher ends the others.
+        If a rank fails while the others are in a collective, it waits `PATIENCE` seconds for them and then raises its
+        own error; the launcher then ends the other ranks.
 
         Args:
-            main_only: only the main process works. from_main: all work, and get the main process's value.
+            work: the function to call.
+            main_only: call it only on the main process. All ranks get its value.
+            from_main: call it on all ranks, but return the main process's value on all of them.
+        Returns:
+            The value of `work`.
         Raises:
-            Exception: what `work` raised on this rank, or else on the first that failed, with a `RankFailed` as its
-                cause.
-            RankFailed: where another rank's error is neither built-in nor of this package, or a rank did not come in
-                time.
+            Exception: the error of `work` on this rank. If it succeeded here, the error of the first rank that failed,
+                with a `RankFailed` as its cause.
+            RankFailed: another rank failed with an error that is neither built-in nor of this package, or it did not
+                come in time.
         """
         _depths[-1] += 1
         meeting = [".".join(map(str, _depths[: depth + 1])) for depth in range(len(_depths))]
@@ -72,7 +84,7 @@ class Ranks:
         try:
             if self.rank == 0 or not main_only:
                 value = work()
-        except Exception as caught:  # relayed to all ranks
+        except Exception as caught:  # raised below, on all ranks
             error = caught
         finally:
             _depths.pop()
@@ -90,43 +102,53 @@ class Ranks:
         return value
 
     def gather(self, rows: Tensor, *, pad: float = 0) -> Tensor:
-        """[B, …] of this rank → [N, …] of all, on the CPU; [B, K] with another K on each rank is padded to the widest.
+        """Gather the rows of all ranks on the CPU. If ranks have different numbers of columns, rows are padded.
 
         Args:
-            rows: float32 or integers, which every device can gather; B is the same on all ranks.
+            rows: [B, …] float32 or integers, which every device can gather. B is the same on all ranks.
+            pad: the value that fills missing columns.
+        Returns:
+            [N, …], the rows of rank 0 first.
         """
         if rows.dim() > 1:
             rows = self._accelerator.pad_across_processes(rows.to(self._accelerator.device), dim=1, pad_index=pad)
         return self._accelerator.gather(rows.to(self._accelerator.device)).cpu()
 
     def gather_object(self, value: Any) -> list[Any]:
-        """One picklable value of each rank, in their order."""
+        """Gather one picklable value from each rank, in the order of the ranks."""
         return gather_object([value])
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, on the CPU, in the dtype of `values` (MPS has no float64)."""
+        """Add up a tensor over the ranks, on the CPU and in the dtype of `values` (MPS has no float64)."""
         return self._accelerator.reduce(values.to(self._accelerator.device), "sum").cpu()
 
     def least(self, number: int) -> int:
-        """The least of the ranks' numbers."""
+        """Return the smallest of the ranks' numbers."""
         return int(self.gather(torch.tensor([number])).min())
 
     def own(self, rows: int) -> slice:
-        """This rank's rows among the gathered ones.
+        """Return the position of this rank's rows among the gathered ones.
 
         Args:
-            rows: B, of a rank.
+            rows: number of rows of each rank.
         """
         return slice(self.rank * rows, (self.rank + 1) * rows)
 
 
 @contextmanager
 def accumulating(accelerator: Any, model: Any) -> Iterator[None]:
-    """No gradient synchronisation and no DeepSpeed step after this backward pass: more follow in the micro-step."""
+    """Turn off gradient synchronisation and DeepSpeed's step after this backward pass.
+
+    It is for all passes of a micro-step but the last.
+
+    Args:
+        accelerator: accelerate's `Accelerator`.
+        model: the wrapped model.
+    """
     state = accelerator.gradient_state
     synchronise = state.sync_gradients
     state._set_sync_gradients(False)
-    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED  # its engine has its own boundary
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED  # its engine marks the boundary itself
     with nullcontext() if deepspeed else accelerator.no_sync(model):
         yield
     state._set_sync_gradients(synchronise)
@@ -143,23 +165,29 @@ def meet(
     patience: float = PATIENCE,
     timeout: float = TIMEOUT,
 ) -> dict[int, tuple[str, Exception | None]]:
-    """Wait for all ranks, each with its error or None.
+    """Wait until all ranks have come to a meeting, and exchange their errors.
 
     Args:
-        store: torch's key-value store, which all ranks see.
-        meeting: its name, the same on all ranks, behind those of the agreements that it lies within.
-        left_behind: this rank's keys of the meetings before, to be removed; those of this one are left in it.
-        patience: seconds for which a rank that failed waits. timeout: seconds for which the others do.
+        store: torch's key-value store, which all ranks share.
+        rank: this rank.
+        count: number of ranks.
+        error: this rank's error; `None` if it succeeded.
+        meeting: the names of the meetings that surround this one, outermost first, and this one's name last; the same
+            on all ranks.
+        left_behind: keys of this rank's earlier meetings. They are deleted and replaced by the keys of this meeting.
+        patience: seconds for which a rank that failed waits for the others.
+        timeout: seconds for which a rank that succeeded waits for the others.
     Returns:
-        Of each rank that failed, the text of its error, and the error if it is built-in or of this package; the same on
-        every rank. Only its own on one that failed and met nobody. If one has failed in an agreement around this one,
-        so that it will not come to this one: that one.
+        For each rank that failed, the text of its error, and the error itself if it is built-in or of this package.
+        This is the same on every rank, with two exceptions: a rank that failed and met nobody in time gets only its own
+        error; and if a rank has failed in a surrounding meeting, and so will not come to this one, that failure is
+        returned.
     Raises:
-        RankFailed: some did not come in time.
+        RankFailed: some ranks did not come in time.
     """
     keys = [f"dash_trl/{meeting[-1]}/{one}" for one in range(count)]
     failed = [f"dash_trl/{name}/failed" for name in meeting]
-    if error is not None:  # before it counts as having come: the others look for failures when all have
+    if error is not None:  # set before this rank counts as present: the others look for failures once all are present
         store.set(failed[-1], keys[rank])
     store.set(keys[rank], WELL if error is None else _written(error))
     started = time.monotonic()
@@ -174,32 +202,35 @@ def meet(
         if waited > timeout:
             missing = [one for one, key in enumerate(keys) if not store.check([key])]
             raise RankFailed(f"Rank {rank} has waited {timeout:g} s (ddp_timeout) for the ranks {missing}.")
-        # Looks, since `store.wait` cannot be interrupted by Ctrl+C, and prints warnings when its time is over.
+        # Poll: Ctrl+C cannot interrupt `store.wait`, which also prints warnings when its time is over.
         time.sleep(min(max(FIRST_LOOK, LOOK_SHARE * waited), LAST_LOOK))
     said_by_all = [store.get(key) for key in keys] if store.check([failed[-1]]) else []
-    for key in left_behind:  # who is here has left the meetings before
+    for key in left_behind:  # a rank that is here no longer reads keys of earlier meetings
         store.delete_key(key)
     left_behind[:] = [keys[rank]] + ([failed[-1]] if error is not None else [])
     return {one: _read(value) for one, value in enumerate(said_by_all) if value != WELL}
 
 
 def _written(error: Exception) -> bytes:
-    """JSON, since anybody who reaches the store may write there: unpickling would run whatever that is."""
-    said = traceback.TracebackException.from_exception(error)  # its text is safe where the error's own `__str__` fails
+    """Write an error as JSON.
+
+    It is not pickled: anybody who can reach the store may write there, and unpickling would run their code.
+    """
+    said = traceback.TracebackException.from_exception(error)  # gives a text even if the error's own `__str__` fails
     kind = type(error)
     text = f"{kind.__name__}: {said}"
     try:
         return json.dumps([text, kind.__module__, kind.__name__, error.args]).encode()
-    except Exception:  # arguments that are no JSON, or too deep
+    except Exception:  # the arguments are not JSON, or nested too deeply
         return json.dumps([text, kind.__module__, kind.__name__, [str(said)]]).encode()
 
 
 def _read(written: bytes) -> tuple[str, Exception | None]:
-    """(text, the error if it is built-in or of this package)."""
+    """Return the text of an error, and the error itself if it is built-in or of this package."""
     text, module, name, arguments = json.loads(written)
     known = module == "builtins" or module.startswith("dash_trl.")
     kind = getattr(sys.modules.get(module), name, None) if known else None
     try:
         return text, kind(*arguments) if isinstance(kind, type) and issubclass(kind, Exception) else None
-    except Exception:  # UnicodeDecodeError, for example, takes no text
+    except Exception:  # some errors, such as UnicodeDecodeError, cannot be built from a text
         return text, None

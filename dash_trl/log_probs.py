@@ -1,4 +1,4 @@
-"""`LogProbs`: what the models say of tokens that have been sampled, by passes without gradient.
+"""`LogProbs`: log-probs of sampled tokens, by passes without gradient::
 
     window ──► micro-batches ──► policy, reference ──► log-probs [B, T] ──► old_per_token_logps, ref_per_token_logps
                                                             │
@@ -25,21 +25,22 @@ from dash_trl.rollout import LOG_PROB_FIELDS, CreditedRollouts, GenerationWindow
 from dash_trl.seams import give_late_ratio
 from dash_trl.update import behaviour_log_probs, importance_sampling_ratio, unknown_log_probs
 
-Inputs = dict[str, Any]  # of a model pass, on the device
+Inputs = dict[str, Any]  # the inputs of a model pass, on the device
 
 
 @dataclass(frozen=True)
 class LogProbRules:
-    """What the loss asks for.
+    """Which log-probs the loss needs.
 
     Attributes:
-        outlives_its_weights: a window is used by more than one optimizer step, so that its old log-probs are needed.
-        reference: those of the reference model are.
+        outlives_its_weights: several optimizer steps use a window, so its old log-probs must be computed.
+        reference: the loss needs the reference model's log-probs.
         sampler_is_old: the old log-probs are the sampler's.
-        correction: the keyword arguments of `importance_sampling_ratio`, where the sampler is corrected.
-        repeatable: a pass in training finds the log-probs that one without gradient finds: there is neither dropout nor
-            NEFTune's noise, and a row is trained on once. (If a callback cuts an epoch, the second time may follow an
-            optimizer step.)
+        correction: the keyword arguments of `importance_sampling_ratio`; `None` if the loss does not correct for the
+            sampler.
+        repeatable: whether a training pass finds the same log-probs as a pass without gradient. That holds without
+            dropout and NEFTune's noise, if each row is trained on once. (If a callback cuts an epoch short, a row's
+            second use may follow an optimizer step.)
     """
 
     outlives_its_weights: bool
@@ -49,11 +50,11 @@ class LogProbRules:
     repeatable: Callable[[], bool]
 
     def names(self, *, serves_one_step: bool) -> list[str]:
-        """Whose log-probs are to be found before training.
+        """Return the fields of log-probs that must be computed before training.
 
         Args:
-            serves_one_step: one optimizer step uses all of the window. Its weights are those of the old log-probs, so
-                that its own passes find them: see `CorrectionInPass`.
+            serves_one_step: one optimizer step uses the whole window. The step's own passes then run with the weights
+                of the old log-probs and find them; see `CorrectionInPass`.
         """
         corrects = self.correction is not None and not (serves_one_step and self.repeatable())
         old = self.outlives_its_weights or self.sampler_is_old or corrects
@@ -61,18 +62,22 @@ class LogProbRules:
 
 
 class LogProbs:
-    """Every method is called on every rank at the same point: model passes and gathered lengths are collectives.
+    """Computes old log-probs, reference log-probs and importance-sampling ratios.
+
+    All ranks call every method at the same point, because model passes and the gathering of lengths are collectives.
 
     Args:
-        rules: as they are now.
-        inputs_of: (window, lengths [R, N, 4]) → of each pass over the rows with a length, this rank's rows of
-            `window.rollouts`, at most S, and its inputs.
-        policy, reference: the pass of a model, (inputs, compute_entropy=False) → ([S, T'] log-probs, [S, T'] entropies
-            or None, …).
-        log: takes one more value of each figure.
-        timed: a phase whose seconds are logged.
+        ranks: the ranks of the run.
+        rules: returns the current rules.
+        inputs_of: (window, lengths [R, N, 4]) → for each pass over the rows with a length, this rank's rows of
+            `window.rollouts`, at most S, and the inputs of the pass.
+        policy: runs a pass of the policy, (inputs, compute_entropy=False) → ([S, T'] log-probs, [S, T'] entropies or
+            None, …).
+        reference: runs a pass of the reference model in the same way.
+        log: adds one value to each figure.
+        timed: a context whose seconds are logged as a phase.
     Attributes:
-        in_pass: what is found in training passes instead.
+        in_pass: computes the ratio within training passes instead; see `CorrectionInPass`.
     """
 
     def __init__(
@@ -93,20 +98,23 @@ class LogProbs:
 
     @property
     def rules(self) -> LogProbRules:
+        """The current rules."""
         return self._rules()
 
     @torch.no_grad()
     def of_window(self, window: GenerationWindow, *, serves_one_step: bool = False) -> None:
-        """Old log-probs, importance-sampling ratio and reference log-probs of the survivors, where they are needed.
+        """Add old log-probs, importance-sampling ratio and reference log-probs to the survivors, as far as the loss
+        needs them.
 
-        Of rows whose old log-probs are the sampler's, only those take a pass of which it did not report all.
+        If the old log-probs are the sampler's, only rows with a token that the sampler did not report take a pass.
 
         Args:
+            window: its `rollouts` are replaced.
             serves_one_step: see `LogProbRules.names`.
         """
         rules, survivors, lengths = self.rules, window.rollouts, window.lengths
         names = rules.names(serves_one_step=serves_one_step)
-        sampled: Any = survivors.sampling_per_token_logps  # the trainer has checked that they are there if rules ask
+        sampled: Any = survivors.sampling_per_token_logps  # checked by the trainer: set if the rules need it
         if rules.sampler_is_old:
             lengths = self._unknown_rows(window, unknown_log_probs(sampled, survivors.loss_mask).any(dim=1))
 
@@ -123,7 +131,13 @@ class LogProbs:
         window.rollouts = survivors.with_log_probs(**known)
 
     def of_all(self, rollouts: RolloutBatch) -> RolloutBatch:
-        """With what `of_window` finds of all rows: those of later optimizer steps, too, by the weights of the first."""
+        """Add to all rows what `of_window` adds to survivors.
+
+        Rows of later optimizer steps thus get the log-probs of the weights with which the first step began.
+
+        Args:
+            rollouts: B rows without rewards.
+        """
         nothing = torch.zeros(len(rollouts))
         credited = rollouts.with_rewards(nothing.unsqueeze(1)).with_advantages(nothing)
         rows, window = self._window(credited, rollouts.lengths())
@@ -137,7 +151,15 @@ class LogProbs:
     def of_tokens(
         self, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], *, pad_token_id: int
     ) -> list[list[float]]:
-        """The policy's log-probs of each completion's tokens."""
+        """Compute the policy's log-probs of each completion's tokens.
+
+        Args:
+            prompt_ids: B lists of token ids.
+            completion_ids: B lists of token ids.
+            pad_token_id: fills padding.
+        Returns:
+            B lists with one log-prob per completion token.
+        """
         rollouts = Survivors.of_tokens(prompt_ids, completion_ids, pad_token_id=pad_token_id)
         with self._timed("logprobs"):
             (known,) = self._of_rows(rollouts, rollouts.lengths(), self._passes["old_per_token_logps"], 1)
@@ -145,35 +167,44 @@ class LogProbs:
 
     @torch.no_grad()
     def with_entropies(self, rollouts: CreditedRollouts, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The policy's log-probs and entropies, [B, T] each, float32, on the CPU; 0 but for the loss tokens of `rows`.
+        """Compute the policy's log-probs and entropies of the loss tokens of some rows.
 
         Args:
-            rows: [B] bool.
+            rollouts: B rows.
+            rows: [B] bool, True = compute this row.
+        Returns:
+            Log-probs and entropies, [B, T] float32 each, on the CPU; 0 outside the loss tokens of `rows`.
         """
         both = partial(self._passes["old_per_token_logps"], compute_entropy=True)
         log_probs, entropies = self._of_rows(rollouts, rollouts.lengths() * rows.unsqueeze(1), both, 2)
         return log_probs * rollouts.loss_mask, entropies * rollouts.loss_mask
 
     def log(self, survivors: Survivors) -> None:
-        """How far a window's survivors are from the sampler, and what was made of it."""
+        """Log how far a window's survivors are from the sampler, and how the loss is corrected for that.
+
+        Args:
+            survivors: the survivors of a whole window.
+        """
         sampled, mask = survivors.sampling_per_token_logps, survivors.loss_mask
         old, ratio = survivors.old_per_token_logps, survivors.importance_sampling_ratio
         if self.rules.sampler_is_old:
-            assert sampled is not None, "checked where it was sampled"
+            assert sampled is not None, "the sampler's log-probs were checked when they were sampled"
             rows = unknown_log_probs(sampled, mask).any(dim=1)
             found, kept = self._ranks.sum(torch.tensor([int(rows.sum()), len(rows)])).tolist()
             self._log({"off_policy/rescored_rows": found / kept} if kept else {})
         if ratio is not None:
-            assert old is not None and sampled is not None, "of which it was made"
+            assert old is not None and sampled is not None, "the ratio was computed from them"
             self._log_correction(old, sampled, mask, ratio)
 
     def log_step(self) -> None:
-        """As `log`, at the end of an optimizer step: of its windows whose passes found their own old log-probs."""
+        """At the end of an optimizer step, log the same for windows whose training passes computed their own old
+        log-probs.
+        """
         for tables in self.in_pass.of_step():
             self._log_correction(*tables)
 
     def _log_correction(self, old: Tensor, sampled: Tensor, mask: Tensor, ratio: Tensor) -> None:
-        assert self.rules.correction is not None, "by which the ratio was made"
+        assert self.rules.correction is not None, "the ratio was computed with it"
         mode = self.rules.correction["mode"]
         self._log(sampler_metrics(sampled, old, ratio, mask, self._ranks.gather))
         self._log(corrected_share(ratio, old, sampled, mask, mode=mode, reduce_sum=self._ranks.sum))
@@ -181,62 +212,74 @@ class LogProbs:
     def _of_rows(
         self, rollouts: CreditedRollouts, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int
     ) -> list[Tensor]:
-        """As `_found`, of the rows that have a length in `lengths` [B, 4]; 0 for all others."""
+        """Run passes over the rows that have a length in `lengths` [B, 4], as `_found`; all other rows get 0."""
         rows, window = self._window(rollouts, lengths)
         return [_spread(one, rows, len(rollouts)) for one in self._found(window, window.lengths, run, count)]
 
     def _found(
         self, window: GenerationWindow, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int
     ) -> list[Tensor]:
-        """`count` tensors [B, T], float32, on the CPU: what passes find of the window's rows with a length.
+        """Run passes over the window's rows that have a length, and collect their results.
 
         Args:
             run: a pass, inputs → at least `count` tensors [S, T'].
+        Returns:
+            `count` tensors [B, T] float32, on the CPU.
         """
         found = [torch.zeros(window.rollouts.completion_ids.shape) for _ in range(count)]
         for rows, inputs in self._inputs_of(window, lengths) if found else ():
-            for values, known in zip(run(inputs), found, strict=False):  # of which either may have more columns
+            for values, known in zip(run(inputs), found, strict=False):  # either of the two may have more columns
                 known[rows, : values.shape[1]] = values[: len(rows), : known.shape[1]].float().cpu()
         return found
 
     def _window(self, rollouts: CreditedRollouts, lengths: Tensor) -> tuple[Tensor, GenerationWindow]:
-        """The rows with a length in `lengths` [B, 4], and a window of them; a fully masked row has none."""
+        """Build a window from the rows that have a length in `lengths` [B, 4]. A fully masked row has none.
+
+        Returns:
+            The indices of these rows, and the window.
+        """
         rows = (lengths[:, 1] > 0).nonzero().squeeze(1)
         of_all = self._ranks.gather(lengths).view(self._ranks.count, -1, 4)
         return rows, GenerationWindow(rollouts.survivors(rows), of_all, of_all[..., 2].sum())
 
     def _unknown_rows(self, window: GenerationWindow, unknown: Tensor) -> Tensor:
-        """`window.lengths` of the rows with an `unknown` token ([survivors] bool); 0 for all others."""
+        """Return `window.lengths` with 0 for all rows that are not marked in `unknown` ([survivors] bool)."""
         of_rank = torch.zeros(window.lengths.shape[1], dtype=torch.long)
         of_rank[window.lengths[self._ranks.rank, :, 1] > 0] = unknown.long()
         return window.lengths * self._ranks.gather(of_rank).view(self._ranks.count, -1, 1)
 
 
 def _spread(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """The values of some rows → of `count` rows, 0 for all others."""
+    """Place the values of some rows in a tensor of `count` rows; all other rows are 0."""
     return values.new_zeros(count, *values.shape[1:]).index_copy(0, rows, values)
 
 
 class CorrectionInPass:
-    """The importance-sampling ratio of windows that serve one optimizer step, from the logits of the training pass.
+    """Computes the importance-sampling ratio from the logits of the training pass, which saves a pass.
 
-    The weights of such a step are those of the old log-probs: π_old is the policy of the pass itself, without gradient.
-    TRL's loss reads the ratio only after its forward pass, so that no other pass is needed.
+    This works for windows that serve one optimizer step. The weights of that step are those of the old log-probs, so
+    π_old is the policy of the pass itself, without gradient. TRL's loss reads the ratio only after its forward pass, so
+    it can be added in time.
 
     Args:
-        rules: as they are now.
-        rank: this one.
+        rules: returns the current rules.
+        rank: index of this rank.
     """
 
     def __init__(self, rules: Callable[[], LogProbRules], rank: int):
         self._rules, self._rank = rules, rank
-        # Of the pass that is running, if its ratio is wanted: its inputs, the rules of now, and the window's table.
+        # Set while a pass is running that needs a ratio: its inputs, the correction, and the window's table.
         self._running: tuple[Inputs, dict[str, Any], list[tuple[Tensor, ...]]] | None = None
         self._tables: defaultdict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
 
     @contextmanager
     def observe(self, inputs: Inputs, window: int) -> Iterator[None]:
-        """Within it, TRL computes the loss of a pass over rows of a window, and `see` gets its log-probs."""
+        """Within the context, TRL computes the loss of a pass, and `see` gets the log-probs of that pass.
+
+        Args:
+            inputs: the inputs of the loss.
+            window: identifies the window that the rows belong to.
+        """
         correction = self._rules().correction
         if correction is not None and "importance_sampling_ratio" not in inputs:
             self._running = inputs, correction, self._tables[window]
@@ -246,9 +289,10 @@ class CorrectionInPass:
             self._running = None
 
     def see(self, log_probs: Tensor) -> None:
-        """
+        """Compute the ratio of the running pass, if it needs one, and add it to the inputs of the loss.
+
         Args:
-            log_probs: [S, T], of the policy.
+            log_probs: [S, T], the policy's.
         """
         if self._running is None:
             return
@@ -257,11 +301,15 @@ class CorrectionInPass:
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         ratio = importance_sampling_ratio(old, sampled, mask, **correction)
         give_late_ratio(inputs, ratio)
-        rows = len(inputs["pass"].micro_batch.rows[self._rank])  # the rows behind them are dummies
+        rows = len(inputs["pass"].micro_batch.rows[self._rank])  # the last rows are dummies
         table.append(tuple(one[:rows].cpu() for one in (old, sampled, mask, ratio)))
 
     def of_step(self) -> Iterator[tuple[Tensor, ...]]:
-        """Of each window of the step that ends: old log-probs, the sampler's, loss mask, ratio; begins anew."""
+        """Return what the passes of the ending optimizer step have found, and begin the next step.
+
+        Yields:
+            For each window, old log-probs, the sampler's log-probs, loss mask and ratio.
+        """
         tables, self._tables = self._tables, defaultdict(list)
         for passes in tables.values():
             widest = max(old.shape[1] for old, *_ in passes)
@@ -269,5 +317,5 @@ class CorrectionInPass:
 
 
 def _widened(table: Tensor, columns: int) -> Tensor:
-    """[S, ·] → [S, columns] by zeros; one column, a figure per row, stays one."""
+    """Pad [S, ·] with zeros to [S, columns]. A table with one column has one figure per row and stays as it is."""
     return table if table.shape[1] == 1 else torch.nn.functional.pad(table, (0, columns - table.shape[1]))

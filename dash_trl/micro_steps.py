@@ -1,4 +1,4 @@
-"""`MicroSteps`: which model passes each micro-step runs. `MicroBatches`: the inputs of these passes.
+"""`MicroSteps` says which model passes a micro-step runs; `MicroBatches` makes the inputs of these passes::
 
     Collector ──► parts of a window ──► MicroSteps ──► Schedule: the rows of each pass ──► MicroBatches ──► inputs
 
@@ -20,9 +20,13 @@ class MicroBatches:
     """Makes the inputs of model passes from the rows of a window.
 
     Args:
-        passes: padding-free or padded. rank: this one.
-        max_rows, max_tokens: of a pass, see `plan_segment`.
-        loss_type, filter_denominator: see `loss_scale`.
+        passes: lays rows out padding-free or padded.
+        rank: index of this rank.
+        pad_token_id: fills padding.
+        max_rows: row budget of a pass; see `plan_segment`.
+        max_tokens: token budget of a pass; see `plan_segment`.
+        loss_type: see `loss_scale`.
+        filter_denominator: see `loss_scale`.
     """
 
     def __init__(
@@ -42,7 +46,13 @@ class MicroBatches:
         self._loss_type, self._filter_denominator = loss_type, filter_denominator
 
     def plan(self, lengths: Tensor, micro_steps: int, last_must_run: bool = False) -> list[list[MicroBatch]]:
-        """The micro-batches of each micro-step, made of the rows that have a length in `lengths` [R, M, 4]."""
+        """Plan the micro-batches of each micro-step; see `plan_segment`.
+
+        Args:
+            lengths: [R, M, 4], see `RolloutBatch.lengths`. Rows without a completion length are left out.
+            micro_steps: number of micro-steps.
+            last_must_run: the last micro-step runs a pass even if no row is left.
+        """
         return plan_segment(
             lengths,
             micro_steps,
@@ -54,17 +64,34 @@ class MicroBatches:
         )
 
     def metrics(self, planned: list[MicroBatch], lengths: Tensor) -> dict[str, float]:
-        """See `packing_metrics`."""
+        """Return how micro-batches were packed; see `packing_metrics`.
+
+        Args:
+            planned: the micro-batches.
+            lengths: [R, M, 4] of the window.
+        """
         passes = self.passes
         return packing_metrics(planned, lengths, padding_free=passes.padding_free, min_shared=passes.min_shared)
 
     def without_gradient(self, window: GenerationWindow, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
-        """For each pass over the rows with a length in `lengths` [R, M, 4]: this rank's rows, and its inputs."""
+        """Make the inputs of passes over the rows that have a length.
+
+        Args:
+            window: the window of the rows.
+            lengths: [R, M, 4].
+        Yields:
+            For each pass, this rank's rows of `window.rollouts` and the inputs, on the CPU.
+        """
         for micro_batch in self.plan(lengths, 1)[0]:
             yield self._of(window, micro_batch)
 
     def with_gradient(self, window: GenerationWindow, one: Pass) -> dict[str, Any]:
-        """The inputs of a pass, and its weight in the optimizer step; on the CPU."""
+        """Make the inputs of a training pass, with its weight in the optimizer step; on the CPU.
+
+        Args:
+            window: the window of the rows.
+            one: the pass.
+        """
         _, inputs = self._of(window, one.micro_batch)
         scale = loss_scale(
             self._loss_type,
@@ -76,24 +103,29 @@ class MicroBatches:
         return {**inputs, "num_items_in_batch": window.num_items_in_batch, "loss_scale": scale, "pass": one}
 
     def _of(self, window: GenerationWindow, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
-        """This rank's rows of `window.rollouts`, and the model inputs and layout made of them."""
+        """Return this rank's rows of `window.rollouts` in a micro-batch, and the model inputs and layout made of
+        them.
+        """
         rows = window.rows(self._rank)[list(micro_batch.rows[self._rank])].tolist()
         inputs = self.passes.inputs(window.rollouts, rows, size=micro_batch.size, pad_token_id=self._pad_token_id)
         return rows, inputs
 
 
 class MicroSteps:
-    """Collects a window where one is due, keeps it while it is in use, and hands out the passes of each micro-step.
+    """Collects a window when one is due, keeps it while it is in use, and hands out the passes of each micro-step.
 
-    Every method that takes a step is called on every rank at the same point.
+    All ranks call every method that takes a step at the same point.
 
     Args:
-        collect: see `Collector.window`.
+        schedule: decides which rows run in which micro-step.
+        micro_batches: makes the inputs of passes.
+        collect: collects a window; see `Collector.window`.
         by_group: `reward_pipeline`.
-        log: takes one more value of each figure.
-        to_training: sets the model to training mode, which an evaluation may have left.
+        num_generations: rows of a group.
+        log: adds one value to each figure.
+        to_training: puts the model into training mode, which an evaluation may have left.
     Attributes:
-        schedule: which rows run in which micro-step.
+        schedule: as above.
     """
 
     def __init__(
@@ -110,7 +142,7 @@ class MicroSteps:
         self.schedule = schedule
         self._micro_batches, self._collect, self._by_group = micro_batches, collect, by_group
         self._num_generations, self._log, self._to_training = num_generations, log, to_training
-        self._window: Window | None = None  # in use
+        self._window: Window | None = None  # the window in use
 
     def begin_optimizer_step(self, step: int, micro_steps: int, global_step: int) -> None:
         """See `Schedule.begin_optimizer_step`."""
@@ -121,33 +153,39 @@ class MicroSteps:
     def inputs(
         self, step: int, global_step: int, examples: list[dict[str, Any]]
     ) -> Iterator[tuple[list[dict[str, Any]], bool]]:
-        """The inputs of the passes of micro-step `step`, on the CPU; collects a new window where one is due.
+        """Make the inputs of the passes of a micro-step, on the CPU. Collect a new window first if one is due.
 
         Args:
-            global_step: optimizer steps taken. examples: of this micro-step, see `Collector.window`.
+            step: the micro-step.
+            global_step: optimizer steps taken so far.
+            examples: the dataset rows of the micro-step; see `Collector.window`.
         Yields:
-            Some of the inputs, and whether these are the last ones.
+            The inputs of some passes, and whether they are the last ones of the micro-step.
         """
         by_group = self._by_group and self.schedule.has_whole_share(step)
         if not by_group:
             self.wait_for_rest()
         if self._window is None or self._window.whole is not None and self.schedule.window_due(step):
             self._begin_window(step, global_step, examples, by_group=by_group)
-        assert self._window is not None, "it has begun now, if not before"
+        assert self._window is not None, "a window has begun above, if not before"
         if (window := self._window.whole) is not None:
             passes, planned = self.schedule.passes(step, window.lengths, window.num_items_in_batch.item())
             yield self._inputs(window, passes, planned), True
         elif step + 1 < self.schedule.share(step).stop:
-            yield [], True  # the groups that come first run in the last micro-step of the optimizer step's share
+            yield [], True  # whichever groups come first, they run in the last micro-step of the share
         else:
             yield from self._inputs_of_parts(step, self._window)
 
     def groups_of_step(self, step: int) -> int:
-        """This rank's groups that the optimizer step of micro-step `step` takes of the window in use."""
+        """Return how many of this rank's groups an optimizer step takes from the window in use.
+
+        Args:
+            step: a micro-step of the optimizer step.
+        """
         return len(self.schedule.share(step)) * self.schedule.rows_per_step // self._num_generations
 
     def wait_for_rest(self) -> None:
-        """Waits for the parts of the window in use that have not come."""
+        """Wait for all remaining parts of the window in use."""
         window = self._window
         if window is not None and window.whole is None:
             self._to_training()
@@ -155,13 +193,25 @@ class MicroSteps:
             self.schedule.window_is_whole(ran, window.wait().lengths)
 
     def window_to_save(self, step: int) -> GenerationWindow | None:
-        """The window in use, if a run that goes on at micro-step `step` uses it; it has come as a whole."""
+        """Return the window that a resumed run needs.
+
+        Call it only when the window in use is whole.
+
+        Args:
+            step: the micro-step at which a resumed run continues.
+        Returns:
+            The window in use; `None` if that run does not use it.
+        """
         if self._window is None or self.schedule.sampled_after(step):
             return None
         return self._window.whole
 
     def resume(self, window: GenerationWindow | None) -> None:
-        """Go on with the window of a checkpoint."""
+        """Continue with the window of a checkpoint.
+
+        Args:
+            window: `None`: begin with a new window.
+        """
         self._window = None if window is None else Window.of(window)
 
     def _begin_window(self, step: int, global_step: int, examples: list[dict[str, Any]], *, by_group: bool) -> None:
@@ -173,7 +223,7 @@ class MicroSteps:
         self.schedule.window_sampled(step)
 
     def _inputs_of_parts(self, step: int, window: Window) -> Iterator[tuple[list[dict[str, Any]], bool]]:
-        """The inputs of an optimizer step's share of a window, as its parts come."""
+        """Make the inputs of an optimizer step's share of a window, part by part as the rewards come."""
         for part, last in window:
             items = part.num_items_in_batch.item()
             passes, planned = self.schedule.plan_part(step, part.lengths, items, last=last)
@@ -181,7 +231,7 @@ class MicroSteps:
             if last:
                 break
         if self.schedule.ends_window(step):
-            self.wait_for_rest()  # nothing is left: the window becomes whole
+            self.wait_for_rest()  # no part is left, so this only marks the window as whole
 
     def _inputs(self, window: GenerationWindow, passes: list[Pass], planned: list[MicroBatch]) -> list[dict[str, Any]]:
         if planned:

@@ -1,11 +1,11 @@
-"""The model card of a run: TRL's, and the settings by which the model was trained."""
+"""Adds the settings of a run to TRL's model card."""
 
 from dataclasses import fields
 
 from dash_trl import __version__
 from dash_trl.config import DASHConfig
 
-# TRL's options that decide what is learned, beside those of DASH's own that are set.
+# TRL's options that decide what is learned. They are always listed.
 SHARED = (
     "loss_type",
     "learning_rate",
@@ -23,15 +23,21 @@ SHARED = (
     "scale_rewards",
     "seed",
 )
-PRIVATE = ("vllm_server_urls", "vllm_weight_dir")  # addresses and folders are nobody's business on the hub
-BEHIND = "### Framework versions"  # the heading of TRL's card before which the settings stand
+PRIVATE = ("vllm_server_urls", "vllm_weight_dir")  # addresses and folders do not belong on the hub
+BEHIND = "### Framework versions"  # the settings are inserted before this heading of TRL's card
 
 
 def with_settings_of_run(card: str, args: DASHConfig, processes: int) -> str:
-    """A card of TRL's with a table of the settings; an option of DASH's own only where it is not its default.
+    """Insert a table of the run's settings into TRL's model card.
+
+    DASH's own options are listed only if they differ from their defaults.
 
     Args:
-        card: Markdown. processes: how many trained.
+        card: TRL's card, in Markdown.
+        args: the settings.
+        processes: number of processes that trained.
+    Returns:
+        The card with the table, in Markdown.
     """
     own = [one for one in fields(args) if one.name in DASHConfig.__annotations__ and one.name not in PRIVATE]
     names = [*SHARED, *(one.name for one in own if getattr(args, one.name) != one.default)]

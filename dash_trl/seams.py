@@ -1,7 +1,8 @@
-"""TRL's internals that DASH reads or sets: the settings of its loss, its step counter, the weights that vLLM has.
+"""The internals of TRL, Transformers and accelerate that DASH reads or sets.
 
-What is more than a method that is overridden or an attribute that is read; each with a contract test on a plain
-`GRPOTrainer` (`tests/test_seams.py`), so that a new TRL that changes one fails there.
+This module has all uses that go beyond overriding a method or reading an attribute, such as changing TRL's loss
+settings, its step counter, or its record of the weights that vLLM has. Each use has a contract test on a plain
+`GRPOTrainer` (`tests/test_seams.py`), which fails if a new TRL changes it.
 """
 
 import weakref
@@ -22,10 +23,11 @@ from dash_trl.update import ScaledCoefficient
 
 @contextmanager
 def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
-    """Within it TRL computes with other settings.
+    """Set attributes of the trainer within the context, and restore them after it.
 
     Args:
-        settings: attributes of the trainer, and `delta`, which TRL reads from its `args`.
+        trainer: a `GRPOTrainer`.
+        settings: attributes of the trainer and their values. `delta` is set on its `args`, where TRL reads it.
     """
     others = {name: (trainer.args if name == "delta" else trainer, value) for name, value in settings.items()}
     before = {name: getattr(holder, name) for name, (holder, _) in others.items()}
@@ -40,7 +42,12 @@ def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def regularized(trainer: Any, scale: float) -> Iterator[None]:
-    """The coefficients of entropy bonus and router loss times `scale`, where TRL uses them as factors."""
+    """Within the context, scale TRL's entropy bonus and router loss, but not the coefficients that TRL logs.
+
+    Args:
+        trainer: a `GRPOTrainer`.
+        scale: the factor.
+    """
     router = trainer.router_aux_loss_coef
     trainer.router_aux_loss_coef = ScaledCoefficient(router, scale)
     trainer.entropy_coef = ScaledCoefficient(trainer.entropy_coef, scale)
@@ -52,16 +59,27 @@ def regularized(trainer: Any, scale: float) -> Iterator[None]:
 
 
 def give_late_ratio(inputs: dict[str, Any], ratio: Tensor) -> None:
-    """While TRL computes a loss: its importance-sampling ratio, which it reads after the forward pass.
+    """Add an importance-sampling ratio to the loss's inputs while TRL computes the loss.
+
+    TRL reads the ratio only after the forward pass.
 
     Args:
-        inputs: those of the loss. ratio: [B, T], or [B, 1] of sequences.
+        inputs: the inputs of the loss.
+        ratio: [B, T], or [B, 1] in the sequence modes.
     """
     inputs["importance_sampling_ratio"] = ratio
 
 
 def tool_suffix(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
-    """TRL's token ids of tool messages, by a tokenizer that no other thread uses."""
+    """Tokenize tool messages as TRL does, with a tokenizer that no other thread uses.
+
+    Args:
+        trainer: a `GRPOTrainer`.
+        tokenizer: used by this thread only.
+        messages: the tool messages.
+    Returns:
+        Token ids.
+    """
     this: Any = SimpleNamespace(
         processing_class=tokenizer,
         _tokenizer=tokenizer,
@@ -73,28 +91,28 @@ def tool_suffix(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) ->
 
 
 def weights_of(trainer: Any) -> int:
-    """The optimizer step of the weights by which the trainer samples now."""
+    """Return the optimizer step of the weights with which the trainer samples now."""
     loaded = trainer._last_loaded_step if trainer.use_vllm else -1
-    return trainer.state.global_step if loaded < 0 else loaded  # vLLM gets the weights of now before it samples
+    return trainer.state.global_step if loaded < 0 else loaded  # < 0: vLLM gets the current weights before it samples
 
 
 def sync_weights(trainer: Any) -> None:
-    """Give vLLM the weights of now, if it has others, as TRL does before a `rollout_func`."""
+    """Send vLLM the current weights if it has others, as TRL does before it calls a `rollout_func`."""
     if trainer.use_vllm and trainer.state.global_step != trainer._last_loaded_step:
         trainer.vllm_generation.sync_weights()
         trainer._last_loaded_step = trainer.state.global_step
 
 
 def vllm_is_behind(trainer: Any) -> None:
-    """vLLM has other weights than the model, though no optimizer step was made since it got them."""
+    """Record that vLLM's weights differ from the model's, although no optimizer step was made since they were sent."""
     trainer._last_loaded_step = -1
 
 
 class FirstStates:
-    """The states of optimizer and loss scaler before the first run. Each later run begins with them.
+    """Keeps the states of optimizer and loss scaler from before the first run, to begin each later run with them.
 
     Attributes:
-        have_trained: a run was prepared before.
+        have_trained: True once a run has been prepared.
     """
 
     def __init__(self) -> None:
@@ -102,8 +120,13 @@ class FirstStates:
         self._states: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def restore(self, optimizer: Any, scaler: Any) -> None:
-        """Keeps the states before the first run; gives them back before each later one."""
-        for one in (getattr(optimizer, "optimizer", optimizer), scaler):  # within accelerate's
+        """Save the states before the first run; load them before each later run.
+
+        Args:
+            optimizer: the optimizer, possibly wrapped by accelerate.
+            scaler: the loss scaler (fp16), or `None`.
+        """
+        for one in (getattr(optimizer, "optimizer", optimizer), scaler):  # unwrapped from accelerate's
             if self.have_trained and one in self._states:
                 one.load_state_dict(deepcopy(self._states[one]))
             elif hasattr(one, "state_dict"):  # not DeepSpeed's placeholder
@@ -111,9 +134,10 @@ class FirstStates:
 
 
 def begin_anew(trainer: Any) -> None:
-    """No micro-step has run, no number waits for the next log, its table is empty, vLLM has no weights of this run.
+    """Reset the trainer's counters, its pending figures, its table of completions and vLLM's weight version.
 
-    Nor has the loss scaler (fp16) unscaled gradients, as it has where a step was interrupted.
+    If an optimizer step was interrupted, the loss scaler (fp16) believes that its gradients are already unscaled; this
+    is reset, too.
     """
     if (scaler := trainer.accelerator.scaler) is not None:
         scaler._per_optimizer_states.clear()
@@ -122,54 +146,74 @@ def begin_anew(trainer: Any) -> None:
     for pending in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
         pending.clear()
     logs = trainer._logs
-    rewards = [logs["rewards"][name] for name in trainer.reward_func_names]  # there from the first table on
+    rewards = [logs["rewards"][name] for name in trainer.reward_func_names]  # a key exists only after the first table
     for column in (logs["prompt"], logs["completion"], logs["advantages"], logs["extra"], *rewards):
         column.clear()
 
 
 def count_pass_time(trainer: Any, seconds: float) -> None:
-    """Seconds of a micro-step's earlier passes: TRL times the last one only."""
+    """Add the seconds of a micro-step's earlier passes to TRL's step time, which includes only the last pass."""
     trainer._current_train_step_time += seconds
 
 
 def to_training_mode(trainer: Any) -> None:
-    """As Transformers' step does, but before a window is sampled: some optimizers swap the weights for it."""
+    """Put model and optimizer into training mode before a window is sampled.
+
+    Transformers does this only in its training step. Some optimizers swap the weights when their mode changes, so it
+    must happen before sampling.
+    """
     after_evaluation = not trainer.model_wrapped.training
     trainer.model_wrapped.train()
-    optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # within accelerate's
+    optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # unwrapped from accelerate's
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
         if after_evaluation:
-            vllm_is_behind(trainer)  # it may have the weights of the evaluation
+            vllm_is_behind(trainer)  # vLLM may have the weights that the optimizer used for evaluation
 
 
 def leave_out_step(accelerator: Any) -> None:
-    """No optimizer step follows: accelerate's optimizer steps only if gradients are synchronised."""
+    """Skip the optimizer step that would follow: accelerate's optimizer steps only if gradients are synchronised."""
     accelerator.gradient_state._set_sync_gradients(False)
 
 
 def forget_overflow(accelerator: Any) -> None:
-    """No optimizer step was skipped: of one that is left out, accelerate tells what became of the step before."""
+    """Clear the overflow flags of the optimizers, because the current optimizer step is left out.
+
+    Otherwise accelerate would report the overflow of the step before.
+    """
     for optimizer in accelerator._optimizers:
         optimizer._is_overflow = False
-        if optimizer.step_was_skipped:  # by DeepSpeed, whose own optimizer has the flag
+        if optimizer.step_was_skipped:  # DeepSpeed's own optimizer has the flag
             optimizer.optimizer.overflow = False
 
 
 def step_schedule(accelerator: Any) -> None:
-    """Step a learning-rate schedule of DeepSpeed's configuration, which its engine steps with the optimizer only."""
+    """Step a learning-rate schedule from DeepSpeed's configuration.
+
+    DeepSpeed's engine steps it only together with the optimizer.
+    """
     engine = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
     if engine is not None and engine.lr_scheduler is not None:
         engine.lr_scheduler.step()
 
 
 def undo_jit_checkpoint(folder: Path) -> None:
-    """Remove what `enable_jit_checkpoint` makes before it saves: a checkpoint's folder with a marker in it."""
-    with suppress(OSError):  # a folder with more in it is a checkpoint, and stays
+    """Remove the folder and marker file that `enable_jit_checkpoint` makes before it saves.
+
+    Args:
+        folder: the checkpoint's folder. If it holds anything else, it is a checkpoint and stays.
+    """
+    with suppress(OSError):  # rmdir fails if the folder holds anything else
         (folder / "checkpoint-is-incomplete.txt").unlink(missing_ok=True)
         folder.rmdir()
 
 
 def shuffled(rows: int) -> Tensor:
-    """[rows] int64: the order in which TRL's shuffle hands rows to the micro-steps; draws its random numbers."""
+    """Draw the order in which TRL's shuffle hands rows to the micro-steps. This advances the random state as TRL does.
+
+    Args:
+        rows: number of rows.
+    Returns:
+        [rows] int64.
+    """
     return shuffle_sequence_dict({"row": torch.arange(rows)})["row"]

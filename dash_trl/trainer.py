@@ -1,10 +1,10 @@
-"""`DASHTrainer`: the hooks that Transformers and TRL call, in the order in which they call them.
+"""`DASHTrainer`: the hooks that Transformers and TRL call, in the order in which they call them::
 
     get_batch_samples ──► training_step ──► _clip_grad_norm, _get_grad_norm ──► _save_checkpoint
                               │
         MicroSteps: the passes of a micro-step ◄── Collector: prompts → the parts of a window
 
-`assembly.py` builds these objects and says who gets what.
+`assembly.py` builds these objects from the trainer's settings.
 """
 
 import math
@@ -85,16 +85,27 @@ from dash_trl.update import (
 
 
 class DASHTrainer(GRPOTrainer):
-    """Trains with GRPO's update on the rows that carry signal (DASH, arXiv 2505.17218).
+    """A `GRPOTrainer` that runs model passes only on rows that carry a learning signal (DASH, arXiv 2505.17218).
 
-    Takes the arguments of [`~trl.GRPOTrainer`], with a [`DASHConfig`] as `args`. One large generation per
-    `steps_per_generation` micro-steps is cached in CPU memory. Rows without signal are dropped before any model pass.
-    The survivors are re-packed, padding-free where the model's attention allows it. With `beta=0`, no entropy bonus
-    and a threshold that drops only zero-signal rows, the update is TRL's; KL, entropy and auxiliary terms of dropped
-    rows are lost. An optimizer step without any signal on any rank changes nothing: no momentum, no weight decay.
+    It samples one large generation batch per `steps_per_generation` micro-steps and keeps it in CPU memory. It drops
+    rows without signal before any model pass and packs the survivors into new micro-batches, without padding if the
+    model's attention allows that.
 
+    With `beta=0`, no entropy bonus and a threshold that drops only rows without signal, the update equals TRL's. KL,
+    entropy and auxiliary terms of dropped rows are lost. If no row on any rank has signal, the optimizer step changes
+    nothing: neither momentum nor weight decay is applied.
+
+    Args:
+        model: the policy, as in `trl.GRPOTrainer`: a model, or the name or path of one.
+        reward_funcs: one or several reward functions in any form of `dash_trl.rewards`, or a `RewardRunner`. `None`:
+            the environments give the rewards.
+        args: a `DASHConfig`. `None`: one with all defaults and the output directory "dash-output".
+        train_dataset: dataset with a column "prompt"; see `trl.GRPOTrainer`.
+        eval_dataset: dataset or datasets for evaluation.
+        processing_class: tokenizer. `None`: the model's own.
+        kwargs: the other arguments of `trl.GRPOTrainer`. `tools` may hold a `dash_trl.ProcessTool`, too.
     Raises:
-        ValueError: for vision-language models, and for what `dash_trl.checks` finds.
+        ValueError: for a vision-language model, and for every other mistake that `dash_trl.checks` finds.
     """
 
     _tag_names = ["trl", "grpo", "dash"]
@@ -166,7 +177,11 @@ class DASHTrainer(GRPOTrainer):
         return start
 
     def _begin_run(self) -> None:
-        """Forget the run before: an interrupt leaves half a step behind, and `max_steps` the rest of a window."""
+        """Build the objects of a run anew.
+
+        Nothing of an earlier run may remain: an interrupt leaves half an optimizer step behind, and `max_steps` may
+        leave the rest of a window.
+        """
         begin_anew(self)
         self.recorder = new_recorder(self)
         self._reader = new_reader(self)
@@ -179,10 +194,12 @@ class DASHTrainer(GRPOTrainer):
         self._checkpoints = new_checkpoints(self, self._collector.log_probs)
 
     def _resume(self, checkpoint: str, start: tuple[int, int]) -> tuple[int, int]:
-        """Go on in the checkpoint's window, if it has one that fits.
+        """Continue in the checkpoint's generation window if it has one that fits.
 
         Args:
-            start: (epochs, micro-batches of a rank since) that Transformers takes for used; returned corrected.
+            start: (epochs, micro-batches of a rank since then) that Transformers counts as used.
+        Returns:
+            `start`, corrected if the run continues in the window.
         """
         skip = self.args.ignore_data_skip
         run, self._skipped.total = self._checkpoints.resume(checkpoint, start, ignore_data_skip=skip)
@@ -195,10 +212,13 @@ class DASHTrainer(GRPOTrainer):
                 self._reader.load_state_dict(run.prompts)
             elif run.window is not None:
                 self._reader.has_sampled(run.step)
-        return start if skip else run.position  # Transformers' is wrong in a stream that was read more than once
+        return start if skip else run.position  # Transformers counts wrongly in a stream that was read more than once
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Transformers', or that of the run before, as it was before that; the loss scaler (fp16), too."""
+        """Create the optimizer; if an earlier `train()` has used it, put it back into its initial state.
+
+        The loss scaler (fp16) is put back, too.
+        """
         optimizer = super().create_optimizer(model)
         self._first_states.restore(optimizer, self.accelerator.scaler)
         return optimizer
@@ -221,15 +241,15 @@ class DASHTrainer(GRPOTrainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._inner_training_loop(*args, **kwargs)
-        finally:  # also after an interrupt: what waits is dropped, and nobody waits for what still runs
+        finally:  # after an interrupt, too: drop waiting work, and do not wait for running work
             self._reader.close()
             self._collector.close()
 
     def get_train_dataloader(self) -> Any:
         dataloader = super().get_train_dataloader()
         if self.args.async_level or self.args.queues_prompts:
-            # An epoch that opens draws a seed for the dataloader's workers. When it opens depends on what was read
-            # ahead, so the seed may not come from the random numbers that a resumed run has to draw again.
+            # Each epoch draws a seed for the dataloader's workers when it opens. How early it opens depends on how far
+            # was read ahead. So this seed needs its own generator: a resumed run must repeat all other random numbers.
             generator = torch.Generator().manual_seed(self.args.seed)
             getattr(dataloader, "base_dataloader", dataloader).generator = generator
         return dataloader
@@ -249,7 +269,15 @@ class DASHTrainer(GRPOTrainer):
         return batches, num_items
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> Tensor:
-        """One micro-step: any number of forward and backward passes, none if nothing survived."""
+        """Run one micro-step: any number of forward and backward passes, or none if no row survived.
+
+        Args:
+            model: the wrapped model, as the training loop calls it.
+            inputs: the dataset rows of the micro-step.
+            num_items_in_batch: passed on to TRL and Transformers. Each pass has its own normaliser in its inputs.
+        Returns:
+            Scalar: the sum of the losses of the passes, 0 without a pass.
+        """
         started = time.perf_counter()
         to_training_mode(self)
         schedule = self._micro_steps.schedule
@@ -265,7 +293,7 @@ class DASHTrainer(GRPOTrainer):
                     self._collector.look()
         with self.recorder.timed("train"):
             count_pass_time(self, time.perf_counter() - started)
-            if last_pass is not None:  # by TRL's method, which synchronises gradients and adds 1 to `_step`
+            if last_pass is not None:  # TRL's method synchronises gradients and adds 1 to `_step`
                 loss = loss + super().training_step(model, last_pass, num_items_in_batch)
         self._collector.look()
         if last_pass is None:
@@ -281,19 +309,19 @@ class DASHTrainer(GRPOTrainer):
         return loss
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """Move the inputs of one pass to the device. In evaluation, TRL's: sample, reward, and return the batch."""
+        """Move the inputs of a pass to the device. In evaluation, TRL's method samples and rewards the batch."""
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
         return {name: to_device(value, self.accelerator.device) for name, value in generation_batch.items()}
 
     def _compute_loss(self, model, inputs) -> Tensor:
-        """TRL's, at the weight of this pass in the optimizer step."""
+        """TRL's loss, multiplied by the weight of this pass in the optimizer step."""
         training = self.model.training
         with with_settings(self, loss_settings(self, training=training)):
             if not training:
                 return super()._compute_loss(model, inputs)
             one, scale = inputs["pass"], inputs["loss_scale"]
-            # Entropy bonus and router loss have a weight of their own, and are multiplied by `scale` with the rest.
+            # Entropy bonus and router loss should count `weight` times, but the whole loss is multiplied by `scale`.
             weight = regularizer_weight(one.tokens[self.ranks.rank], one.segment)
             per_token = inputs["advantages"].dim() == 2
             with (
@@ -308,7 +336,7 @@ class DASHTrainer(GRPOTrainer):
                 return super()._compute_loss(model, inputs) * scale
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
-        """TRL's; in training, on real rows and tokens only."""
+        """TRL's method; in training it computes real rows and tokens only."""
         log_probs = super()._get_per_token_logps_and_entropies
         batch = model, input_ids, attention_mask, logits_to_keep
         if not self.model.training:
@@ -320,7 +348,7 @@ class DASHTrainer(GRPOTrainer):
         return found
 
     def _clip_grad_norm(self, model):
-        # A GradScaler (fp16) cannot unscale gradients where there are none.
+        # A GradScaler (fp16) fails if there are no gradients to unscale.
         return super()._clip_grad_norm(model) if self._micro_steps.schedule.ran_model else None
 
     def _get_grad_norm(self, model, grad_norm=None):
@@ -328,13 +356,13 @@ class DASHTrainer(GRPOTrainer):
             forget_overflow(self.accelerator)
             step_schedule(self.accelerator)
             return 0.0
-        norm = super()._get_grad_norm(model, grad_norm)  # over all ranks: they come to the same verdict
+        norm = super()._get_grad_norm(model, grad_norm)  # over all ranks, so that all decide alike
         step = self.state.global_step + 1
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # has stepped, or skipped, in its backward
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # its backward has stepped, or skipped
             skipped = self.accelerator.optimizer_step_was_skipped
             self._skipped.check_applied(norm, skipped, step)
         elif skipped := not math.isfinite(norm):
-            model.zero_grad()  # without gradients an optimizer changes neither parameters nor its state
+            model.zero_grad()  # without gradients, the optimizer changes neither parameters nor its own state
         self._skipped.count(skipped, step)
         self.recorder.total("skipped_steps", self._skipped.total)
         return norm
@@ -342,6 +370,7 @@ class DASHTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ what the collector asks for
 
     def _tokenize_prompts(self, prompts: list) -> tuple:
+        """TRL's method, after a check of each prompt and its length; an error on one rank is raised on all."""
         tokenize = super()._tokenize_prompts
 
         def checked() -> tuple:
@@ -355,42 +384,54 @@ class DASHTrainer(GRPOTrainer):
 
     @property
     def context_length(self) -> int | None:
-        """The tokens that the model has positions for, if its configuration says."""
+        """The model's number of positions; `None` if its configuration does not tell."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
+        """TRL's method; an error on one rank is raised on all."""
         return self.ranks.agree(partial(super()._generate_single_turn, *args, **kwargs))
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
-        """TRL's, [rows of all ranks, F], with every row NaN in which a function, or in an evaluation a tool, failed."""
+        """Ask all reward functions, as TRL does, and wait for them.
+
+        Returns:
+            [N, F], the rewards of the rows of all ranks. All rewards of a row are NaN if a reward function failed on
+            it, or, in an evaluation, if one of its tools or its environment failed.
+        """
         ask = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
         training, failed = self.model.training, None
-        if not training and self._conversations is not None:  # in training, the collector knows them
+        if not training and self._conversations is not None:  # in training, the collector knows the failed rows
             failed = torch.tensor(self._conversations.failed(len(inputs)))
         return self._rewards.of_all(ask, training=training, failed=failed)
 
     def _advantages(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """What `compute_advantages` returns, checked; an override of it may have no parameter `lengths`."""
+        """Call `compute_advantages`, which an override may define without `lengths`, and check the result."""
         rewards = rewards.to(self.accelerator.device)
         takes_lengths = "lengths" in signature(self.compute_advantages).parameters
         advantages = self.compute_advantages(rewards, **({"lengths": lengths} if takes_lengths else {}))
         return checked_advantages(advantages, rewards, f"{type(self).__name__}.compute_advantages").cpu()
 
     def compute_advantages(self, rewards: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Rewards of whole groups → advantages, by `advantage_estimator`; override it for an estimator of your own.
+        """Compute the advantages of whole groups, by `advantage_estimator`. Override this for your own estimator.
+
+        `dash_trl.update.weighted_rewards` turns the columns of `rewards` into one reward per row.
 
         Args:
-            rewards: [N, F], the rows of all ranks, groups adjacent; NaN = not applicable, a row of NaN is unscored.
-            lengths: [N], the loss tokens of each row, which "opo" needs. An override may leave them out.
+            rewards: [N, F], the rewards of the rows of all ranks; the rows of a group are adjacent. NaN = the function
+                does not apply; a row of NaN only is unscored.
+            lengths: [N], the number of loss tokens of each row. Only "opo" needs it; an override may omit the
+                parameter.
         Returns:
-            [N] floats, finite for scored rows. `dash_trl.update.weighted_rewards` gives one reward per row.
+            [N] floats, finite for scored rows.
+        Raises:
+            ValueError: `advantage_estimator="opo"`, and `lengths` is missing.
         """
         weights, estimator = self.reward_weights, self.args.advantage_estimator
         if estimator == "opo" and lengths is None:
             raise ValueError(
-                "advantage_estimator='opo' weighs rewards by the tokens of their rows, and compute_advantages was "
-                "called without. Give an override the argument, and hand it on: def compute_advantages(self, rewards, "
-                "lengths=None), super().compute_advantages(rewards, lengths)."
+                "advantage_estimator='opo' weighs rewards by the tokens of their rows, but compute_advantages was "
+                "called without `lengths`. An override must take the argument and pass it on: "
+                "def compute_advantages(self, rewards, lengths=None), super().compute_advantages(rewards, lengths)."
             )
         if estimator != "grpo":
             return outcome_advantages(estimator, rewards, weights, self.num_generations, lengths=lengths)
@@ -400,13 +441,16 @@ class DASHTrainer(GRPOTrainer):
         )
 
     def log_probs_and_entropies(self, rollouts: CreditedRollouts, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T] each, float32, on the CPU: the policy's, of the loss tokens of some rows; 0 for all others.
+        """Compute the policy's log-probs and entropies of the loss tokens of some rows.
 
-        By a forward pass over these rows, in micro-batches as for old log-probs, a third of what training on them
-        costs. To be called on every rank at the same point.
+        This runs a forward pass over these rows, in micro-batches as for old log-probs. It costs about a third of
+        training on them. All ranks must call it at the same point.
 
         Args:
-            rows: [B] bool.
+            rollouts: B rows of this rank.
+            rows: [B] bool, True = compute this row.
+        Returns:
+            Log-probs and entropies, [B, T] float32 each, on the CPU; 0 outside the loss tokens of these rows.
         """
         return self._collector.log_probs.with_entropies(rollouts, rows)
 
@@ -425,13 +469,13 @@ class DASHTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ evaluations and checkpoints
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's, for evaluations only: in training, the collector samples."""
+        """TRL's method, for evaluations only: in training, the collector samples."""
         environments = nullcontext() if self._conversations is None else self._conversations.lent()
         with with_settings(self, loss_settings(self, training=False)), environments:
             return super()._generate_and_score_completions(inputs)
 
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, *others) -> tuple:
-        """For evaluations: the turns of training, with its time limits, and on all ranks alike."""
+        """For evaluations: run the turns as in training, with the same time limits, in step on all ranks."""
         return evaluated_turns(self, prompt_ids, completion_ids, logprobs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -446,7 +490,8 @@ class DASHTrainer(GRPOTrainer):
         vllm_is_behind(self)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # Wait first: this may fail, and then no half of a checkpoint may remain; callbacks may draw random numbers.
+        # Wait before anything is saved: waiting may fail, which must not leave half a checkpoint behind, and callbacks
+        # that run meanwhile may draw random numbers.
         if not self.args.save_only_model:
             try:
                 self._micro_steps.wait_for_rest()
@@ -457,9 +502,10 @@ class DASHTrainer(GRPOTrainer):
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Beside the random state of each rank, the survivors of its window with their log-probs, and where it stands.
+        """Save, beside each rank's random state, its survivors with their log-probs and its place in the window.
 
-        So a resumed run goes on in the middle of the window. Windows that were sampled ahead are sampled again.
+        A resumed run therefore continues in the middle of the window. It samples windows again that had been sampled
+        ahead.
         """
         super()._save_rng_state(output_dir)
         schedule = self._micro_steps.schedule

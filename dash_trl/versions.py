@@ -1,4 +1,4 @@
-"""Which versions of other packages this one was run with: what its installed metadata asks for."""
+"""Which versions of other packages dash_trl was run with, as its installed metadata says."""
 
 import warnings
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -8,7 +8,7 @@ from packaging.specifiers import SpecifierSet
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed package; None if it is not installed."""
+    """Return the version of an installed package; `None` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -16,7 +16,14 @@ def installed(package: str) -> str | None:
 
 
 def bounds(package: str = "dash_trl", extra: str = "") -> dict[str, SpecifierSet]:
-    """The versions that an installed package asks for, by name; with `extra`, those of that extra alone."""
+    """Return the version ranges that an installed package requires of others.
+
+    Args:
+        package: name of the package.
+        extra: return the requirements of this extra only. Empty: the requirements without extras.
+    Returns:
+        Name of each required package → its range; empty if `package` is not installed.
+    """
     try:
         asked = [Requirement(one) for one in requires(package) or ()]
     except PackageNotFoundError:
@@ -31,17 +38,24 @@ def bounds(package: str = "dash_trl", extra: str = "") -> dict[str, SpecifierSet
 
 
 def fits(found: str, asked: SpecifierSet) -> bool:
-    """Whether a version is one of those asked for. Its local part (+cpu, +cu130) does not count."""
+    """Whether a version lies in a range. Its local part (+cpu, +cu130) does not count.
+
+    Args:
+        found: the version.
+        asked: the range.
+    """
     return asked.contains(found.partition("+")[0], prereleases=True)
 
 
 def warn_of_trl() -> None:
-    """Warn if the installed TRL is another than was run: private methods of its trainer are overridden here."""
+    """Warn if the installed TRL is outside the tested range, because DASHTrainer overrides private methods of TRL's
+    trainer.
+    """
     found, asked = installed("trl"), bounds().get("trl")
     if found is not None and asked is not None and not fits(found, asked):
         warnings.warn(
-            f"trl {found} is installed, and dash_trl was run with trl{asked}: DASHTrainer overrides private methods of "
-            f"GRPOTrainer, which another TRL may have changed. If something fails, run `pip install 'trl{asked}'`.",
+            f"trl {found} is installed, but dash_trl was tested with trl{asked} only. DASHTrainer overrides private "
+            f"methods of GRPOTrainer, which may differ here. If something fails, run `pip install 'trl{asked}'`.",
             RuntimeWarning,
             stacklevel=3,
         )

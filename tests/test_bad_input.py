@@ -56,7 +56,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "sampling that lags behind": ({"async_level": -1}, "async_level=-1 is not at least 0: .* ahead of training"),
     "no time to answer": ({"vllm_request_timeout": 0.0}, "vllm_request_timeout=0.0 is not at least"),
     "greedy sampling": ({"temperature": 0.0}, "temperature=0.0 is not at least 1e-05: logits are divided by it"),
-    "a negative penalty": ({"beta": -0.1}, "beta=-0.1 is not at least 0: .* leaving the reference"),
+    "a negative penalty": ({"beta": -0.1}, "beta=-0.1 is not at least 0: .* from the reference model"),
     "a window that is never used": ({"num_iterations": 0}, "num_iterations=0 is not at least 1: .* trained on"),
     # servers
     "no server": ({"vllm_server_urls": []}, "vllm_server_urls is empty"),

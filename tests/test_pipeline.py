@@ -224,13 +224,13 @@ REFUSED = [
     ({"multi_objective_aggregation": "normalize_then_sum"}, "'normalize_then_sum', which divides by the deviation"),
     ({"advantage_estimator": "reinforce_plus_plus"}, "which divides by the deviation of all advantages"),
     ({"advantage_estimator": "reinforce_plus_plus_baseline"}, "which divides by the deviation of all advantages"),
-    ({"entropy_coef": 0.1}, "entropy_coef=0.1, which is shared out over all rows that are kept"),
+    ({"entropy_coef": 0.1}, "entropy_coef=0.1, which is distributed over all rows that are kept"),
     ({"top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2, which keeps the tokens of highest entropy of each pass"),
     ({"num_iterations": 2}, "num_iterations=2, which uses the window in several steps"),
     ({"steps_per_generation": 6}, "gradient_accumulation_steps=4, which begins a window within an optimizer step"),
     (
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4},
-        "leaves an optimizer step 2 completions of a process, which are no whole groups of 4",
+        "leaves an optimizer step 2 completions of a process, which do not split into groups of 4",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""From prompts to the parts of a window: announce, sample, reward, credit, filter."""
+"""The way from prompts to the parts of a window: announce, sample, reward, credit, filter."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,9 @@
-"""How the rewards of a window are begun and awaited: together, or group by group.
+"""Starts the rewards of a window and waits for them: all together, or group by group::
 
-some rows have come ──► EarlyRewards ──┐
-all rows are there ───────────────────┴──► begin ──► the request ──► Together, ByGroup ──► parts ──► report
+    some rows have come ──► EarlyRewards ──┐
+    all rows are there ────────────────────┴──► begin ──► the request ──► Together, ByGroup ──► parts ──► report
+
+Letters: B rows of this rank, N rows of all ranks, F reward functions.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,29 +32,46 @@ from dash_trl.workers import Request
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """What reward functions are asked of: B rows, as TRL's `_calculate_rewards` takes them."""
+    """The rows that reward functions are asked to score, in the form of TRL's `_calculate_rewards`.
+
+    Attributes:
+        examples: B rows of the dataset.
+        prompts: B texts or conversations.
+        completions: B texts or lists of messages.
+        completion_ids: B lists of token ids.
+        failed: [B] bool, rows that are unscored whatever the functions return; see `TurnCounts`. `None`: no row.
+    """
 
     examples: list[dict[str, Any]]
     prompts: list[Any]
     completions: list[Any]
     completion_ids: list[list[int]]
-    failed: Tensor | None = None  # [B] bool, rows that are unscored whatever functions say; see `TurnCounts`
+    failed: Tensor | None = None
 
 
 class Awaited(Protocol):
-    """Every rank gets the same number of groups at a time. NaN = does not apply; a row is NaN if a function failed."""
+    """The rewards of a window that have begun. Every rank gets the same number of groups at a time.
+
+    NaN = the function does not apply. All rewards of a row are NaN if a function failed on it.
+    """
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Rows of this rank (indices of whole groups), their rewards [rows, F], and `Part.ends_step`."""
+        """Wait for the rewards, and hand them out as they come.
+
+        Yields:
+            Rows of this rank (indices of whole groups), their rewards [rows, F], and `Part.ends_step`.
+        """
 
     def report(self) -> Tensor:
-        """[N, F], the rows of all ranks, once all parts have come."""
+        """Return the rewards of all ranks' rows, [N, F]. Call it only after all parts have come."""
 
 
 class Together:
-    """
+    """Awaits all rewards of a window together, as one part.
+
     Args:
-        report: asks all functions and waits for them; [N, F]. own: this rank's rows among those of all.
+        report: asks all functions and waits for them; returns [N, F].
+        own: this rank's rows among those of all ranks.
     """
 
     def __init__(self, report: Callable[[], Tensor], own: slice):
@@ -60,7 +79,8 @@ class Together:
         self._rewards: Tensor | None = None
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        rewards = self.report()[self._own].to("cpu", copy=True)  # callbacks may change them; the log has the functions'
+        # A copy: callbacks may change it, while the log has the originals.
+        rewards = self.report()[self._own].to("cpu", copy=True)
         yield torch.arange(len(rewards)), rewards, True  # the part is the whole window
 
     def report(self) -> Tensor:
@@ -70,10 +90,12 @@ class Together:
 
 
 class ByGroup:
-    """
+    """Awaits the rewards of a window group by group.
+
     Args:
-        arriving: rows whose rewards have come since the last time, and `Part.ends_step`; see `arrivals`.
-        rewards: of such rows, [rows, F]. report: as in `Together`; nothing is left to wait for then.
+        arriving: yields the rows whose rewards have come since the last time, and `Part.ends_step`; see `arrivals`.
+        rewards: returns the rewards of such rows, [rows, F].
+        report: as in `Together`. When it is called, all rewards have come.
     """
 
     def __init__(
@@ -93,18 +115,23 @@ class ByGroup:
 
 
 class Rewards:
-    """The reward functions of a run: what they say of one window after the other, and which of them fail.
+    """The reward functions of a run. They score one window after the other; failures are counted over the run.
 
-    To wait for a window is to call the trainer's `_calculate_rewards`, which a subclass may override. It calls
-    `of_all`, and `of_all` calls TRL's: an override, TRL's logs and the watch over failures see every window.
+    To wait for a window's rewards, this class calls the trainer's `_calculate_rewards`, which a subclass may override.
+    That method calls `of_all`, which calls TRL's. So an override, TRL's logs and the count of failures see every
+    window.
 
     Args:
-        functions, names: F, in the order of the columns; see `rewards.watch`.
-        group_size: of the rows that functions are asked of now.
-        early: begin the rewards of rows as they are sampled, if all functions score each completion by itself. What an
-            environment says of its row is known when the row ends.
-        calculate: the trainer's `_calculate_rewards`, on this rank's rows; [N, F].
-        groups_of_step: how many of this rank's groups the optimizer step that runs takes of the window.
+        ranks: the ranks of the run.
+        recorder: logs figures and seconds.
+        functions: the F reward functions, in the order of the columns; see `rewards.watch`.
+        names: their names.
+        num_generations: rows of a group in training.
+        group_size: returns the group size of the rows that the functions score at the moment.
+        early: begin to score rows as they are sampled, if every function scores each completion by itself. Rewards of
+            environments do not count here: they are known when a row ends.
+        calculate: the trainer's `_calculate_rewards`, on this rank's rows; returns [N, F].
+        groups_of_step: returns how many of this rank's groups the running optimizer step takes from the window.
     """
 
     def __init__(
@@ -130,9 +157,15 @@ class Rewards:
         self._failures = FailureWatch(functions, names)
 
     def begin(self, window: int, batch: RewardBatch, *, by_group: bool) -> Awaited:
-        """Begins the rewards of a window whose rows are all there, unless they began while these were sampled.
+        """Begin to score a window after all its rows have been sampled, unless scoring began earlier.
 
-        Called on every rank at the same point. Without a request, the functions are called when somebody waits.
+        All ranks call it at the same point. If the rewards are awaited together and did not begin early, the functions
+        are called only when someone waits for them.
+
+        Args:
+            window: number of the generation batch.
+            batch: its rows.
+            by_group: await the rewards group by group.
         """
         arguments = batch.examples, batch.prompts, batch.completions, batch.completion_ids
         request = self.early.claim(window)
@@ -140,14 +173,14 @@ class Rewards:
             request = self._ranks.agree(lambda: self._start(reward_rows(*arguments)))
 
         def report() -> Tensor:
-            if request is not None:  # TRL calls the functions; they return what the request has
+            if request is not None:  # the functions that TRL calls then return the request's results
                 self.team.hand_over(request, batch.completions)
             rewards = self._calculate(*arguments)
             return rewards if batch.failed is None else _without(self._ranks.gather(batch.failed), rewards)
 
         if not by_group:
             return Together(report, self._ranks.own(len(batch.examples)))
-        assert request is not None, "it was started above"
+        assert request is not None, "the request was started above"
         groups = len(batch.examples) // self._num_generations
         waiting = arrivals(request, groups, self._least_of_ranks, self._groups_of_step)
         waiting = self._recorder.timed_each("wait_for_rewards", waiting)
@@ -166,12 +199,21 @@ class Rewards:
         group_size: int | None = None,
         failed: Tensor | None = None,
     ) -> Tensor:
-        """[N, F], with every row NaN in which a function failed; the trainer's `_calculate_rewards` and values call it.
+        """Call the reward functions and unscore the rows on which one failed.
+
+        The trainer's `_calculate_rewards` and the values of process rewards call it.
 
         Args:
-            call_functions: TRL's `_calculate_rewards`, NaN for what does not apply and what failed.
-            training: else a failure does not count towards the end of the run.
-            group_size: of these rows, if it is another than the run's. failed: see `RewardBatch`.
+            call_functions: TRL's `_calculate_rewards`. It returns [N, F], with NaN where a function does not apply or
+                failed.
+            training: False in an evaluation. Failures then do not count towards ending the run.
+            group_size: of these rows, if it differs from the run's.
+            failed: see `RewardBatch`.
+        Returns:
+            [N, F], with a row of NaN for each row on which a function failed.
+        Raises:
+            RuntimeError: on all ranks, if a function fails all the time. A mistake in the use of a function raises that
+                function's own error.
         """
         self.team.join(group_size)
         with self._recorder.timed("reward", counts=training):
@@ -195,11 +237,11 @@ class Rewards:
         return request
 
     def _least_of_ranks(self, groups: int) -> int:
-        """The least number of groups that has come on any rank."""
+        """Return the smallest number of groups that has come on any rank."""
         with self._recorder.timed("wait_for_ranks"):
             return self._ranks.least(groups)
 
 
 def _without(failed: Tensor, rewards: Tensor) -> Tensor:
-    """The rewards [rows, F], with those rows unscored that a tool or environment has failed."""
+    """Unscore the rows [rows, F] on which a tool or an environment failed."""
     return rewards.masked_fill(failed.to(rewards.device).unsqueeze(1), torch.nan)

@@ -1,10 +1,10 @@
-"""`Collector`: the way from prompts to the parts of a window.
+"""`Collector`: the way from prompts to the parts of a window::
 
     announce ──► sample ──► reward ──► credit ──► filter ──► log-probs ──► part
        ▲            └── meanwhile: the next window is sampled, and its rewards begin
        └── with dynamic sampling: more groups, while too few have signal ──┘
 
-Letters: B rows of this rank, M of them in a part, N rows of all ranks, R ranks, F reward functions.
+Letters: B rows of this rank, M of them in a part, N rows of all ranks, R ranks, K groups of a rank, F reward functions.
 """
 
 import logging
@@ -46,8 +46,10 @@ class RowSettings:
 
     Attributes:
         num_generations: rows of a group.
-        end_ids: a completion that ends with another token is truncated. mask_truncated: none of its tokens counts.
-        pad_token_id, pad_to_multiple_of: see `to_rollouts`.
+        end_ids: a completion whose last token is none of these is truncated.
+        mask_truncated: no token of a truncated completion counts in the loss.
+        pad_token_id: see `to_rollouts`.
+        pad_to_multiple_of: see `to_rollouts`.
         threshold: `gradient_filter_threshold`.
     """
 
@@ -61,7 +63,7 @@ class RowSettings:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A generation batch whose rows are there, and whose rewards have begun."""
+    """A generation batch whose rows are sampled and whose rewards have begun."""
 
     prompts: Prompts
     sampled: Sampled
@@ -76,9 +78,11 @@ class _Round:
     """A generation batch with its credit.
 
     Attributes:
+        begun: the batch.
+        credited: this rank's rows with their credit.
         outcome: see `Part`.
-        keep: [B] bool, the filter's verdict on this rank's rows.
-        signal: [R, K] bool, the groups of which a row was kept.
+        keep: [B] bool, this rank's rows that the filter keeps.
+        signal: [R, K] bool, the groups of all ranks with at least one kept row.
     """
 
     begun: _Begun
@@ -90,14 +94,14 @@ class _Round:
 
 @dataclass(frozen=True)
 class Part:
-    """Groups of a window whose rewards have come together; all of them where rewards are awaited together.
+    """Groups of a window whose rewards came together. If rewards are awaited together, these are all groups.
 
     Attributes:
-        rows: [M] int64, which rows of the window.
-        rollouts: these rows with their credit, dropped ones included.
-        outcome: [R · M], the advantages of all ranks' rows before callbacks change them: 0 in a silent group.
+        rows: [M] int64, indices of the rows in the window.
+        rollouts: these rows with their credit, dropped rows included.
+        outcome: [R · M], the advantages of all ranks' rows before callbacks change them; 0 in a silent group.
         window: the survivors, for the optimizer.
-        ends_step: the optimizer step that runs needs no other part of this window.
+        ends_step: the running optimizer step needs no further part of this window.
     """
 
     rows: Tensor
@@ -108,21 +112,34 @@ class Part:
 
 
 class Collector:
-    """Collects one window after the other. `window` and its parts are the same work on every rank at the same point.
+    """Collects one window after the other.
+
+    All ranks call `window` at the same point, and wait for its parts together.
 
     Args:
-        settings: as they are now; a callback may change some during a run.
-        tokenize: prompts → what TRL's `_tokenize_prompts` returns. None: a `rollout_func` does it.
-        upcoming: this rank's rows of the windows after the one that begins, as far as they may be known.
-        ahead: how far sampling runs ahead. log_staleness: how old the weights are that sampled.
-        step: the optimizer steps that were taken.
-        dispatch: hands rollouts to callbacks, by the name of an event.
-        advantages: (rewards [N, F], loss tokens [N]) → [N], by outcome alone.
-        draw_order: rows → the order in which micro-steps get them, [rows] int64; draws random numbers.
-        dynamic: how many groups a window takes; `None`: those of its examples.
-        more: a number of prompts → this rank's next rows of the dataset.
-        verdicts: is told, on every rank, which of its groups of a window had signal, and which were scored, [K] bool
-            each; the examples of the window's generation batches come before.
+        ranks: the ranks of the run.
+        settings: returns the current settings; a callback may change some during a run.
+        sampler: samples completions.
+        rewards: scores them.
+        log_probs: computes the log-probs that the loss needs.
+        recorder: logs figures and seconds.
+        log: writes what TRL logs of a window.
+        tokenize: prompts → what TRL's `_tokenize_prompts` returns. `None`: prompts are tokenized later, by a
+            `rollout_func` or after environments are reset.
+        upcoming: returns this rank's rows of the windows after the one that begins, as far as their prompts may be
+            known.
+        ahead: decides how far sampling runs ahead of training.
+        log_staleness: log how old the weights are that sampled a window.
+        step: returns the number of optimizer steps taken.
+        dispatch: (name of an event, rollouts) → calls the callbacks.
+        advantages: (rewards [N, F], loss tokens [N]) → [N], advantages by outcome.
+        draw_order: number of rows → the order in which micro-steps get them, [rows] int64. It draws random numbers.
+        dynamic: decides how many groups a window samples. `None`: those of its examples.
+        more: number of prompts → this rank's next rows of the dataset.
+        verdicts: called on every rank with the examples of the window's generation batches, and which of this rank's
+            groups had signal and which were scored, [K] bool each.
+    Attributes:
+        log_probs: as above.
     """
 
     def __init__(
@@ -154,19 +171,19 @@ class Collector:
         self._dispatch, self._advantages, self._draw_order = dispatch, advantages, draw_order
         self._dynamic, self._more, self._verdicts = dynamic, more, verdicts
         self._numbers = count()  # of generation batches
-        self._announced: dict[int, Prompts] = {}  # windows that have not begun
+        self._announced: dict[int, Prompts] = {}  # of windows that have not begun
         self._log_staleness = log_staleness
         self._empty_windows, self._unfilled_windows = EmptyWindows(settings().threshold), UnfilledWindows()
 
     def window(self, examples: list[dict[str, Any]], *, by_group: bool, serves_one_step: bool) -> Iterator[Part]:
-        """Samples the next window and begins its rewards. The iterator that it returns waits for the rewards.
+        """Sample the next window and begin its rewards. Iterating over the result waits for the rewards.
 
         Args:
-            examples: B rows of the dataset, one for each completion, groups adjacent.
-            by_group: rewards are awaited group by group, not together.
-            serves_one_step: no later optimizer step uses the window.
+            examples: B rows of the dataset, one per completion; the rows of a group are adjacent.
+            by_group: await rewards group by group instead of together.
+            serves_one_step: one optimizer step uses the whole window.
         Returns:
-            The parts of the window. Its figures are logged just before the last one.
+            The parts of the window. Its figures are logged just before the last part.
         """
         prompts = self._announce(examples)
         find_log_probs: Callable[[GenerationWindow], None]
@@ -176,28 +193,32 @@ class Collector:
         begun = self._begin(prompts, by_group=by_group)
         self._log_sampled(begun.sampled, begun.truncated)
         rollouts = begun.rollouts
-        num_items = self._ranks.sum(rollouts.loss_mask.sum())  # the normaliser, before any part is known
+        num_items = self._ranks.sum(rollouts.loss_mask.sum())  # the normaliser must be known before the first part
         draw_order = self._draw_order
         if by_group:
-            # Groups run as they come, without a shuffle. Its random numbers are drawn all the same: what is sampled
-            # later does not depend on the pipeline.
+            # Groups run as they come, without a shuffle. Its random numbers are drawn all the same, so that later
+            # samples do not depend on `reward_pipeline`.
             draw_order(len(rollouts))
             draw_order = torch.arange
         if by_group and not serves_one_step:
-            # Later steps, with other weights, use the window, too: its log-probs are those of the weights of now.
+            # Later optimizer steps use the window, too. Old log-probs must be those of the weights before the first.
             rollouts, find_log_probs = self.log_probs.of_all(rollouts), _are_known
         return self._parts(begun, rollouts, num_items, draw_order, find_log_probs)
 
     def first_prompts(self, prompts: int) -> int:
-        """How many of a rank's prompts the next window begins with, if a generation batch has so many."""
+        """Return the number of a rank's prompts with which the next window begins.
+
+        Args:
+            prompts: a rank's prompts in one generation batch.
+        """
         return prompts if self._dynamic is None else self._dynamic.first()
 
     def look(self) -> None:
-        """Between model passes: begins the rewards of those rows of later windows that have come."""
+        """Between model passes, begin the rewards of rows of later windows that have come."""
         self._sampler.look()
 
     def close(self) -> None:
-        """Drop what was sampled or rewarded ahead: the run is over, or interrupted."""
+        """Drop what was sampled or scored ahead, because the run is over or interrupted."""
         self._forget()
         self._rewards.cancel()
 
@@ -206,16 +227,16 @@ class Collector:
     def _announce(self, examples: list[dict[str, Any]]) -> Prompts:
         """Tell the sampler the prompts of the window that begins, and of those that may be sampled ahead.
 
-        They are tokenized once: a chat template may tell the time.
+        Each prompt is tokenized only once, because a chat template may depend on the time.
         """
         number, windows = self._ahead.window + 1, [examples, *self._upcoming()]
-        # The reader hands out the very lists that it announced, on all ranks alike.
+        # The reader hands out the same list objects that it announced, so comparing identity is enough on all ranks.
         has_changed = number in self._announced and self._announced[number].examples is not examples
         if has_changed:
             if self._ranks.rank == 0:
                 logger.warning(
-                    f"Window {number} has other prompts than those that were read ahead for it, as where a callback "
-                    "ends an epoch. What was sampled ahead is thrown away."
+                    f"Window {number} has other prompts than were read ahead for it, for example because a callback "
+                    "ended an epoch. The samples for the prompts read ahead are thrown away."
                 )
             self._forget()
         new = []
@@ -235,14 +256,14 @@ class Collector:
         return prompts
 
     def _forget(self) -> None:
-        """Let go of what is known, sampled or rewarded ahead."""
+        """Drop all prompts, samples and rewards of windows ahead."""
         self._announced.clear()
         self._rewards.early.forget()
         self._sampler.forget()
 
     def _begin(self, prompts: Prompts, *, by_group: bool) -> _Begun:
-        """Samples a generation batch, and begins its rewards."""
-        sampled = self._ranks.agree(partial(self._sampler.take, prompts))  # a rank may fail to decode its rows
+        """Sample a generation batch, and begin its rewards."""
+        sampled = self._ranks.agree(partial(self._sampler.take, prompts))  # decoding may fail on one rank
         self._ranks.agree(partial(self._ahead.check, int(sampled.policy_version.min())))
         truncated = is_truncated(sampled.completion_ids, self._settings().end_ids)
         rollouts = self._rollouts(prompts, sampled, truncated)
@@ -265,7 +286,7 @@ class Collector:
         self._sampler.log()
 
     def _rollouts(self, prompts: Prompts, sampled: Sampled, truncated: Tensor) -> RolloutBatch:
-        """This rank's rows, in CPU memory."""
+        """Build this rank's rows, in CPU memory."""
         own, settings = self._ranks.own(len(prompts.examples)), self._settings()
         return to_rollouts(
             sampled,
@@ -286,14 +307,15 @@ class Collector:
         draw_order: Callable[[int], Tensor],
         find_log_probs: Callable[[GenerationWindow], None],
     ) -> Iterator[Part]:
-        """Reward → credit → filter → log-probs, of each part.
+        """For each part that comes: credit, filter, and find log-probs.
 
         Args:
-            rollouts: those of the batch that has begun, which may have log-probs by now.
-            num_items: the loss tokens of the window's rows on all ranks, dropped ones included.
+            begun: the batch.
+            rollouts: the batch's rows, possibly with log-probs already.
+            num_items: loss tokens of the window's rows on all ranks, dropped rows included.
             draw_order: M → the order in which micro-steps get the rows of a part, [M] int64.
-            find_log_probs: adds to the survivors of a part the log-probs that the loss needs, see `LogProbRules`: none
-                if one optimizer step uses the window, and beta is 0.
+            find_log_probs: adds to a part's survivors the log-probs that the loss needs; see `LogProbRules`. If one
+                optimizer step uses the window and beta is 0, there are none.
         """
         parts: list[Part] = []
         for rows, rewards, ends_step in begun.awaited.parts():
@@ -308,11 +330,11 @@ class Collector:
     def _in_rounds(
         self, dynamic: DynamicSampling, prompts: Prompts, find_log_probs: Callable[[GenerationWindow], None]
     ) -> Iterator[Part]:
-        """One part: the window that the groups of all its rounds make."""
+        """Sample rounds until the window has enough groups with signal, and return it as one part."""
         rounds = [self._round(prompts)]
         with self._recorder.timed("dynamic_sampling"):
             while groups := dynamic.next([one.signal for one in rounds]):
-                assert self._more is not None, "it comes with `dynamic`"
+                assert self._more is not None, "`more` is given with `dynamic`"
                 prompts = self._prompts(self._more(groups))
                 self._sampler.begin(prompts.number, [prompts])
                 rounds.append(self._round(prompts))
@@ -346,23 +368,27 @@ class Collector:
         return _Round(begun, credited, outcome, filtered.keep, signal)
 
     def _groups_with(self, rows: Tensor) -> Tensor:
-        """[K] bool: groups of which some row is one of these, [B] bool."""
+        """Return which groups have at least one of these rows, [K] bool."""
         return rows.view(-1, self._settings().num_generations).any(dim=1)
 
     def _own_rows(self, groups: Sequence[Tensor]) -> Tensor:
-        """[R, K] of each round → this rank's rows of all rounds."""
+        """Return the rows of this rank in the chosen groups ([R, K] of each round), [B] bool over all rounds."""
         own = torch.cat([one[self._ranks.rank] for one in groups])
         return own.repeat_interleave(self._settings().num_generations)
 
     def _by_rank(self, rows: Sequence[Tensor]) -> Tensor:
-        """[R · B, …] of each round → those of all rounds, still one rank after the other."""
+        """Concatenate [R · B, …] of each round, so that the rows of a rank, of all rounds, are adjacent."""
         return torch.cat([one.unflatten(0, (self._ranks.count, -1)) for one in rows], dim=1).flatten(0, 1)
 
     def _placed(self, rollouts: CreditedRollouts, rows: Tensor, *, least: int) -> tuple[Survivors, Tensor]:
-        """As `_kept`, for survivors whose number is another on each rank: as many places as on the rank with the most.
+        """As `_kept`, for survivors whose number differs between ranks.
+
+        Each rank gets as many places as the rank with the most survivors needs.
 
         Args:
-            rows: [K] int64, which survive. least: places, if no rank needs more.
+            rollouts: this rank's rows of all rounds.
+            rows: [K] int64, indices of the survivors.
+            least: the smallest number of places.
         """
         places = max(-self._ranks.least(-len(rows)), least)
         lengths = torch.zeros(places, 4, dtype=torch.long)
@@ -372,9 +398,11 @@ class Collector:
         return rollouts.survivors(rows[order]), self._ranks.gather(lengths).view(-1, places, 4)
 
     def _credited(self, rollouts: ScoredRollouts) -> tuple[CreditedRollouts, Tensor]:
-        """The rows with their advantages, after callbacks; and `Part.outcome`, the advantages before callbacks."""
+        """Return the rows with their advantages after callbacks, and `Part.outcome`, the advantages before
+        callbacks.
+        """
         self._dispatch("on_rewards", rollouts)
-        unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have failed a row, too
+        unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have unscored a row, too
         rewards = self._ranks.gather(rollouts.rewards.masked_fill(unscored, torch.nan))
         outcome = self._advantages(rewards, self._ranks.gather(rollouts.loss_mask.sum(dim=1)))
         credited = rollouts.with_advantages(outcome[self._ranks.own(len(rollouts))].clone())
@@ -382,24 +410,26 @@ class Collector:
         return credited, outcome
 
     def _kept(self, rollouts: CreditedRollouts, order: Tensor) -> tuple[Survivors, Tensor]:
-        """This rank's survivors, and all ranks' `GenerationWindow.lengths`; both in this order.
+        """Filter the rows and put them in the given order.
 
-        The lengths are [R, M, 4], see `RolloutBatch.lengths`; 0 for a dropped row.
+        Returns:
+            This rank's survivors, and `GenerationWindow.lengths` of all ranks, [R, M, 4], with 0 for a dropped row.
         """
         lengths = rollouts.lengths() * self._filtered(rollouts).keep.unsqueeze(1)
         lengths = lengths[order]
-        survivors = order[lengths[:, 1] > 0]  # by completion tokens: a masked row (TRL's truncated ones) has none
+        survivors = order[lengths[:, 1] > 0]  # a masked row (TRL masks truncated ones) has no completion token
         return rollouts.survivors(survivors), self._ranks.gather(lengths).view(-1, len(rollouts), 4)
 
     def _filtered(self, rollouts: CreditedRollouts) -> Filtered:
         return filter_rows(rollouts.advantages, rollouts.loss_mask, rollouts.scored, self._settings().threshold)
 
     def _log_whole(self, begun: Sequence[_Begun], rewards: Tensor, parts: Sequence[Part]) -> None:
-        """Logs a window whose parts have all come.
+        """Log a window whose parts have all come.
 
         Args:
             begun: its generation batches.
             rewards: [N, F], see `Awaited.report`.
+            parts: its parts.
         """
         order = torch.cat([part.rows for part in parts]).argsort()
         rollouts = joined([part.rollouts for part in parts]).rows(order)
@@ -421,4 +451,4 @@ class Collector:
 
 
 def _are_known(window: GenerationWindow) -> None:
-    """Nothing to find: the log-probs came with the rows."""
+    """Find nothing: the rows have their log-probs already."""

@@ -1,4 +1,4 @@
-"""Token ids become completions, and the rows of a window, as TRL's `_generate_and_score_completions` makes them.
+"""Turns token ids into completions and rows, as TRL's `_generate_and_score_completions` does::
 
     token ids ──► decoded: texts, messages ──► Sampled ──► to_rollouts: padded, truncated rows masked ──► RolloutBatch
 
@@ -21,13 +21,13 @@ from dash_trl.update import NO_LOG_PROB
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a generation batch, a row for each completion that is to be sampled.
+    """The prompts of a generation batch, one row per completion to sample.
 
     Attributes:
-        number: of the batch, from 0, in the order in which the batches were announced.
+        number: number of the batch, from 0, in the order in which batches are announced.
         examples: B rows of the dataset.
-        tokenized: what TRL's `_tokenize_prompts` returned, its token ids first; empty where a `rollout_func` samples,
-            and where an environment may add to each prompt.
+        tokenized: what TRL's `_tokenize_prompts` returned, token ids first. Empty if a `rollout_func` samples, or if
+            environments may add to prompts.
     """
 
     number: int
@@ -47,12 +47,12 @@ class Prompts:
 
 @dataclass(frozen=True)
 class TurnCounts:
-    """What tools and environments did in a window's rows on this rank.
+    """What tools and environments did in the rows of a window on this rank.
 
     Attributes:
-        calls: [B, 2] int64: calls of tools, and how many of them failed; `None` if there is no tool.
-        failed: [B] bool: a tool or the environment of the row hung or failed. The row is unscored.
-        failure: of one of these rows, in words; empty if there is none.
+        calls: [B, 2] int64, tool calls and failed tool calls of each row; `None` without tools.
+        failed: [B] bool, a tool or the environment of the row hung or failed. Such a row is unscored.
+        failure: description of one such failure; empty if there is none.
     """
 
     calls: Tensor | None
@@ -62,17 +62,20 @@ class TurnCounts:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a sampler gives of a window's rows on this rank.
+    """The rows that a sampler has sampled for a window on this rank.
 
     Attributes:
-        prompt_ids, completion_ids: B lists of token ids.
-        completions: B texts, or lists of messages, see `decoded`.
-        prompts: B texts or conversations: those of the dataset, and what an environment has added.
-        policy_version: [B, 2] int64, see `RolloutBatch`.
-        log_probs: B lists with one for each completion token, `None` or NaN where it is not known. `None`: none is.
-        own_tokens: B lists, 1 = a token that the policy wrote, 0 = one of its environment. `None`: it wrote all.
-        columns: of a `rollout_func`: name → a list with a value for each row, or one value for all.
-        turns: of tools and environments, if there are any.
+        prompt_ids: B lists of token ids.
+        completion_ids: B lists of token ids.
+        completions: B texts or lists of messages; see `decoded`.
+        policy_version: [B, 2] int64; see `RolloutBatch`.
+        prompts: B texts or conversations: those of the dataset, with what environments have added.
+        log_probs: B lists with a log-prob per completion token; `None` or NaN if a token's is unknown. `None`: all are
+            unknown.
+        own_tokens: B lists, 1 = token written by the policy, 0 = token of a tool or environment. `None`: the policy
+            wrote all tokens.
+        columns: extra fields of a `rollout_func`: name → a list with one value per row, or one value for all rows.
+        turns: what tools and environments did; `None` without them.
     """
 
     prompt_ids: list[list[int]]
@@ -87,7 +90,13 @@ class Sampled:
     turns: TurnCounts | None = None
 
     def examples(self, examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The rows of the dataset with the columns of a `rollout_func`; a list that is too short leaves rows out."""
+        """Add the columns of a `rollout_func` to the rows of the dataset.
+
+        As in TRL, a list that is too short leaves the last rows without the column.
+
+        Args:
+            examples: B rows of the dataset.
+        """
         rows = [dict(example) for example in examples]
         for name, values in self.columns.items():
             for row, value in zip(rows, values if isinstance(values, list) else [values] * len(rows), strict=False):
@@ -103,13 +112,16 @@ def decoded(
     *,
     tools: Sequence[Any] = (),
 ) -> list[Any]:
-    """The completions as reward functions get them, the same for some rows as for all.
+    """Decode completions into the form that reward functions get. Each row is decoded independently of the others.
 
     Args:
-        tokenizer: where it can parse a response (reasoning, …), the message has those parts.
-        prompts: B texts or conversations. tools: that the prompts name.
+        tokenizer: if it can parse a response (reasoning, …), the message has the parsed fields.
+        prompts: B texts or conversations.
+        prompt_ids: B lists of token ids.
+        completion_ids: B lists of token ids.
+        tools: the tools that the prompts name.
     Returns:
-        B texts; of conversations B lists with one message each.
+        B texts. For conversations, B lists with one message each.
     """
     if not is_conversational({"prompt": prompts[0]}):
         return tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
@@ -121,7 +133,9 @@ def decoded(
 
 
 def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[Any]) -> dict[str, Any]:
-    """TRL's message; its text if JSON in it is too deep, as TRL has it for other mistakes of the policy."""
+    """Parse a message as TRL does. If it has JSON that is nested too deeply, return its text, as TRL does for other
+    malformed output.
+    """
     try:
         return parse_response(tokenizer, ids, prefix=prompt, tools=list(tools))
     except RecursionError:
@@ -129,7 +143,14 @@ def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[A
 
 
 def is_truncated(completion_ids: Sequence[list[int]], end_ids: Collection[int]) -> Tensor:
-    """[B] bool: the completion ends with another token than an end of sequence or padding (`end_ids`)."""
+    """Return which completions do not end with an end-of-sequence or padding token.
+
+    Args:
+        completion_ids: B lists of token ids.
+        end_ids: end-of-sequence and padding tokens.
+    Returns:
+        [B] bool.
+    """
     return torch.tensor([int(ids[-1]) not in end_ids for ids in completion_ids], dtype=torch.bool)
 
 
@@ -142,17 +163,19 @@ def to_rollouts(
     masked: Tensor | None = None,
     pad_to_multiple_of: int | None = None,
 ) -> RolloutBatch:
-    """The rows as tensors, on the CPU.
+    """Build the rows as padded tensors on the CPU.
 
     Args:
+        sampled: B rows.
         examples: see `Sampled.examples`.
-        group: [B] int64, see `RolloutBatch`.
+        group: [B] int64; see `RolloutBatch`.
+        pad_token_id: fills padding.
         masked: [B] bool, True = no token of this completion counts (TRL's `mask_truncated_completions`).
-        pad_to_multiple_of: tokens; the widths of prompts and completions are multiples of it.
+        pad_to_multiple_of: the widths of prompts and completions, in tokens, are multiples of this.
     """
 
     def table(rows: Sequence[Sequence[Any]], side: str, padding: float, dtype: torch.dtype = torch.long) -> Tensor:
-        tensors = [torch.as_tensor(row, dtype=dtype, device="cpu") for row in rows]  # a rollout_func's may be tensors
+        tensors = [torch.as_tensor(row, dtype=dtype, device="cpu") for row in rows]  # a rollout_func may return tensors
         return pad(tensors, padding_value=padding, padding_side=side, pad_to_multiple_of=pad_to_multiple_of)
 
     def ones(rows: Sequence[Sequence[Any]], side: str) -> Tensor:

@@ -1,8 +1,10 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, Section 3.2): a window takes prompts until its groups have signal.
+"""Dynamic sampling (DAPO, arXiv 2503.14476, Section 3.2): sample prompts until a window's groups have signal::
 
     first round ──► groups with signal: too few? ──► another round … ──► at most `max_num_gen_batches` × the window
 
-Pure: which groups, and how many more. Letters: R ranks, K groups of a rank in a round.
+This module only decides how many groups to sample, and which of them make the window.
+
+Letters: R ranks, K groups of a rank in a round.
 """
 
 import math
@@ -15,32 +17,37 @@ SMOOTHING = 0.2  # the weight of the last window in the running share of groups 
 
 
 class DynamicSampling:
-    """How many groups the rounds of a window have; the same on every rank.
+    """Decides how many groups each round of a window samples. The decision is the same on every rank.
 
-    The next round is as large as it takes by the share of groups with signal so far, and no larger than the window.
-    Where windows are sampled ahead, the first round is so large already: nobody waits for another one then.
+    The size of a later round is estimated from the share of groups with signal so far; it is at most the size of the
+    window. If windows are sampled ahead, the first round already has the size that is estimated from the last windows,
+    so that training rarely has to wait for another round.
 
     Args:
-        groups: of a window on a rank. ranks: R. most: generation batches, see `max_num_gen_batches`.
+        groups: groups of a window on a rank.
+        ranks: R, the number of ranks.
+        most: the largest number of generation batches; `max_num_gen_batches`.
         ahead: windows are sampled ahead.
+    Attributes:
+        room: groups of a window on all ranks.
     """
 
     def __init__(self, groups: int, ranks: int, *, most: int, ahead: bool):
         self.room = groups * ranks  # groups of the window, on all ranks
         self._groups, self._ranks, self._most, self._ahead = groups, ranks, most, ahead
-        self._share = 1.0  # of groups that had signal in the last windows
+        self._share = 1.0  # running share of groups with signal
 
     def first(self) -> int:
-        """Groups of a rank in the first round of the next window."""
+        """Return a rank's number of groups in the first round of the next window."""
         if not self._ahead:
             return self._groups
         return min(math.ceil(self._groups / max(self._share, 1e-6)), self._groups * self._most)
 
     def next(self, signal: Sequence[Tensor]) -> int:
-        """Groups of a rank in the next round; 0: the window is complete.
+        """Return a rank's number of groups in the next round; 0 if the window is complete.
 
         Args:
-            signal: [R, K] bool of each round so far: the groups that have signal.
+            signal: for each round so far, [R, K] bool, the groups with signal.
         """
         sampled, found = _counted(signal)
         missing = max(self.room - found, 0)
@@ -49,12 +56,20 @@ class DynamicSampling:
         return min(math.ceil(missing / share / self._ranks), self._groups, allowed)
 
     def note(self, signal: Sequence[Tensor]) -> None:
-        """A window is complete."""
+        """Note the share of groups with signal in a complete window.
+
+        Args:
+            signal: as in `next`, for all rounds.
+        """
         sampled, found = _counted(signal)
         self._share += SMOOTHING * (found / sampled - self._share)
 
     def metrics(self, signal: Sequence[Tensor]) -> dict[str, float]:
-        """Of a window that is complete. Groups are counted in those of a window."""
+        """Return the figures of a complete window; the unit of groups is the window.
+
+        Args:
+            signal: as in `next`, for all rounds.
+        """
         sampled, found = _counted(signal)
         return {
             "dynamic_sampling/rounds": len(signal),
@@ -65,20 +80,22 @@ class DynamicSampling:
 
 
 def _counted(signal: Sequence[Tensor]) -> tuple[int, int]:
-    """The groups of all ranks and rounds, and those with signal."""
+    """Return the number of groups of all ranks and rounds, and the number of those with signal."""
     return sum(one.numel() for one in signal), sum(int(one.sum()) for one in signal)
 
 
 def places_in_window(signal: Sequence[Tensor], room: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Which groups make the window: those with signal that came first, and silent ones in what room is left.
+    """Choose the groups of the window: the first ones with signal, then silent ones if there is room left.
 
-    Within a round, groups come in the order of their places in their rank's share, and then of the ranks, so that each
-    rank has about as many.
+    Within a round, the first group of each rank comes first, then the second group of each rank, and so on. So each
+    rank has about the same number of groups.
 
     Args:
-        signal: [R, K] bool of each round. room: groups of the window, on all ranks; no more than all rounds have.
+        signal: for each round, [R, K] bool, the groups with signal.
+        room: groups of the window on all ranks; at most the number of groups in all rounds.
     Returns:
-        [R, K] bool of each round: groups with signal that are trained on; and all groups of the window.
+        For each round, [R, K] bool, the groups with signal that are trained on; and [R, K] bool, all groups of the
+        window.
     """
     flat = torch.cat([one.T.flatten() for one in signal])
     trained = flat & (flat.cumsum(dim=0) <= room)

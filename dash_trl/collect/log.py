@@ -1,4 +1,7 @@
-"""What TRL logs of a window: its tokens, its rewards, and the table of its completions."""
+"""Logs what TRL logs of a window: its tokens, its rewards, and the table of completions.
+
+Letters: B rows of this rank, N rows of all ranks, F reward functions.
+"""
 
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -11,14 +14,17 @@ from trl.trainer.utils import nanstd
 from dash_trl.collect.decode import Sampled, TurnCounts
 from dash_trl.distributed import Ranks
 
-BROKEN_AFTER = 3  # windows in a row whose rows all failed; the first one is enough, as for reward functions
+# The run ends after this number of windows in a row whose rows all failed. At the beginning of a run, one such window
+# is enough, as for reward functions.
+BROKEN_AFTER = 3
 
 
 def length_figures(lengths: Tensor, truncated: Tensor) -> dict[str, float]:
-    """TRL's figures of completions.
+    """Return TRL's figures about the length of completions.
 
     Args:
-        lengths: [N], the tokens that the policy wrote in each. truncated: [N] bool, see `decode.is_truncated`.
+        lengths: [N], the number of tokens that the policy wrote in each row.
+        truncated: [N] bool; see `decode.is_truncated`.
     """
     ended = lengths[~truncated] if not truncated.all() else torch.zeros(1)
     figures = {"completions/clipped_ratio": truncated.float().mean().item()}
@@ -30,11 +36,12 @@ def length_figures(lengths: Tensor, truncated: Tensor) -> dict[str, float]:
 
 
 def reward_figures(rewards: Tensor, names: Sequence[str], weights: Tensor) -> dict[str, float]:
-    """TRL's figures of rewards.
+    """Return TRL's figures about rewards.
 
     Args:
-        rewards: [N, F]; NaN = the function does not apply. A row of NaN is left out of the figures of the sum.
-        names, weights: F each.
+        rewards: [N, F]; NaN = the function does not apply. A row of NaN only is left out of the figures of the sum.
+        names: names of the F reward functions.
+        weights: [F], their weights.
     """
     figures = {}
     for name, column in zip(names, rewards.T, strict=True):
@@ -45,15 +52,20 @@ def reward_figures(rewards: Tensor, names: Sequence[str], weights: Tensor) -> di
 
 
 class WindowLog:
-    """Writes where TRL's `log` reads. Every method is called on every rank at the same point.
+    """Writes figures and tables where TRL's `log` reads them.
+
+    All ranks call every method at the same point.
 
     Args:
-        figures: takes one more value of each name. total: takes a running total.
-        tables: TRL's `_logs`: the columns of the table of completions.
-        extra, metrics: what reward functions have logged by `log_extra` and `log_metric`, TRL's `_pending_extra_logs`
-            and `_pending_metrics`.
-        names: of the F reward functions. weights: theirs, as they are now.
-        count_tokens: adds to the tokens that the run has seen; returns their number.
+        ranks: the ranks of the run.
+        figures: adds one value to each figure.
+        total: sets a running total.
+        tables: TRL's `_logs`, the columns of the table of completions.
+        extra: TRL's `_pending_extra_logs`, what reward functions have logged with `log_extra`.
+        metrics: TRL's `_pending_metrics`, what reward functions have logged with `log_metric`.
+        names: names of the F reward functions.
+        weights: returns their current weights.
+        count_tokens: adds to the number of tokens that the run has seen, and returns that number.
     """
 
     def __init__(
@@ -72,13 +84,16 @@ class WindowLog:
         self._ranks, self._figures, self._total = ranks, figures, total
         self._tables, self._extra, self._metrics = tables, extra, metrics
         self._names, self._weights, self._count_tokens = names, weights, count_tokens
-        self._failed_in_a_row = BROKEN_AFTER - 1  # windows without a row that came to its end
+        self._failed_in_a_row = BROKEN_AFTER - 1  # windows in a row in which every row failed
 
     def sampled(self, sampled: Sampled, truncated: Tensor) -> None:
-        """The tokens of a window that has begun.
+        """Log the tokens of a window that has just been sampled.
 
         Args:
+            sampled: this rank's rows.
             truncated: [B] bool.
+        Raises:
+            RuntimeError: on all ranks, if tools or environments have failed on every row of the last windows.
         """
         own = sampled.own_tokens
         completions = torch.tensor([len(ids) for ids in sampled.completion_ids] if own is None else list(map(sum, own)))
@@ -90,17 +105,14 @@ class WindowLog:
             self._turns(sampled.turns)
 
     def _turns(self, turns: TurnCounts) -> None:
-        """
-        Raises:
-            RuntimeError: on all ranks, if tools or environments are broken.
-        """
+        """Log the tool calls of a window, and raise if tools or environments are broken."""
         failed = self._ranks.gather(turns.failed)
         self._failed_in_a_row = self._failed_in_a_row + 1 if failed.all() else 0
         if self._failed_in_a_row == BROKEN_AFTER:
             raise RuntimeError(
-                f"Tools or environments failed on every row of the last windows, at last with {turns.failure}. "
-                "Nothing can be learned from such rows: correct the tool or environment. A tool that hangs can run in "
-                "processes, which are ended (dash_trl.ProcessTool), or get more time (tool_timeout)."
+                f"Tools or environments failed on every row of the last windows, most recently with {turns.failure}. "
+                "Nothing can be learned from such rows. Correct the tool or environment. If a tool hangs, run it in a "
+                "process that can be killed (dash_trl.ProcessTool), or give it more time (tool_timeout)."
             )
         self._figures({"tools/failed_rows": failed.float().mean().item()})
         if turns.calls is not None:
@@ -111,13 +123,15 @@ class WindowLog:
     def rewarded(
         self, prompts: Sequence[Any], completions: Sequence[Any], rewards: Tensor, advantages: Tensor, silent: Tensor
     ) -> None:
-        """The rewards and the table of a window, and what its reward functions have logged.
+        """Log the rewards and the table of a window, and what its reward functions have logged.
 
         Args:
-            prompts, completions: B each, of this rank.
-            rewards: [N, F], of all ranks, as the functions gave them; NaN = does not apply, or unscored.
-            advantages: [N], of all ranks: the mean over a row's loss tokens.
-            silent: [groups] bool, the group has no signal.
+            prompts: B of this rank.
+            completions: B of this rank.
+            rewards: [N, F], of all ranks, as the functions returned them. NaN = the function does not apply, or the row
+                is unscored.
+            advantages: [N], of all ranks; each is the mean over a row's loss tokens.
+            silent: [groups] bool, True = the group has no signal.
         """
         self._figures(reward_figures(rewards, self._names, self._weights()))
         self._figures({"frac_reward_zero_std": silent.float().mean().item()})
@@ -126,7 +140,7 @@ class WindowLog:
         for name, column in zip(self._names, rewards.T, strict=True):
             self._tables["rewards"][name] = _table(column.tolist())
         self._tables["advantages"] = _table(advantages.tolist())
-        # Sorted: ranks may have logged them in another order, and each is gathered by itself.
+        # Sorted, because each name is gathered by itself, and ranks may have logged the names in different orders.
         for name in sorted(set(self._gathered(list(self._extra)))):
             self._tables["extra"][name] = _table(self._gathered(self._extra.get(name, [None] * len(prompts))))
         for name in sorted(set(self._gathered(list(self._metrics)))):
@@ -140,5 +154,5 @@ class WindowLog:
 
 
 def _table(rows: list[Any]) -> deque[Any]:
-    """A column as TRL has it: one window; the rows of an evaluation push the oldest out."""
+    """Make a column as TRL does. It has room for one window; rows of an evaluation push the oldest ones out."""
     return deque(rows, maxlen=len(rows))

@@ -1,9 +1,9 @@
-"""Who samples a window: this process, a user's function, or vLLM servers.
+"""Who samples a window: this process, a user's `rollout_func`, or vLLM servers::
 
     begin: prompts are known ──► take: the rows of a window ──► meanwhile: rewards are awaited, and the device is idle
 
-Rows are handed to `on_rows` as they come, those of windows that have not begun yet, too: their rewards may begin.
-`on_rows` is None where nobody asks for rows before their window is taken.
+As rows come, a sampler hands them to `on_rows`, so that their rewards may begin; this includes rows of windows that
+have not begun yet. `on_rows` is `None` if nobody needs rows before their window is taken.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,46 +17,54 @@ from torch import Tensor
 
 from dash_trl.collect.decode import Prompts, Sampled
 
-Generate = Callable[[tuple[Any, ...]], tuple[list[list[int]], Any]]  # tokenized prompts → token ids, log-probs or None
+Generate = Callable[[tuple[Any, ...]], tuple[list[list[int]], Any]]  # tokenized prompts → token ids; log-probs or None
 Decode = Callable[[Sequence[Any], Sequence[list[int]], Sequence[list[int]]], list[Any]]  # see `decode.decoded`
-Versions = Callable[[int], Tensor]  # rows → [rows, 2], see `RolloutBatch.policy_version`
+Versions = Callable[[int], Tensor]  # number of rows → [rows, 2], see `RolloutBatch.policy_version`
 # (window, first row, prompts, token ids, completions)
 OnRows = Callable[[int, int, list[Any], list[list[int]], list[Any]], None]
-OnGroup = Callable[[Prompts, int, list[list[int]]], None]  # (its generation batch, first row, token ids)
-Timed = Callable[[str], AbstractContextManager[Any]]  # a phase whose seconds are logged
+OnGroup = Callable[[Prompts, int, list[list[int]]], None]  # (generation batch, first row, token ids)
+Timed = Callable[[str], AbstractContextManager[Any]]  # name of a phase → a context whose seconds are logged
 
 
 class Sampler(Protocol):
-    """All methods but `look` and `forget` are called on every rank at the same point."""
+    """Interface of all samplers. All ranks call every method but `look` and `forget` at the same point."""
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
-        """A window begins, or goes on with more groups: this generation batch is taken next.
+        """Begin a window, or continue it with more groups. The next `take` takes this generation batch.
 
         Args:
-            window: its number. new: generation batches that were not announced before, in order.
+            window: number of the generation batch.
+            new: generation batches that have not been announced before, in order.
         """
 
     def take(self, prompts: Prompts) -> Sampled:
-        """This rank's rows of the window that has begun; waits for them."""
+        """Wait for this rank's rows of a generation batch, and return them.
+
+        Args:
+            prompts: the generation batch that the last `begin` has begun.
+        """
 
     def meanwhile(self) -> None:
-        """The device has nothing to do while rewards are awaited."""
+        """Called while rewards are awaited, when the device has nothing else to do."""
 
     def look(self) -> None:
-        """Hands to `on_rows` what has come of later windows, without waiting."""
+        """Hand rows of later windows that have come to `on_rows`, without waiting."""
 
     def log(self) -> None:
-        """Figures of the sampler, once a window."""
+        """Log figures of the sampler. Called once per window."""
 
     def forget(self) -> None:
-        """What is known or sampled ahead is not needed any more."""
+        """Drop all announced prompts and everything sampled ahead."""
 
 
 class ByFunction:
-    """A user's `rollout_func`, which never runs ahead.
+    """Samples with a user's `rollout_func`, which never runs ahead.
 
     Args:
-        function: prompts → what it returns, checked.
+        function: prompts → the function's result, checked.
+        decode: see `decode.decoded`.
+        versions: returns the policy versions of rows that are sampled now.
+        timed: a context whose seconds are logged as a phase.
     """
 
     def __init__(
@@ -93,10 +101,17 @@ class ByFunction:
 
 
 class InProcess:
-    """This process samples, with Transformers or with vLLM inside it; the next window while rewards are awaited.
+    """Samples in this process, with Transformers or colocated vLLM. It samples the next window while rewards are
+    awaited.
 
     Args:
-        log_probs: of tokens that were sampled, where the generator reports none but the loss asks for them.
+        generate: tokenized prompts → token ids, and log-probs or `None`.
+        decode: see `decode.decoded`.
+        versions: returns the policy versions of rows that are sampled now.
+        on_rows: see the module.
+        timed: a context whose seconds are logged as a phase.
+        log_probs: computes the log-probs of sampled tokens. `None` if the generator reports them or the loss does not
+            need them.
     """
 
     def __init__(
@@ -111,7 +126,7 @@ class InProcess:
     ):
         self._generate, self._decode, self._versions = generate, decode, versions
         self._on_rows, self._timed, self._log_probs = on_rows, timed, log_probs
-        self._known: dict[int, Prompts] = {}  # windows to come
+        self._known: dict[int, Prompts] = {}  # generation batches that are not sampled yet
         self._sampled: dict[int, Sampled] = {}
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
@@ -123,7 +138,7 @@ class InProcess:
         return self._sample(prompts) if ahead is None else ahead
 
     def meanwhile(self) -> None:
-        """Samples the windows that are known, by the weights of now; their rewards begin at once."""
+        """Sample the known windows with the current weights, and begin their rewards at once."""
         for window in sorted(self._known):
             self._sampled[window] = self._sample(self._known.pop(window))
 
@@ -138,7 +153,7 @@ class InProcess:
         return self._finished(prompts.number, sampled)
 
     def _finished(self, window: int, sampled: Sampled) -> Sampled:
-        """With log-probs, if they are asked for; its rewards may begin."""
+        """Add log-probs if they are needed, and let the rewards begin."""
         if sampled.log_probs is None and self._log_probs is not None:
             sampled = replace(sampled, log_probs=self._log_probs(sampled.prompt_ids, sampled.completion_ids))
         if self._on_rows is not None:
@@ -156,12 +171,18 @@ class InProcess:
 
 
 class OnServers:
-    """vLLM servers sample, as far ahead as prompts are known.
+    """Samples on vLLM servers, as far ahead as prompts are known.
 
     Args:
-        pool: a `VLLMPool`. generate: asks it, after it has sent the weights where these are new.
-        on_group: gets each group as it comes; `None`: nobody asks for it.
-        figures: takes one more value of each name. total: takes a running total.
+        pool: a `VLLMPool`.
+        generate: asks the pool for completions, after it has sent new weights.
+        decode: see `decode.decoded`.
+        on_rows: see the module.
+        timed: a context whose seconds are logged as a phase.
+        figures: adds one value to each figure.
+        total: sets a running total.
+        add: adds up a tensor over the ranks.
+        on_group: gets each group as it comes. `None`: nobody needs it.
     """
 
     def __init__(
@@ -194,7 +215,7 @@ class OnServers:
         with self._timed("generate"):
             completion_ids, log_probs = self._generate(
                 prompts.tokenized
-            )  # while it waits, on this thread, the pool calls `_come`
+            )  # while it waits, the pool calls `_come` on this thread
             versions = self._pool.policy_version
             if self._on_rows is None:  # then the pool does not call it
                 completions = self._decode(prompts.prompts, prompts.ids, completion_ids)
@@ -204,6 +225,7 @@ class OnServers:
         return Sampled(prompts.ids, completion_ids, completions, versions, prompts=prompts.prompts, log_probs=log_probs)
 
     def _come(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
+        """Hand over rows that have come. The pool calls it on the main thread."""
         own, prompts = slice(first, first + len(completion_ids)), self._known[window]
         if self._on_group is not None:
             self._on_group(prompts, first, completion_ids)
@@ -220,7 +242,7 @@ class OnServers:
             self._pool.show_finished()
 
     def log(self) -> None:
-        """Healthy servers as the main process sees them, and sums over the ranks."""
+        """Log the healthy servers as the main process sees them, and other figures as sums over the ranks."""
         healthy, *counts = self._pool.metrics()
         retried, queued = self._add(torch.tensor(counts)).tolist()
         self._figures({"servers/healthy": healthy, "async/queued_groups": queued})

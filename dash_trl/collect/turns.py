@@ -1,7 +1,9 @@
-"""Samplers of rows that take several turns, because they call tools or act in an environment.
+"""Samplers for rows with several turns, which call tools or act in an environment::
 
-in rounds, all ranks in step: sample all rows that wait ──► run their tools, side by side ──► …
-on servers, each row by itself: ask a server ──► run its tools ──► ask a server ──► …
+    in rounds, all ranks in step: sample all rows that wait ──► run their tools, side by side ──► …
+    on servers, each row by itself: ask a server ──► run its tools ──► ask a server ──► …
+
+`TurnsInProcess` works in rounds, `TurnsOnServers` on servers.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,38 +19,49 @@ from dash_trl.collect.samplers import InProcess, OnServers
 from dash_trl.distributed import Ranks
 from dash_trl.tools import Conversation, Conversations
 
-# (token ids that a turn continues, it is the first) → token ids, log-probs or None
+# (token ids that the turn continues, whether it is the first turn) → token ids; log-probs or None
 GenerateTurn = Callable[[list[list[int]], bool], tuple[list[list[int]], list[Any] | None]]
 
-Use = Callable[[list[Any]], None]  # hands the environments of a window's rows to reward functions
+Use = Callable[[list[Any]], None]  # passes the environments of a window's rows to reward functions
 
 
 class Rounds:
-    """Samples rows turn by turn. Every method is called on every rank at the same point.
+    """Samples rows turn by turn in this process.
+
+    All ranks call every method at the same point.
 
     Args:
-        generate: called on every rank in every round, if need be without any row.
+        ranks: the ranks of the run.
+        conversations: run tools and environments.
+        generate: samples one turn. It is called on every rank in every round, if necessary without any row.
     """
 
     def __init__(self, ranks: Ranks, conversations: Conversations, generate: GenerateTurn):
         self._ranks, self._conversations, self._generate = ranks, conversations, generate
 
     def sample(self, rows: Sequence[Conversation], prompt_ids: Sequence[list[int] | None]) -> None:
-        """Leads rows from their prompts to their ends.
+        """Lead rows from their prompts to their ends.
 
         Args:
-            prompt_ids: of each row, where they are known.
+            rows: the rows.
+            prompt_ids: token ids of each prompt; `None` if they are not known yet.
         """
         begin = [self._conversations.begin(*one) for one in zip(rows, prompt_ids, strict=True)]
         waiting = self._those(rows, begin)
         self._rounds(waiting, first=True)
 
     def go_on(self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[Any] | None) -> None:
-        """Leads rows to their ends whose first turns were sampled."""
+        """Lead rows, whose first turns are already sampled, to their ends.
+
+        Args:
+            rows: the rows.
+            ids: token ids of each first turn.
+            log_probs: the sampler's log-probs of each first turn, or `None`.
+        """
         self._rounds(self._answered(rows, ids, log_probs), first=False)
 
     def _rounds(self, waiting: list[Conversation], *, first: bool) -> None:
-        while self._ranks.sum(torch.tensor(len(waiting))):  # ranks need not have equally many rows that wait
+        while self._ranks.sum(torch.tensor(len(waiting))):  # ranks may have different numbers of waiting rows
             contexts = [row.turns.context for row in waiting if row.turns is not None]
             waiting = self._answered(waiting, *self._generate(contexts, first))
             first = False
@@ -61,13 +74,13 @@ class Rounds:
         return self._those(rows, answers)
 
     def _those(self, rows: Sequence[Conversation], go_on: Sequence[Any]) -> list[Conversation]:
-        """The rows whose coroutine says that there is another turn."""
+        """Run the rows' coroutines, and return the rows that have another turn."""
         found = self._ranks.agree(partial(self._conversations.run, go_on))
         return [row for row, has_turn in zip(rows, found, strict=True) if has_turn]
 
 
 class _Windows:
-    """The rows of windows that are sampled, from their beginning until nobody needs their environments."""
+    """Keeps the rows of windows from the beginning of sampling until nobody needs their environments."""
 
     def __init__(self, conversations: Conversations, use: Use, *, knows_log_probs: bool):
         self._conversations, self._use, self._knows_log_probs = conversations, use, knows_log_probs
@@ -82,13 +95,13 @@ class _Windows:
         return rows
 
     def begin(self) -> None:
-        """Those that were taken have their rewards."""
+        """Give back the environments of windows that were taken: their rewards have come."""
         for number in self._taken:
             self._conversations.give_back(self._rows.pop(number))
         self._taken.clear()
 
     def sampled(self, window: int, versions: Tensor) -> Sampled:
-        """The window's rows, which have ended."""
+        """Return the rows of a window, all of which have ended."""
         rows = self._rows[window]
         turns = [row.turns for row in rows if row.turns is not None]
         known = self._knows_log_probs or any(one.log_probs is not None for one in turns)
@@ -110,7 +123,7 @@ class _Windows:
         )
 
     def taken(self, window: int) -> None:
-        """Reward functions are asked of this window next."""
+        """Prepare a window for its reward functions, which are asked next."""
         rows = self._rows[window]
         self._taken.add(window)
         self._use([row.environment for row in rows])
@@ -124,9 +137,14 @@ class _Windows:
 
 
 class TurnsInProcess(InProcess):
-    """
+    """Samples rows with several turns in this process.
+
     Args:
-        rounds, conversations: of the run. use: see `Use`. knows_log_probs: `rounds` gets them from the generator.
+        rounds: sample the turns.
+        conversations: run tools and environments.
+        use: passes the environments of a window's rows to reward functions.
+        knows_log_probs: the generator reports log-probs.
+        others: the arguments of `InProcess`.
     """
 
     def __init__(self, rounds: Rounds, conversations: Conversations, use: Use, *, knows_log_probs: bool, **others: Any):
@@ -155,9 +173,12 @@ class TurnsInProcess(InProcess):
 
 
 class TurnsOnServers(OnServers):
-    """
+    """Samples rows with several turns on vLLM servers.
+
     Args:
-        conversations: of the run. use: see `Use`.
+        conversations: run tools and environments.
+        use: passes the environments of a window's rows to reward functions.
+        others: the arguments of `OnServers`.
     """
 
     def __init__(self, conversations: Conversations, use: Use, **others: Any):
@@ -174,7 +195,7 @@ class TurnsOnServers(OnServers):
         self._pool.expect(window, {}, None if self._on_rows is None else self._come, chains=chains)
 
     async def _lead(self, row: Conversation, prompt_ids: list[int] | None, ask: Any) -> None:
-        """From its prompt to its end; on the pool's event loop."""
+        """Lead a row from its prompt to its end. This runs on the pool's event loop."""
         goes_on = await self._conversations.begin(row, prompt_ids)
         while goes_on and row.turns is not None:
             turn = await ask(row.turns.context, row.turns.room)
@@ -188,9 +209,9 @@ class TurnsOnServers(OnServers):
 
     def _come(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
         row = self._windows[window][first]
-        assert self._on_rows is not None and row.turns is not None, "it has ended, and somebody asked for it"
+        assert self._on_rows is not None and row.turns is not None, "the row has ended, and `on_rows` asks for it"
         self._on_rows(window, first, [row.prompt], [row.turns.completion_ids], deepcopy([row.turns.messages]))
 
     def forget(self) -> None:
-        super().forget()  # first: what is at work ends
+        super().forget()  # first end the conversations that are running
         self._windows.forget()

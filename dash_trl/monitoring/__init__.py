@@ -1,4 +1,4 @@
-"""What is counted, shown and drawn of a run."""
+"""Figures of a run: counted, logged, shown and drawn."""
 
 from typing import TYPE_CHECKING
 

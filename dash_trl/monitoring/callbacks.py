@@ -1,4 +1,4 @@
-"""Callbacks: the progress bar, the file of metrics, and the time that a run may take."""
+"""Callbacks for the progress bar, a file of metrics, and a limit on training time."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from transformers.trainer_utils import SaveStrategy
 
 
 class RewardProgressCallback(ProgressCallback):
-    """The progress bar with reward and kept share beside it, or else the loss, instead of a printed dict per log."""
+    """A progress bar that shows reward and share of kept rows, or else the loss, instead of printing a dict per log."""
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         names = {"reward": "reward", "kept": "filter/kept_rows"} if "reward" in logs else {"loss": "loss"}
@@ -23,7 +23,11 @@ class RewardProgressCallback(ProgressCallback):
 
 
 class MetricsFileCallback(TrainerCallback):
-    """Appends every log to a JSON-lines file, one object per log, with its `step`."""
+    """Appends every log to a JSON-lines file: one object per log, with its `step`.
+
+    Args:
+        path: the file. A new run empties it; a resumed run continues it.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -43,17 +47,23 @@ class MetricsFileCallback(TrainerCallback):
 class TimeLimitCallback(TrainerCallback, ExportableState):
     """Counts the seconds of training, logs them as `time/elapsed`, and stops at the first step that ends past a limit.
 
-    The seconds are saved with a checkpoint, so that those before it count in a resumed run, and those that were lost
-    after it do not. Loading and preparing do not count; evaluations and checkpoints within the run do. All ranks stop
-    at the same step, which the main process's clock decides. As at the end of every run, `save_strategy="steps"` writes
-    a checkpoint.
+    The seconds are saved in checkpoints. So a resumed run counts the seconds before its checkpoint, but not those that
+    were lost after it. Loading and preparing do not count; evaluations and checkpoints within the run do. All ranks
+    stop at the same step, by the main process's clock. As at the end of every run, `save_strategy="steps"` writes a
+    checkpoint.
 
     Args:
-        limit: in seconds; None: only counts. clock: seconds, from any beginning.
+        limit: in seconds. `None`: only count.
+        clock: returns seconds, counted from any moment.
+    Attributes:
+        limit: as above.
+        seconds: seconds of training so far.
+    Raises:
+        ValueError: `limit` is not above 0.
     """
 
     def __init__(self, limit: float | None = None, *, clock: Callable[[], float] = time.monotonic):
-        if limit is not None and not limit > 0:  # NaN, too
+        if limit is not None and not limit > 0:  # refuses NaN, too
             raise ValueError(
                 f"time_limit={limit} leaves no time to train in. Give the seconds of training, or leave it out."
             )
@@ -62,7 +72,7 @@ class TimeLimitCallback(TrainerCallback, ExportableState):
         self._counted_at: float | None = None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         self._count()
         return {"args": {"limit": self.limit}, "attributes": {"seconds": self.seconds}}
 
@@ -70,7 +80,8 @@ class TimeLimitCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._counted_at, self.seconds = self._clock(), 0.0
-        # A checkpoint of a run without this callback has no entry, and Transformers would fail at the next one.
+        # A checkpoint of a run without this callback has no entry. Without one, Transformers would fail at the next
+        # checkpoint.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step:
             self.seconds = saved["attributes"]["seconds"]
@@ -82,7 +93,7 @@ class TimeLimitCallback(TrainerCallback, ExportableState):
             control.should_save |= args.save_strategy == SaveStrategy.STEPS
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        """Adds to the log; callbacks that come later, such as `MetricsFileCallback`, see it."""
+        """Add the seconds to the log. Callbacks that come later, such as `MetricsFileCallback`, see them."""
         self._count()
         logs["time/elapsed"] = self.seconds
 

@@ -1,4 +1,7 @@
-"""What the filter and the packer did, as numbers for TRL's log."""
+"""Figures of filter, packer, sampler and loss for TRL's log.
+
+Letters: B rows of a rank, T completion tokens, R ranks.
+"""
 
 import logging
 from collections import Counter, defaultdict
@@ -15,18 +18,22 @@ from dash_trl.update import Filtered, MicroBatch, Pass, Segment, importance_samp
 
 logger = logging.getLogger(__name__)
 
-EMPTY_WINDOWS = 10  # in a row, before it is said again: a few may be chance
+EMPTY_WINDOWS = 10  # windows in a row before a warning is repeated: a few may be chance
 
 
 def filter_metrics(
     rollouts: CreditedRollouts, filtered: Filtered, reduce_sum: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
-    """Shares of the generation batch (all ranks), and the mean |A| of the rows that survive.
+    """Return the shares of rows that the filter kept and dropped, and the mean absolute advantage of the survivors.
 
-    `filter/kept_rows` + `filter/dropped_constant` + `filter/dropped_threshold` + `filter/dropped_unscored` = 1.
+    The shares refer to the generation batch of all ranks. `filter/kept_rows` + `filter/dropped_constant` +
+    `filter/dropped_threshold` + `filter/dropped_unscored` = 1.
 
     Args:
-        reduce_sum: adds a tensor up over the ranks; gets int64 and float32 (MPS has no float64), called twice.
+        rollouts: B rows with their credit.
+        filtered: the filter's verdict on them.
+        reduce_sum: adds up a tensor over the ranks. It is called twice, with int64 and with float32 (MPS has no
+            float64).
     """
     tokens = rollouts.loss_mask.sum(dim=1)
     advantages = replace(rollouts, advantages=rollouts.advantages.abs()).mean_advantages()
@@ -45,7 +52,8 @@ def filter_metrics(
 
 
 class EmptyWindows:
-    """Warns of the first window without a kept row, and of `EMPTY_WINDOWS` in a row: such steps learn nothing.
+    """Warns about the first window without a kept row, and about `EMPTY_WINDOWS` such windows in a row: nothing is
+    learned from them.
 
     Args:
         threshold: `gradient_filter_threshold`.
@@ -59,13 +67,14 @@ class EmptyWindows:
             "filter/dropped_threshold": f"are under gradient_filter_threshold={threshold}: lower it.",
             "filter/dropped_unscored": "are unscored: see the warnings about the reward functions.",
         }
-        self._windows: list[Mapping[str, float]] = []  # since the last one of which a row was kept
+        self._windows: list[Mapping[str, float]] = []  # since the last one with a kept row
         self._said = False
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """
+        """Note the figures of the next window.
+
         Args:
-            metrics: those of the next window, from `filter_metrics`.
+            metrics: from `filter_metrics`.
         """
         self._windows = [] if metrics["filter/kept_rows"] else [*self._windows, metrics]
         count = len(self._windows)
@@ -82,15 +91,18 @@ class EmptyWindows:
 
 
 class UnfilledWindows:
-    """Warns when dynamic sampling could not fill `EMPTY_WINDOWS` windows in a row: training goes on with fewer rows."""
+    """Warns if dynamic sampling could not fill `EMPTY_WINDOWS` windows in a row, so that training goes on with fewer
+    rows.
+    """
 
     def __init__(self) -> None:
-        self._windows: list[Mapping[str, float]] = []  # since the last one that was filled
+        self._windows: list[Mapping[str, float]] = []  # since the last filled one
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """
+        """Note the figures of the next window.
+
         Args:
-            metrics: those of the next window, from `DynamicSampling.metrics`.
+            metrics: from `DynamicSampling.metrics`.
         """
         self._windows = [] if metrics["dynamic_sampling/filled"] == 1.0 else [*self._windows, metrics]
         if len(self._windows) == EMPTY_WINDOWS:
@@ -112,10 +124,13 @@ def sampler_metrics(
     loss_mask: Tensor,
     gather: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
-    """TRL's measures of the distance between the sampler and the trainer, over survivors.
+    """Return TRL's measures of the distance between sampler and trainer, over survivors.
 
     Args:
-        sampling_per_token_logps, old_per_token_logps, loss_mask: [B, T]. importance_sampling_ratio: [B, T] or [B, 1].
+        sampling_per_token_logps: [B, T].
+        old_per_token_logps: [B, T].
+        importance_sampling_ratio: [B, T] or [B, 1].
+        loss_mask: [B, T], 1 = a token that the loss counts.
         gather: concatenates a vector over the ranks.
     """
     mask, ratio = loss_mask.bool(), importance_sampling_ratio.flatten()
@@ -148,13 +163,18 @@ def corrected_share(
     mode: str,
     reduce_sum: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
-    """The share of the survivors' loss tokens, on all ranks, whose ratio to the sampler is truncated or masked.
+    """Return the share of the survivors' loss tokens, on all ranks, whose ratio to the sampler is truncated or masked.
 
-    A mode of sequences does that to all tokens of one: with `sequence_mask`, it is the share that is lost.
+    A sequence mode changes all tokens of a sequence at once. With `sequence_mask`, it is the share of tokens that are
+    lost.
 
     Args:
-        corrected: what `importance_sampling_ratio` made of the others, which are its arguments.
-        reduce_sum: adds a tensor up over the ranks.
+        corrected: the result of `importance_sampling_ratio` for the other arguments.
+        old_per_token_logps: [B, T].
+        sampling_per_token_logps: [B, T].
+        loss_mask: [B, T], 1 = a token that the loss counts.
+        mode: see `importance_sampling_ratio`.
+        reduce_sum: adds up a tensor over the ranks.
     """
     others = old_per_token_logps, sampling_per_token_logps, loss_mask
     changed = corrected != importance_sampling_ratio(*others, mode=mode, clip_min=None, clip_max=None)
@@ -163,30 +183,35 @@ def corrected_share(
 
 
 class OffPolicyMetrics:
-    """How far the policy is from the sampler, per optimizer step, over the survivors' loss tokens on all ranks.
+    """Measures per optimizer step how far the policy is from the sampler, over the survivors' loss tokens on all ranks.
 
-    With r = π/μ of a token, π the policy that the step changes and μ the sampler's probability:
+    Let r = π/μ be the ratio of a token, where π is its probability by the policy that the step changes, and μ its
+    probability by the sampler::
 
         off_policy/ratio_mean       the mean of r; 1 is expected, since E_μ[r] = 1 if μ can sample every token
-        off_policy/clipped_share    how many have r > bound
+        off_policy/clipped_share    the share of tokens with r > bound
         off_policy/kl               the mean of r − 1 − log r: the k3 estimator of KL(μ‖π), never below 0
 
-    (http://joschu.net/blog/kl-approx.html) With top_p, top_k or min_p E_μ[r] is the probability Z that they leave, and
-    the last one's mean is KL(μ‖π) − (1 − Z). It costs no pass: it sees the log-probs that TRL's loss asks for. Tokens
-    whose μ the sampler did not report are left out.
+    (http://joschu.net/blog/kl-approx.html) With top_p, top_k or min_p, E_μ[r] is the probability Z of the tokens that
+    these options leave, and the mean of the last figure is KL(μ‖π) − (1 − Z). The figures need no extra pass, because
+    they use the log-probs that TRL's loss asks for. Tokens whose μ the sampler did not report are left out.
 
     Args:
-        bound: of the loss; `None`: it has none, and there is no share.
+        bound: the loss's bound of r. `None`: it has none, and no share is logged.
     """
 
     def __init__(self, bound: float | None):
         self._bound = bound
-        self._mu: tuple[Tensor, Tensor] | None = None  # of the pass that is running, and its loss mask
+        self._mu: tuple[Tensor, Tensor] | None = None  # of the running pass, with its loss mask
         self._sums = torch.zeros(4)  # r, r > bound, r − 1 − log r, tokens
 
     @contextmanager
     def observe(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Within it, TRL computes the loss of a pass, and `see` gets its log-probs."""
+        """Within the context, TRL computes the loss of a pass, and `see` gets the log-probs of that pass.
+
+        Args:
+            inputs: the inputs of the loss.
+        """
         if (mu := inputs.get("sampling_per_token_logps")) is not None:
             self._mu = mu, inputs["completion_mask"] * inputs.get("tool_mask", 1)
         try:
@@ -195,25 +220,26 @@ class OffPolicyMetrics:
             self._mu = None
 
     def see(self, log_probs: Tensor) -> None:
-        """
+        """Add the tokens of the running pass to the sums, if the sampler's log-probs are known.
+
         Args:
-            log_probs: [B, T], of the policy.
+            log_probs: [B, T], the policy's.
         """
         if self._mu is None:
             return
         mu, mask = self._mu
         known = mask.bool() & ~unknown_log_probs(mu, mask)
-        log_ratio = torch.where(known, log_probs.detach().float() - mu, 0.0)  # where a token does not count, all are 0
+        log_ratio = torch.where(known, log_probs.detach().float() - mu, 0.0)  # 0 for tokens that do not count
         ratio = log_ratio.exp() * known
         clipped = ratio > (torch.inf if self._bound is None else self._bound)
         terms = torch.stack([ratio, clipped.float(), log_ratio.expm1() - log_ratio, known.float()])
         self._sums = self._sums.to(terms.device) + terms.flatten(1).sum(dim=1)
 
     def of_step(self, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """The figures of the optimizer step that ends, none if it had no such token; begins anew.
+        """Return the figures of the optimizer step that ends, and begin anew. Without such tokens, there are none.
 
         Args:
-            reduce_sum: adds a tensor up over the ranks, all of which call this.
+            reduce_sum: adds up a tensor over the ranks, all of which call this.
         """
         ratio, clipped, kl, tokens = reduce_sum(self._sums).tolist()
         self._sums = torch.zeros(4)
@@ -224,11 +250,13 @@ class OffPolicyMetrics:
 
 
 def staleness_metrics(policy_version: Tensor, step: int, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """How many optimizer steps older than the trainer's the oldest weights are that sampled a row, over all ranks.
+    """Return by how many optimizer steps the oldest weights that sampled a row are behind the trainer's, over all
+    ranks.
 
     Args:
-        policy_version: [B, 2], see `RolloutBatch`. step: optimizer steps taken before the window.
-        gather: concatenates over the ranks.
+        policy_version: [B, 2]; see `RolloutBatch`.
+        step: optimizer steps taken before the window.
+        gather: concatenates a tensor over the ranks.
     """
     staleness = step - gather(policy_version[:, 0]).float()
     return {"async/staleness_mean": staleness.mean().item(), "async/staleness_max": staleness.max().item()}
@@ -237,11 +265,15 @@ def staleness_metrics(policy_version: Tensor, step: int, gather: Callable[[Tenso
 def packing_metrics(
     micro_batches: Sequence[MicroBatch], lengths: Tensor, *, padding_free: bool, min_shared: int | None
 ) -> dict[str, float]:
-    """How the rows were packed, over all ranks: whether passes are padding-free, the share of processed positions that
-    are padding, the share of the rows' tokens that shared prompts save, and the positions of the largest pass.
+    """Return how the rows were packed, over all ranks.
+
+    The figures are: whether passes are padding-free, the share of processed positions that are padding, the share of
+    the rows' tokens that shared prompts save, and the number of positions in the largest pass.
 
     Args:
-        lengths: [R, B, 4] of the window that the rows of `micro_batches` are positions of.
+        micro_batches: the passes; their rows are positions in the window.
+        lengths: [R, B, 4] of the window.
+        padding_free: passes are padding-free.
         min_shared: as in `plan_segment`.
     """
     prompt_of, completion_of, same = (lengths[:, :, column].tolist() for column in (0, 1, 3))
@@ -264,25 +296,25 @@ def packing_metrics(
     }
 
 
-# Shares of clipped tokens: a token of a dropped row is not clipped, since TRL counts only those with A ≠ 0.
+# Shares of clipped tokens. Tokens of dropped rows are never clipped, since TRL counts only tokens with A ≠ 0.
 CLIPPED = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
-# Means over tokens that would take a pass on the dropped rows: they are of survivors.
+# Means over survivors' tokens. To include dropped rows would need passes over them.
 OF_SURVIVORS = ("entropy", "kl", "vespo/phi_seq_mean")
-# A mean over micro-steps, to which a pass contributes at the weight that its loss has.
+# A mean over micro-steps, in which a pass has the weight of its loss.
 PER_MICRO_STEP = ("policy_loss",)
 
 
 class PassMetrics:
-    """What TRL's loss logs of every pass, as one figure per optimizer step.
+    """Combines what TRL's loss logs in every pass into one figure per optimizer step.
 
-    TRL logs the mean of a micro-batch and averages these means. Passes differ in size and hold survivors only, so here
-    a pass counts by its tokens, and a share of clipped tokens refers to all rows, the dropped ones included: TRL's
-    figure, but for its micro-batches of different length counting alike. Where a window spans several optimizer steps,
-    each step refers to its share of the window's tokens, dropped ones included.
+    TRL logs the mean of each micro-batch and averages these means. Here passes differ in size and hold survivors only.
+    So a pass is weighted by its tokens, and a share of clipped tokens refers to all rows, dropped ones included. That
+    is TRL's figure, except that TRL gives micro-batches of different length the same weight. If a window serves several
+    optimizer steps, each step refers to its share of the window's tokens, those of dropped rows included.
 
     Args:
-        per_row: TRL's clipping is per sequence (`importance_sampling_level="sequence"`): rows count, not tokens, unless
-            advantages are per token.
+        per_row: TRL clips per sequence (`importance_sampling_level="sequence"`). Rows then count instead of tokens,
+            unless advantages are per token.
     """
 
     def __init__(self, *, per_row: bool):
@@ -294,7 +326,15 @@ class PassMetrics:
     def observe(
         self, logged: dict[str, list[float]], one: Pass, loss_scale: float, *, per_token: bool
     ) -> Iterator[None]:
-        """Within it, TRL computes the loss of a pass and appends to `logged`; those figures are taken from there."""
+        """Within the context, TRL computes the loss of a pass. Afterwards, take the figures that it appended to
+        `logged`.
+
+        Args:
+            logged: TRL's metrics: name → values since the last log.
+            one: the pass.
+            loss_scale: weight of its loss in the optimizer step.
+            per_token: advantages are per token.
+        """
         self.per_row &= not per_token
         names = (*CLIPPED, *OF_SURVIVORS, *PER_MICRO_STEP)
         before = {name: len(logged[name]) for name in names if name in logged}
@@ -309,12 +349,16 @@ class PassMetrics:
                 self._counts[name] += count
 
     def of_step(self, segments: Collection[Segment]) -> dict[str, float]:
-        """The figures of an optimizer step that consists of `segments`; begins anew."""
+        """Return the figures of the optimizer step that ends, and begin anew.
+
+        Args:
+            segments: the segments of the optimizer step.
+        """
         clipped = sum(one.all_rows if self.per_row else one.all_tokens for one in segments)
         micro_steps = sum(one.micro_steps for one in segments)
         whole = dict.fromkeys(CLIPPED, clipped) | dict.fromkeys(PER_MICRO_STEP, micro_steps)
         divisors = {name: whole.get(name, self._counts[name]) for name in self._sums}
         figures = {name: self._sums[name] / divisor for name, divisor in divisors.items() if divisor}
-        self._sums = defaultdict(float, dict.fromkeys(self._sums, 0.0))  # a step without a pass clips nothing
+        self._sums = defaultdict(float, dict.fromkeys(self._sums, 0.0))  # after a step without a pass, the shares are 0
         self._counts = defaultdict(float)
         return figures

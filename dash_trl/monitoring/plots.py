@@ -1,4 +1,4 @@
-"""Pictures of a run. matplotlib is imported when one is drawn."""
+"""Pictures of a run. matplotlib is imported only when a picture is drawn."""
 
 import json
 from collections.abc import Mapping
@@ -9,10 +9,12 @@ from dash_trl.monitoring.recorder import PHASES
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The training logs of a file that `MetricsFileCallback` wrote, by step.
+    """Read the training logs, in the order of steps, from a file that `MetricsFileCallback` wrote.
 
+    Args:
+        path: the JSON-lines file.
     Raises:
-        ValueError: if the file has no training log.
+        ValueError: the file has no training log.
     """
     lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
     logs = [line for line in lines if line.get("reward") is not None]
@@ -25,13 +27,16 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Path:
-    """Draw reward, kept share and the time of each phase against the step, as a PNG (or what the suffix says).
+    """Draw reward, kept share and the time of each phase against the step, as a PNG (or the format of the suffix).
 
     Args:
-        metrics: the JSON lines of `MetricsFileCallback`.
+        metrics: the JSON-lines file of `MetricsFileCallback`.
         picture: the file to write.
+        title: title of the picture.
     Returns:
         The path of the picture.
+    Raises:
+        ValueError: the file has no training log.
     """
     from matplotlib.figure import Figure
 
@@ -51,7 +56,7 @@ def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Pa
     kept.legend(loc="lower left", frameon=False)
     seconds.stackplot(steps, [[log.get(f"time/{phase}", 0.0) for log in logs] for phase in PHASES], labels=PHASES)
     seconds.set_title("seconds per step")
-    seconds.margins(y=0.3)  # room above for the legend
+    seconds.margins(y=0.3)  # room for the legend above the curves
     seconds.legend(loc="upper right", ncols=2, frameon=False)
     for axis in (reward, kept, seconds):
         axis.set_xlabel("step")
@@ -62,11 +67,12 @@ def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Pa
 
 
 def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path, *, title: str = "") -> Path:
-    """Draw pass@k over k, a line per model in its 95 % interval, as in Figure 5 of the paper.
+    """Draw pass@k over k, one line per model within its 95 % interval, as in Figure 5 of the paper.
 
     Args:
-        models: name → what `python -m dash_trl.evaluation` writes as figures: `pass_at`, k → [value, low, high].
+        models: name → the figures that `python -m dash_trl.evaluation` writes, with `pass_at`, k → [value, low, high].
         picture: the file to write.
+        title: title of the picture.
     Returns:
         The path of the picture.
     """
@@ -97,7 +103,12 @@ def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path,
 
 
 def smooth(values: list[float], weight: float = 0.8) -> list[float]:
-    """Exponential moving average, without the bias of the first values: s_t = Σ w^(t−i) x_i / Σ w^(t−i)."""
+    """Compute an exponential moving average without bias of the first values: s_t = Σ w^(t−i) x_i / Σ w^(t−i).
+
+    Args:
+        values: the values x_i.
+        weight: the factor w, below 1.
+    """
     smoothed, total, norm = [], 0.0, 0.0
     for value in values:
         total, norm = weight * total + value, weight * norm + 1.0

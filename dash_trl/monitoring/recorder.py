@@ -1,4 +1,4 @@
-"""`Recorder`: what is logged of training, written where TRL's `log` reads it."""
+"""`Recorder`: writes figures and seconds of training where TRL's `log` reads them."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -9,22 +9,23 @@ import torch
 
 # The phases of a step, in the order in which they happen.
 PHASES = ("generate", "reward", "logprobs", "train")
-WAITING = ("wait_for_rollouts", "wait_for_weights")  # for servers, which are within "generate"
-ROUNDS = ("dynamic_sampling",)  # of a window after its first, which are within "generate" and "reward"
-# Where the update does not wait for all of them; the second, for the slowest rank, is within the first.
+WAITING = ("wait_for_rollouts", "wait_for_weights")  # waiting for servers; part of "generate"
+ROUNDS = ("dynamic_sampling",)  # rounds of a window after the first; part of "generate" and "reward"
+# Waiting for rewards with `reward_pipeline`. The second, waiting for the slowest rank, is part of the first.
 WAITING_FOR_REWARDS = ("wait_for_rewards", "wait_for_ranks")
 
 
 class Recorder:
-    """Figures and seconds of training.
+    """Records figures and seconds of training.
 
     Args:
-        metrics: TRL's: name → values since the last log, which logs their mean.
-        device: that computes. A GPU's work goes on behind the calls, so that it marks the ends of a phase itself, and
-            is waited for only where the seconds are logged.
-        logged: whether the optimizer step that ends will be logged.
-        servers: sample, so that the trainer may wait for them. rewards: come while it trains.
-        rounds: a window may take several.
+        metrics: TRL's metrics: name → values since the last log. TRL logs their mean.
+        device: the device that computes. A GPU works asynchronously, so it records the ends of phases itself; the
+            recorder waits for it only if the seconds are logged.
+        logged: returns whether the optimizer step that ends will be logged.
+        servers: vLLM servers sample, so the trainer may wait for them.
+        rewards: rewards are awaited while the trainer trains.
+        rounds: a window may take several rounds.
     """
 
     def __init__(
@@ -46,20 +47,31 @@ class Recorder:
         self._steps = 0  # since the last log
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """One more value of each; the log has the mean of those since the last one."""
+        """Add one value to each figure. The log shows the mean of the values since the last log.
+
+        Args:
+            metrics: name → value.
+        """
         for name, value in metrics.items():
             self.metrics[name].append(value)
 
     def total(self, name: str, value: float) -> None:
-        """A running total, which is logged as it is."""
+        """Set a running total, which is logged as it is.
+
+        Args:
+            name: of the figure.
+            value: the total so far.
+        """
         self.metrics[name] = [value]
 
     @contextmanager
     def timed(self, phase: str, *, counts: bool = True) -> Iterator[None]:
-        """The seconds within it count as those of a phase; logged per optimizer step as `time/<phase>`.
+        """Count the seconds within the context as those of a phase. They are logged per optimizer step as
+        `time/<phase>`.
 
         Args:
-            counts: `False`: they do not, as in an evaluation.
+            phase: name of the phase.
+            counts: `False`: do not count them, as in an evaluation.
         """
         started = self._mark()
         yield
@@ -67,7 +79,12 @@ class Recorder:
             self._spans.append((phase, started, self._mark()))
 
     def timed_each(self, phase: str, values: Iterator[Any]) -> Iterator[Any]:
-        """The values; the seconds until each comes count as those of a phase."""
+        """Pass on values, and count the seconds until each comes as those of a phase.
+
+        Args:
+            phase: name of the phase.
+            values: the values to wait for.
+        """
         while True:
             with self.timed(phase):
                 value = next(values, None)
@@ -76,7 +93,10 @@ class Recorder:
             yield value
 
     def end_step(self) -> None:
-        """An optimizer step is over: its seconds are logged; a GPU's with the next step that will be, per step."""
+        """End an optimizer step and log its seconds.
+
+        On a GPU, the seconds are logged with the next step that TRL logs, as a mean per step.
+        """
         self._steps += 1
         if self._on_gpu and not self._logged():
             return

@@ -1,4 +1,4 @@
-"""Rollouts between birth and loss: the batch and its stages, the generation window, the order of prompts."""
+"""Rollouts between sampling and loss: the batch and its stages, the generation window, the order of prompts."""
 
 from typing import TYPE_CHECKING
 

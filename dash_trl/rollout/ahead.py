@@ -1,42 +1,44 @@
-"""How far sampling may run ahead of training: a pure state machine, without a clock and without I/O.
+"""How far sampling may run ahead of training, as a state machine without clock and I/O::
 
     window        n          n + 1    …    n + k       n + k + 1
               trained on   being sampled, in order     waits for the weights that window n + 1 begins with
 
-PRIME-RL's rule: window n is trained on rollouts of π_max(0, n − k) or newer. Windows are counted from the beginning of
-the run, or from where it was resumed; weights by the optimizer step that made them.
+The rule is PRIME-RL's: window n is trained on rollouts of π_max(0, n − k) or newer. Windows are counted from the
+beginning of the run, or from where it was resumed. Weights are identified by the optimizer step that made them.
 """
 
 from collections import deque
 
 
 class StaleRollouts(RuntimeError):
-    """Rollouts of weights that are older than `async_level` permits came to be trained on."""
+    """Training was about to use rollouts of weights that are older than `async_level` allows."""
 
 
 class RunAhead:
-    """
+    """Decides which windows are sampled now, and checks that no window is too old to be trained on.
+
     Args:
-        level: k, windows.
+        level: k, the number of windows that may be sampled ahead.
     Attributes:
-        window: that is trained on; −1 before the first. submitted: windows that were.
+        window: the window that is trained on; −1 before the first one.
+        submitted: number of windows submitted for sampling so far.
     """
 
     def __init__(self, level: int):
         self.level = level
         self.window = -1
         self.submitted = 0
-        self._begun: deque[int] = deque(maxlen=level + 1)  # the optimizer steps at which the last windows began
+        self._begun: deque[int] = deque(maxlen=level + 1)  # optimizer steps at which the last k + 1 windows began
 
     def begin(self, step: int, known: int, *, anew: bool = False) -> range:
-        """The next window begins.
+        """Begin the next window.
 
         Args:
-            step: optimizer steps taken; the servers have, or are given now, the weights that these made.
-            known: the windows after it whose prompts are known.
-            anew: what was submitted is thrown away, and submitted again.
+            step: optimizer steps taken so far. The servers have the weights of this step, or are given them now.
+            known: number of later windows whose prompts are known.
+            anew: everything submitted so far is dropped and submitted again.
         Returns:
-            The windows that are to be submitted now, in this order.
+            The windows to submit now, in this order.
         """
         self.window += 1
         self._begun.append(step)
@@ -45,16 +47,17 @@ class RunAhead:
         return range(first, self.submitted)
 
     def check(self, oldest: int) -> None:
-        """
+        """Check that the rows of the window are not too old. The order of submission guarantees this.
+
         Args:
-            oldest: the step of the oldest weights that sampled a row of the window.
+            oldest: the optimizer step of the oldest weights that sampled a row of the window.
         Raises:
-            StaleRollouts: they are too old, which the order of submission excludes.
+            StaleRollouts: they are too old.
         """
-        permitted = self._begun[0]  # with which window n − k began
+        permitted = self._begun[0]  # the weights with which window n − k began
         if oldest < permitted:
             raise StaleRollouts(
                 f"Window {self.window} begins at optimizer step {self._begun[-1]} with rollouts of the weights of step "
-                f"{oldest}, but async_level={self.level} permits those of step {permitted} at the oldest "
+                f"{oldest}, but async_level={self.level} allows no weights older than those of step {permitted} "
                 f"(the last windows began at the steps {list(self._begun)}). This is a defect of dash_trl: report it."
             )

@@ -1,4 +1,4 @@
-"""Rollouts between birth and loss: one row per completion, in CPU memory, and at each stage what is known of it.
+"""Rollouts between sampling and loss: one row per completion, in CPU memory, with one class per stage::
 
     RolloutBatch ──► ScoredRollouts ──► CreditedRollouts ──► Survivors ──► micro-batches
       sampled          + rewards          + advantages        without the dropped rows; + log-probs where needed
@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-# A micro-batch with no real row still has to run the model (every rank runs every pass). The shortest row that gives
-# the LM head one position to predict from has two tokens.
+# A micro-batch without a real row must run the model, too, because every rank runs every pass. Such a row needs two
+# tokens, so that the LM head has one position to predict from.
 DUMMY_PROMPT_TOKENS = 2
 
-# TRL takes a figure with one column for one per sequence and averages it over rows, dummies included: completions have
-# at least this many columns.
+# Completions have at least this number of columns. TRL takes a figure with one column as one figure per sequence and
+# averages it over the rows, dummies included.
 COMPLETION_COLUMNS = 2
 
-# What is known of a row when it has been sampled, under TRL's names.
+# The fields that are known when a row has been sampled, under TRL's names.
 SAMPLED_FIELDS = (
     "prompt_ids",
     "prompt_mask",
@@ -36,7 +36,7 @@ SAMPLED_FIELDS = (
     "sampling_per_token_logps",
 )
 
-# What model passes find of rows where the loss asks for it.
+# The fields that model passes compute if the loss needs them.
 LOG_PROB_FIELDS = ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
 
 
@@ -44,23 +44,28 @@ LOG_PROB_FIELDS = ("old_per_token_logps", "ref_per_token_logps", "importance_sam
 class RolloutBatch:
     """The sampled rows of one generation batch on one rank, on the CPU.
 
-    A field's first dimension is always B. Names are those of TRL's `_generate_and_score_completions`. What a run does
-    not have (`tool_mask`, log-probs of the sampler) is `None` in all of its batches.
+    The first dimension of every field is B. Fields have the names of TRL's `_generate_and_score_completions`. A field
+    that a run does not use (`tool_mask`, the sampler's log-probs) is `None` in all of its batches.
 
     Attributes:
-        prompt_ids, prompt_mask: [B, P] int64, left-padded; mask 1 = token, 0 = padding.
-        completion_ids, completion_mask: [B, T] int64, right-padded; mask 1 = token, 0 = padding.
-        group: [B] int64, which prompt of the (global) generation batch a row answers.
+        prompt_ids: [B, P] int64, left-padded.
+        prompt_mask: [B, P] int64, 1 = token, 0 = padding.
+        completion_ids: [B, T] int64, right-padded.
+        completion_mask: [B, T] int64, 1 = token, 0 = padding.
+        group: [B] int64, the prompt that a row answers, as its index in the generation batch of all ranks.
         policy_version: [B, 2] int64, the optimizer steps of the oldest and of the newest weights that may have sampled
-            the row: those of its request's dispatch and end, which differ if new weights came while it was in flight.
-        tool_mask: [B, T], 1 = written by the policy; only with tools or environments, and where a `rollout_func`
+            the row. They are the versions at the start and at the end of its request, which differ if new weights came
+            in between.
+        tool_mask: [B, T], 1 = token written by the policy. Set only with tools or environments, or if a `rollout_func`
             returned `env_mask`.
-        sampling_per_token_logps: [B, T], the sampler's log-probs, where the sampler reports them.
-        old_per_token_logps, ref_per_token_logps: [B, T], where the loss asks for them: of `Survivors`, or of all rows
-            where these are not known yet when the first optimizer step takes some.
-        importance_sampling_ratio: as these, [B, T] (token modes) or [B, 1] (sequence modes), where the sampler is
-            corrected.
-        examples: the B dataset rows. completions: the B completions as the reward functions see them.
+        sampling_per_token_logps: [B, T], the sampler's log-probs, if it reports them.
+        old_per_token_logps: [B, T], if the loss needs them. Set in `Survivors`; set in all rows if a window serves
+            several optimizer steps and its rewards are awaited by group.
+        ref_per_token_logps: [B, T], the reference model's log-probs; set as `old_per_token_logps`.
+        importance_sampling_ratio: [B, T] (token modes) or [B, 1] (sequence modes), if the loss corrects for the
+            sampler; set as `old_per_token_logps`.
+        examples: the B rows of the dataset.
+        completions: the B completions as reward functions get them.
     """
 
     prompt_ids: Tensor
@@ -81,7 +86,11 @@ class RolloutBatch:
         return self.prompt_ids.shape[0]
 
     def rows(self, rows: Tensor) -> Self:
-        """The given rows (indices), in that order."""
+        """Return some rows.
+
+        Args:
+            rows: indices of the rows, in the order of the result.
+        """
         chosen = rows.tolist()
         values: dict[str, Any] = {
             name: value[rows] if isinstance(value, Tensor) else [value[row] for row in chosen] if value else value
@@ -90,26 +99,37 @@ class RolloutBatch:
         return type(self)(**values)
 
     def with_log_probs(self, **known: Tensor) -> Self:
-        """The same rows with what model passes found of them: `old_per_token_logps`, …"""
+        """Return the same rows with results of model passes.
+
+        Args:
+            known: the fields to set, such as `old_per_token_logps`.
+        """
         return type(self)(**{**_fields(self), **known})
 
     def with_rewards(self, rewards: Tensor) -> ScoredRollouts:
-        """The same rows at the next stage; see `ScoredRollouts.rewards`."""
+        """Return the same rows at the next stage.
+
+        Args:
+            rewards: [B, F]; see `ScoredRollouts`.
+        """
         return ScoredRollouts(**_fields(self), rewards=rewards)
 
     def tensors(self) -> dict[str, Any]:
-        """The tensor fields that are set, by name."""
+        """Return the tensor fields that are set, by name."""
         return {name: value for name, value in _fields(self).items() if isinstance(value, Tensor)}
 
     @property
     def loss_mask(self) -> Tensor:
-        """[B, T], 1 = a token that the loss counts."""
+        """[B, T]: 1 = a token that the loss counts."""
         return self.completion_mask if self.tool_mask is None else self.completion_mask * self.tool_mask
 
     def lengths(self) -> Tensor:
-        """[B, 4] int64: prompt tokens, completion tokens, loss tokens of each row, and a checksum of its prompt.
+        """Count the tokens of each row, and compute a checksum of its prompt.
 
-        Rows whose checksums differ have different prompts.
+        Rows with different checksums have different prompts.
+
+        Returns:
+            [B, 4] int64, the numbers of prompt tokens, completion tokens and loss tokens, and the checksum.
         """
         counts = [mask.sum(dim=1) for mask in (self.prompt_mask, self.completion_mask, self.loss_mask)]
         prompts = (self.prompt_ids * self.prompt_mask).numpy()
@@ -117,11 +137,11 @@ class RolloutBatch:
         return torch.stack([*counts, sums], dim=1)
 
     def validate(self, *, like: dict[str, Tensor], culprit: str) -> None:
-        """Raise if a callback left a field with another dtype, device or shape than the rows allow.
+        """Check that a callback left each field with a dtype, device and shape that fit the rows.
 
         Args:
             like: the fields before the callback ran.
-            culprit: the callback and event to name.
+            culprit: the callback and event to name in the error.
         Raises:
             ValueError: names the callback, the field, and what is wrong with it.
         """
@@ -150,17 +170,20 @@ class RolloutBatch:
                 )
 
     def _misplaced(self, name: str, value: Tensor) -> str | None:
-        """What is wrong with a field that was None before the callback ran."""
+        """Return what is wrong with a field that was `None` before the callback ran; `None` if nothing is."""
         if name not in SAMPLED_FIELDS or hasattr(self, "rewards"):
-            return "was None; what is not sampled can be set in on_rollouts_sampled only: tool_mask, or log-probs"
+            return "was None; only on_rollouts_sampled may set tool_mask or the sampler's log-probs"
         if value.shape != self.completion_ids.shape or value.is_floating_point() == (name == "tool_mask"):
-            return f"has dtype {value.dtype} and shape {tuple(value.shape)}; a mask is like completion_mask"
+            return (
+                f"has dtype {value.dtype} and shape {tuple(value.shape)}; it needs the shape of completion_mask, "
+                "integers or bools for a mask, and floats for log-probs"
+            )
         return None
 
 
 @dataclass(kw_only=True)
 class ScoredRollouts(RolloutBatch):
-    """Rows whose reward functions have spoken.
+    """Rows with their rewards.
 
     Attributes:
         rewards: [B, F] float32; NaN = this function does not apply to this row. A row of NaN only is unscored: no
@@ -170,12 +193,18 @@ class ScoredRollouts(RolloutBatch):
     rewards: Tensor
 
     def with_advantages(self, advantages: Tensor) -> CreditedRollouts:
-        """The same rows at the next stage; see `CreditedRollouts.advantages`."""
+        """Return the same rows at the next stage.
+
+        Args:
+            advantages: [B] or [B, T]; see `CreditedRollouts`.
+        """
         return CreditedRollouts(**_fields(self), advantages=advantages)
 
     @property
     def scored(self) -> Tensor:
-        """[B] bool: at least one reward function applied, and none failed (an infinite reward is a failed one)."""
+        """[B] bool: True = at least one reward function applied and none failed. An infinite reward counts as
+        failed.
+        """
         return ~self.rewards.isnan().all(dim=1) & ~self.rewards.isinf().any(dim=1)
 
 
@@ -190,25 +219,35 @@ class CreditedRollouts(ScoredRollouts):
     advantages: Tensor
 
     def mean_advantages(self) -> Tensor:
-        """[B]: the advantage of a row, averaged over its loss tokens where it has one per token."""
+        """Return one advantage per row, [B]. Per-token advantages are averaged over the row's loss tokens."""
         if self.advantages.dim() == 1:
             return self.advantages
         return (self.advantages * self.loss_mask).sum(dim=1) / self.loss_mask.sum(dim=1).clamp(min=1)
 
     def survivors(self, rows: Tensor) -> Survivors:
-        """The given rows (indices), in that order: the tensors that optimizer steps need, and no texts."""
+        """Return some rows with the tensors that optimizer steps need, without texts.
+
+        Args:
+            rows: indices of the rows, in the order of the result.
+        """
         return Survivors(**{name: value[rows] for name, value in self.tensors().items()})
 
 
 @dataclass(kw_only=True)
 class Survivors(CreditedRollouts):
-    """The rows that the filter kept: what the optimizer steps of a generation window are made of."""
+    """The rows that the filter kept, which the optimizer steps of a generation window train on."""
 
     @classmethod
     def of_tokens(
         cls, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], *, pad_token_id: int
     ) -> Survivors:
-        """Rows of which nothing is known yet but their tokens: for a pass over them."""
+        """Build rows from token ids alone, for a model pass over them.
+
+        Args:
+            prompt_ids: B lists of token ids.
+            completion_ids: B lists of token ids.
+            pad_token_id: fills padding.
+        """
         prompts, prompt_mask = _padded(prompt_ids, "left", pad_token_id)
         completions, completion_mask = _padded(completion_ids, "right", pad_token_id)
         none = torch.zeros(len(prompts))
@@ -226,17 +265,17 @@ class Survivors(CreditedRollouts):
     def micro_batch(
         self, rows: list[int], *, size: int, pad_token_id: int, trim_prompts: bool = True
     ) -> dict[str, Tensor]:
-        """The inputs of one model pass, trimmed to the longest prompt and completion among `rows`.
+        """Build the inputs of one model pass, trimmed to the longest prompt and completion among `rows`.
 
         Args:
             rows: indices into this batch; may be empty.
-            size: rows of the result, the same on all ranks (TRL gathers row-shaped metrics); at least `len(rows)`.
-                The difference is filled with masked dummy rows, which have no token and no weight; if `rows` is empty
-                the first dummy has two prompt tokens, so that there is something to run.
+            size: rows of the result, at least `len(rows)`; the same on all ranks, because TRL gathers metrics per row.
+                Masked dummy rows, which have no token and no weight, fill up the rest. If `rows` is empty, the first
+                dummy has two prompt tokens, so that the model has something to run.
             pad_token_id: fills padding.
-            trim_prompts: `False` keeps the prompts' width, as it was when the completions were sampled.
+            trim_prompts: `False` keeps the width that the prompts had when the completions were sampled.
         Returns:
-            TRL's model inputs: the set fields among `prompt_ids` … `importance_sampling_ratio`, [size, ·].
+            TRL's model inputs, [size, ·]: the fields from `prompt_ids` to `importance_sampling_ratio` that are set.
         """
         width, chosen = self.completion_ids.shape[1], torch.tensor(rows, dtype=torch.long)
         prompt = int(self.prompt_mask[chosen].sum(dim=1).max()) if rows else DUMMY_PROMPT_TOKENS
@@ -267,7 +306,12 @@ Rollouts = TypeVar("Rollouts", bound=RolloutBatch)
 
 
 def widened(batches: Sequence[Rollouts], pad_token_id: int) -> list[Rollouts]:
-    """The same rows with as many columns in each batch, so that they can be `joined`."""
+    """Pad batches to the same widths of prompts and completions, so that they can be `joined`.
+
+    Args:
+        batches: at least one.
+        pad_token_id: fills padding.
+    """
     prompt = max(one.prompt_ids.shape[1] for one in batches)
     completion = max(one.completion_ids.shape[1] for one in batches)
 
@@ -285,7 +329,7 @@ def widened(batches: Sequence[Rollouts], pad_token_id: int) -> list[Rollouts]:
 
 
 def _padded(rows: Sequence[list[int]], side: str, pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """[B, longest] int64 each: the tokens, and 1 where one is."""
+    """Pad lists of token ids to a tensor and its mask, [B, longest] int64 each; mask 1 = token."""
     tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
     masks = [torch.ones_like(row) for row in tokens]
     ids = pad_sequence(tokens, batch_first=True, padding_side=side, padding_value=pad_token_id)
@@ -296,11 +340,14 @@ Table = TypeVar("Table")  # a dataclass
 
 
 def joined(parts: Sequence[Table]) -> Table:
-    """The rows of all parts, at least one, as one dataclass; a single part is not copied, since it may be large.
+    """Concatenate the rows of several dataclasses into one. A single one is returned uncopied, since it may be large.
 
-    Tensors and lists are concatenated, dataclasses joined; other fields are the first part's. A tensor with fewer
-    columns than another part's is padded, with NaN or, if it has integers, with −1. Advantages of a part with one per
-    row, beside another part's with one per token, are repeated in every column.
+    Tensors and lists are concatenated, nested dataclasses joined; other fields are taken from the first part. If
+    tensors have different numbers of columns, the narrower ones are padded, with NaN, or with −1 if they hold integers.
+    If some parts have advantages per token, advantages per row are repeated in every column.
+
+    Args:
+        parts: at least one.
     """
     if len(parts) == 1:
         return parts[0]

@@ -1,10 +1,12 @@
-"""`PromptHistory`: which prompts an epoch passes over, since their groups had no signal the last times.
+"""`PromptHistory`: which prompts an epoch skips because their recent groups had no signal.
 
-A prompt's groups have signal or not, by the filter's verdict: a chance p that changes as the policy learns. Its Beta
-posterior is counted with forgetting (GRESO, arXiv 2506.02177, skips by the number of silent groups in a row):
+Whether a group has signal is the filter's verdict. The chance of signal differs between prompts and changes as the
+policy learns. The Beta posterior of this chance is computed with forgetting::
 
-    chance = (1 + groups with signal) / (2 + groups)        each group counts `FORGETTING` times less with each epoch
-    P(passed over) = max(0, 1 − chance / (1/2))             1/2 is the chance of a prompt that nothing is known of
+    chance = (1 + groups with signal) / (2 + groups)      each epoch multiplies the weight of a group by `FORGETTING`
+    P(skipped) = max(0, 1 − chance / (1/2))               1/2 is the chance of a prompt without history
+
+GRESO (arXiv 2506.02177) instead skips by the number of silent groups in a row.
 """
 
 from __future__ import annotations
@@ -19,39 +21,47 @@ FORGETTING = 0.8
 
 
 class PromptHistory:
-    """The verdicts on all prompts of a dataset; the same on every rank.
+    """Counts, for each prompt of a dataset, its groups with and without signal. The counts are the same on every rank.
 
     Args:
-        prompts: of the dataset. most: epochs in a row that may pass a prompt over.
-        batch: prompts of a generation batch on all ranks; an epoch keeps whole ones, at least one.
-        order: an epoch → all prompts in their order. seed: of the draws, beside the epoch.
+        prompts: number of prompts in the dataset.
+        most: the largest number of epochs in a row that may skip a prompt.
+        batch: prompts of a generation batch on all ranks. An epoch has whole generation batches, at least one.
+        order: epoch → all prompts in their order.
+        seed: seeds the random draws, together with the epoch.
     Attributes:
-        skipped: prompts that epochs have passed over so far.
+        skipped: number of prompts that epochs have skipped so far.
     """
 
     def __init__(self, prompts: int, *, most: int, batch: int, order: Callable[[int], list[int]], seed: int):
         self.skipped = 0
         self._most, self._batch, self._order, self._seed = most, batch, order, seed
-        self._counts = torch.zeros(prompts, 2)  # groups without signal, groups with it
-        self._in_a_row = torch.zeros(prompts, dtype=torch.int32)  # epochs that have passed a prompt over since its last
+        self._counts = torch.zeros(prompts, 2)  # groups without signal, groups with signal
+        self._in_a_row = torch.zeros(prompts, dtype=torch.int32)  # epochs in a row that have skipped a prompt
         self._kept: dict[int, Tensor] = {}  # epoch → [prompts] bool
         self._prompts: dict[int, list[int]] = {}
 
     def note(self, prompts: Tensor, signal: Tensor) -> None:
-        """
+        """Count the groups of a window.
+
         Args:
-            prompts: [K] int64, rows of the dataset. signal: [K] bool, a group of this prompt had signal.
+            prompts: [K] int64, rows of the dataset.
+            signal: [K] bool, True = the group of this prompt had signal.
         """
         self._counts.index_put_((prompts, signal.long()), torch.ones(len(prompts)), accumulate=True)
 
     def chance(self) -> Tensor:
-        """[prompts]: that the next group has signal."""
+        """Return each prompt's chance that its next group has signal, [prompts]."""
         return (1 + self._counts[:, 1]) / (2 + self._counts.sum(dim=1))
 
     def prompts(self, epoch: int) -> list[int]:
-        """The prompts that the epoch does not pass over, in their order; as in TRL, whole generation batches only.
+        """Return the prompts that an epoch does not skip, in their order. As in TRL, these are whole generation
+        batches.
 
-        Drawn when the epoch is first asked for, by the verdicts until then.
+        They are drawn when the epoch is first asked for, from the counts so far.
+
+        Args:
+            epoch: number of the epoch.
         """
         if epoch not in self._prompts:
             kept = self._drawn(epoch)
@@ -60,12 +70,12 @@ class PromptHistory:
         return self._prompts[epoch]
 
     def _drawn(self, epoch: int) -> Tensor:
-        """[prompts] bool: those that are not passed over."""
+        """Draw which prompts the epoch does not skip, [prompts] bool."""
         if epoch not in self._kept:
             draw = torch.Generator().manual_seed(self._seed + epoch)
             skip = torch.rand(len(self._counts), generator=draw) < 1 - 2 * self.chance()
             skip &= self._in_a_row < self._most
-            # Those that were passed over longest fill the last generation batch, which would be left out otherwise.
+            # The prompts that were skipped longest fill up the last generation batch, which would otherwise be dropped.
             kept = int((~skip).sum())
             longest = skip.nonzero().flatten()
             longest = longest[self._in_a_row[longest].argsort(descending=True, stable=True)]
@@ -77,11 +87,16 @@ class PromptHistory:
         return self._kept[epoch]
 
     def forget(self, epoch: int) -> None:
-        """Let go of the epochs before this one."""
+        """Drop the draws of earlier epochs.
+
+        Args:
+            epoch: the first epoch to keep.
+        """
         self._prompts = {one: prompts for one, prompts in self._prompts.items() if one >= epoch}
         self._kept = {one: kept for one, kept in self._kept.items() if one >= epoch}
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
         return {
             "counts": self._counts.clone(),
             "in_a_row": self._in_a_row.clone(),
@@ -90,5 +105,6 @@ class PromptHistory:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of a checkpoint."""
         self._counts, self._in_a_row = state["counts"].clone(), state["in_a_row"].clone()
         self._kept, self.skipped, self._prompts = dict(state["kept"]), state["skipped"], {}

@@ -11,19 +11,20 @@ from accelerate import skip_first_batches
 from torch.utils.data import Sampler
 from trl.trainer.utils import RepeatSampler
 
-Rows = list[dict[str, Any]]  # of the dataset: a rank's share of a generation batch, which is one item of its dataloader
+Rows = list[dict[str, Any]]  # rows of the dataset: a rank's share of a generation batch, one item of its dataloader
 
 
 class EpochOrder(Sampler):
-    """TRL's `RepeatSampler`, whose epoch e can be drawn without having drawn the epochs before it.
+    """TRL's `RepeatSampler`, which can begin with any epoch.
 
-    TRL draws one permutation per epoch from one generator, so a run resumed in epoch 1 would see epoch 0's order again
-    (huggingface/trl#5911). Here the generator is put where e epochs would have left it.
+    TRL draws one permutation per epoch from one generator, so a run that is resumed in epoch 1 would see the order of
+    epoch 0 again (huggingface/trl#5911). This sampler first puts the generator into the state that it has after e
+    epochs.
 
     Args:
         sampler: TRL's sampler.
-        epoch: the epoch, from 0, of an iteration that `set_epoch` has not told.
-        chosen: an epoch → its prompts in their order, whole generation batches; `None`: TRL's.
+        epoch: returns the epoch, from 0, if `set_epoch` was not called before the iteration.
+        chosen: epoch → its prompts in their order, as whole generation batches; `None`: TRL's order.
     """
 
     def __init__(
@@ -37,7 +38,14 @@ class EpochOrder(Sampler):
         self.chosen = chosen
 
     def set_epoch(self, epoch: int) -> None:
-        """accelerate's dataloader calls it before each epoch; not through `skip_first_batches` on several ranks."""
+        """Set the epoch of the next iteration.
+
+        accelerate's dataloader calls this before each epoch. With several ranks, `skip_first_batches` does not pass the
+        call on.
+
+        Args:
+            epoch: number of the epoch, from 0.
+        """
         self.epoch = lambda: epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -61,10 +69,12 @@ class EpochOrder(Sampler):
 
 
 def permutation(prompts: int, epoch: int, seed: int | None) -> list[int]:
-    """The order in which TRL's sampler has the prompts of an epoch.
+    """Return the order in which TRL's sampler visits the prompts of an epoch.
 
     Args:
-        seed: `None`: they are not shuffled.
+        prompts: number of prompts.
+        epoch: number of the epoch, from 0.
+        seed: `None`: the prompts are not shuffled.
     """
     if seed is None:
         return list(range(prompts))
@@ -74,10 +84,12 @@ def permutation(prompts: int, epoch: int, seed: int | None) -> list[int]:
 
 
 def open_epoch(dataloader: Any, epoch: int, skipped: int = 0) -> Iterator[Rows]:
-    """Begin an epoch, from 0, as Transformers' `_run_epoch` does.
+    """Begin an epoch as Transformers' `_run_epoch` does.
 
     Args:
-        skipped: micro-batches that are left out.
+        dataloader: the training dataloader.
+        epoch: number of the epoch, from 0.
+        skipped: number of micro-batches to leave out at its beginning.
     """
     if hasattr(dataloader, "set_epoch"):
         dataloader.set_epoch(epoch)
@@ -89,38 +101,37 @@ def open_epoch(dataloader: Any, epoch: int, skipped: int = 0) -> Iterator[Rows]:
 
 @dataclass
 class _Epoch:
-    """An epoch that is being read: what was read of it and not handed out, and where the rest comes from."""
+    """An epoch that is being read: the micro-batches that were read but not handed out, and the source of the rest."""
 
-    source: Iterator[Rows] | None  # None: it was read to its end
+    source: Iterator[Rows] | None  # `None`: the epoch was read to its end
     batches: deque[Rows] = field(default_factory=deque)
 
 
 class PromptReader:
-    """Hands Transformers its micro-batches, and has read on to the prompts of the next `async_level` windows.
+    """Hands Transformers its micro-batches, and reads ahead the prompts of the next `async_level` windows.
 
-    A generation window is sampled from the first of its micro-batches; the others repeat the same prompts. Only so far
-    is read as prompts have to be known, and no further than micro-steps will run:
+    A generation window is sampled from the first of its micro-batches; the others repeat the same prompts. The reader
+    reads only as far as prompts must be known, and no further than micro-steps will run::
 
         window          |------- n -------|----- n + 1 -----|----- n + 2 -----|       async_level = 2
         optimizer step  |--------|--------|--------|--------|--------|--------|
         handed out       ■■■■■■■■
         read             ■■■■■■■■ ■■■■■■■■ ■■■■■■■■ ■■■■■■■■ ■
 
-    Stands behind `Trainer.get_batch_samples`. What it hands out is the same for every `async_level`: when an epoch has
-    been read to its end it opens the next one itself, and ignores the iterator that Transformers makes for that later,
-    which reads nothing until it is asked. All ranks read the same number of micro-batches at the same micro-step.
-    With `async_level` 0 nothing is read ahead and Transformers reads from its own iterators.
+    `Trainer.get_batch_samples` calls it. It hands out the same micro-batches for every `async_level`. When an epoch has
+    been read to its end, the reader opens the next epoch itself. It ignores the iterator that Transformers makes for
+    that epoch later, which reads nothing until it is asked. All ranks read the same number of micro-batches at the same
+    micro-step. With `async_level=0` nothing is read ahead, and Transformers reads from its own iterators.
 
     Args:
-        async_level: windows that are known ahead of the one that begins.
+        async_level: number of windows whose prompts are known ahead of the one that begins.
         window_batches: micro-steps of a window, `steps_per_generation × num_iterations`.
         step_batches: micro-steps of an optimizer step, `gradient_accumulation_steps`.
-        sized: the dataset has a length. Transformers then steps the optimizer with the rest of an epoch, too; with that
-            of a stream it does not: the next reading's first optimizer step has its gradients besides its own.
-        open_epoch: the number of an epoch, from 0 → an iterator over its micro-batches.
-
+        sized: the dataset has a length. Transformers then makes an optimizer step of the rest of an epoch, too. For a
+            stream it does not: the gradients of the rest are added to the first optimizer step of the next reading.
+        open_epoch: number of an epoch, from 0 → an iterator over its micro-batches.
     Attributes:
-        epoch: that Transformers is in; to be set to the one with which a run begins.
+        epoch: the epoch that Transformers is in. Set it to the epoch with which a run begins.
     """
 
     def __init__(
@@ -139,16 +150,18 @@ class PromptReader:
         self.open_epoch = open_epoch
         self.epoch = 0
         self._given: Iterator[Rows] | None = None  # Transformers' iterator of this epoch
-        self._epochs: deque[_Epoch] = deque()  # from this one to the one that is being read
-        self._start = 0  # the micro-step with which this optimizer step begins
+        self._epochs: deque[_Epoch] = deque()  # from the current one to the one that is being read
+        self._start = 0  # the first micro-step of this optimizer step
         self._handed: list[Rows] = []  # the micro-batches of this optimizer step
 
     def read(self, epoch_iterator: Iterator[Rows], count: int, *, step: int, state: Any) -> Iterator[Rows]:
-        """The micro-batches of the optimizer step that begins, at most `count`: those of `epoch_iterator`.
+        """Return the micro-batches of the optimizer step that begins.
 
         Args:
-            epoch_iterator: what Transformers reads an epoch from; another one begins the next epoch.
-            step: micro-steps before it, the trainer's `_step`.
+            epoch_iterator: the iterator from which Transformers reads the epoch. If it differs from the last one, the
+                next epoch has begun.
+            count: the largest number of micro-batches.
+            step: number of micro-steps before this optimizer step; the trainer's `_step`.
             state: the `TrainerState`.
         """
         if self.async_level == 0:
@@ -156,7 +169,7 @@ class PromptReader:
         if epoch_iterator is not self._given:
             if self._given is not None:
                 self.epoch += 1
-                self._epochs.popleft()  # with what is left of it, where a callback has ended it
+                self._epochs.popleft()  # drops the rest of it, if a callback has ended it
             self._given = epoch_iterator
             if not self._epochs:
                 self._epochs.append(_Epoch(epoch_iterator))
@@ -169,27 +182,30 @@ class PromptReader:
         return iter(self._handed)
 
     def upcoming(self, step: int) -> list[Rows]:
-        """This rank's rows of the next `async_level` windows that begin after micro-step `step`; fewer at a run's end.
+        """Return this rank's rows of the next `async_level` windows, fewer at the end of a run.
 
-        To be asked while the optimizer step that `read` began last is running. The rows are the very lists that will be
-        handed out (not to be changed), unless a callback ends the epoch or the run before that.
+        Call it while the optimizer step of the last `read` is running. The result has the same list objects that will
+        be handed out later, unless a callback ends the epoch or the run before; do not change them.
+
+        Args:
+            step: windows that begin after this micro-step are returned.
         """
         read = enumerate(chain(self._handed, *(epoch.batches for epoch in self._epochs)), self._start)
         first = (batch for number, batch in read if number > step and number % self.window_batches == 0)
         return list(islice(first, self.async_level))
 
     def close(self) -> None:
-        """Let go of what was read ahead, and of the dataloader's workers."""
+        """Drop what was read ahead, and release the dataloader's workers."""
         self._given = None
         self._epochs.clear()
         self._handed = []
 
     def state_dict(self) -> None:
-        """Nothing: Transformers knows where it stands."""
+        """Return `None`: Transformers knows the place in the dataset."""
 
     def _read_ahead(self, state: Any) -> None:
-        """Up to the first micro-batch of the last window to be known, or of all that will run."""
-        window = (self._start + len(self._handed) - 1) // self.window_batches  # that begins last in this optimizer step
+        """Read up to the first micro-batch of the last window that must be known, but not past the end of the run."""
+        window = (self._start + len(self._handed) - 1) // self.window_batches  # the last one in this optimizer step
         while (
             self._next_micro_step() <= (window + self.async_level) * self.window_batches
             and state.global_step + self._optimizer_steps() < state.max_steps
@@ -198,7 +214,7 @@ class PromptReader:
             if reading.source is not None:
                 self._read_one(reading)
             elif len(self._epochs) > 1 and not reading.batches:
-                return  # an empty epoch ends the run
+                return  # after an empty epoch, the run ends
             elif self.epoch + len(self._epochs) < state.num_train_epochs:
                 self._epochs.append(_Epoch(self.open_epoch(self.epoch + len(self._epochs))))
             else:
@@ -214,11 +230,11 @@ class PromptReader:
             epoch.batches.append(batch)
 
     def _next_micro_step(self) -> int:
-        """That of the micro-batch which is read next."""
+        """Return the micro-step of the micro-batch that is read next."""
         return self._start + len(self._handed) + sum(len(epoch.batches) for epoch in self._epochs)
 
     def _optimizer_steps(self) -> int:
-        """That are made of what has been read: this one, and those ahead."""
+        """Return the number of optimizer steps in what has been read, from the running one on."""
         steps = self._steps_of(len(self._handed), ended=True)
         return steps + sum(self._steps_of(len(one.batches), ended=one.source is None) for one in self._epochs)
 

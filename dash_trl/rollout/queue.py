@@ -1,10 +1,10 @@
-"""`PromptQueue`: prompts one after the other, through all epochs, in any number at a time.
+"""`PromptQueue`: hands out any number of prompts at a time, one after the other, through all epochs::
 
     epochs    |------------- 0 -------------|------------- 1 -------------|
     windows   n, first  | n, more | n + 1, first | n + 1, more | n + 2 …
 
-`PromptReader` gives each window the prompts of one generation batch. A queue takes its place where the number depends
-on what was sampled (`max_num_gen_batches`), or where epochs leave some prompts out (`max_skipped_epochs`).
+`PromptReader` gives each window the prompts of one generation batch. A queue replaces it if that number depends on what
+was sampled (`max_num_gen_batches`), or if epochs skip prompts (`max_skipped_epochs`).
 
 Letters: G rows of a group.
 """
@@ -18,12 +18,17 @@ from typing import Any
 
 from dash_trl.rollout.history import PromptHistory
 
-Rows = list[dict[str, Any]]  # of the dataset, see `dash_trl.rollout.prompts`
-Place = tuple[int, int]  # of a prompt: its epoch, and how many of this rank's prompts come before it there
+Rows = list[dict[str, Any]]  # rows of the dataset, see `dash_trl.rollout.prompts`
+Place = tuple[int, int]  # where a prompt is: its epoch, and how many of this rank's prompts come before it in the epoch
 
 
 class QueuedRows(list[dict[str, Any]]):
-    """Rows of the dataset, each prompt G times. `places`: of these prompts."""
+    """Rows of the dataset, with each prompt repeated G times.
+
+    Args:
+        rows: the rows.
+        places: the place of each prompt.
+    """
 
     def __init__(self, rows: Rows, places: list[Place]):
         super().__init__(rows)
@@ -31,22 +36,26 @@ class QueuedRows(list[dict[str, Any]]):
 
 
 class PromptQueue:
-    """Hands out every prompt of an epoch once; those of the next epoch follow, within a window, too.
+    """Hands out every prompt of an epoch once, then those of the next epoch; a window may take prompts of both.
 
-    Transformers counts micro-steps, in epochs of as many as without a queue, and its own iterators are not read. Every
-    method is called on every rank at the same point with the same numbers; each rank reads its share of each epoch.
+    Transformers counts micro-steps in epochs of the same length as without a queue; its own iterators are not read. All
+    ranks call every method at the same point with the same numbers. Each rank reads its share of each epoch.
 
     Args:
-        num_generations: G. prompts: of this rank in a generation batch.
-        window_batches, accumulation: micro-steps of a window, and of an optimizer step.
-        ahead: windows that are known ahead of the one that begins.
-        first: how many of this rank's prompts the next window begins with.
-        open_epoch: (an epoch, how many of its generation batches to leave out) → the others, `window_batches` times
-            each.
-        history: which prompts an epoch passes over; `None`: none.
-        rank, ranks: this rank, and how many there are.
+        num_generations: G, rows of a group.
+        prompts: this rank's prompts in a generation batch.
+        window_batches: micro-steps of a window.
+        accumulation: micro-steps of an optimizer step.
+        ahead: number of windows whose prompts are known ahead of the one that begins.
+        first: returns the number of this rank's prompts with which the next window begins.
+        open_epoch: (epoch, number of generation batches to leave out) → the other generation batches, each
+            `window_batches` times.
+        history: decides which prompts an epoch skips. `None`: none is skipped.
+        rank: index of this rank.
+        ranks: number of ranks.
     Attributes:
-        place: of the next prompt. epoch: Transformers', which does not matter here.
+        place: place of the next prompt.
+        epoch: Transformers' epoch, which has no meaning here.
     """
 
     epoch = 0
@@ -71,16 +80,19 @@ class PromptQueue:
         self._num_generations, self._prompts = num_generations, prompts
         self._window_batches, self._accumulation, self._ahead = window_batches, accumulation, ahead
         self._first, self._open_epoch = first, open_epoch
-        self._windows: dict[int, QueuedRows] = {}  # from the one in use to the last that is known
+        self._windows: dict[int, QueuedRows] = {}  # from the window in use to the last known one
         self._to_read_again: dict[int, list[Place]] = {}  # the prompts of a checkpoint's windows
         self._source: Iterator[Rows] | None = None
-        self._read: deque[Rows] = deque()  # prompts that were read and not handed out, G rows each
+        self._read: deque[Rows] = deque()  # prompts that were read but not handed out, G rows each
 
     def read(self, epoch_iterator: Any, count: int, *, step: int, state: Any) -> Iterator[Rows]:
-        """Of each micro-step of the optimizer step that begins, the rows with which its window begins.
+        """Return, for each micro-step of the optimizer step that begins, the rows with which its window begins.
 
         Args:
-            epoch_iterator: Transformers', not read. step: micro-steps before it. state: the `TrainerState`.
+            epoch_iterator: Transformers' iterator, which is not read.
+            count: micro-steps of the optimizer step.
+            step: number of micro-steps before it.
+            state: the `TrainerState`.
         """
         if self._to_read_again:
             self._read_again()
@@ -98,7 +110,11 @@ class PromptQueue:
         return [self._windows[one] for one in range(now + 1, now + 1 + self._ahead) if one in self._windows]
 
     def take(self, prompts: int) -> QueuedRows:
-        """The next prompts, in a window's reading or for more of its groups."""
+        """Take the next prompts, for a new window or for another round of a window.
+
+        Args:
+            prompts: number of prompts of this rank.
+        """
         rows: Rows = []
         places: list[Place] = []
         while len(places) < prompts:
@@ -110,12 +126,16 @@ class PromptQueue:
 
     @property
     def epochs(self) -> int:
-        """Whole epochs whose prompts were handed out."""
+        """Number of whole epochs whose prompts were handed out."""
         return self.place[0]
 
     def numbers(self, rows: QueuedRows) -> list[int]:
-        """The rows of the dataset that these prompts are, which the history knows."""
-        assert self.history is not None, "nobody asks otherwise"
+        """Return the positions of some prompts in the dataset, by which the history knows them.
+
+        Args:
+            rows: what `take` returned.
+        """
+        assert self.history is not None, "only a run with a history asks for numbers"
         found = []
         for epoch, number in rows.places:
             batch, place = divmod(number, self._prompts)
@@ -123,12 +143,12 @@ class PromptQueue:
         return found
 
     def close(self) -> None:
-        """Let go of what was read, and of the dataloader's workers."""
+        """Drop what was read, and release the dataloader's workers."""
         self._windows, self._to_read_again, self._source = {}, {}, None
         self._read.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The next prompt, and those of the windows that are known."""
+        """Return the place of the next prompt, the places of the prompts of known windows, and the history."""
         windows = {window: rows.places for window, rows in self._windows.items()}
         history = None
         if self.history is not None:
@@ -137,8 +157,14 @@ class PromptQueue:
         return {"place": self.place, "windows": windows, "history": history}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on there. The known windows' prompts are read once more by the next `read`: there is no dataloader yet."""
-        assert state is not None, "it is of a run with a queue, see `Shapes`"
+        """Continue at the place of a checkpoint.
+
+        There is no dataloader yet, so the next `read` reads the prompts of the known windows again.
+
+        Args:
+            state: what `state_dict` returned.
+        """
+        assert state is not None, "the checkpoint is of a run with a queue, see `Shapes`"
         self.close()
         if self.history is not None:
             self.history.load_state_dict(state["history"])
@@ -146,7 +172,12 @@ class PromptQueue:
         self._to_read_again = {window: [tuple(one) for one in places] for window, places in state["windows"].items()}
 
     def has_sampled(self, step: int) -> None:
-        """Go on at micro-step `step`, within a window that was sampled, but with the first prompt of the dataset."""
+        """Continue within a window that was sampled already, but with the first prompt of the dataset for later
+        windows.
+
+        Args:
+            step: the micro-step at which the run continues.
+        """
         if step % self._window_batches:
             self._windows[step // self._window_batches] = QueuedRows([], [])
 
@@ -166,20 +197,21 @@ class PromptQueue:
             self._windows[window] = QueuedRows([row for place in places for row in found[place]], places)
 
     def _next(self) -> Rows:
-        """G rows of the next prompt; opens the next epoch where one has ended, which moves `place`."""
+        """Return G rows of the next prompt. If an epoch has ended, open the next one and move `place` to it."""
         opened = 0
         while not self._read:
             if self._source is None:
                 self._source = self._open_epoch(self.place[0], 0)
             batch = next(self._source, None)
             if batch is not None:
-                next(islice(self._source, self._window_batches - 1, self._window_batches - 1), None)  # the same rows
+                # Skip the repetitions of the same rows.
+                next(islice(self._source, self._window_batches - 1, self._window_batches - 1), None)
                 size = self._num_generations
                 self._read.extend(batch[first : first + size] for first in range(0, len(batch), size))
             elif opened:
                 raise ValueError(
-                    f"Epoch {self.place[0]} of train_dataset has no generation batch of prompts. A stream has to give "
-                    "its rows each time that it is read (IterableDataset.from_generator does), and enough for a batch."
+                    f"Epoch {self.place[0]} of train_dataset has too few prompts for a generation batch. A stream must "
+                    "yield its rows again each time it is read, as IterableDataset.from_generator does."
                 )
             else:
                 self.place = self.place[0] + 1, 0

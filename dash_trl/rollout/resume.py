@@ -1,8 +1,8 @@
-"""Where a resumed run goes on: what a checkpoint holds beside Transformers' files, and what may differ since.
+"""Where a resumed run continues: what a checkpoint holds beside Transformers' files, and which settings may differ.
 
-With the batch shapes of the checkpoint a run goes on in the middle of its generation window. With others, Transformers
-skips as many micro-batches as the checkpoint's optimizer steps take in the *new* shapes: the run goes on with a new
-window if that ends at the first prompt that no optimizer step used.
+If the batch shapes are those of the checkpoint, the run continues in the middle of its generation window. If they
+differ, Transformers skips as many micro-batches as the checkpoint's optimizer steps take in the *new* shapes. If that
+leads to the first prompt that no optimizer step used, the run continues there with a new window.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from dash_trl.rollout.window import GenerationWindow
 
 @dataclass(frozen=True)
 class Shapes:
-    """What gives a count of micro-steps, a position in the dataset and a window's rows their meaning.
+    """The settings that give a number of micro-steps, a position in the dataset and the rows of a window their meaning.
+
+    Fields that are not listed here are options of `DASHConfig`.
 
     Attributes:
-        processes, prompts: ranks; rows of the training set, None for a stream.
-        shuffle_seed: decides the order of the prompts, None where they are not shuffled.
-        beta_above_0, vllm_importance_sampling: whether a window has reference log-probs, importance-sampling ratios.
-        sampler_is_old: whether its old log-probs are the sampler's.
-        queues_prompts: whether a `PromptQueue` hands out the prompts. skips_prompts: whether its epochs leave some out.
-        The others are `DASHConfig`'s.
+        processes: number of ranks.
+        prompts: rows of the training set; `None` for a stream.
+        shuffle_seed: decides the order of the prompts; `None` if they are not shuffled.
+        beta_above_0: a window has reference log-probs.
+        vllm_importance_sampling: a window has importance-sampling ratios.
+        sampler_is_old: the old log-probs of a window are the sampler's.
+        queues_prompts: a `PromptQueue` hands out the prompts.
+        skips_prompts: epochs may skip prompts.
     """
 
     processes: int
@@ -41,12 +45,20 @@ class Shapes:
     beta_above_0: bool
     vllm_importance_sampling: bool
     sampler_is_old: bool
-    queues_prompts: bool = False  # as in checkpoints from before there was a queue
+    queues_prompts: bool = False  # the default is for checkpoints from before there was a queue
     skips_prompts: bool = False
 
     @classmethod
     def of(cls, args: Any, *, processes: int, prompts: int | None, corrected: bool, sampler_is_old: bool) -> Shapes:
-        """`corrected`: a window has importance-sampling ratios."""
+        """Read the shapes from the settings of a run.
+
+        Args:
+            args: a `DASHConfig`.
+            processes: number of ranks.
+            prompts: rows of the training set; `None` for a stream.
+            corrected: a window has importance-sampling ratios.
+            sampler_is_old: the old log-probs of a window are the sampler's.
+        """
         own = {
             "processes": processes,
             "prompts": prompts,
@@ -65,14 +77,25 @@ class Shapes:
 
     @property
     def window_prompts(self) -> int:
+        """Prompts of a window on all ranks."""
         return self.processes * self.per_device_train_batch_size * self.steps_per_generation // self.num_generations
 
     def prompts_used(self, batches: int) -> int:
-        """The prompts of an epoch's windows that its first `batches` micro-batches touch, if only in part."""
+        """Return how many prompts of an epoch its first micro-batches use. A window counts as a whole, even if it is
+        used in part.
+
+        Args:
+            batches: number of micro-batches.
+        """
         return -(-batches // self.window_batches) * self.window_prompts
 
     def position(self, epoch: float, max_steps: int) -> tuple[int, int]:
-        """(whole epochs, micro-batches of a rank since) at `TrainerState.epoch`."""
+        """Return the position in the dataset as whole epochs and micro-batches of a rank since then.
+
+        Args:
+            epoch: `TrainerState.epoch`.
+            max_steps: `TrainerState.max_steps`.
+        """
         if self.prompts is None:  # Transformers takes a stream for as long as the run
             batches = max_steps * self.gradient_accumulation_steps
         else:
@@ -85,11 +108,13 @@ class SavedRun:
     """A rank's share of a checkpoint.
 
     Attributes:
-        position: (whole epochs, micro-batches since) that optimizer steps have used.
-        step: micro-steps since the run began, the trainer's `_step`.
+        shapes: the shapes of the run that was saved.
+        position: (whole epochs, micro-batches since then) that optimizer steps have used.
+        step: micro-steps since the run began; the trainer's `_step`.
         skipped_steps: optimizer steps skipped so far.
-        window: the window in use; None where only the rest matters.
-        prompts: where a `PromptQueue` stands, if there is one, and only for a rank's own share.
+        window: the window in use; `None` if a resumed run does not need it.
+        prompts: the place of a `PromptQueue`, if there is one. It is set in a rank's own share, not in what ranks
+            exchange.
     """
 
     shapes: Shapes
@@ -100,13 +125,14 @@ class SavedRun:
     prompts: dict[str, Any] | None = None
 
     def save(self, path: str) -> None:
+        """Write this share to a file."""
         state = {field.name: getattr(self, field.name) for field in fields(self)}
         window = None if self.window is None else self.window.state_dict()
         torch.save({**state, "shapes": asdict(self.shapes), "window": window}, path)
 
     @classmethod
     def load(cls, path: str) -> SavedRun | None:
-        """The saved run; None if there is no such file."""
+        """Read a share from a file; `None` if there is no such file."""
         state = _read(path)
         if state is None:
             return None
@@ -114,35 +140,40 @@ class SavedRun:
         return cls(**{**state, "shapes": Shapes(**state["shapes"]), "window": window})
 
 
-STATES = "callback_states.pt"  # beside the windows, of all ranks
+STATES = "callback_states.pt"  # one file for all ranks, beside their windows
 
 
 def load_states(checkpoint: str) -> dict[str, Any]:
-    """The states of the callbacks that have one, by the names of their classes; none without the file."""
+    """Return the states of callbacks from a checkpoint, by the names of their classes; empty if there is no such
+    file.
+    """
     return _read(os.path.join(checkpoint, STATES)) or {}
 
 
 def _read(path: str) -> dict[str, Any] | None:
+    """Read a file of tensors; `None` if there is no such file."""
     if not os.path.isfile(path):
         return None
     try:
         return torch.load(path, weights_only=True)
-    except Exception as error:  # whatever a damaged file makes of torch.load: its message would mislead
+    except Exception as error:  # a damaged file may raise anything in torch.load, with a misleading message
         raise ValueError(
             f"{path} is damaged, or of another version ({type(error).__name__}). Resume from another checkpoint, or "
-            "delete the file, and those of the other ranks, to go on without what it holds."
+            "delete this file and those of the other ranks to continue without their contents."
         ) from error
 
 
 def one_run(found: Sequence[SavedRun | None], processes: int, checkpoint: str) -> SavedRun | None:
-    """What the ranks found, if that is one run; the same on all of them, so that they go on or stop together.
+    """Check that all ranks found the same run, so that they all continue or all stop.
 
     Args:
-        found: what `SavedRun.load` gave on each rank, without the windows.
+        found: what `SavedRun.load` returned on each rank, without windows.
+        processes: number of ranks.
+        checkpoint: folder of the checkpoint.
     Returns:
-        The run, without its window; None if no rank found any (the checkpoint of another trainer).
+        The run, without its window; `None` if no rank found any (the checkpoint is another trainer's).
     Raises:
-        ValueError: a file is missing on a rank that must have had one.
+        ValueError: a file is missing or differs on some rank.
     """
     saved = next((one for one in found if one is not None), None)
     if saved is None or saved.shapes.processes != processes:
@@ -156,11 +187,19 @@ def one_run(found: Sequence[SavedRun | None], processes: int, checkpoint: str) -
 
 
 def check_shards(saved: SavedRun | None, processes: int, checkpoint: str) -> None:
-    """Refuse another number of processes than the checkpoint's where each keeps a shard of the optimizer's state."""
+    """Refuse another number of processes than the checkpoint's if each process keeps a shard of the optimizer's state.
+
+    Args:
+        saved: the saved run, or `None`.
+        processes: number of ranks.
+        checkpoint: folder of the checkpoint.
+    Raises:
+        ValueError: the numbers differ.
+    """
     if saved is not None and saved.shapes.processes != processes:
         raise ValueError(
             f"{checkpoint} was saved by {saved.shapes.processes} processes, and now there are {processes}. Under ZeRO "
-            "each process saves its shard of the optimizer's state, and DeepSpeed does not split these shards anew. "
+            "each process saves its shard of the optimizer's state, and DeepSpeed cannot redistribute these shards. "
             f"Resume with {saved.shapes.processes} processes, or begin a new run with the weights: "
             f"model_name_or_path={checkpoint} (if it has no model.safetensors, run its zero_to_fp32.py first)."
         )
@@ -169,13 +208,18 @@ def check_shards(saved: SavedRun | None, processes: int, checkpoint: str) -> Non
 def why_a_new_window(
     saved: SavedRun | None, now: Shapes, start: tuple[int, int], *, checkpoint: str, ignore_data_skip: bool
 ) -> str | None:
-    """None if the run goes on within the saved window, else why it begins a new one.
+    """Decide whether a resumed run continues within the saved window.
 
     Args:
-        start: (whole epochs, micro-batches of a rank since) that Transformers takes for used.
-        ignore_data_skip: Transformers' option: the prompts of the epoch are begun again, whatever was used.
+        saved: the saved run, or `None`.
+        now: the shapes of the resumed run.
+        start: (whole epochs, micro-batches of a rank since then) that Transformers counts as used.
+        checkpoint: folder of the checkpoint.
+        ignore_data_skip: Transformers' option: the epoch's prompts begin again, whatever was used.
+    Returns:
+        `None` if the run continues within the saved window, else the reason why it begins a new one.
     Raises:
-        ValueError: Transformers would not go on at the first prompt that no optimizer step used.
+        ValueError: Transformers would not continue at the first prompt that no optimizer step used.
     """
     epoch, batches = start
     fits = batches % now.window_batches == 0
@@ -193,19 +237,21 @@ def why_a_new_window(
             f"{checkpoint} was saved with {', '.join(changed)}, after prompt {used} of epoch {saved.position[0]}, "
             f"with {left} of {then.window_batches} micro-batches of its window left"
         )
-        fits &= not (then.queues_prompts or now.queues_prompts)  # where the prompts stand is known of the old shapes
+        fits &= not (then.queues_prompts or now.queues_prompts)  # a queue's place holds for its own shapes only
         same_order = (then.prompts, then.shuffle_seed) == (now.prompts, now.shuffle_seed) or used == 0
         fits &= same_order and (epoch, now.prompts_used(batches)) == (saved.position[0], used)
     if fits or ignore_data_skip:
         return reason
     if now.queues_prompts:
         raise ValueError(
-            f"{reason}. With max_num_gen_batches or max_skipped_epochs nothing else tells which prompts were used. "
-            "Resume with the values of the checkpoint, or pass ignore_data_skip=True to begin with the first prompt."
+            f"{reason}. With max_num_gen_batches or max_skipped_epochs, Transformers cannot tell which prompts were "
+            "used. Resume with the values of the checkpoint, or pass ignore_data_skip=True to begin with the first "
+            "prompt."
         )
     raise ValueError(
-        f"{reason}. Transformers would go on after micro-batch {batches} of epoch {epoch}, and {now.window_batches} of "
-        f"them take {now.window_prompts} prompts: some prompts would be lost, or used twice. Resume with the values of "
-        "the checkpoint, or pass ignore_data_skip=True to begin the prompts of the epoch again. Other values fit where "
-        "a window and an optimizer step take as many prompts as before, and the checkpoint is from a window's end."
+        f"{reason}. Transformers would continue after micro-batch {batches} of epoch {epoch} ({now.window_batches} "
+        f"micro-batches take {now.window_prompts} prompts), so some prompts would be lost, or used twice. Resume with "
+        "the values of the checkpoint, or pass ignore_data_skip=True to begin the prompts of the epoch again. Other "
+        "values are possible if a window and an optimizer step take as many prompts as before, and the checkpoint was "
+        "saved at the end of a window."
     )

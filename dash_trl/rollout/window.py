@@ -1,4 +1,4 @@
-"""`GenerationWindow`: what one generation batch leaves for the optimizer steps that use it.
+"""`GenerationWindow`: the survivors of a generation batch, for the optimizer steps that use them.
 
 Letters: B rows of a rank, R ranks.
 """
@@ -17,12 +17,13 @@ from dash_trl.rollout.batch import Survivors, joined
 
 @dataclass
 class GenerationWindow:
-    """
+    """The survivors of a generation batch on this rank, and the lengths of all ranks' rows.
+
     Attributes:
-        rollouts: the survivors of this rank, in the order of `lengths`.
-        lengths: [R, B, 4] int64, for every row of every rank, in the order in which TRL's shuffle hands them to the
-            micro-steps, see `RolloutBatch.lengths`; all 0 for a dropped row.
-        num_items_in_batch: scalar, the loss tokens of all rows on all ranks, dropped ones included.
+        rollouts: this rank's survivors, in the order of `lengths`.
+        lengths: [R, B, 4] int64, for every row of every rank, see `RolloutBatch.lengths`; all 0 for a dropped row. The
+            rows are in the order in which TRL's shuffle hands them to the micro-steps.
+        num_items_in_batch: scalar, the loss tokens of all rows on all ranks, dropped rows included.
     """
 
     rollouts: Survivors
@@ -30,19 +31,29 @@ class GenerationWindow:
     num_items_in_batch: Tensor
 
     def rows(self, rank: int) -> Tensor:
-        """[B] int64: position in the shuffled batch → row of `rollouts` (meaningless for a dropped row)."""
+        """Map each position of the shuffled batch to a row of `rollouts`, [B] int64. For a dropped row, the value has
+        no meaning.
+
+        Args:
+            rank: index of the rank.
+        """
         return (self.lengths[rank, :, 1] > 0).cumsum(dim=0) - 1
 
     @classmethod
     def of_parts(cls, used: int, parts: Sequence[GenerationWindow]) -> GenerationWindow:
-        """One whose first `used` rows of a rank are used; its others are those of the parts."""
+        """Join parts of a window, behind rows that are used up.
+
+        Args:
+            used: number of a rank's rows that are used up.
+            parts: the other rows.
+        """
         first = parts[0]
         lengths = [torch.zeros_like(first.lengths[:, :1]).expand(-1, used, -1), *(part.lengths for part in parts)]
         rollouts = joined([part.rollouts for part in parts])
         return cls(rollouts, torch.cat(lengths, dim=1), first.num_items_in_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors only, so that `torch.load(weights_only=True)` reads it."""
+        """Return tensors only, so that `torch.load(weights_only=True)` can read them."""
         return {
             "rollouts": self.rollouts.tensors(),
             "lengths": self.lengths,
@@ -51,18 +62,21 @@ class GenerationWindow:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> GenerationWindow:
+        """Build a window from what `state_dict` returned."""
         return cls(Survivors(**state["rollouts"]), state["lengths"], state["num_items_in_batch"])
 
 
 class Window:
-    """The window in use: its parts come one by one, until it is whole. Iterates over (part, whether a step ends there).
+    """The window in use, whose parts come one by one until it is whole.
 
-    It keeps the parts of the optimizer step that runs: a checkpoint from within the step needs them, too.
+    Iterating over it waits for the parts and yields (part, whether the optimizer step needs no further part). It keeps
+    the parts of the running optimizer step, which a checkpoint within the step needs.
 
     Args:
-        parts: see `Collector.window`. step: the number of the optimizer step that runs.
+        parts: see `Collector.window`.
+        step: number of the running optimizer step.
     Attributes:
-        rows: of a rank, in the parts that have been handed out.
+        rows: number of a rank's rows in the parts that were handed out.
         whole: all parts as one, without the rows of earlier optimizer steps; `None` before `wait`.
     """
 
@@ -74,7 +88,7 @@ class Window:
 
     @classmethod
     def of(cls, whole: GenerationWindow) -> Window:
-        """One that nothing is missing of."""
+        """Build a window that is whole already."""
         window = cls(iter(()), -1)
         window.whole = whole
         return window
@@ -86,12 +100,16 @@ class Window:
             yield part, last
 
     def begin_optimizer_step(self, step: int) -> None:
-        """Let go of the parts of the optimizer step before, unless it is still the same one."""
+        """Drop the parts of the previous optimizer step, unless that step is still running.
+
+        Args:
+            step: number of the optimizer step.
+        """
         if step != self._step and self.whole is None:
             self._step, self._kept = step, []
 
     def wait(self) -> GenerationWindow:
-        """Wait for all parts; then it is whole."""
+        """Wait for all remaining parts, and return the whole window."""
         for _ in self:
             pass
         used = self.rows - sum(part.lengths.shape[1] for part in self._kept)

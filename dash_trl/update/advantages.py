@@ -1,7 +1,7 @@
-"""Estimators: rewards → advantages. Pure functions of whole groups, in any number.
+"""Estimators: rewards → advantages. They are pure functions of any number of whole groups.
 
-`group_advantages` is TRL's family (GRPO, Dr. GRPO, GDPO); the functions in `OUTCOME_ESTIMATORS` are those that TRL's
-GRPOTrainer has no option for, under verl's names.
+`group_advantages` is TRL's family (GRPO, Dr. GRPO, GDPO). `OUTCOME_ESTIMATORS` has estimators for which TRL's
+GRPOTrainer has no option, under verl's names.
 
 Letters: N rows (the G completions of a prompt adjacent), F reward functions, G group size, M = N / G groups.
 """
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from dash_trl.update.arguments import check_tensor
 
-# TRL adds this to every standard deviation (grpo_trainer.py); equal advantages need the same constant.
+# TRL adds this to every standard deviation (grpo_trainer.py). Equal advantages need the same constant.
 STD_FLOOR = 1e-4
 
-# Rewards arrive as float32, so a weighted sum of them is known to a few units in the last place. A spread below that
-# is rounding, not signal: TRL divides it by (0 + 1e-4) and gets advantages up to 3.6e-3 for equal rewards.
+# Rewards are float32, so a weighted sum of them is exact to a few units in the last place only. A smaller spread is
+# rounding, not signal. TRL divides it by (0 + 1e-4) and gets advantages up to 3.6e-3 for equal rewards.
 ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 
@@ -29,19 +29,19 @@ def group_advantages(
     scale_rewards: str = "group",
     multi_objective_aggregation: str = "sum_then_normalize",
 ) -> Tensor:
-    """GRPO's outcome advantage (DeepSeekMath, arXiv 2402.03300, 4.1.2; DASH, eq. 4), as TRL 1.16 defines it.
+    """Compute GRPO's advantages (DeepSeekMath, arXiv 2402.03300, 4.1.2; DASH, eq. 4), as TRL 1.16 defines them.
 
-    `sum_then_normalize`: r_i = Σ_k w_k r_ik and A_i = (r_i − mean_group r) / (σ + 1e-4), where σ is the standard
-    deviation of the group ("group"), of all N rows ("batch"), or the division is left out ("none": DASH's eq. 4,
-    Dr. GRPO). `normalize_then_sum` (GDPO, arXiv 2601.05242): each function is normalised in its group first, the
-    weighted sum then over all N rows.
+    `sum_then_normalize`: r_i = Σ_k w_k r_ik and A_i = (r_i − mean_group r) / (σ + 1e-4). Here σ is the standard
+    deviation of the group ("group") or of all N rows ("batch"); with "none" (DASH's eq. 4, Dr. GRPO) there is no
+    division. `normalize_then_sum` (GDPO, arXiv 2601.05242): the rewards of each function are normalised in their group
+    first, then their weighted sum is normalised over all N rows.
 
-    Deviation from TRL: a group whose rewards are equal has advantage exactly 0, while TRL divides float32 rounding by
-    1e-4. Standard deviations are the unbiased ones.
+    Standard deviations are the unbiased ones. Deviation from TRL: a group whose rewards are equal has advantage exactly
+    0, while TRL divides float32 rounding by 1e-4.
 
     Args:
-        rewards: [N, F]; NaN = not applicable. A row of NaN only is unscored: it is left out of every mean and
-            standard deviation and has advantage 0.
+        rewards: [N, F]; NaN = the function does not apply. A row of NaN only is unscored: it is left out of every mean
+            and standard deviation and has advantage 0.
         weights: [F], the weight of each reward function.
         group_size: G, dividing N.
         scale_rewards: "group", "batch" or "none"; ignored by `normalize_then_sum`.
@@ -49,7 +49,8 @@ def group_advantages(
     Returns:
         [N] float32 on the CPU, same order.
     Raises:
-        ValueError: for a tensor of another rank or length, or rows that do not split into whole groups.
+        ValueError: a tensor has another number of dimensions or another length, or the rows do not split into whole
+            groups.
     """
     rewards, weights = rewards.cpu().double(), weights.cpu().double()  # MPS has no float64
     total, advantages = _in_groups(rewards, weights, group_size)
@@ -57,7 +58,7 @@ def group_advantages(
         grouped = rewards.view(-1, group_size, rewards.shape[1])  # [M, G, F]
         normalised = _centred(grouped, scale=grouped.abs()) / (_std(grouped, dim=1) + STD_FLOOR)
         total = (normalised * weights).nansum(dim=2).masked_fill(total.squeeze(2).isnan(), torch.nan).flatten()
-        # The mean over all rows is 0 by construction; subtracting its rounding would give a constant group a signal.
+        # The mean over all rows is 0 up to rounding. Subtracting that rounding would give signal to a constant group.
         advantages = total / (_std(total, dim=0) + STD_FLOOR)
     elif scale_rewards == "group":
         advantages = advantages / (_std(total, dim=1) + STD_FLOOR)
@@ -67,23 +68,34 @@ def group_advantages(
 
 
 # --------------------------------------------------------------------------------------------- estimators by name
-# Each takes one reward per row, [M, G], NaN = unscored, and the tokens of each row in the loss, [M, G]; it gives
-# [M, G] advantages. An unscored row is in no mean or spread and has advantage 0, as has the only scored row of a group.
+# Unscored rows are left out of every mean and spread.
 
 
 def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """A_i = r_i − mean_{j≠i} r_j (RLOO: Ahmadian et al. 2024, arXiv 2402.14740), as TRL's RLOOTrainer has it.
+    """A_i = r_i − mean_{j≠i} r_j (RLOO: Ahmadian et al. 2024, arXiv 2402.14740), as in TRL's RLOOTrainer.
 
-    The baseline does not depend on row i: the gradient is unbiased. Deviation: no KL in the reward.
+    The baseline does not depend on row i, so the gradient is unbiased. Deviation: the reward has no KL term.
+
+    Args:
+        rewards: [M, G], one reward per row; NaN = unscored.
+        lengths: [M, G], the number of loss tokens of each row; not used here.
+    Returns:
+        [M, G]; 0 for unscored rows, and for the only scored row of a group.
     """
     count = (~rewards.isnan()).sum(dim=1, keepdim=True)
     return (_from_mean(rewards) * count / (count - 1)).nan_to_num(nan=0.0)
 
 
 def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """A_i = r_i − Σ_j l_j·r_j / Σ_j l_j (OPO, arXiv 2505.23585), l_j the tokens of row j.
+    """A_i = r_i − Σ_j l_j·r_j / Σ_j l_j (OPO, arXiv 2505.23585), where l_j is the number of loss tokens of row j.
 
-    The baseline of least variance, if every token has a gradient of the same norm.
+    This baseline has the least variance if the gradients of all tokens have the same norm.
+
+    Args:
+        rewards: [M, G], one reward per row; NaN = unscored.
+        lengths: [M, G], the number of loss tokens of each row.
+    Returns:
+        [M, G]; 0 for unscored rows, and for the only scored row of a group.
     """
     centred = _from_mean(rewards)
     weights = lengths * ~rewards.isnan()
@@ -92,10 +104,16 @@ def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 
 def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """A_best = (r_best − r_second) / (σ_group + 1e-4), 0 for the others (pass@k: arXiv 2503.19595, as in verl).
+    """A_best = (r_best − r_second) / (σ_group + 1e-4), 0 for all other rows (pass@k: arXiv 2503.19595, as in verl).
 
-    What the group's best would lose without that row. Two equally good ones leave no signal: with rewards of 0 and 1, a
-    group teaches when exactly one row is right.
+    The difference is what the best reward of the group would lose without the best row. If two rows are equally good,
+    there is no signal: with rewards of 0 and 1, a group has signal only if exactly one row is right.
+
+    Args:
+        rewards: [M, G], one reward per row; NaN = unscored.
+        lengths: [M, G], the number of loss tokens of each row; not used here.
+    Returns:
+        [M, G]; 0 for unscored rows, and for the only scored row of a group.
     """
     best = rewards.nan_to_num(nan=-torch.inf).topk(2, dim=1)
     gap = best.values[:, :1] - best.values[:, 1:]
@@ -106,17 +124,31 @@ def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
 def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
     """A_i = (r_i − mean r) / (σ + 1e-4) over all N rows (REINFORCE++, arXiv 2501.03262, with γ = 1 and no KL).
 
-    It knows no groups: a group whose rewards are equal has a signal. Deviation: verl weighs rows by their tokens.
+    Groups play no part: a group whose rewards are equal has signal. Deviation: verl weighs rows by their tokens.
+
+    Args:
+        rewards: [M, G], one reward per row; NaN = unscored.
+        lengths: [M, G], the number of loss tokens of each row; not used here.
+    Returns:
+        [M, G]; 0 for unscored rows.
     """
     rows = rewards.view(1, -1)
     return (_from_mean(rows) / (_std(rows, dim=1) + STD_FLOOR)).nan_to_num(nan=0.0).view_as(rewards)
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """A_i = c_i / (σ(c) + 1e-4), c_i = r_i − mean_group r, σ over all N rows (REINFORCE++ w/ baseline, same paper).
+    """A_i = c_i / (σ(c) + 1e-4) with c_i = r_i − mean_group r; σ is over all N rows (REINFORCE++ w/ baseline, same
+    paper).
 
-    With `scale_rewards="batch"`, σ is that of the rewards, here of what is divided. Deviation: verl weighs rows by
-    their tokens. Then the mean of c is not 0, and is subtracted: groups whose rewards are equal get a signal.
+    `scale_rewards="batch"` divides by the standard deviation of the rewards instead, not of c. Deviation: verl weighs
+    rows by their tokens. The mean of c is then not 0 and is subtracted, which gives signal to groups whose rewards are
+    equal.
+
+    Args:
+        rewards: [M, G], one reward per row; NaN = unscored.
+        lengths: [M, G], the number of loss tokens of each row; not used here.
+    Returns:
+        [M, G]; 0 for unscored rows, and for the only scored row of a group.
     """
     centred = _from_mean(rewards)
     return (centred / (_std(centred.view(1, -1), dim=1) + STD_FLOOR)).nan_to_num(nan=0.0)
@@ -131,17 +163,20 @@ OUTCOME_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def outcome_advantages(
     estimator: str, rewards: Tensor, weights: Tensor, group_size: int, *, lengths: Tensor | None = None
 ) -> Tensor:
-    """The advantages of an estimator by its name; a group whose rewards are equal up to rounding counts as constant.
+    """Compute the advantages of an estimator by its name. A group whose rewards are equal up to rounding counts as
+    constant.
 
     Args:
         estimator: one of `OUTCOME_ESTIMATORS`.
-        rewards: [N, F]; NaN = not applicable. weights: [F].
+        rewards: [N, F]; NaN = the function does not apply. A row of NaN only is unscored.
+        weights: [F], the weight of each reward function.
         group_size: G, at least 2, dividing N.
-        lengths: [N], the tokens of each row in the loss; None: all alike.
+        lengths: [N], the number of loss tokens of each row. `None`: all rows have the same number.
     Returns:
         [N] float32 on the CPU, same order; 0 for unscored rows.
     Raises:
-        ValueError: for a tensor of another rank or length, or rows that do not split into whole groups.
+        ValueError: a tensor has another number of dimensions or another length, or the rows do not split into whole
+            groups.
     """
     rewards, weights = rewards.cpu().double(), weights.cpu().double()  # MPS has no float64
     total, centred = _in_groups(rewards, weights, group_size)
@@ -152,14 +187,18 @@ def outcome_advantages(
 
 
 def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
-    """[N, F] rewards → [N] their weighted sum, r_i = Σ_k w_k r_ik; NaN = the row is unscored.
+    """Compute one reward per row, r_i = Σ_k w_k r_ik, for estimators of your own.
 
-    For estimators of your own: a failed reward must not count as 0, so use `nansum`, `nanmean` over groups.
+    The result is NaN for an unscored row. Such a row must not count as 0, so compute sums and means over groups with
+    `nansum` and `nanmean`.
 
     Args:
-        rewards: NaN = not applicable, a row of NaN is unscored. weights: [F], on any device.
+        rewards: [N, F]; NaN = the function does not apply. A row of NaN only is unscored.
+        weights: [F], the weight of each reward function, on any device.
+    Returns:
+        [N], same order; NaN for an unscored row.
     Raises:
-        ValueError: for a tensor of another rank or length.
+        ValueError: a tensor has another number of dimensions or another length.
     """
     check_tensor("rewards", rewards, N=None, F=None)
     check_tensor("weights", weights, F=rewards.shape[1])
@@ -168,12 +207,17 @@ def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def checked_advantages(advantages: Tensor, rewards: Tensor, culprit: str) -> Tensor:
-    """What an estimator returned, as [N] float32 with 0 for unscored rows, if it is usable.
+    """Check what an estimator returned, and set unscored rows to 0.
 
     Args:
-        rewards: [N, F] that it was given. culprit: the estimator to name.
+        advantages: what the estimator returned.
+        rewards: [N, F], the rewards that it was given.
+        culprit: the estimator to name in the error.
+    Returns:
+        [N] float32.
     Raises:
-        ValueError: no float tensor [N], or not finite for a scored row, which would make every parameter NaN.
+        ValueError: `advantages` is no float tensor [N], or it is not finite for a scored row, which would turn every
+            parameter into NaN.
     """
     check_tensor(f"What {culprit} returned", advantages, "floats", N=len(rewards))
     unscored = rewards.isnan().all(dim=1).to(advantages.device)
@@ -182,14 +226,14 @@ def checked_advantages(advantages: Tensor, rewards: Tensor, culprit: str) -> Ten
     if bad:
         raise ValueError(
             f"{culprit} returned {advantages[bad[0]].item()} for row {bad[0]}, whose rewards are "
-            f"{rewards[bad[0]].tolist()} ({len(bad)} such rows). Is 0 divided by the spread of a constant group? Add a "
-            "small number to it."
+            f"{rewards[bad[0]].tolist()} ({len(bad)} such rows). Is the divisor the spread of a constant group, "
+            "which is 0? Add a small number to it."
         )
     return advantages
 
 
 def _in_groups(rewards: Tensor, weights: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """[M, G, 1] each: the weighted rewards, and the same minus the mean of their group."""
+    """Return the weighted rewards, and the same minus the mean of their group, [M, G, 1] each."""
     total = weighted_rewards(rewards, weights)
     if group_size < 1 or len(total) % group_size:
         raise ValueError(
@@ -201,12 +245,14 @@ def _in_groups(rewards: Tensor, weights: Tensor, group_size: int) -> tuple[Tenso
 
 
 def _from_mean(rewards: Tensor) -> Tensor:
-    """[M, G] minus the row's mean, NaN-aware; exactly 0 where all are equal."""
+    """Subtract the row's mean from [M, G], ignoring NaN. The result is exactly 0 if all values are equal."""
     return _centred(rewards, scale=rewards.abs())
 
 
 def _centred(values: Tensor, *, scale: Tensor) -> Tensor:
-    """[M, G] or [M, G, K] minus the group mean, NaN-aware; exactly 0 if the group's spread is rounding of `scale`."""
+    """Subtract the group mean from [M, G] or [M, G, K], ignoring NaN. It is exactly 0 if the group's spread is rounding
+    of `scale`.
+    """
     high = values.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
     low = values.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
     constant = high - low <= ROUNDING * scale.nan_to_num(nan=0.0).amax(dim=1, keepdim=True)
@@ -214,7 +260,7 @@ def _centred(values: Tensor, *, scale: Tensor) -> Tensor:
 
 
 def _std(values: Tensor, *, dim: int) -> Tensor:
-    """Unbiased standard deviation along `dim` (kept), ignoring NaN; NaN where fewer than two values are left."""
+    """Compute the unbiased standard deviation along `dim` (kept), ignoring NaN; NaN for fewer than two values."""
     count = (~values.isnan()).sum(dim=dim, keepdim=True)
     squares = (values - values.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
     return torch.where(count > 1, squares / (count - 1).clamp(min=1), torch.nan).sqrt()

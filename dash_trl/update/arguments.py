@@ -1,4 +1,6 @@
-"""What a tensor argument has to be: a wrong one is a `ValueError` that names it, not a broadcast that goes on."""
+"""Checks of tensor arguments: a wrong shape or dtype is a `ValueError` that names the argument, not a silent
+broadcast.
+"""
 
 from typing import Any
 
@@ -13,11 +15,15 @@ _KINDS = {
 
 
 def check_tensor(name: str, value: Any, kind: str | None = None, **sizes: int | None) -> None:
-    """Refuse another rank, length or dtype.
+    """Refuse a tensor with a wrong number of dimensions, length or dtype.
 
     Args:
-        kind: "floats", "integers" or "bools"; None: any.
-        sizes: the dimensions in their order, each with its length; None: any.
+        name: the argument to name in the error.
+        value: the argument.
+        kind: "floats", "integers" or "bools". `None`: any dtype.
+        sizes: the dimensions in their order, each with its length. `None`: any length.
+    Raises:
+        ValueError: names the argument, what it is and what it should be.
     """
     expected = ", ".join(letter if size is None else f"{letter}={size}" for letter, size in sizes.items())
     if not isinstance(value, Tensor):

@@ -1,8 +1,8 @@
-"""Gradient filtering: advantages → which rows are worth a model pass.
+"""Gradient filtering: decides from the advantages which rows are worth a model pass (the paper's Section 3.5).
 
-The paper's Section 3.5. A row whose advantage is zero has no policy gradient, so dropping it before any forward pass
-changes nothing but the time. Terms that do not carry the advantage (KL with beta > 0, entropy bonus, auxiliary losses)
-are lost with the row: there filtering is an approximation, as in the paper.
+A row whose advantage is zero has no policy gradient. Dropping it before any forward pass changes only the time that a
+step takes. Terms without the advantage (KL with beta > 0, entropy bonus, auxiliary losses) are lost with the row; with
+them, filtering is an approximation, as in the paper.
 
 Letters: B rows, T completion tokens.
 """
@@ -14,10 +14,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Filtered:
-    """The verdict on B rows; each mask is [B] bool, and every row is in exactly one of the four.
+    """The filter's verdict on B rows. Every row is in exactly one of the four masks.
 
-    `constant`: no signal at all (max_t |A_t| = 0: a constant group, or no token in the loss). `threshold`: a signal
-    below the threshold. `unscored`: no usable reward.
+    Attributes:
+        keep: [B] bool, the row survives.
+        constant: [B] bool, no signal at all, that is `max_t |A_t| = 0`: its group is constant, or it has no loss token.
+        threshold: [B] bool, a signal below the threshold.
+        unscored: [B] bool, no usable reward.
     """
 
     keep: Tensor
@@ -27,14 +30,14 @@ class Filtered:
 
 
 def filter_rows(advantages: Tensor, loss_mask: Tensor, scored: Tensor, threshold: float | None) -> Filtered:
-    """Drop a row when max_t |A_t| is 0 or under the threshold, or when it is unscored.
+    """Drop a row if its largest absolute advantage, `max_t |A_t|`, is 0 or below the threshold, or if it is unscored.
 
     Args:
         advantages: [B], or [B, T] for per-token credit.
         loss_mask: [B, T], 1 = a token that the loss counts.
         scored: [B] bool.
-        threshold: >= 0; 0 drops only rows without any signal. `None` turns filtering off: every row is kept, as in
-            TRL.
+        threshold: at least 0; 0 drops only rows without any signal. `None` turns filtering off: every row is kept, as
+            in TRL.
     """
     per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
     signal = (per_token.abs() * loss_mask).amax(dim=1)

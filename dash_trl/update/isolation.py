@@ -1,16 +1,17 @@
-"""Proof that samples which share a packed row do not see each other, taken of the model itself.
+"""Tests on the model itself that samples in the same packed row do not see each other.
 
-Whether a model keeps them apart depends on whether each of its layers hands the keyword arguments of a pass on to its
-attention, and on masks of its own making; no configuration tells, and where it does not, the update is wrong without an
-error. So three samples are packed and looked at before the first pass that counts:
+A model keeps samples apart only if each of its layers passes the keyword arguments of a pass on to its attention, and
+if it builds no attention mask of its own. No configuration tells whether that holds. If it does not, the update is
+wrong without an error. So three samples are packed before the first pass that counts, and these properties are tested::
 
-    isolation   other tokens in the first sample may not move the log-probs of the second
-    layout      packed, a sample has the log-probs that it has alone, within rounding
-    prompt      where the samples share a prompt, another token in it moves all of them
+    isolation   other tokens in the first sample do not change the log-probs of the second
+    layout      a packed sample has the log-probs that it has alone, within rounding
+    prompt      if the samples share a prompt, another token in it changes the log-probs of all of them
 
-Isolation compares passes of the same shapes, which round alike, so that the slightest leak shows, in bfloat16 and for
-a model whose log-probs hardly depend on their context, too. Only in a mixture of experts do other tokens change the
-rounding, since they regroup the experts. How much is seen by changing the third sample, which comes after the second.
+The isolation test compares passes of the same shapes, which round alike. So it finds the slightest leak, even in
+bfloat16 and for a model whose log-probs hardly depend on their context. Only in a mixture of experts do other tokens
+change the rounding, because they regroup the experts. The size of that effect is measured by changing the third sample:
+it comes after the second, so causal attention hides its tokens from the second.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +25,12 @@ from torch import Tensor, nn
 LogProbs = Callable[[Sequence[Sequence[int]]], Sequence[Tensor]]
 
 SAMPLE_TOKENS = (24, 12, 18)  # even, so that a sample splits into a prompt and a completion, or a trunk and branches
-DRAWS = 2  # of other tokens: a leak shows in each of them, a router that changes its mind in few
-NOISE = 8.0  # by how much regrouped experts may differ from one draw to the next; a leak exceeds it by far
-SEEN = 0.5  # of how far another prompt moves a sample that is alone: as far at least where the prompt is shared
-SAME = 1e-6  # nats; equal shapes round alike
-# Mean difference of log-probs that other shapes may make by rounding, as a share of their spread: logits round in
-# proportion to their size. float32 leaves room for TF32.
+DRAWS = 2  # draws of other tokens: a leak shows in every draw, a change in a router's decision only in some
+NOISE = 8.0  # a leak is far more than this number of times the effect of regrouped experts
+SEEN = 0.5  # another shared prompt must move a sample by at least this share of what it does if the sample is alone
+SAME = 1e-6  # nats: a difference below this is none, since equal shapes round alike
+# The mean difference of log-probs that rounding may cause between passes of different shapes, as a share of the spread
+# of the log-probs (logits round in proportion to their size). The value for float32 leaves room for TF32.
 ROUNDING = {torch.float32: 0.01, torch.float16: 0.03, torch.bfloat16: 0.15}
 
 
@@ -41,24 +42,28 @@ def isolation_flaw(
     dtype: torch.dtype,
     others: tuple[LogProbs, LogProbs] | None = None,
 ) -> str | None:
-    """What is wrong with packed passes, in words; None = nothing.
+    """Test packed passes, and describe what is wrong with them.
 
     Args:
-        packed: all samples in one row. An exception is a flaw, too: a `forward` may not take what packing needs.
-        alone: each sample in a row of its own.
-        vocabulary: token ids lie below it.
-        dtype: in which the model computes.
-        others: the same two, of samples behind a prompt with other tokens before its last, where all share a prompt.
+        packed: runs all samples in one row. An exception counts as a flaw, because a `forward` may not accept what
+            packing needs.
+        alone: runs each sample in a row of its own.
+        vocabulary: token ids are below this number.
+        dtype: the dtype in which the model computes.
+        others: the same two functions with another prompt before the samples, which differs before its last token.
+            `None`: the samples do not share a prompt.
+    Returns:
+        The flaw in words; `None` if there is none.
     """
     samples = [_tokens(length, start, vocabulary) for start, length in enumerate(SAMPLE_TOKENS)]
     expected = alone(samples)
     try:
         found = packed(samples)
         leak, noise = _leak(packed, samples, found[1], vocabulary)
-    except Exception as error:  # whatever a model's code may raise
+    except Exception as error:  # a model's code may raise anything
         said = (str(error).splitlines() or [""])[0].rstrip(".")
         return f"a packed pass raises {type(error).__name__}: {said}"
-    if not leak <= max(SAME, NOISE * noise):  # NaN, too
+    if not leak <= max(SAME, NOISE * noise):  # also if the leak is NaN
         return f"other tokens in one sample move the log-probs of the next by {leak:.2g}"
     shift = max(_distance(one, other) for one, other in zip(found, expected, strict=True))
     if others is not None:
@@ -77,7 +82,9 @@ def isolation_flaw(
 
 
 def _leak(packed: LogProbs, samples: Sequence[Sequence[int]], found: Tensor, vocabulary: int) -> tuple[float, float]:
-    """How far other tokens in the first sample move the second from what was `found`, and other tokens in the third."""
+    """Return how far other tokens in the first sample move the second from `found`, and how far other tokens in the
+    third do.
+    """
     first, second, third = samples
     moved, regrouped = [], []
     for draw in range(DRAWS):
@@ -88,7 +95,7 @@ def _leak(packed: LogProbs, samples: Sequence[Sequence[int]], found: Tensor, voc
 
 
 def _tokens(length: int, start: int, vocabulary: int) -> list[int]:
-    """Ids spread over the vocabulary, other ones for each `start`."""
+    """Return token ids spread over the vocabulary; they differ for each `start`."""
     return [(7919 * (i + 1) + 104729 * start) % vocabulary for i in range(length)]
 
 
@@ -97,17 +104,19 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def computing_dtype(model: Any) -> torch.dtype:
-    """In which a transformers model computes: autocast's, or that of its weights."""
+    """Return the dtype in which a transformers model computes: autocast's, or that of its weights."""
     device = next(model.parameters()).device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
 
 
 @contextmanager
 def evaluating(model: nn.Module, *, checkpointing: bool = False) -> Iterator[None]:
-    """The model without dropout; each module gets its own mode back.
+    """Put the model into evaluation mode, without dropout; afterwards, restore the mode of each module.
 
     Args:
-        checkpointing: modules that are checkpointed in training still are: they may hand on other arguments then.
+        model: the model.
+        checkpointing: leave modules with gradient checkpointing in training mode. They may pass on other arguments
+            then.
     """
     training = {module: module.training for module in model.modules()}
     model.eval()

@@ -1,7 +1,7 @@
-"""Packing: survivors → token-balanced micro-batches, the same number on all ranks.
+"""Packing: distributes survivors over token-balanced micro-batches, the same number on all ranks.
 
-Every rank computes the plan of all ranks from one gathered table of lengths, so no further collective is needed to
-agree on it.
+Every rank computes the plan of all ranks from one gathered table of lengths. So no further collective is needed to
+agree on the plan.
 
 Letters: R ranks, M rows per rank (dropped ones included), S micro-steps.
 """
@@ -17,13 +17,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One model pass: which rows each rank runs. A rank without rows runs a masked dummy row."""
+    """One model pass. A rank without rows runs a masked dummy row.
+
+    Attributes:
+        rows: for each rank, the rows that it runs.
+    """
 
     rows: tuple[tuple[int, ...], ...]
 
     @property
     def size(self) -> int:
-        """Rows of the tensors on every rank (TRL gathers row-shaped metrics, so they must agree)."""
+        """Number of rows of the tensors, the same on every rank, because TRL gathers metrics per row."""
         return max(1, *(len(rows) for rows in self.rows))
 
 
@@ -37,39 +41,39 @@ def plan_segment(
     padding_free: bool = True,
     min_shared: int | None = None,
 ) -> list[list[MicroBatch]]:
-    """Spread the survivors of a segment over its micro-steps.
+    """Distribute the survivors of a segment over its micro-steps.
 
     A segment is a run of micro-steps of one optimizer step that share one generation batch. All ranks get the same
-    number of micro-batches in each micro-step: a pass is a collective under ZeRO-3 and FSDP, and a backward one under
-    DDP. The last micro-step is filled first, because gradients are synchronised there; the empty ones come first and
-    cost nothing. If the budget is so small that there are more micro-batches than micro-steps, a micro-step holds
-    several, so the budget holds; only a single row longer than it exceeds it.
+    number of micro-batches in each micro-step, because a pass is a collective under ZeRO-3 and FSDP, and a backward
+    pass is one under DDP. The last micro-step is filled first, because gradients are synchronised there; empty
+    micro-steps come first and cost nothing. If a small budget leads to more micro-batches than micro-steps, a
+    micro-step runs several. So the budget always holds, except for a single row that is longer.
 
     Args:
-        lengths: [R, M, 4] int, see `RolloutBatch.lengths` (of which the third column is not needed); a dropped row has
-            completion length 0.
-        micro_steps: S >= 1.
-        last_must_run: an earlier segment of the same optimizer step had real rows, so the last micro-step has to run
-            (with dummies) even if this segment keeps nothing: DDP synchronises and DeepSpeed steps there.
-        max_rows: row budget of a micro-batch, used when `max_tokens` is None.
-        max_tokens: token budget of a micro-batch: the tokens that the model computes if `padding_free`, else the padded
-            rectangle.
+        lengths: [R, M, 4] int, see `RolloutBatch.lengths`; the third column is not used. A dropped row has completion
+            length 0.
+        micro_steps: S, at least 1.
+        last_must_run: an earlier segment of the same optimizer step had real rows. Then the last micro-step must run
+            even if this segment keeps no row (with dummies), because DDP synchronises and DeepSpeed steps there.
+        max_rows: row budget of a micro-batch, used if `max_tokens` is `None`.
+        max_tokens: token budget of a micro-batch. It counts the tokens that the model computes if `padding_free`, else
+            the padded rectangle.
         padding_free: rows are laid end to end instead of padded to the longest.
-        min_shared: rows with the same prompt stay together where they fit, if they can share at least so many tokens;
-            `None`: no row shares its prompt.
+        min_shared: rows with the same prompt stay together as far as they fit, if they can share at least this number
+            of prompt tokens. `None`: no row shares its prompt.
     Returns:
         S lists of micro-batches, in the order in which they run; rows are indices into M.
     """
-    # Column by column: a list per row would set Python's garbage collector going, which takes longer than the plan.
+    # Column by column: one list per row would trigger Python's garbage collector, which takes longer than the plan.
     packed = [
         _pack(*columns, max_rows=max_rows, max_tokens=max_tokens, padding_free=padding_free, min_shared=min_shared)
         for columns in zip(*(lengths[..., column].tolist() for column in (0, 1, -1)), strict=True)
     ]
     count = max(int(last_must_run), *map(len, packed))
-    # Dummies first: the last pass of a rank that has any row is a real one.
+    # Dummies first, so that the last pass of every rank with rows is a real one.
     aligned = [[()] * (count - len(bins)) + [tuple(rows) for rows in bins] for bins in packed]
     micro_batches = map(MicroBatch, zip(*aligned, strict=True))
-    # The last micro-steps get ⌈count / S⌉, the first ⌊count / S⌋.
+    # The last micro-steps get ⌈count / S⌉ micro-batches, the first ones ⌊count / S⌋.
     return [list(islice(micro_batches, (count + step) // micro_steps)) for step in range(micro_steps)]
 
 
@@ -83,6 +87,7 @@ def _pack(
     padding_free: bool,
     min_shared: int | None,
 ) -> list[list[int]]:
+    """Pack the rows of one rank into bins of at most `max_rows` rows or `max_tokens` tokens."""
     rows = [row for row, completion in enumerate(completions) if completion > 0]
     if not padding_free:
         return _sorted_bins(rows, prompts, completions, max_rows=max_rows, max_tokens=max_tokens)
@@ -92,7 +97,7 @@ def _pack(
         families.setdefault((prompts[row], same[row]) if shares else (row,), []).append(row)
 
     def tokens(unit: Sequence[int]) -> int:
-        """That the model computes: the last token of a shared prompt is computed in each row."""
+        """Count the tokens that the model computes. The last token of a shared prompt is computed in each row."""
         return prompts[unit[0]] - 1 + sum(completions[row] + 1 for row in unit)
 
     if max_tokens is None:
@@ -108,13 +113,13 @@ def _pack(
         bins = [[units[one] for one in held] for held in fitted_bins(range(len(units)), sizes, max_tokens)]
     if min_shared is None:
         return [[row for unit in held for row in unit] for held in bins]
-    # Parts of a family that met in a bin again share its prompt, too.
+    # Units of one family that ended up in the same bin share their prompt, too.
     order = {row: place for place, row in enumerate(row for family in families.values() for row in family)}
     return [sorted((row for unit in held for row in unit), key=order.__getitem__) for held in bins]
 
 
 def _within(family: Sequence[int], tokens: Callable[[Sequence[int]], int], max_tokens: int) -> Iterator[list[int]]:
-    """The rows of a family in units of at most `max_tokens` tokens, but for a single row."""
+    """Split rows with the same prompt into units of at most `max_tokens` tokens; a longer row is a unit of its own."""
     unit: list[int] = []
     for row in family:
         if unit and tokens([*unit, row]) > max_tokens:
@@ -127,16 +132,19 @@ def _within(family: Sequence[int], tokens: Callable[[Sequence[int]], int], max_t
 def balanced_bins(
     units: Sequence[list[int]], tokens: Callable[[Sequence[int]], int], *, count: int, max_rows: int
 ) -> list[list[list[int]]]:
-    """`count` bins of at most `max_rows` rows and nearly equal token sums (longest processing time first, Graham 1969).
+    """Fill bins with nearly equal token sums (longest processing time first, Graham 1969).
 
-    The largest sum is at most 4/3 of the best possible where `max_rows` does not bind. A unit for which no bin has room
-    is split, so that `count` bins suffice.
+    If `max_rows` does not bind, the largest sum is at most 4/3 of the best possible. A unit that fits into no bin is
+    split, so that `count` bins suffice.
 
     Args:
-        units: of at most `max_rows` rows each, which are better kept together. tokens: of a unit.
+        units: lists of at most `max_rows` rows each, which should stay together.
+        tokens: returns the number of tokens of a unit.
+        count: number of bins.
+        max_rows: the largest number of rows in a bin.
     """
     bins: list[list[list[int]]] = [[] for _ in range(count)]
-    open_bins = {max_rows: [(0, index) for index in range(count)]}  # room in rows → a heap: (tokens, bin)
+    open_bins = {max_rows: [(0, index) for index in range(count)]}  # free rows → a heap of (tokens, bin)
     waiting = [(-tokens(unit), place, unit) for place, unit in enumerate(units)]
     heapq.heapify(waiting)
     while waiting:
@@ -155,9 +163,14 @@ def balanced_bins(
 
 
 def fitted_bins(rows: Sequence[int], tokens: dict[int, int], max_tokens: int) -> list[list[int]]:
-    """As few bins of at most `max_tokens` tokens as best-fit-decreasing finds (≤ 11/9 of the fewest possible, plus 1).
+    """Fill few bins of at most `max_tokens` tokens, by best-fit-decreasing.
 
-    A row longer than the budget gets a bin of its own.
+    It needs at most 11/9 of the fewest possible bins, plus 1. A row longer than the budget gets a bin of its own.
+
+    Args:
+        rows: the rows.
+        tokens: the number of tokens of each row.
+        max_tokens: token budget of a bin.
     """
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
@@ -176,7 +189,9 @@ def fitted_bins(rows: Sequence[int], tokens: dict[int, int], max_tokens: int) ->
 def _sorted_bins(
     rows: list[int], prompts: list[int], completions: list[int], *, max_rows: int, max_tokens: int | None
 ) -> list[list[int]]:
-    """Runs of rows of similar length, for a padded layout: rows × (longest prompt + longest completion) ≤ budget."""
+    """Form runs of rows of similar length for a padded layout: rows × (longest prompt + longest completion) ≤
+    budget.
+    """
     bins: list[list[int]] = []
     prompt = completion = 0
     for row in sorted(rows, key=lambda row: (-completions[row], -prompts[row], row)):

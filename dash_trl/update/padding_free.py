@@ -1,13 +1,13 @@
-"""Padding-free model passes: the samples of a micro-batch laid end to end in one row, attention within each sample.
+"""Padding-free model passes: the samples of a micro-batch lie end to end in one row, and attention stays within each.
 
-Rows with the same prompt p share it. Its last token is repeated, so that each completion c follows its own predictor:
+Rows with the same prompt p share it. Its last token is repeated, so that each completion c follows its own predictor::
 
     packed row   [p_1 … p_(P−1)] [p_P c¹_1 c¹_2 …] [p_P c²_1 …] …     each prompt a trunk, each completion a branch
     positions     0 … P−2         P−1 P P+1 …       P−1 P …
 
-Attention is kept apart by FlashAttention's varlen kernels where the model uses them, else by SDPA (`tree_attention`),
-through transformers' attention interface. Either way no position is spent on padding, and attention costs Σ L_i²
-instead of B · (max L)².
+If the model uses FlashAttention, its varlen kernels keep the samples apart; otherwise SDPA does (`tree_attention`).
+Both work through transformers' attention interface. In both cases no position is spent on padding, and attention costs
+Σ L_i² instead of B · (max L)².
 
 Letters: B rows, P prompt tokens, T completion tokens, L tokens of the packed row.
 """
@@ -34,17 +34,21 @@ from dash_trl.update.zero3 import forget_plain_passes
 
 logger = logging.getLogger(__name__)
 
-# Tokens; see `ModelPasses.min_shared`. A branch costs attention in two parts and the last prompt token again, more than
-# few tokens save: against plain packing, groups of 8 took 0.97 of the speed with prompts of 8 tokens, 1.09 and 1.12
-# with 16, 1.20 and 1.20 with 32 (`python benchmarks/update_phase.py --prompts 8 16 32`, one thread).
+# In tokens; see `ModelPasses.min_shared`. A branch needs attention in two parts and computes the last prompt token
+# again. For short prompts that costs more than sharing saves. Speed relative to packing without sharing, groups of 8:
+# 0.97 with prompts of 8 tokens, 1.09 and 1.12 with 16, 1.20 and 1.20 with 32
+# (`python benchmarks/update_phase.py --prompts 8 16 32`, one thread).
 MIN_SHARED = 15
-COMMON_PROMPT_TOKENS = 12  # of the rows by which sharing is tried
+COMMON_PROMPT_TOKENS = 12  # prompt tokens of the rows that test sharing
 
 
 def plain_causal_attention(model: PreTrainedModel) -> bool:
-    """Whether every layer is plain causal attention through transformers' attention interface.
+    """Whether every layer has plain causal attention through transformers' attention interface.
 
-    Sliding windows, linear attention and state-space layers would mix what shares a packed row.
+    Sliding windows, linear attention and state-space layers would mix samples in a packed row.
+
+    Args:
+        model: a transformers model.
     """
     config = model.config.get_text_config()
     layers = getattr(config, "layer_types", None) or ["full_attention"]
@@ -53,8 +57,14 @@ def plain_causal_attention(model: PreTrainedModel) -> bool:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether a pass in training mode draws random numbers, by a module or by a rate that some models keep as a float
-    and hand to a function (OPT's `dropout`, Mixtral's `jitter_noise`)."""
+    """Whether a pass in training mode draws random numbers.
+
+    It looks for dropout modules, and for rates that some models keep as a float and pass to a function (OPT's
+    `dropout`, Mixtral's `jitter_noise`).
+
+    Args:
+        model: any module.
+    """
     return any(
         isinstance(module, nn.Dropout)
         and module.p > 0
@@ -67,11 +77,16 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def enable_padding_free(model: PreTrainedModel) -> str | None:
-    """Prepare for packed passes of `model`; returns why it cannot run them, `None` if `packing_flaw` may have a look.
+    """Prepare packed passes of a model, which need plain causal attention on SDPA or FlashAttention.
 
-    It needs plain causal attention on SDPA or FlashAttention; eager and flex attention know no samples. The model
-    stays as it is: with an attention of our own in its config, a pickle of it would need this package. Instead, what
-    "sdpa" names in this process learns of trees, and remains SDPA for passes without them, which all others are.
+    Eager and flex attention cannot keep samples apart. The model itself is not changed: with our own attention in its
+    config, a pickle of it would need this package. Instead, the function that this process has registered as "sdpa" is
+    replaced by one that can handle trees. It remains plain SDPA for all passes without trees.
+
+    Args:
+        model: a transformers model.
+    Returns:
+        The reason why the model cannot run packed passes; `None` if `packing_flaw` should test it.
     """
     if not plain_causal_attention(model):
         return "its attention is not plain causal in every layer"
@@ -85,24 +100,26 @@ def enable_padding_free(model: PreTrainedModel) -> str | None:
         if attention in functions and not hasattr(functions[attention], "__wrapped__"):
             AttentionInterface.register(attention, flash_tree_attention(functions[attention]))
     else:
-        return f"its attn_implementation {attention!r} keeps no samples apart: use 'sdpa' or 'flash_attention_2'"
+        return f"its attn_implementation {attention!r} cannot keep samples apart: use 'sdpa' or 'flash_attention_2'"
     return None
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where the tokens of a padded micro-batch go in the packed row; indices made on the CPU, which knows the masks.
+    """Where the tokens of a padded micro-batch go in the packed row.
 
-    Asked of a mask on a GPU, each of them would make the CPU wait for the device.
+    The indices are computed on the CPU, where the masks are. To compute them from a mask on a GPU, the CPU would have
+    to wait for the device each time.
 
     Attributes:
         tokens: [L] int64, the packed tokens as positions in the flattened [B, P + T].
-        position_ids: [1, L] int64, of each token in its row.
-        ignored: [1, L] bool, True = the token's log-prob is not wanted.
-        sources: [K] int64, the wanted tokens as positions in what the fused LM head returns, [L − 1].
-        targets: [K] int64, the same as positions in the flattened [B, T].
-        trees: adding up to L.
-        rows: that have a token.
+        position_ids: [1, L] int64, position of each token in its row.
+        ignored: [1, L] bool, True = the token's log-prob is not needed.
+        sources: [K] int64, the K tokens whose log-probs are needed, as positions in the L − 1 outputs of the fused LM
+            head.
+        targets: [K] int64, the same tokens as positions in the flattened [B, T].
+        trees: the trees that the packed row consists of; their tokens add up to L.
+        rows: number of rows that have a token.
     """
 
     tokens: Tensor
@@ -115,10 +132,13 @@ class PackedLayout:
 
     @classmethod
     def of(cls, attention_mask: Tensor, logits_to_keep: int, same_prompt: Tensor | None = None) -> PackedLayout:
-        """
+        """Build the layout of a padded micro-batch.
+
         Args:
-            attention_mask: [B, P + T], on the CPU; the last T = `logits_to_keep` columns count.
-            same_prompt: [B] bool, True = the row has the prompt of the row before it, and shares it; `None`: no row.
+            attention_mask: [B, P + T], on the CPU.
+            logits_to_keep: T; the log-probs of the last T columns are needed.
+            same_prompt: [B] bool, True = the row has the same prompt as the row before it and shares it. `None`: no row
+                does.
         """
         mask = attention_mask.bool()
         wanted = mask.clone()
@@ -141,7 +161,9 @@ class PackedLayout:
 
 
 def _trees(prompts: list[int], lengths: list[int], shared: list[bool]) -> Iterator[TreeShape]:
-    """Of the rows that have a token; a row whose prompt no other shares is a tree without branches."""
+    """Yield the trees of the rows that have a token. A row that shares its prompt with no other is a tree without
+    branches.
+    """
     starts = [row for row, length in enumerate(lengths) if length and not shared[row]]
     for first, end in zip(starts, [*starts[1:], len(lengths)], strict=True):
         family = [row for row in range(first, end) if lengths[row]]
@@ -153,7 +175,14 @@ def _trees(prompts: list[int], lengths: list[int], shared: list[bool]) -> Iterat
 
 
 def same_prompt(inputs: dict[str, Tensor], min_shared: int) -> Tensor:
-    """[B] bool, for `PackedLayout.of`: rows of a micro-batch with the prompt of the row before, of more tokens."""
+    """Return which rows of a micro-batch have the same prompt as the row before, for `PackedLayout.of`.
+
+    Args:
+        inputs: the inputs of a pass.
+        min_shared: only prompts with more tokens than this count.
+    Returns:
+        [B] bool.
+    """
     real = inputs["prompt_mask"].bool()
     prompts = inputs["prompt_ids"].masked_fill(~real, -1)
     same = (prompts[1:] == prompts[:-1]).all(dim=1) & (real[1:].sum(dim=1) > min_shared)
@@ -161,7 +190,14 @@ def same_prompt(inputs: dict[str, Tensor], min_shared: int) -> Tensor:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Copy a tensor or a layout from the CPU; to a GPU by page-locked memory, so that the GPU computes meanwhile."""
+    """Copy a tensor or a layout from the CPU to a device; other values are returned as they are.
+
+    To a GPU, the copy goes through page-locked memory, so that the GPU computes meanwhile.
+
+    Args:
+        value: a tensor, a `PackedLayout`, or anything else.
+        device: the device.
+    """
     if isinstance(value, PackedLayout):
         return PackedLayout(**{name: to_device(part, device) for name, part in vars(value).items()})
     if not isinstance(value, Tensor):
@@ -172,15 +208,15 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict[str, Any]:
-    """The model inputs of one packed row, for TRL's fused LM head.
+    """Build the model inputs of one packed row, for TRL's fused LM head.
 
     Args:
         input_ids: [B, P + T].
-        layout: of its mask, on the same device.
+        layout: the layout of its mask, on the same device.
         flash: the model runs FlashAttention's varlen kernels.
     Returns:
-        `input_ids`, `position_ids`, `labels` [1, L] (−100 where the next-token log-prob is not wanted) and what the
-        attention needs to keep the samples apart.
+        `input_ids`, `position_ids`, `labels` ([1, L] each; the label is −100 if the next-token log-prob is not needed),
+        and the arguments by which the attention keeps samples apart.
     """
     packed_ids = input_ids.flatten()[layout.tokens].unsqueeze(0)
     inputs: dict[str, Any] = {
@@ -192,7 +228,7 @@ def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict
         arguments = flash_arguments(layout.trees)
         inputs |= {name: to_device(value, input_ids.device) for name, value in arguments.items()}
     else:
-        # An all-ones mask: with none at all, transformers would find the restarting positions and build an L × L mask.
+        # A mask of ones: without a mask, transformers would notice that positions restart and build an L × L mask.
         inputs |= {"attention_mask": torch.ones_like(packed_ids), "trees": layout.trees}
     return inputs
 
@@ -210,10 +246,22 @@ def packed_log_probs(
     compute_aux_loss: bool = False,
     **ignored: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probs [B, T], entropies [B, T] and MoE auxiliary loss by one packed pass; arguments as in TRL's method.
+    """Compute log-probs, entropies and the MoE auxiliary loss by one packed pass. It replaces TRL's method for
+    log-probs.
 
-    `layout` is that of `attention_mask`, `None`: made here, with `same_prompt` as in `PackedLayout.of`. `ignored` takes
-    TRL's image arguments, which are None for a text model.
+    Args:
+        model: the model.
+        input_ids: [B, P + T].
+        attention_mask: [B, P + T].
+        logits_to_keep: T, the number of completion columns.
+        flash: the model runs FlashAttention's varlen kernels.
+        layout: the layout of `attention_mask`. `None`: it is built here.
+        same_prompt: see `PackedLayout.of`; used if `layout` is `None`.
+        compute_entropy: return entropies, too.
+        compute_aux_loss: return the MoE auxiliary loss, too.
+        ignored: TRL's image arguments, which are `None` for a text model.
+    Returns:
+        Log-probs [B, T], entropies [B, T] or `None`, and the auxiliary loss or `None`.
     """
     if layout is None:
         layout = to_device(PackedLayout.of(attention_mask.cpu(), logits_to_keep, same_prompt), input_ids.device)
@@ -223,9 +271,10 @@ def packed_log_probs(
     outputs = model(**inputs, fused_lm_head=True)
 
     def unpacked(values: Tensor) -> Tensor:
-        """[1, L − 1] → [B, T], 0 elsewhere: position i belongs to packed token i + 1, as the fused LM head returns it.
+        """[1, L − 1] → [B, T], 0 for padding. Value i belongs to packed token i + 1, as the fused LM head returns it.
 
-        Connected to the model even if no value is wanted, so that a dummy micro-batch has a gradient of zeros.
+        The result depends on the model's output even if no value is needed, so that a dummy micro-batch has a gradient
+        of zeros.
         """
         target = values.new_zeros(len(input_ids) * logits_to_keep)
         target = target.index_copy(0, layout.targets, values[0][layout.sources])
@@ -237,16 +286,22 @@ def packed_log_probs(
 def packing_flaw(
     packed: Any, padded: Any, model: Any, *, vocabulary: int, device: torch.device, shared: bool = False
 ) -> str | None:
-    """Why a model cannot run packed passes, as `isolation_flaw` finds by trying; None = it can.
+    """Test whether a model can run packed passes; see `isolation_flaw`.
 
     Args:
-        packed, padded: (input_ids, attention_mask, logits_to_keep) → (log-probs, …), as in TRL's method.
-        model: which they call.
+        packed: (input_ids, attention_mask, logits_to_keep) → (log-probs, …), by packed passes.
+        padded: the same by TRL's method.
+        model: the model that both call.
+        vocabulary: token ids are below this number.
+        device: the device of the model.
         shared: the rows have the same prompt, which `packed` computes once.
+    Returns:
+        The flaw in words; `None` if the model can.
     """
 
     def log_probs(function: Any, samples: Sequence[Sequence[int]], first: int = 0) -> list[Tensor]:
-        # The last token stays: it is computed in each row, so that a row would see another one without its prompt.
+        # All prompts have the same last token. It is computed in each row, so a row would see a change of it even if it
+        # did not see the rest of its prompt.
         common = [*((first + 5 * i) % vocabulary for i in range(COMMON_PROMPT_TOKENS - 1)), 0] * shared
         prompt = len(common) or min(map(len, samples)) // 2  # the same for all, so that no row is padded on its left
         rows = [[*common, *sample] for sample in samples]
@@ -268,21 +323,23 @@ def packing_flaw(
 
 
 class ModelPasses:
-    """Makes the inputs of passes, and runs them in TRL's method for log-probs.
+    """Builds the inputs of passes, and runs the passes for which TRL's method for log-probs is called.
 
     Args:
-        models: transformers models, the policy first, without wrappers and adapters.
-        virtual_tokens: prompt tuning puts some before each prompt. Padding lies between them and the prompt, so that
-            its width is part of the input.
-        continuous_batching: samples with paged variants of the attention that a model came with.
-        noisy_embeddings: NEFTune adds noise to them, the less the longer a row is.
-        compiled: torch.compile traces SDPA sample by sample: a graph for each number of rows that share a pass, of
-            which it makes 8 before it gives up. FlashAttention takes any number in one graph.
+        models: transformers models without wrappers and adapters; the policy first, then the reference if there is one.
+        virtual_tokens: prompt tuning puts virtual tokens before each prompt. Padding lies between them and the prompt,
+            so the width of the padding is part of the input.
+        continuous_batching: generation uses paged variants of the attention that the model was loaded with.
+        noisy_embeddings: NEFTune adds noise to the embeddings. The longer a row, the smaller is the noise.
+        compiled: the model is compiled by torch.compile. It traces SDPA sample by sample, so it needs a graph for each
+            number of rows in a pass, and gives up after 8 graphs. FlashAttention takes any number of rows in one graph.
         share_prompts: see `DASHConfig`.
         router_losses: the loss has a term over all tokens that the model computes.
     Attributes:
-        padded_because: why passes are padded; `None`: they are padding-free.
-        alone_because: why no row shares its prompt; `None`: rows do.
+        flash: the policy uses FlashAttention.
+        padded_because: the reason why passes are padded. `None`: they are padding-free.
+        alone_because: the reason why no row shares its prompt. `None`: rows do.
+        compiled: as above.
     """
 
     def __init__(
@@ -319,16 +376,17 @@ class ModelPasses:
         self.compiled = compiled
         self._name = type(models[0]).__name__
         self._trim_prompts = not virtual_tokens
-        self._layout: PackedLayout | None = None  # of the pass that is running; `None`: found from its mask
+        self._layout: PackedLayout | None = None  # of the running pass; `None`: built from its mask
         self._hook: Any = None
 
     @property
     def padding_free(self) -> bool:
+        """Whether passes are padding-free."""
         return self.padded_because is None
 
     @property
     def min_shared(self) -> int | None:
-        """Rows with the same prompt share it if it has more tokens than these; `None`: no row shares its prompt."""
+        """Rows share a prompt if it has more tokens than this. `None`, if no row shares its prompt."""
         return None if self.padded_because or self.alone_because else self._least_shared
 
     def prepare(
@@ -341,20 +399,24 @@ class ModelPasses:
         device: torch.device,
         ranks: Ranks,
     ) -> None:
-        """Try packed passes of models that are prepared for training; warn if passes have to be padded.
+        """Test packed passes of the models once they are prepared for training, and warn if passes have to be padded.
 
-        Called on every rank: a trial is a collective under ZeRO-3 and FSDP.
+        Every rank calls it, because a pass is a collective under ZeRO-3 and FSDP.
 
         Args:
-            wrapped: the policy as the training loop calls it. models: the policy and, if there is one, the reference.
+            wrapped: the policy as the training loop calls it.
+            models: the policy and, if there is one, the reference model.
             padded: TRL's method for log-probs.
-            vocabulary: token ids below it are known to model and tokenizer.
+            vocabulary: model and tokenizer know all token ids below this number.
+            device: the device of the models.
+            ranks: the ranks of the run.
         """
         if self._hook is not None:
             self._hook.remove()
         self._hook = forget_plain_passes(wrapped)
         if self.padding_free:
-            # A trace may take another way through the policy. Unwrapped by accelerate, it would lose DDP's `no_sync`.
+            # Test a compiled policy as the training loop calls it: a trace may take another way through it. If
+            # accelerate unwrapped it, it would lose DDP's `no_sync`.
             called = [wrapped if self.compiled and model is models[0] else model for model in models]
             trials = partial(self._flaw, list(zip(called, models, strict=True)), padded, vocabulary, device, ranks)
             self.padded_because = trials(shared=False)
@@ -381,7 +443,10 @@ class ModelPasses:
         *,
         shared: bool,
     ) -> str | None:
-        """What is wrong with packed passes of one of the models (as it is called, itself), on any rank."""
+        """Return what is wrong with packed passes of one of the models, on any rank; `None` if nothing is.
+
+        Each entry of `models` is (the model as it is called, the model itself).
+        """
         same_prompt = torch.tensor([False, *[shared] * (len(SAMPLE_TOKENS) - 1)])
         flaws = [
             packing_flaw(
@@ -395,17 +460,33 @@ class ModelPasses:
             for called, model in models
         ]
         found = [flaw for flaw in flaws if flaw]
-        return next(iter(found), "of what another rank found") if ranks.sum(torch.tensor(len(found))) else None
+        return next(iter(found), "another rank found a flaw") if ranks.sum(torch.tensor(len(found))) else None
 
     def inputs(self, survivors: Survivors, rows: list[int], *, size: int, pad_token_id: int) -> dict[str, Any]:
-        """The inputs of a pass over `rows`, and its `layout`, on the CPU; arguments as in `Survivors.micro_batch`."""
+        """Build the inputs of a pass, with its `layout`, on the CPU.
+
+        Args:
+            survivors: the rows of a window.
+            rows: as in `Survivors.micro_batch`.
+            size: as in `Survivors.micro_batch`.
+            pad_token_id: as in `Survivors.micro_batch`.
+        """
         inputs = survivors.micro_batch(rows, size=size, pad_token_id=pad_token_id, trim_prompts=self._trim_prompts)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         shared = None if self.min_shared is None else same_prompt(inputs, self.min_shared)
         return {**inputs, "layout": PackedLayout.of(mask, inputs["completion_mask"].shape[1], shared)}
 
     def run(self, log_probs: Callable[..., tuple], model: Any, inputs: dict[str, Any], **kwargs: Any) -> tuple:
-        """What the trainer's method for log-probs finds of `inputs`, which are on the device."""
+        """Run a pass over `inputs`.
+
+        Args:
+            log_probs: the trainer's method for log-probs.
+            model: the model.
+            inputs: the inputs of the pass, on the device.
+            kwargs: further arguments of `log_probs`.
+        Returns:
+            What `log_probs` returns.
+        """
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         with self.laid_out(inputs):
@@ -413,7 +494,11 @@ class ModelPasses:
 
     @contextmanager
     def laid_out(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Within it, `log_probs` knows the layout of `inputs`, of which TRL hands on the masks only."""
+        """Within the context, `log_probs` uses the layout of `inputs`. TRL passes on only the masks.
+
+        Args:
+            inputs: the inputs of a pass.
+        """
         self._layout = inputs["layout"]
         try:
             yield
@@ -429,7 +514,18 @@ class ModelPasses:
         logits_to_keep: int,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
-        """By one pass on real rows and tokens only; arguments and results of TRL's method, which is `padded`."""
+        """Run one pass on real rows and tokens only.
+
+        Args:
+            padded: TRL's method for log-probs.
+            model: as in TRL's method.
+            input_ids: as in TRL's method.
+            attention_mask: as in TRL's method.
+            logits_to_keep: as in TRL's method.
+            kwargs: as in TRL's method.
+        Returns:
+            As TRL's method: log-probs [B, T], entropies [B, T] or `None`, and the auxiliary loss or `None`.
+        """
         batch = input_ids, attention_mask, logits_to_keep
         if self.padding_free:
             return packed_log_probs(model, *batch, flash=self.flash, layout=self._layout, **kwargs)

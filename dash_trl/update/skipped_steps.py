@@ -1,10 +1,13 @@
-"""Optimizer steps that are left out because their gradient is not finite: counted, and no endless row of them."""
+"""Counts optimizer steps that are skipped because their gradient is not finite, and ends a run that skips too many in a
+row.
+"""
 
 import math
 
-# A lone batch may overflow. So many in a row do not pass: the weights or the rewards themselves are broken.
+# A single batch may overflow. After this number in a row, the weights or the rewards themselves must be broken.
 MOST_IN_A_ROW = 5
-# A loss scaler (fp16) starts at 2^16 and halves the scale with each step that it skips: that many are its search.
+# A loss scaler (fp16) starts at 2^16 and halves the scale with each step that it skips, until it has found one that
+# fits.
 LOSS_SCALE_HALVINGS = 16
 
 
@@ -12,10 +15,11 @@ class SkippedSteps:
     """Counts the optimizer steps of a run whose gradient was not finite.
 
     Args:
-        loss_scaling: with fp16, where the loss is scaled up and the first steps find out how far.
-
+        loss_scaling: the loss is scaled (fp16). The first steps are then skipped until a scale is found that fits.
     Attributes:
-        total: since the run began, over all resumptions. in_a_row: up to the last step that had a gradient.
+        total: skipped steps since the run began, resumed runs included.
+        in_a_row: skipped steps since the last one that was not skipped.
+        most_in_a_row: the run ends at this number in a row.
     """
 
     def __init__(self, *, loss_scaling: bool):
@@ -23,10 +27,13 @@ class SkippedSteps:
         self.most_in_a_row = MOST_IN_A_ROW + (LOSS_SCALE_HALVINGS if loss_scaling else 0)
 
     def count(self, skipped: bool, step: int) -> None:
-        """Optimizer step `step` (from 1) was skipped, or not.
+        """Count an optimizer step.
 
+        Args:
+            skipped: whether it was skipped.
+            step: its number, from 1.
         Raises:
-            RuntimeError: it is the last of too many in a row.
+            RuntimeError: too many steps in a row were skipped.
         """
         self.total += skipped
         self.in_a_row = self.in_a_row + 1 if skipped else 0
@@ -41,10 +48,14 @@ class SkippedSteps:
 
     @staticmethod
     def check_applied(norm: float | None, skipped: bool, step: int) -> None:
-        """Refuse to go on where DeepSpeed has applied a gradient that is not finite: its check can be turned off.
+        """Refuse to continue after DeepSpeed has applied a gradient that is not finite; its check can be turned off.
 
         Args:
-            norm: DeepSpeed's, -1 where it could not be computed; None where DeepSpeed computes none.
+            norm: DeepSpeed's gradient norm; −1 if it could not be computed, `None` if DeepSpeed computes none.
+            skipped: DeepSpeed has skipped the step.
+            step: number of the optimizer step, from 1.
+        Raises:
+            RuntimeError: the gradient was applied.
         """
         if norm is not None and not skipped and not 0 <= norm < math.inf:
             raise RuntimeError(

@@ -1,10 +1,10 @@
-"""Attention over trees: a trunk, and branches that continue it, each computed once.
+"""Attention over trees: a trunk and the branches that continue it, each computed once::
 
     packed row   [ trunk tokens ………………………… | branch 1 | branch 2 | … ][ next tree … ]
                         ▲ attach 1    ▲ attach 2
 
-A token of the trunk attends to the trunk up to itself; a token of a branch attends to the trunk before the place where
-its branch attaches, and to its own branch up to itself. A sequence of its own is a tree without branches.
+A token of the trunk attends to the trunk up to itself. A token of a branch attends to the trunk before the place where
+its branch attaches, and to its own branch up to itself. A sequence that shares nothing is a tree without branches.
 
 Letters: H heads, L tokens of the packed row, D head size, Q branch tokens of a tree, P tokens of its trunk.
 """
@@ -30,12 +30,12 @@ flash_cpu_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_att
 
 @dataclass(frozen=True)
 class TreeShape:
-    """What attention has to know of a tree.
+    """The shape of a tree, as attention needs it.
 
     Attributes:
-        trunk: its tokens.
-        branches: the tokens of each branch.
-        mask: [1, 1, Q, P + Q] bool, True = attends: of the branch tokens against all tokens of the tree. `None`: all
+        trunk: number of trunk tokens.
+        branches: number of tokens of each branch.
+        mask: [1, 1, Q, P + Q] bool, True = attends; from the branch tokens to all tokens of the tree. `None`: all
             branches attach at the end of the trunk.
     """
 
@@ -56,19 +56,25 @@ def tree_attention(
     trees: tuple[TreeShape, ...] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """SDPA within each of the trees that the packed row consists of; plain SDPA where there are none.
+    """SDPA within each tree of the packed row; plain SDPA if there are no trees.
 
     Args:
-        query: [1, H, L, D]; key and value may have fewer heads (GQA).
-        attention_mask: `None` with trees; a model that makes one of its own would lose it (Doge).
-        trees: adding up to L; `None` outside packed passes (generation, evaluation).
+        module: the attention module.
+        query: [1, H, L, D].
+        key: [1, ·, L, D]; it may have fewer heads than `query` (GQA).
+        value: [1, ·, L, D]; as `key`.
+        attention_mask: must be `None` with trees, because the mask of a model that makes its own (Doge) would be lost.
+        trees: the trees; their tokens add up to L. `None` outside packed passes (generation, evaluation).
+        kwargs: further arguments of transformers' SDPA.
     Returns:
-        [1, L, H, D], and `None` in place of weights.
+        [1, L, H, D], and `None` in place of attention weights.
+    Raises:
+        ValueError: there are trees and a mask.
     """
     if trees is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is not None:
-        raise ValueError(f"{type(module).__name__} has an attention mask of its own, which trees would ignore.")
+        raise ValueError(f"{type(module).__name__} has an attention mask of its own, which packed passes would ignore.")
     lengths = [len(tree) for tree in trees]
     parts = zip(trees, *(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
     outputs = [output for part in parts for output in _of_tree(module, *part, **kwargs)]
@@ -78,9 +84,9 @@ def tree_attention(
 def _of_tree(
     module: nn.Module, tree: TreeShape, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
 ) -> list[Tensor]:
-    """[1, ·, H, D] of the trunk and of the branches."""
+    """Return the outputs of the trunk and of the branches, [1, ·, H, D] each."""
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # as it does for SDPA, but not for the CPU's kernel
+    if torch.is_autocast_enabled(kind):  # autocast covers SDPA, but not the CPU's kernel
         query, key, value = (one.to(torch.get_autocast_dtype(kind)) for one in (query, key, value))
     trunk, states = tree.trunk, (query, key, value)
     outputs = [sdpa_attention_forward(module, *(one[:, :, :trunk] for one in states), None, **kwargs)[0]]
@@ -95,6 +101,7 @@ def _of_tree(
 
 
 def _has_cpu_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether the CPU's flash kernel can compute the branches."""
     known = flash_cpu is not None and query.dtype in (torch.float32, torch.bfloat16)
     return known and query.device.type == "cpu" and query.shape[3] == value.shape[3]
 
@@ -102,14 +109,18 @@ def _has_cpu_kernel(query: Tensor, value: Tensor) -> bool:
 def masked_branch_attention(
     query: Tensor, key: Tensor, value: Tensor, branches: tuple[int, ...], scale: float
 ) -> Tensor:
-    """Of branches at the end of a trunk, branch by branch, causal from the lower right. A GPU's kernels know that.
+    """Compute the attention of branches at the end of a trunk, branch by branch.
 
-    The keys and values that a branch sees are copied together, and again in the backward pass: kept for it, these
-    copies of the trunk took 10 to 30 % more memory (prompts of 32 to 768 tokens, groups of 8).
+    The mask is causal from the lower right, which GPU kernels support. The keys and values that a branch sees are
+    copied together, and copied again in the backward pass. To keep these copies of the trunk until then took 10 to 30 %
+    more memory (prompts of 32 to 768 tokens, groups of 8).
 
     Args:
-        query: [1, H, Q, D], of the branches. key, value: [1, ·, P + Q, D], of the trunk and the branches, see GQA.
-        branches: the tokens of each branch, adding up to Q. scale: of the scores.
+        query: [1, H, Q, D], of the branches.
+        key: [1, ·, P + Q, D], of trunk and branches; it may have fewer heads (GQA).
+        value: [1, ·, P + Q, D], as `key`.
+        branches: number of tokens of each branch, adding up to Q.
+        scale: factor of the scores.
     Returns:
         [1, H, Q, D].
     """
@@ -138,9 +149,10 @@ def masked_branch_attention(
 class _BranchAttention(torch.autograd.Function):
     """`masked_branch_attention` by the CPU's flash kernel, which has no such mask.
 
-    All branch tokens against the trunk, without a mask, and each branch against itself, causal, give two outputs per
-    token with the log-sum-exp of their scores; weighted by these, they add up to the output. The kernel's gradient is
-    written in terms of the output and its log-sum-exp. Given those of the sum, it finds each block's part.
+    The kernel runs on all branch tokens against the trunk, without a mask, and on each branch against itself, causal.
+    So each token gets two outputs, each with the log-sum-exp of its scores. Weighted by these, the two add up to the
+    output. The kernel's gradient takes an output and its log-sum-exp as arguments. Given those of the sum, it returns
+    the gradient of each block.
     """
 
     @staticmethod
@@ -171,7 +183,9 @@ class _BranchAttention(torch.autograd.Function):
 
 
 def _blocks(query: Tensor, key: Tensor, value: Tensor, branches: tuple[int, ...]) -> list[tuple[Any, ...]]:
-    """(query, key, value, whether it is causal): of all branches against the trunk, and of each against itself."""
+    """Return (query, key, value, whether it is causal) of all branches against the trunk, and of each branch against
+    itself.
+    """
     trunk, lengths = key.shape[2] - query.shape[2], list(branches)
     own = (query.split(lengths, dim=2), *(one[:, :, trunk:].split(lengths, dim=2) for one in (key, value)))
     return [
@@ -181,10 +195,13 @@ def _blocks(query: Tensor, key: Tensor, value: Tensor, branches: tuple[int, ...]
 
 
 def flash_tree_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
-    """FlashAttention as transformers registers it, for queries that have fewer tokens than their keys.
+    """Extend FlashAttention, as transformers registers it, to queries that have fewer tokens than their keys.
 
-    Its varlen kernels are causal from the lower right: a branch is a sequence of queries, whose keys are those of the
-    trunk and its own. `flash_arguments` says which.
+    FlashAttention's varlen kernels are causal from the lower right. So a branch is a sequence of queries whose keys are
+    those of the trunk and its own; `flash_arguments` selects them.
+
+    Args:
+        attention: transformers' function.
     """
 
     @wraps(attention)
@@ -205,7 +222,13 @@ def flash_tree_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def flash_arguments(trees: tuple[TreeShape, ...]) -> dict[str, Any]:
-    """What transformers' FlashAttention takes for these trees, and `key_tokens`, if one has branches; on the CPU."""
+    """Return the arguments of transformers' FlashAttention for some trees, on the CPU.
+
+    Args:
+        trees: the trees of a packed row.
+    Returns:
+        The arguments, with `key_tokens` if a tree has branches.
+    """
     queries: list[int] = []
     keys: list[int] = []
     key_tokens: list[Tensor] = []

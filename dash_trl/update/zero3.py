@@ -1,10 +1,10 @@
-"""ZeRO-3 beside TRL's fused LM head: what DeepSpeed remembers of a plain pass must not reach a fused one.
+"""ZeRO-3 with TRL's fused LM head: DeepSpeed must forget the order of weights from plain passes.
 
-DeepSpeed fetches weights ahead, in the order in which the last pass used them. A plain forward (V(prefix), the proof
-of a weight sync, a callback's own) calls the LM head as a module; TRL's training passes only read its weight. Fetched
-ahead for a module that is never called, an untied head's weight is released before its gradient arrives: "The size of
-tensor a (0) must match the size of tensor b". DeepSpeed starts over by itself when it meets an unexpected module; here
-it has to where an expected one stays away.
+DeepSpeed fetches weights ahead in the order in which the last pass used them. A plain forward (V(prefix), the proof of
+a weight sync, a callback's own pass) calls the LM head as a module; TRL's training passes only read its weight. If the
+weight of an untied head is fetched ahead for a module that is never called, it is released before its gradient arrives:
+"The size of tensor a (0) must match the size of tensor b". DeepSpeed records a new order by itself if it meets an
+unexpected module, but not if an expected module is not called.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 
 def forget_plain_passes(engine: Any) -> RemovableHandle | None:
-    """Makes a training engine record its order of weights anew after each call of the LM head as a module.
+    """Make a training engine record its order of weights anew after each call of the LM head as a module.
 
     Args:
-        engine: what DeepSpeed made of the model; anything else, and other stages than 3, are left alone.
+        engine: DeepSpeed's wrapper of the model. Anything else, and stages other than 3, are left alone.
     Returns:
-        The hook, to be removed before another engine takes the model.
+        The hook, to be removed before another engine takes the model; `None` if the engine was left alone.
     """
     offload = getattr(getattr(engine, "optimizer", None), "parameter_offload", None)
     if offload is None:
