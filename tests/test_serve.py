@@ -124,7 +124,7 @@ def test_a_key_that_others_may_know_is_not_used(cache, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"host": "0.0.0.0"}, "--host 0.0.0.0 opens the servers to others.* VLLM_API_KEY"),
+        ({"host": "0.0.0.0"}, "--host 0.0.0.0 opens the servers to other machines.* VLLM_API_KEY"),
         ({"host": "example.com"}, "--host example.com opens"),
         ({"options": ["--api-key", "secret"]}, "--api-key shows the key .* VLLM_API_KEY"),
         ({"options": ["--api_key=secret"]}, "--api-key shows"),
