@@ -4,7 +4,7 @@ Examples::
 
     python -m dash_trl.serve Qwen/Qwen2.5-0.5B-Instruct --servers 2
     python -m dash_trl.serve toy                     # the tiny model of `make demo`
-    python -m dash_trl.serve MODEL --servers 2 --max-model-len 4096 --dtype bfloat16     # the last two: `vllm serve`
+    python -m dash_trl.serve MODEL --servers 2 --max-model-len 4096 --dtype bfloat16   # others go to `vllm serve`
     python -m dash_trl.serve MODEL --enable-lora --max-lora-rank 16     # LoRA: only the adapter is sent
 
 It prints the option `--vllm_server_urls …` to append to the training command. Arguments that it does not know are
@@ -206,7 +206,7 @@ def visible_gpus() -> list[str]:
 
 
 def cores(number: int, count: int) -> str:
-    """Return the CPU cores of one server, such as "0,1". On the same cores the servers' threads would slow each other.
+    """Return the CPU cores of one server, such as "0,1". Servers on the same cores would slow each other down.
 
     Args:
         number: number of the server, from 0.

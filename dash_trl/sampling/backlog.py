@@ -59,7 +59,11 @@ class Backlog:
         self.running: dict[Job, str] = {}  # job → URL of its server
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Add jobs to those that wait."""
+        """Add jobs to those that wait.
+
+        Args:
+            jobs: new jobs.
+        """
         for job in jobs:
             insort(self.waiting, job, key=lambda job: job.place)
 
@@ -87,7 +91,11 @@ class Backlog:
         return given
 
     def served(self, job: Job) -> None:
-        """Record that a job is done."""
+        """Record that a job is done.
+
+        Args:
+            job: a running job.
+        """
         self.fleet.served(self.running.pop(job), job)
         job.versions = job.versions[0], self.fleet.version
 
@@ -122,7 +130,11 @@ class Backlog:
         self.add([job])
 
     def drop(self, jobs: Iterable[Job]) -> None:
-        """Remove jobs whose results are no longer needed."""
+        """Remove jobs whose results are no longer needed.
+
+        Args:
+            jobs: jobs in any state.
+        """
         jobs = set(jobs)
         self.waiting = [job for job in self.waiting if job not in jobs]
         for job in jobs & self.running.keys():

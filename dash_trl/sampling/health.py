@@ -14,7 +14,7 @@ clock.
 Several batches may be in progress at once. A server that still works on a job when another batch begins stays trusted:
 its connections are open, so it is still the same process. Each batch counts the time without a usable server from its
 own start, for two reasons: servers may not have been checked before that time, and a batch that starts later must not
-extend the time-out of an earlier one.
+extend the timeout of an earlier one.
 """
 
 import math
@@ -174,13 +174,23 @@ class Fleet:
         self.servers[url].outstanding[job] = (tokens, sequences)
 
     def served(self, url: str, job: Hashable) -> None:
-        """Record that a server completed a job."""
+        """Record that a server completed a job.
+
+        Args:
+            url: URL of the server.
+            job: key of the job.
+        """
         server = self.servers[url]
         server.outstanding.pop(job, None)
         server.failures = 0
 
     def abandoned(self, url: str, job: Hashable) -> None:
-        """Record that a job was taken back from a server, which is no failure of the server."""
+        """Record that a job was taken back from a server, which is no failure of the server.
+
+        Args:
+            url: URL of the server.
+            job: key of the job.
+        """
         self.servers[url].outstanding.pop(job, None)
 
     def failed(self, url: str, job: Hashable, error: str, now: float, *, gone: bool = False) -> None:
@@ -206,7 +216,11 @@ class Fleet:
         self.look_around(now)
 
     def answered(self, url: str) -> None:
-        """Record that a server answers a probe. Next it gets the current weights, unless it has them."""
+        """Record that a server answers a probe. Next it gets the current weights, unless it has them.
+
+        Args:
+            url: URL of the server.
+        """
         self.servers[url].state = State.REFITTING
 
     def refitted(self, url: str, version: int, now: float) -> None:
@@ -231,19 +245,35 @@ class Fleet:
             self.look_around(now)
 
     def waits(self, url: str, now: float) -> None:
-        """Record that a server answers probes but holds other weights, and has to wait for the next weight sync."""
+        """Record that a server answers probes but holds other weights, and has to wait for the next weight sync.
+
+        Args:
+            url: URL of the server.
+            now: current time in seconds.
+        """
         self.servers[url].version = None
         self.look_around(now)
 
     def refit_failed(self, url: str, error: str, now: float) -> None:
-        """Record that a server did not answer a probe or did not load the weights."""
+        """Record that a server did not answer a probe or did not load the weights.
+
+        Args:
+            url: URL of the server.
+            error: the error, for messages.
+            now: current time in seconds.
+        """
         server = self.servers[url]
         server.last_error = error
         self._die(server, now)
         self.look_around(now)
 
     def new_version(self, version: int, now: float) -> None:
-        """Record that there are new weights. No server may be given a prompt until it holds them."""
+        """Record that there are new weights. No server may be given a prompt until it holds them.
+
+        Args:
+            version: the new weight version.
+            now: current time in seconds.
+        """
         self.version = version
         for server in self.servers.values():
             if server.state != State.DEAD:
@@ -254,6 +284,9 @@ class Fleet:
         """Suspect idle servers because new jobs are waiting, and update `down_since`.
 
         While a server is idle, nobody sees whether another process takes its place.
+
+        Args:
+            now: current time in seconds.
         """
         for server in self.servers.values():
             if server.state == State.HEALTHY and not server.outstanding:

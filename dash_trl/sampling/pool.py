@@ -659,5 +659,9 @@ class ServerPool:
             self.fleet.refit_failed(url, str(error), time.monotonic())
 
     def message(self, what: str) -> str:
-        """Extend an error message by the state and the last error of every server."""
+        """Extend an error message by the state and the last error of every server.
+
+        Args:
+            what: the message, without a full stop.
+        """
         return f"{what}. The servers as this process sees them:\n{self.fleet.describe()}"

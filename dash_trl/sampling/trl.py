@@ -391,9 +391,9 @@ class VLLMPool(VLLMGeneration):
 
 
 async def _waits_for_weights(server: VLLMServer) -> None:
-    """Do nothing, as `ServerPool.refit` before the first weight sync: servers wait for it.
+    """Stand in for `ServerPool.refit` before the first weight sync: returns None, so that servers wait for the sync.
 
-    They are not tried out, because a run that was killed may have left a server paused.
+    The servers are not tried out, because a run that was killed may have left a server paused.
     """
 
 

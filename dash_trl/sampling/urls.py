@@ -73,25 +73,40 @@ def _check(url: str) -> None:
 
 
 def without_user(url: str) -> str:
-    """Hide user and password of a URL, for messages and logs."""
+    """Hide user and password of a URL, for messages and logs.
+
+    Args:
+        url: a URL, or any other text.
+    """
     return re.sub(r"(?s)^([^:/?#]*://)?.*@", r"\1***@", url)
 
 
 def is_here(url: str) -> bool:
-    """Return whether the server is on this machine."""
+    """Return whether a server is on this machine.
+
+    Args:
+        url: URL of the server.
+    """
     host = urlsplit(url).hostname or ""
     return is_loopback(host) or is_unspecified(host)
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach the host."""
+    """Return whether only this machine can reach a host.
+
+    Args:
+        host: name or IP address.
+    """
     return host == "localhost" or _property(host, "is_loopback")
 
 
 def is_unspecified(host: str) -> bool:
-    """Return whether the host is 0.0.0.0 or `::`.
+    """Return whether a host is 0.0.0.0 or `::`.
 
     These stand for any address of this machine: a server listens on all addresses, and a client connects to itself.
+
+    Args:
+        host: name or IP address.
     """
     return _property(host, "is_unspecified")
 

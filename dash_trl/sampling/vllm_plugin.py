@@ -70,7 +70,7 @@ def model_shape(config: Any) -> dict[str, Any]:
 
 
 def _several(matrices: Any) -> list[Any]:
-    """List the matrices of a layer. A layer that vLLM fused from several has several, None for an unadapted one."""
+    """List a layer's matrices. One that vLLM fused from several layers has a matrix, or None if unadapted, for each."""
     return list(matrices) if isinstance(matrices, list | tuple) else [matrices]
 
 
@@ -114,7 +114,11 @@ class WeightReport:
         load_checkpoint_weight_patches(self.get_model(), patches)
 
     def dash_sees(self: Any, folder: str) -> str:
-        """Return "True" if this worker sees a folder of the trainer under the same path, else "False"."""
+        """Return "True" if this worker sees a folder of the trainer under the same path, else "False".
+
+        Args:
+            folder: path of the folder.
+        """
         return str(os.path.isdir(folder))
 
     def dash_weight_report(self: Any) -> dict[str, Any]:

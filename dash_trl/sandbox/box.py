@@ -37,8 +37,8 @@ DISK = 64 << 20  # bytes of all files; with namespaces the files are in memory
 START_SECONDS = 60.0  # for the starter, which imports numpy
 END_SECONDS = 10.0  # for the kernel to clean up killed processes
 IDLE = 0.5  # fraction of the wall time: a program that waits less than this for a CPU is not slowed by a busy machine
-# Fraction of the CPU limit: a kill after more CPU time was by the limit. The kernel counts ticks, and was seen to kill
-# at 0.8 of the limit.
+# Fraction of the CPU limit: SIGKILL after more CPU time than this counts as caused by the limit. The kernel counts
+# ticks, and has been seen to kill at 0.8 of the limit.
 OUT_OF_CPU = 0.5
 
 # What each kind of isolation limits and protects, best kind first.

@@ -184,7 +184,7 @@ class Codec:
 
         Raises:
             CannotCross: if the value can neither be converted nor kept.
-            SolutionError: in this case, if the type of the value was sent by the program.
+            SolutionError: instead, if the program has sent the type of the value.
         """
         kind = type(value)
         if value is None or kind in (bool, str, float) or kind is int and abs(value) <= LARGEST_JSON_INT:
@@ -596,7 +596,7 @@ def printed(program: str, given: str) -> str:
         output = sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # type: ignore[misc]
         sys.argv = ["solution.py"]
         module = sys.modules["__main__"] = types.ModuleType("__main__")
-        # Python defines exit and quit only if it imports `site`, which -S suppresses
+        # Python itself defines exit and quit only if it imports `site`
         module.__dict__.update(exit=sys.exit, quit=sys.exit, __file__=os.path.abspath("solution.py"))
         try:
             exec(compile(program, "solution.py", "exec", dont_inherit=True), module.__dict__)

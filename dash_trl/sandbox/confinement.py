@@ -214,7 +214,7 @@ def calls(text: str) -> dict[str, tuple[int, ...]]:
     """Parse a table of system calls.
 
     Args:
-        text: words of the form name:number on x86-64:number on ARM64, where the last number may be missing.
+        text: words of the form `NAME:X86_64:ARM64` with the call's numbers. The number on ARM64 may be missing.
 
     Returns:
         Name → numbers.
@@ -594,7 +594,7 @@ class Place:
 def become_nobody() -> None:
     """Change from root to the user nobody.
 
-    The kernel limits the number of processes for no process of root's, and a process of root could use root's files.
+    The kernel does not limit the number of root's processes, and a program that runs as root could use root's files.
     """
     if os.geteuid() == 0:
         os.setgroups([])
@@ -825,7 +825,7 @@ def wait_for_all(place: Place) -> None:
     """Wait, in the launcher, until the starter and all its processes have ended; then remove their files.
 
     Args:
-        place: the starter's.
+        place: holds the folder of these files.
     """
     with suppress(OSError):
         sweep()

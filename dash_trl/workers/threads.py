@@ -110,7 +110,8 @@ class ThreadCalls:
             new: calls that are not queued yet.
 
         Returns:
-            Refused calls with the reason: all waiting calls if the system starts no thread and none is left, else none.
+            Refused calls, each with the reason. If the system starts no thread and none is left, all waiting calls are
+            refused; otherwise none is.
         """
         unfinished = self._submitted - sum(one.ended for one in self._threads)
         for _ in range(min(self._count, unfinished) - len(self._threads)):

@@ -57,7 +57,7 @@ def pack(function: Callable[..., Any]) -> bytes:
 def _send_by_value_where_needed(function: Any) -> None:
     """Mark the function's module to be pickled by value if the other process could not import it by name.
 
-    That is a module that this process has loaded from a path.
+    This is the case for a module that this process has loaded from a path.
     """
 
     if isinstance(function, functools.partial):
@@ -122,7 +122,7 @@ def outcome_of(function: Callable[..., Any], arguments: bytes) -> Outcome:
 def _readable(value: Any) -> bytes:
     """Pickle a value as `dump` does, and unpickle it once as a test.
 
-    Unpickling may fail or block, which must not happen first in the process where all calls end.
+    Unpickling may fail or block. This must happen here, not in the process where all calls end.
     """
     data = dump(value)
     if type(value) is not float and value is not None:

@@ -45,7 +45,7 @@ class Perturbation:
 
     The context changes outputs of layers and no parameter, so it works with any sharding.
 
-    Args:
+    Attributes:
         parameters: maps the parameters of a weight sync to changed ones.
         outputs: returns a context manager in which the model computes as if it had the changed weights.
     """

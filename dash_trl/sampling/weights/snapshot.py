@@ -64,7 +64,7 @@ class Snapshot:
 async def holds(server: VLLMServer, snapshot: Snapshot) -> bool:
     """Return whether a server holds a version, and resume it if so.
 
-    The tag tells: a server is told it after it has loaded the weights, and a restarted server has another one.
+    The version tag shows this: a server is told the tag after it has loaded the weights, and loses it in a restart.
 
     Args:
         server: the server.
@@ -86,8 +86,8 @@ def errors_of(outcome: dict[str, Any]) -> dict[str, str | None]:
         URL → error message; None if the server has the weights.
 
     Raises:
-        WeightMismatch: if a server holds other weights. This is an error of the run, not of a server.
-        ValueError: if a server refused a request, for the same reason.
+        WeightMismatch: if a server holds other weights. Like a refused request, this is an error of the whole run.
+        ValueError: if a server refused a request.
     """
     for result in outcome.values():
         if isinstance(result, WeightMismatch | ValueError):
