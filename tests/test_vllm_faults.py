@@ -280,7 +280,7 @@ def test_servers_that_cannot_be_this_trainer_s(fault, error, message, fakes):
     [
         (None, None),
         ("quantised", "a lost update would go unnoticed"),
-        ("logprobs_mode", "every ratio to the sampler (the correction, loss_type='aipo') is biased"),
+        ("logprobs_mode", "every ratio that uses them (importance sampling correction, loss_type='aipo') is biased"),
     ],
 )
 def test_servers_that_can_but_with_less(fault, message, fakes, caplog):

@@ -303,7 +303,7 @@ class VLLMPool(VLLMGeneration):
                 )
             logger.warning(
                 "The servers' weights are quantised or copied between workers, so their checksum cannot be compared "
-                "with the trainer's. The first weight sync is checked by log-probs; a lost update after it would go "
+                "with the trainer's. The first weight sync is checked by log-probs. After that, a lost update would go "
                 "unnoticed."
             )
         configs = self.pool.ask_all(lambda server: server.config())
@@ -333,8 +333,8 @@ class VLLMPool(VLLMGeneration):
         if device.type != "cuda" or not all(config.get("weight_transfer_config") for config in configs.values()):
             raise ValueError(
                 f"vllm_weight_sync='nccl' needs the trainer on CUDA (it is on {device}) and servers started with "
-                '--weight-transfer-config \'{"backend": "nccl"}\', as `python -m dash_trl.serve` does on a GPU. Use '
-                "vllm_weight_sync='file'."
+                '--weight-transfer-config \'{"backend": "nccl"}\', as `python -m dash_trl.serve` does on a '
+                "GPU. Otherwise use vllm_weight_sync='file'."
             )
 
     def _way(self, dtype: torch.dtype) -> FileWeights | NCCLWeights:

@@ -176,7 +176,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 with self._lock:
                     solution, checker = self._started().begin()
             except OSError as error:
-                raise SandboxError(f"no process for the program: {error}") from error
+                raise SandboxError(f"no process can be started for the program: {error}") from error
             with solution, checker:
                 try:
                     end = time.monotonic() + self.others["wall_seconds"]  # the sandbox's start does not count
