@@ -1,16 +1,22 @@
-"""Start vLLM servers for `DASHTrainer`, with the flags that it needs, and stop them together.
+"""Start vLLM servers with the flags that `DASHTrainer` needs, and stop them together.
+
+Examples::
 
     python -m dash_trl.serve Qwen/Qwen2.5-0.5B-Instruct --servers 2
     python -m dash_trl.serve toy                     # the tiny model of `make demo`
-    python -m dash_trl.serve MODEL --servers 2 --max-model-len 4096 --dtype bfloat16     # the rest goes to `vllm serve`
+    python -m dash_trl.serve MODEL --servers 2 --max-model-len 4096 --dtype bfloat16   # others go to `vllm serve`
     python -m dash_trl.serve MODEL --enable-lora --max-lora-rank 16     # LoRA: only the adapter is sent
 
-Prints the `--vllm_server_urls …` to paste behind the training command. All endpoints require a key: the environment
-variable VLLM_API_KEY, to be set for the trainer, too; without it one that is made, and that trainers of the same user
-find in a file. The servers listen on 127.0.0.1; `--host` opens them to others, and needs VLLM_API_KEY.
+It prints the option `--vllm_server_urls …` to append to the training command. Arguments that it does not know are
+passed to `vllm serve`.
 
-Each server gets an equal share of the visible GPUs and uses all of it for tensor parallelism. vLLM refuses a number of
-GPUs over which the model's heads do not split: start more servers, or give `--tensor-parallel-size`.
+All endpoints require a key. If the environment variable VLLM_API_KEY is set, this is the key; set it for the trainer,
+too. Otherwise a key is created in a file, where trainers of the same user find it. The servers listen on 127.0.0.1.
+`--host` opens them to other machines and requires VLLM_API_KEY.
+
+Each server gets an equal share of the visible GPUs and uses all of them for tensor parallelism. vLLM refuses a number
+of GPUs over which the model's attention heads cannot be split. Then start more servers, or set
+`--tensor-parallel-size`.
 """
 
 from __future__ import annotations
@@ -44,48 +50,55 @@ from dash_trl.workers import Command
 
 HOST, FIRST_PORT = "127.0.0.1", 8000
 STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-READY_SECONDS = 600.0  # a large model is loaded from a slow disk, and compiled
-CPU_CACHE_GIB = "1"  # of keys and values; vLLM's default on a CPU is most of the memory
-CPU_SEQUENCES = (
-    256  # side by side, vLLM's default on a GPU; on a CPU it is 128, and a preemptive batch would wait in line
-)
-# The servers are on this machine: the proxies of `http_proxy` would look for 127.0.0.1 on their own.
+READY_SECONDS = 600.0  # a large model may have to be loaded from a slow disk, and compiled
+CPU_CACHE_GIB = "1"  # size of the KV cache; by default vLLM takes most of a CPU machine's memory
+# Sequences at once: vLLM's default on a GPU. Its default on a CPU is 128, and a preemptive batch would have to queue.
+CPU_SEQUENCES = 256
+# The servers are on this machine. A proxy from `http_proxy` would look for 127.0.0.1 on its own machine.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Servers:
-    """`count` running vLLM servers; a context manager that stops them.
+    """Context manager that starts vLLM servers on entry and stops them on exit.
 
     Args:
         model: a hub name or a directory.
-        count: servers, each on an equal share of the visible GPUs.
-        host: where they listen. port: the first one; the others take the next free ones.
-        options: more arguments of `vllm serve`; they win over ours.
+        count: number of servers, each of which gets an equal share of the visible GPUs.
+        host: address at which the servers listen.
+        port: port of the first server; the others take the next free ports.
+        options: more arguments for `vllm serve`, which override ours.
+
+    Attributes:
+        key: API key of the servers.
+        devices: for each server, its GPUs as `CUDA_VISIBLE_DEVICES` names them; empty on a CPU.
+        ports: port of each server.
+        logs: folder with the servers' logs.
+        commands: the running servers.
+
     Raises:
-        ValueError: fewer GPUs than servers, vLLM is not installed, or there is no key (see `own_key`; VLLM_API_KEY, if
-            `host` is open to others).
-        OSError: a host that is not this machine's.
-        RuntimeError: a server ended before it was ready, with the end of its log.
+        ValueError: if there are fewer GPUs than servers, vLLM is not installed, `options` has `--api-key`, or there is
+            no key (see `own_key`; a `host` that other machines reach requires VLLM_API_KEY).
+        OSError: if `host` is no address of this machine.
     """
 
     def __init__(
         self, model: str, count: int = 1, *, host: str = HOST, port: int = FIRST_PORT, options: Sequence[str] = ()
     ):
         if count < 1:
-            raise ValueError(f"servers={count}: start at least one.")
+            raise ValueError(f"servers={count}: start at least one server.")
         program, gpus = vllm_program(), visible_gpus()
         share = len(gpus) // count
         if gpus and not share:
-            raise ValueError(f"servers={count}, but only {len(gpus)} GPUs are visible: start at most one for each.")
+            raise ValueError(f"servers={count}, but only {len(gpus)} GPUs are visible. Start at most one per GPU.")
         if not is_loopback(host) and not os.environ.get(API_KEY):
             raise ValueError(
-                f"--host {host} opens the servers to others, who could replace or read the model. Set the environment "
-                f"variable {API_KEY} for the servers and the trainer, or use a tunnel to {HOST}."
+                f"--host {host} opens the servers to other machines, which could read or replace the model. Set the "
+                f"environment variable {API_KEY} for the servers and the trainer, or use a tunnel to {HOST}."
             )
         if any(option.partition("=")[0].replace("_", "-") == "--api-key" for option in options):
             raise ValueError(
-                f"--api-key shows the key to every user of this machine, who can read command lines. Set the "
-                f"environment variable {API_KEY} for the servers and the trainer."
+                f"--api-key shows the key to every user of this machine, because they can read command lines. Set the "
+                f"environment variable {API_KEY} for the servers and the trainer instead."
             )
         self.key = own_key()
         self.model, self.options, self.program = model, list(options), program
@@ -96,6 +109,7 @@ class Servers:
 
     @property
     def urls(self) -> list[str]:
+        """URLs of the servers, for clients on this machine."""
         host = HOST if is_unspecified(self.host) else self.host
         return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for port in self.ports]
 
@@ -110,10 +124,14 @@ class Servers:
             command.stop()
 
     def start(self, number: int) -> Command:
-        """One of the servers, at its address."""
+        """Start one server.
+
+        Args:
+            number: number of the server, from 0.
+        """
         environment = {"VLLM_SERVER_DEV_MODE": "1", API_KEY: self.key}
         if "--enable-lora" in self.options:
-            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # else vLLM asks nobody for an adapter
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise vLLM ignores our resolver
         gpus = self.devices[number]
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -127,7 +145,12 @@ class Servers:
         )
 
     def wait_until_ready(self) -> None:
-        """Until every server answers; raises with the end of its log if one ends before that."""
+        """Wait until every server answers.
+
+        Raises:
+            RuntimeError: if a server ends before it is ready, or is not ready in `READY_SECONDS`. The message has the
+                end of the server's log.
+        """
         deadline = time.monotonic() + READY_SECONDS
         for url, command in zip(self.urls, self.commands, strict=True):
             while not answers(f"{url}/health"):
@@ -138,29 +161,37 @@ class Servers:
 
 
 def flags(host: str, port: int, gpus: int, options: Sequence[str]) -> list[str]:
-    """The arguments behind `vllm serve MODEL`; the user's own come last and win.
+    """Return the arguments after `vllm serve MODEL`. The user's options come last and override ours.
 
     Args:
-        gpus: that share the model; 0 on a CPU.
+        host: address at which the server listens.
+        port: port of the server.
+        gpus: number of GPUs that share the model; 0 on a CPU.
+        options: the user's options.
     """
     chosen = ["--host", host, "--port", str(port), "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     chosen += ["--worker-extension-cls", WORKER_EXTENSION, "--middleware", MIDDLEWARE]
     if gpus:
         chosen += ["--weight-transfer-config", '{"backend": "nccl"}', "--tensor-parallel-size", str(gpus)]
     else:
-        # float32: in bfloat16 log-probs differ by 1e-3 and more. Eager: most CPU machines lack a compiler.
+        # float32: in bfloat16, log-probs differ from the trainer's by 1e-3 and more. Eager: most CPU machines have no
+        # compiler.
         chosen += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(CPU_SEQUENCES)]
     return [*chosen, *options]
 
 
 def vllm_program() -> str:
-    """Path of the command `vllm`: first the one beside Python, whose environment may not be activated."""
+    """Return the path of the command `vllm`, preferably the one next to Python, whose environment may not be activated.
+
+    Raises:
+        ValueError: if vLLM is not installed.
+    """
     program = shutil.which("vllm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:
         remedy = (
             f"Run `{sys.executable} -m pip install 'trl[vllm]'`."
             if torch.cuda.is_available()
-            else "This machine has no GPU, which the vLLM of `pip install` needs. On Linux x86-64, `make test` in a "
+            else "This machine has no GPU, which vLLM from `pip install` needs. On Linux x86-64, `make test` in a "
             "checkout of dash_trl installs vLLM's CPU build into .venv (docs/vllm.md)."
         )
         raise ValueError(f"vLLM is not installed in the environment of {sys.executable}. {remedy}")
@@ -168,23 +199,38 @@ def vllm_program() -> str:
 
 
 def visible_gpus() -> list[str]:
-    """As `CUDA_VISIBLE_DEVICES` names them."""
+    """Return the visible GPUs as `CUDA_VISIBLE_DEVICES` names them."""
     count = torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",")[:count] if named else [str(number) for number in range(count)]
 
 
 def cores(number: int, count: int) -> str:
-    """The CPU cores of one of `count` servers, e.g. "0,1": on the same ones their threads would wait for each other."""
+    """Return the CPU cores of one server, such as "0,1". Servers on the same cores would slow each other down.
+
+    Args:
+        number: number of the server, from 0.
+        count: number of servers.
+    """
     if not hasattr(os, "sched_getaffinity"):
-        return "nobind"  # vLLM's word; macOS binds no thread to a core
+        return "nobind"  # vLLM's word; macOS does not bind threads to cores
     available = sorted(os.sched_getaffinity(0))
     share = max(1, len(available) // count)
     return ",".join(str(available[(number * share + i) % len(available)]) for i in range(share))
 
 
 def free_ports(count: int, first: int, host: str = HOST) -> list[int]:
-    """The next `count` ports from `first` on that nobody listens at."""
+    """Return the next free ports.
+
+    Args:
+        count: number of ports.
+        first: first port to try.
+        host: address at which the ports have to be free.
+
+    Raises:
+        ValueError: if there are too few free ports.
+        OSError: if `host` is no address of this machine.
+    """
     ports: list[int] = []
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in range(first, 65536):
@@ -197,10 +243,15 @@ def free_ports(count: int, first: int, host: str = HOST) -> list[int]:
             ports.append(port)
         if len(ports) == count:
             return ports
-    raise ValueError(f"No {count} free ports from {first} on.")
+    raise ValueError(f"There are no {count} free ports from {first} on. Choose a lower --port.")
 
 
 def answers(url: str) -> bool:
+    """Return whether a GET request succeeds.
+
+    Args:
+        url: URL of a server.
+    """
     try:
         read(url, timeout=5)
         return True
@@ -209,12 +260,25 @@ def answers(url: str) -> bool:
 
 
 def read(url: str, *, timeout: float = 10.0) -> str:
-    """What a server answers to a GET; raises an OSError where that is no success."""
+    """Send a GET request, with the key, and return the answer.
+
+    Args:
+        url: URL of a server.
+        timeout: seconds.
+
+    Raises:
+        OSError: if the request does not succeed.
+    """
     with DIRECT.open(urllib.request.Request(url, headers=key_header(url)), timeout=timeout) as response:
         return response.read().decode()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Args:
+        argv: command line arguments; None: those of this process.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m dash_trl.serve",
         description=__doc__,
@@ -222,19 +286,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("model", help="a hub name, a directory, or 'toy'")
-    parser.add_argument("--servers", type=int, default=1, help="each gets an equal share of the visible GPUs")
-    parser.add_argument("--host", default=HOST, help="the address to listen at")
-    parser.add_argument("--port", type=int, default=FIRST_PORT, help="the first server's; the others take the next")
+    parser.add_argument("--servers", type=int, default=1, help="number of servers; the visible GPUs are split evenly")
+    parser.add_argument("--host", default=HOST, help="address at which the servers listen")
+    parser.add_argument("--port", type=int, default=FIRST_PORT, help="port of the first server; others take the next")
     arguments, options = parser.parse_known_args(argv)
     model = arguments.model
-    vllm_program()  # before the warm-up of the toy model, which takes a minute
+    vllm_program()  # checked before the warm-up of the toy model, which takes a minute
     if model == "toy":
         from dash_trl.toy import toy_model
 
         model = toy_model()
     for number in STOPPED_BY[1:]:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does
-            signal.signal(number, lambda *_: sys.exit("Stopped."))  # so that the servers are stopped, too
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, lambda *_: sys.exit("Stopped."))  # so that `Servers` stops the servers
     with Servers(model, arguments.servers, host=arguments.host, port=arguments.port, options=options) as servers:
         print(f"Starting vLLM, logs: {servers.logs}", flush=True)
         if not os.environ.get(API_KEY):
@@ -248,11 +312,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             while all(command.running for command in servers.commands):
                 time.sleep(1.0)
             ended = [url for url, one in zip(servers.urls, servers.commands, strict=True) if not one.running]
-            sys.exit(f"Ended: {', '.join(ended)}. The logs are in {servers.logs}; the other servers are stopped, too.")
+            sys.exit(f"Ended: {', '.join(ended)}. The logs are in {servers.logs}. The other servers are stopped, too.")
         except KeyboardInterrupt:
             print("\nStopping the servers.")
         finally:
-            for number in STOPPED_BY:  # a second Ctrl+C would leave servers behind
+            for number in STOPPED_BY:  # otherwise a second Ctrl+C would leave servers running
                 signal.signal(number, signal.SIG_IGN)
 
 

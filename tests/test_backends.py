@@ -238,7 +238,7 @@ def test_a_function_that_cannot_be_sent_is_refused_at_once(backend):
         lock.acquire()
 
     with pytest.raises(
-        ValueError, match=r"'.*guarded' cannot be sent to another process \(TypeError: .*Make that within"
+        ValueError, match=r"'.*guarded' cannot be sent to another process \(TypeError: .*Create this object within"
     ):
         backend.submit(Sheet(guarded, [{}]).calls)
 

@@ -430,7 +430,7 @@ def test_a_set_has_the_same_order_in_every_sandbox():
         ({"wall_seconds": 2}, "wall_seconds=2 must be more than cpu_seconds=4"),
         ({"wall_seconds": float("nan")}, "wall_seconds=nan"),
         ({"isolation": "landlock", "children": True}, "children=True needs isolation='namespaces', not 'landlock'"),
-        ({"isolation": "docker"}, "isolation='docker' is none of .'namespaces', 'landlock', 'rlimits'."),
+        ({"isolation": "docker"}, "isolation='docker' is unknown. Choose one of .'namespaces', 'landlock', 'rlimits'."),
     ],
 )
 def test_settings_that_cannot_be(settings, message):

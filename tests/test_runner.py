@@ -418,7 +418,7 @@ def test_hanging_calls_are_replaced_until_there_are_too_many(monkeypatch):
     assert [isinstance(one, TimeoutError) for one in outcomes] == [i % 3 == 0 for i in range(12)]
     (reward,) = runner.rewards
     assert reward(**BATCH, completion_ids=[[0]] * 8) == [None] * 8
-    with pytest.raises(RuntimeError, match=r"'hangs' hangs: [67] calls hang, so that no more.*backend='process'"):
+    with pytest.raises(RuntimeError, match=r"'hangs' hangs: [67] calls hang, so no more.*backend='process'"):
         raise_mistakes([reward])
 
 

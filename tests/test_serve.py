@@ -105,26 +105,26 @@ def test_a_key_that_others_may_know_is_not_used(cache, monkeypatch):
     file = cache / "vllm_key"
     own_key()
     file.chmod(0o640)
-    with pytest.raises(ValueError, match=rf"{file} holds no key, or others .*mode 640, .*Delete it.* VLLM_API_KEY"):
+    with pytest.raises(ValueError, match=rf"{file} is empty, .*by other users .*mode 640, .*Delete it.* VLLM_API_KEY"):
         own_key()
     file.chmod(0o600)
-    with monkeypatch.context() as another, pytest.raises(ValueError, match="others can read it or own it"):
+    with monkeypatch.context() as another, pytest.raises(ValueError, match="belongs to another user, or can be read"):
         another.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
         own_key()
     file.write_text("")
-    with pytest.raises(ValueError, match="holds no key"):
+    with pytest.raises(ValueError, match="is empty"):
         own_key()
     file.unlink()
     cache.rmdir()
     cache.touch()
-    with pytest.raises(ValueError, match=r"cannot be kept in .*vllm_key .* VLLM_API_KEY"):
+    with pytest.raises(ValueError, match=r"cannot be stored in .*vllm_key .* VLLM_API_KEY"):
         own_key()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"host": "0.0.0.0"}, "--host 0.0.0.0 opens the servers to others.* VLLM_API_KEY"),
+        ({"host": "0.0.0.0"}, "--host 0.0.0.0 opens the servers to other machines.* VLLM_API_KEY"),
         ({"host": "example.com"}, "--host example.com opens"),
         ({"options": ["--api-key", "secret"]}, "--api-key shows the key .* VLLM_API_KEY"),
         ({"options": ["--api_key=secret"]}, "--api-key shows"),

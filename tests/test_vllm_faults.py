@@ -33,7 +33,7 @@ from tests.vllm_run import wait_until
 
 SAMPLING = {"max_tokens": 8}
 NO_NUMBER = "a log-prob that is not a finite number"
-UNREADABLE = "answered what cannot be read"
+UNREADABLE = "gave an answer that cannot be read"
 # fault → what is said of a server that has it
 FAULTS = {
     "500": "answered 500",
@@ -53,7 +53,7 @@ FAULTS = {
 FAULTS_OF_SAMPLES = {
     "too many choices": "answered 5 choices instead of 4",
     "null index": UNREADABLE,
-    "too many tokens": "answered 10 tokens where max_tokens=8",
+    "too many tokens": "answered 10 tokens, more than max_tokens=8",
     "aborted": "ended a completion with finish_reason='abort'",
 }
 
@@ -137,7 +137,7 @@ def test_a_bad_server_alone_is_an_error_that_names_it(fault, fakes):
 def test_a_prompt_that_no_server_can_answer_ends_the_run(fakes):
     """Each of them is well after it failed, and would be given that prompt for ever."""
     pool = ServerPool([fakes("500", poison=3).url, fakes("500", poison=3).url], server_timeout=60.0)
-    with pytest.raises(PoolError, match="A request failed 6 times, at last with http.*answered 500"):
+    with pytest.raises(PoolError, match="A request failed 6 times, most recently on http.*answered 500"):
         pool.complete(prompts(6, 2), SAMPLING)
 
 
@@ -280,7 +280,7 @@ def test_servers_that_cannot_be_this_trainer_s(fault, error, message, fakes):
     [
         (None, None),
         ("quantised", "a lost update would go unnoticed"),
-        ("logprobs_mode", "every ratio to the sampler (the correction, loss_type='aipo') is biased"),
+        ("logprobs_mode", "every ratio that uses them (importance sampling correction, loss_type='aipo') is biased"),
     ],
 )
 def test_servers_that_can_but_with_less(fault, message, fakes, caplog):
@@ -333,7 +333,7 @@ def test_a_failed_proof_is_made_again(fakes, monkeypatch):
     monkeypatch.setattr(sync, "check", check)
     sync._proven = False
     errors[fake.url] = "no room"
-    with pytest.raises(PoolError, match="At the start 1 servers did not take the weights(.|\n)*no room"):
+    with pytest.raises(PoolError, match="In the first weight sync 1 servers failed(.|\n)*no room"):
         sync.send()
     errors.clear()
     with pytest.raises(WeightMismatch):
@@ -363,7 +363,7 @@ class Dying(Fake):
 def test_what_kills_servers_ends_the_run():
     """They are restarted, time and again, and it is not known which of the prompts that they had is the cause."""
     dying = Dying()
-    with pytest.raises(PoolError, match="A request failed 6 times, at last with http.*ClientPayloadError"):
+    with pytest.raises(PoolError, match="A request failed 6 times, most recently on http.*ClientPayloadError"):
         ServerPool([dying.url], server_timeout=60.0).complete([([i, 1, 2], 1) for i in range(1, 9)], SAMPLING)
     assert dying.life <= 6
     dying.stop()
@@ -495,7 +495,7 @@ def test_the_key_that_the_user_s_servers_made_is_found(fakes, monkeypatch, tmp_p
     assert pool.complete(prompts(6, 2), SAMPLING) == expected(6, 2)
     assert fake.key not in caplog.text
     monkeypatch.setattr("dash_trl.sampling.key.is_here", lambda url: False)
-    with pytest.raises(ValueError, match=r"answered 401 .*variable VLLM_API_KEY\. The key .* is in .*vllm_key of the"):
+    with pytest.raises(ValueError, match=r"answered 401 .*variable VLLM_API_KEY to the key .* is in .*vllm_key of the"):
         ServerPool([fake.url], server_timeout=1.0).complete(prompts(1, 1), SAMPLING)
 
 
@@ -536,7 +536,7 @@ def test_addresses(urls, message, caplog, monkeypatch):
     check_urls(["https://10.0.0.3:8000"])
     assert not said(caplog)
     check_urls(["http://10.0.0.3:8000"])
-    assert "goes to http://10.0.0.3:8000 without encryption" in caplog.text and "secret" not in caplog.text
+    assert "are sent to http://10.0.0.3:8000 without encryption" in caplog.text and "secret" not in caplog.text
 
 
 @pytest.mark.parametrize(

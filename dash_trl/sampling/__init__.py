@@ -1,4 +1,4 @@
-"""vLLM servers: the pool of them with TRL's face, their health, the command that starts them."""
+"""Sampling from vLLM servers: a pool with the interface of TRL's sampler, server health, API keys and weight syncs."""
 
 from typing import TYPE_CHECKING
 

@@ -1,11 +1,13 @@
-"""Whose job goes next, and to which server, of all batches in work: a pure state machine, without a clock or I/O.
+"""Decides which job runs next and on which server. It is a pure state machine, without a clock or I/O.
+
+Lifecycle of a job::
 
     add ──► waiting ── assign ──► running on a server ── served ──► done
                ▲                      │
                └── failed, or its server is dead
 
-The batch of the lowest order goes first: what the trainer waits for, before what it will need later. Within a batch a
-job that has failed goes first.
+Several batches of jobs may be in progress. The batch with the lowest `order` goes first, so that jobs that the trainer
+waits for run before jobs that it needs later. Within a batch, jobs that have failed before go first.
 """
 
 from bisect import insort
@@ -18,14 +20,16 @@ from dash_trl.sampling.health import Fleet, State
 
 @dataclass(eq=False)
 class Job:
-    """Something any server can do; equal to no other.
+    """One piece of work that any server can do. Jobs compare by identity.
 
     Attributes:
-        tokens, sequences: the load that it is.
-        ask: what to await of a server.
-        order: of its batch, the lowest first. number: in its batch.
-        failed_on: the servers that failed it, or died of it.
-        versions: of the weights when it was given to the server that did it, and when it was done.
+        tokens: number of tokens that the job adds to a server's load.
+        sequences: number of sequences that the job adds to a server's load.
+        ask: coroutine function that gets a server and returns the job's result.
+        order: priority of the job's batch; the lowest goes first.
+        number: position of the job in its batch.
+        failed_on: URLs of the servers on which the job failed, one entry for each failure.
+        versions: weight versions when the job was given to the server that completed it, and when it was completed.
     """
 
     tokens: int
@@ -38,29 +42,40 @@ class Job:
 
     @property
     def place(self) -> tuple[int, bool, int]:
+        """Sort key of the job among the waiting jobs."""
         return self.order, not self.failed_on, self.number
 
 
 class Backlog:
-    """The jobs of all batches in work.
+    """Unfinished jobs of all batches: those that wait and those that run.
 
     Args:
-        fleet: the servers; it is told what they are given.
+        fleet: the state of the servers. The backlog reports to it which jobs start, finish and fail.
     """
 
     def __init__(self, fleet: Fleet):
         self.fleet = fleet
-        self.waiting: list[Job] = []  # in the order of their places
-        self.running: dict[Job, str] = {}  # → the server's URL
+        self.waiting: list[Job] = []  # sorted by `Job.place`
+        self.running: dict[Job, str] = {}  # job → URL of its server
 
     def add(self, jobs: Iterable[Job]) -> None:
+        """Add jobs to those that wait.
+
+        Args:
+            jobs: new jobs.
+        """
         for job in jobs:
             insort(self.waiting, job, key=lambda job: job.place)
 
     def assign(self) -> list[tuple[Job, str]]:
-        """Gives jobs to servers, in the order of their places, until nobody has room; returns those given."""
+        """Assign waiting jobs to servers, sorted by `Job.place`, until no server has room.
+
+        Returns:
+            (job, URL of its server) for each assigned job.
+        """
         given = []
-        kept: set[str] = set()  # for a job that waits for room there, lest smaller ones fill it for ever
+        # Servers reserved for a failed job that waits for room there: smaller jobs must not keep them full forever.
+        kept: set[str] = set()
         for job in tuple(self.waiting):
             url = self.fleet.choose(job.sequences, avoid=job.failed_on, kept=kept)
             if url is not None:
@@ -76,18 +91,33 @@ class Backlog:
         return given
 
     def served(self, job: Job) -> None:
-        """It is done."""
+        """Record that a job is done.
+
+        Args:
+            job: a running job.
+        """
         self.fleet.served(self.running.pop(job), job)
         job.versions = job.versions[0], self.fleet.version
 
     def failed(self, job: Job, error: str, now: float, *, gone: bool = False) -> None:
-        """Its server failed it, see `Fleet.failed`: it waits again."""
+        """Record that a server failed a job, which then waits for another server.
+
+        Args:
+            job: a running job.
+            error: the server's error, for messages.
+            now: current time in seconds.
+            gone: whether the connection was refused or dropped; see `Fleet.failed`.
+        """
         url = self.running.pop(job)
         self.fleet.failed(url, job, error, now, gone=gone)
         self._return(job, url)
 
     def lost(self) -> list[Job]:
-        """Takes back what dead servers have, and returns it."""
+        """Take back the jobs of dead servers, which then wait again.
+
+        Returns:
+            These jobs.
+        """
         dead = [job for job, url in self.running.items() if self.fleet.servers[url].state == State.DEAD]
         for job in dead:
             url = self.running.pop(job)
@@ -100,7 +130,11 @@ class Backlog:
         self.add([job])
 
     def drop(self, jobs: Iterable[Job]) -> None:
-        """Nobody needs them any more."""
+        """Remove jobs whose results are no longer needed.
+
+        Args:
+            jobs: jobs in any state.
+        """
         jobs = set(jobs)
         self.waiting = [job for job in self.waiting if job not in jobs]
         for job in jobs & self.running.keys():

@@ -1,10 +1,12 @@
-"""What changed between two versions of a tensor: gaps between changed elements, and their new values.
+"""Encodes what changed between two versions of a tensor: gaps between changed elements, and their new values.
+
+Example::
 
     old  a b c d e f g        positions  1 4 5    gaps  1 2 0    values  B E F
     new  a B c d E F g
 
-Elements are compared and sent as the integers of their bits: a NaN and −0.0 arrive as they are. The values are the new
-ones, so that it does no harm to set them twice. Shapes: C elements of a tensor changed.
+Elements are compared and sent as the integers of their bits, so NaN and −0.0 arrive unchanged. A change holds new
+values, not differences, so applying it twice does no harm. In shapes, C is the number of changed elements of a tensor.
 """
 
 import base64
@@ -18,19 +20,21 @@ from torch import Tensor
 
 from dash_trl.sampling.checksum import bits_of
 
-PART_BYTES = 64 << 20  # of gaps and values in one message; what is larger is sent in several
-MORE = 255  # the byte that adds so much to a gap and does not end it; smaller ones do
+PART_BYTES = 64 << 20  # bytes of gaps and values in one message; larger changes are split over several messages
+MORE = 255  # this byte adds 255 to a gap and continues it; any smaller byte ends the gap
 
 
 @dataclass(frozen=True)
 class Change:
-    """Elements of one tensor with new values.
+    """New values for some elements of one tensor.
 
     Attributes:
-        name, shape: of the tensor.
-        start: position of the first of them in the flattened tensor.
-        gaps: uint8, see `encode_gaps`; empty: the elements from `start` on, without a gap.
-        values: [C], the new bits.
+        name: name of the tensor.
+        shape: shape of the tensor.
+        start: position of the first changed element in the flattened tensor.
+        gaps: [≥ C] uint8, the gaps between changed elements, see `encode_gaps`. If empty, the changed elements are the
+            C consecutive ones from `start` on.
+        values: [C] integers, the bits of the new values.
     """
 
     name: str
@@ -41,22 +45,27 @@ class Change:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of gaps and values."""
         return self.gaps.nbytes + self.values.nbytes
 
     @property
     def positions(self) -> Tensor:
-        """[C] int64, ascending, in the flattened tensor."""
+        """[C] int64, ascending positions of the changed elements in the flattened tensor."""
         steps = decode_gaps(self.gaps) if len(self.gaps) else torch.arange(len(self.values))
         return self.start + steps
 
 
 def encode_gaps(steps: Tensor) -> Tensor:
-    """uint8, [≥ C]: the gap before each position as bytes, 255 + 255 + … + what is left (< 255).
+    """Encode positions as the gaps between them, in bytes.
 
-    It takes a byte for each position, and one more for every 255 elements that are passed over.
+    A gap is the number of elements between a position and the one before it. It is written as 255 + 255 + … + a
+    remainder below 255. Each position takes one byte, plus one for every 255 elements skipped before it.
 
     Args:
-        steps: [C] int64, ascending and distinct, from 0 on.
+        steps: [C] int64, ascending and distinct positions, at least 0.
+
+    Returns:
+        [≥ C] uint8.
     """
     gaps = steps.diff(prepend=steps.new_tensor([-1])) - 1
     ends = (gaps // MORE + 1).cumsum(0) - 1
@@ -66,17 +75,30 @@ def encode_gaps(steps: Tensor) -> Tensor:
 
 
 def decode_gaps(encoded: Tensor) -> Tensor:
-    """[C] int64: the inverse of `encode_gaps`."""
+    """Decode the positions that `encode_gaps` has encoded.
+
+    Args:
+        encoded: [≥ C] uint8.
+
+    Returns:
+        [C] int64, ascending positions.
+    """
     ends = encoded != MORE
     passed = encoded.cumsum(0, dtype=torch.int64)[ends]
     return passed + torch.arange(len(passed))
 
 
 def changes(name: str, old: Tensor | None, new: Tensor, *, part_bytes: int = PART_BYTES) -> Iterator[Change]:
-    """What turns `old` into `new`, each at most about `part_bytes` large; nothing where they are equal.
+    """Yield the changes that turn `old` into `new`; none if the two are equal.
 
     Args:
-        old, new: of one shape and dtype, on the CPU. `old` `None`: every element counts as changed.
+        name: name of the tensor.
+        old: old values on the CPU, with the shape and dtype of `new`. If None, every element counts as changed.
+        new: new values on the CPU.
+        part_bytes: approximate upper limit for the bytes of one change; larger changes are split.
+
+    Yields:
+        Changes with ascending positions.
     """
     bits, shape = bits_of(new), tuple(new.shape)
     most = max(1, part_bytes // (bits.element_size() + 1))
@@ -91,7 +113,15 @@ def changes(name: str, old: Tensor | None, new: Tensor, *, part_bytes: int = PAR
 
 
 def pack(some: Iterable[Change], *, part_bytes: int = PART_BYTES) -> Iterator[dict[str, str]]:
-    """Messages of strings, as many changes in each as make `part_bytes`."""
+    """Pack changes into messages for `unpack`.
+
+    Args:
+        some: the changes.
+        part_bytes: upper limit for the bytes of the changes in one message, unless a single change is larger.
+
+    Yields:
+        Messages with the strings `head` (JSON) and `body` (base64).
+    """
     waiting: list[Change] = []
     for change in some:
         if waiting and sum(one.nbytes for one in waiting) + change.nbytes > part_bytes:
@@ -103,7 +133,15 @@ def pack(some: Iterable[Change], *, part_bytes: int = PART_BYTES) -> Iterator[di
 
 
 def unpack(head: str, body: str) -> Iterator[Change]:
-    """The changes of one message."""
+    """Yield the changes of one message of `pack`.
+
+    Args:
+        head: JSON that describes each change.
+        body: base64 of gaps and values.
+
+    Yields:
+        The changes, in the order in which they were packed.
+    """
     data, place = bytearray(base64.b64decode(body)), 0
 
     def read(count: int, dtype: torch.dtype) -> Tensor:
@@ -118,6 +156,7 @@ def unpack(head: str, body: str) -> Iterator[Change]:
 
 
 def _message(some: list[Change]) -> dict[str, str]:
+    """Pack changes into one message."""
     head: list[Any] = []
     for one in some:
         dtype = str(one.values.dtype).removeprefix("torch.")

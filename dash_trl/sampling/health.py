@@ -1,16 +1,20 @@
-"""Which server may be given a prompt: a pure state machine, without a clock and without I/O.
+"""Decides which servers may be given prompts. It is a pure state machine, without a clock or I/O.
+
+States of a server::
 
     healthy ── a request failed, or it was idle ──► suspect ── 3 failures in a row, or it is gone ──► dead
        ▲                                               │                                               │
        └── holds the current weights ── refitting ◄────┴────────── answers a probe ◄───────────────────┘
 
-Nobody is trusted over a failure or over idle time, such as that between two batches: whoever answers then may be
-another process, with the weights of its start-up, and nothing in its answers says so. Failures of requests are counted
-apart from probes, since a wedged engine still answers probes. Times are arguments, in seconds on any clock.
+After a failure or after idle time, such as the time between two batches, a server is no longer trusted. Another process
+with its start-up weights may have taken its place, and nothing in its answers would show that. Failed requests are
+counted separately from probes, because an engine that hangs still answers probes. Times are arguments: seconds on any
+clock.
 
-Several batches may be in work at once. A server that is at work when another begins stays trusted: its connections
-hold, so it is the process that was seen. The time without any usable server counts for each batch from its own
-beginning: before that nobody may have looked, and what begins later puts nothing off.
+Several batches may be in progress at once. A server that still works on a job when another batch begins stays trusted:
+its connections are open, so it is still the same process. Each batch counts the time without a usable server from its
+own start, for two reasons: servers may not have been checked before that time, and a batch that starts later must not
+extend the timeout of an earlier one.
 """
 
 import math
@@ -19,13 +23,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 FAILURES_UNTIL_DEAD = 3  # in a row: one may be the request's fault, two a coincidence
-FIRST_BACK_OFF, LAST_BACK_OFF = 0.5, 8.0  # seconds that a suspect rests, doubled with each failure
-PROBE_EVERY = 1.0  # seconds between looks at a dead server
-SEQUENCES_PER_SERVER = 1024  # in flight, of all ranks; vLLM's own largest batch: more would only wait in its queue
-JOBS = 512  # in flight over all servers, each a connection: half of the open files that Linux grants a process
+FIRST_BACK_OFF, LAST_BACK_OFF = 0.5, 8.0  # seconds before a suspect is probed; the time doubles with each failure
+PROBE_EVERY = 1.0  # seconds between probes of a dead server
+SEQUENCES_PER_SERVER = 1024  # in flight, of all ranks: vLLM's largest default batch; more would wait in its queue
+JOBS = 512  # in flight over all servers, each with a connection: half of the open files that Linux allows a process
 
 
 class State(StrEnum):
+    """State of a server; only a healthy server may be given a prompt."""
+
     HEALTHY = "healthy"
     SUSPECT = "suspect"
     REFITTING = "refitting"
@@ -34,14 +40,16 @@ class State(StrEnum):
 
 @dataclass
 class Server:
-    """What is known of one server.
+    """What this process knows about one server.
 
     Attributes:
-        version: of the weights that it was seen to hold; None = unknown.
-        failures: requests that failed in a row.
-        outstanding: job → (tokens, sequences) that it is working on.
-        rest_until: it is not probed before this time.
-        last_error: for the message when all is lost.
+        url: address of the server.
+        state: current state.
+        version: weight version that the server held when last checked; None if unknown.
+        failures: number of requests that failed in a row.
+        outstanding: job → (tokens, sequences), for the jobs that the server works on.
+        rest_until: the server is not probed before this time, in seconds.
+        last_error: last error, for the message when no server is left.
     """
 
     url: str
@@ -54,20 +62,30 @@ class Server:
 
     @property
     def tokens(self) -> int:
+        """Tokens of all outstanding jobs."""
         return sum(tokens for tokens, _ in self.outstanding.values())
 
     @property
     def sequences(self) -> int:
+        """Sequences of all outstanding jobs."""
         return sum(sequences for _, sequences in self.outstanding.values())
 
 
 class Fleet:
-    """The servers of one process, and the version of the weights that they have to hold.
+    """Servers as one process sees them, and the weight version that they have to hold.
 
     Args:
-        urls: distinct; all servers are `dead` until they are seen to hold the current weights.
-        ranks: processes that share the servers, each of which may have an equal part of what they hold in flight.
-        sequences: in flight on a server, of all ranks. jobs: in flight on all servers, of this process.
+        urls: distinct URLs. All servers are dead until they are seen to hold the current weights.
+        ranks: number of processes that share the servers. Each may have an equal share of the sequences in flight.
+        sequences: limit of sequences in flight on one server, over all ranks.
+        jobs: limit of jobs in flight on all servers, for this process.
+
+    Attributes:
+        servers: URL → server.
+        most_sequences: limit of this process's sequences in flight on one server.
+        most_jobs: limit of this process's jobs in flight on one server.
+        version: current weight version.
+        down_since: since when no server has held the current weights, in seconds; None if a server holds them.
     """
 
     def __init__(self, urls: Iterable[str], ranks: int = 1, *, sequences: int = SEQUENCES_PER_SERVER, jobs: int = JOBS):
@@ -80,22 +98,28 @@ class Fleet:
     # -------------------------------------------------------------------------------------------------- questions
 
     def able(self, avoid: Iterable[str] = ()) -> list[str]:
-        """The servers that may be given a job as soon as they have room.
+        """Return the URLs of servers that may be given a job as soon as they have room.
 
         Args:
-            avoid: servers on which it failed before; taken if no other has the current weights.
+            avoid: URLs of servers on which the job failed before. They count only if no other server holds the current
+                weights.
         """
-        # They were seen to hold the current weights; whether they still do is seen before they become healthy.
+        # These were seen to hold the current weights. A suspect is checked again before it becomes healthy.
         current = [server for server in self.servers.values() if server.version == self.version]
         avoid = set(avoid)
         current = [server for server in current if server.url not in avoid] or current
         return [server.url for server in current if server.state == State.HEALTHY]
 
     def choose(self, sequences: int, avoid: Iterable[str] = (), kept: Collection[str] = ()) -> str | None:
-        """The server with the fewest outstanding tokens among those that may be given a prompt; None = wait.
+        """Choose a server for a job: the one with the fewest outstanding tokens among those that have room.
 
         Args:
-            sequences: that the job will add. avoid: see `able`. kept: servers on which others wait for room.
+            sequences: number of sequences that the job adds.
+            avoid: URLs of servers on which the job failed before; see `able`.
+            kept: URLs of servers that are reserved for other jobs.
+
+        Returns:
+            URL of the server; None if the job has to wait.
         """
         able = [self.servers[url] for url in self.able(avoid) if url not in kept]
         ready = [
@@ -107,7 +131,11 @@ class Fleet:
         return min(ready, key=lambda server: server.tokens).url if ready else None
 
     def to_probe(self, now: float) -> list[str]:
-        """The servers at which to look now."""
+        """Return the URLs of servers that have to be probed now.
+
+        Args:
+            now: current time in seconds.
+        """
         return [
             server.url
             for server in self.servers.values()
@@ -115,33 +143,67 @@ class Fleet:
         ]
 
     def waiting(self) -> list[str]:
-        """The servers that are to be given the current weights, or are being given them."""
+        """Return the URLs of servers that need the current weights or are loading them."""
         return [server.url for server in self.servers.values() if server.state == State.REFITTING]
 
     def lost(self, since: float, now: float, timeout: float) -> bool:
-        """Whether no server could be given a prompt for `timeout` seconds, counted from `since` at the earliest."""
+        """Return whether no server has held the current weights for `timeout` seconds.
+
+        Args:
+            since: earliest time from which to count, in seconds.
+            now: current time in seconds.
+            timeout: seconds.
+        """
         return self.down_since is not None and now - max(self.down_since, since) >= timeout
 
     def describe(self) -> str:
+        """Describe the state and the last error of each server, one line each."""
         return "\n".join(f"  {s.url} is {s.state}; last error: {s.last_error}" for s in self.servers.values())
 
     # ----------------------------------------------------------------------------------------------------- events
 
     def started(self, url: str, job: Hashable, tokens: int, sequences: int) -> None:
-        """A job, unique among those of all batches in work, was given to the server."""
+        """Record that a server was given a job.
+
+        Args:
+            url: URL of the server.
+            job: key of the job, unique among all batches in progress.
+            tokens: number of tokens that the job adds.
+            sequences: number of sequences that the job adds.
+        """
         self.servers[url].outstanding[job] = (tokens, sequences)
 
     def served(self, url: str, job: Hashable) -> None:
+        """Record that a server completed a job.
+
+        Args:
+            url: URL of the server.
+            job: key of the job.
+        """
         server = self.servers[url]
         server.outstanding.pop(job, None)
         server.failures = 0
 
     def abandoned(self, url: str, job: Hashable) -> None:
-        """The job was taken back; that says nothing about the server."""
+        """Record that a job was taken back from a server, which is no failure of the server.
+
+        Args:
+            url: URL of the server.
+            job: key of the job.
+        """
         self.servers[url].outstanding.pop(job, None)
 
     def failed(self, url: str, job: Hashable, error: str, now: float, *, gone: bool = False) -> None:
-        """A request failed; `gone`: the connection was refused or dropped, so that its process may have ended."""
+        """Record that a server failed a request.
+
+        Args:
+            url: URL of the server.
+            job: key of the job.
+            error: the error, for messages.
+            now: current time in seconds.
+            gone: whether the connection was refused or dropped. The server's process may have ended, so the server
+                counts as dead at once.
+        """
         server = self.servers[url]
         server.outstanding.pop(job, None)
         server.last_error = error
@@ -154,11 +216,23 @@ class Fleet:
         self.look_around(now)
 
     def answered(self, url: str) -> None:
-        """It answers a probe: it is about to be given weights, unless it has them."""
+        """Record that a server answers a probe. Next it gets the current weights, unless it has them.
+
+        Args:
+            url: URL of the server.
+        """
         self.servers[url].state = State.REFITTING
 
     def refitted(self, url: str, version: int, now: float) -> None:
-        """It was seen to hold the weights of `version`; nothing comes of it if that is no longer the current one."""
+        """Record that a refitting server was seen to hold the weights of a version.
+
+        If the version is no longer the current one, the server becomes dead, so that it is probed again.
+
+        Args:
+            url: URL of the server.
+            version: weight version that the server holds.
+            now: current time in seconds.
+        """
         server = self.servers[url]
         if server.state != State.REFITTING:
             return
@@ -171,19 +245,35 @@ class Fleet:
             self.look_around(now)
 
     def waits(self, url: str, now: float) -> None:
-        """It answers a probe, but has other weights, and can be given none before the next ones are sent to all."""
+        """Record that a server answers probes but holds other weights, and has to wait for the next weight sync.
+
+        Args:
+            url: URL of the server.
+            now: current time in seconds.
+        """
         self.servers[url].version = None
         self.look_around(now)
 
     def refit_failed(self, url: str, error: str, now: float) -> None:
-        """It did not answer a probe, or did not take the weights."""
+        """Record that a server did not answer a probe or did not load the weights.
+
+        Args:
+            url: URL of the server.
+            error: the error, for messages.
+            now: current time in seconds.
+        """
         server = self.servers[url]
         server.last_error = error
         self._die(server, now)
         self.look_around(now)
 
     def new_version(self, version: int, now: float) -> None:
-        """There are new weights: no server may be given a prompt until it has them."""
+        """Record that there are new weights. No server may be given a prompt until it holds them.
+
+        Args:
+            version: the new weight version.
+            now: current time in seconds.
+        """
         self.version = version
         for server in self.servers.values():
             if server.state != State.DEAD:
@@ -191,8 +281,12 @@ class Fleet:
         self.look_around(now)
 
     def look_around(self, now: float) -> None:
-        """Work arrives, of a batch or of those that lost it: who had none, nobody saw whether they are still what they
-        were. Is anybody left?
+        """Suspect idle servers because new jobs are waiting, and update `down_since`.
+
+        While a server is idle, nobody sees whether another process takes its place.
+
+        Args:
+            now: current time in seconds.
         """
         for server in self.servers.values():
             if server.state == State.HEALTHY and not server.outstanding:

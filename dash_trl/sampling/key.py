@@ -1,6 +1,7 @@
-"""The API key of vLLM servers. It guards all of their paths; vLLM's own check leaves those for weights out.
+"""API key of vLLM servers. It protects all paths of a server; vLLM's own key check leaves out the paths for weights.
 
-VLLM_API_KEY of the environment; without it, for servers of this machine, a file of the user, made by `dash_trl.serve`
+The key is the environment variable VLLM_API_KEY. If that is not set, the key for servers on this machine is read from
+a file in the user's cache folder, which `dash_trl.serve` creates.
 """
 
 import os
@@ -17,23 +18,31 @@ MIDDLEWARE = f"{__name__}.RequireKey"
 
 
 def key_file() -> Path:
+    """Return the path of the file with this user's key."""
     return cache_folder() / "vllm_key"
 
 
 def key_header(url: str) -> dict[str, str]:
-    """For a request to this server; empty without a key. The file's key is for servers of this machine only."""
+    """Build the header that authenticates requests to a server.
+
+    Args:
+        url: address of the server. The key from the file is sent to servers on this machine only.
+
+    Returns:
+        The header; empty if there is no key.
+    """
     key = os.environ.get(API_KEY)
     if not key and is_here(url):
-        with suppress(OSError):  # no server has made one
+        with suppress(OSError):  # no server has created the file
             key = key_file().read_text().strip()
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def own_key() -> str:
-    """For servers that this process starts; the file is made if it is missing.
+    """Return the key for servers that this process starts; create the key file if it is missing.
 
     Raises:
-        ValueError: the file cannot be made, or others may know its key.
+        ValueError: if the file cannot be created or read, is empty, or other users may know its key.
     """
     key = os.environ.get(API_KEY)
     if key:
@@ -46,29 +55,36 @@ def own_key() -> str:
             status, key = os.fstat(file.fileno()), file.read().strip()
     except OSError as error:
         raise ValueError(
-            f"The servers' key cannot be kept in {path} ({error}). Set the environment variable {API_KEY} for the "
+            f"The servers' key cannot be stored in {path} ({error}). Set the environment variable {API_KEY} for the "
             "servers and the trainer."
         ) from error
     if not key or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ValueError(
-            f"{path} holds no key, or others can read it or own it (mode {status.st_mode & 0o777:o}, user "
-            f"{status.st_uid}). Delete it, and a new key is made; or set the environment variable {API_KEY} for the "
-            "servers and the trainer."
+            f"{path} is empty, belongs to another user, or can be read by other users (mode "
+            f"{status.st_mode & 0o777:o}, user {status.st_uid}). Delete it to get a new key, or set the environment "
+            f"variable {API_KEY} for the servers and the trainer."
         )
     return key
 
 
 def _make(path: Path) -> None:
-    """A new key, of mode 0600; another process may do the same meanwhile, and the first one's key counts."""
+    """Create the key file with mode 0600. If another process creates it at the same time, the first key is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent) as file, suppress(FileExistsError):
         file.write(secrets.token_urlsafe(32))
         file.flush()
-        os.link(file.name, path)  # complete when it appears
+        os.link(file.name, path)  # the file appears with its content complete
 
 
 class RequireKey:
-    """ASGI middleware of a server (`vllm serve --middleware`): it answers to nobody without the environment's key."""
+    """ASGI middleware (`vllm serve --middleware`) that rejects every request without the key in VLLM_API_KEY.
+
+    Args:
+        app: the ASGI application.
+
+    Raises:
+        ValueError: if VLLM_API_KEY is not set.
+    """
 
     def __init__(self, app: Any):
         key = os.environ.get(API_KEY)
@@ -78,7 +94,7 @@ class RequireKey:
         self.expected = f"Bearer {key}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":  # the server's own start and end
+        if scope["type"] == "lifespan":  # start and end of the server itself
             await self.app(scope, receive, send)
         elif secrets.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self.expected):
             await self.app(scope, receive, send)

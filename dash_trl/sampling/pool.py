@@ -1,12 +1,15 @@
-"""Work for several vLLM servers: every job is done exactly once, whatever fails.
+"""Distributes jobs over several vLLM servers. Every job is completed exactly once, even if servers fail.
+
+The path of a job::
 
     submit: jobs ──► backlog ──► the server with the fewest outstanding tokens ──► collect: results, in their order
                         ▲                        │ failed, hung, died
                         └────────────────────────┘
-    submit_chains: coroutines that ask for one job after the other
+    submit_chains: coroutines that request one job after the other
 
-Several batches may be in work at once, by the rules of `backlog.Backlog` and `health.Fleet`; both, and everything else
-that is written here while servers work, belong to the event loop's thread. What has finished belongs to who takes it.
+Several batches may be in progress at once; `backlog.Backlog` and `health.Fleet` decide which job goes where. While
+servers work, only the event loop's thread changes these two and the pool's other state. The results of a batch are
+handed over in a queue to the thread that collects them.
 """
 
 import asyncio
@@ -30,33 +33,41 @@ from dash_trl.workers import EventLoop
 
 logger = logging.getLogger(__name__)
 
-URGENT = -1  # the order of what the trainer waits for
-ATTEMPTS = 6  # of one job, before it is given up with the run
-TICK = 0.25  # seconds between looks at who may be tried again, and at who is silent
-LOOK_AGAIN = 1.0  # seconds between looks at servers that are missing at the start
-START_TOGETHER = 1.0  # seconds at most that a batch waits for all servers to be recognised
-KEEP_ALIVE = 4.0  # seconds; uvicorn closes an idle connection after 5, and a request sent into that would be lost
+URGENT = -1  # `Job.order` of jobs that the trainer waits for
+ATTEMPTS = 6  # failures of one job before the run ends with an error
+TICK = 0.25  # seconds between checks for servers that may be probed again or have stopped answering
+LOOK_AGAIN = 1.0  # seconds between probes of servers that are missing at the start
+START_TOGETHER = 1.0  # longest time in seconds that a batch waits for suspects to be checked
+KEEP_ALIVE = 4.0  # seconds; uvicorn closes idle connections after 5 s, and a request sent at that moment is lost
 
 
 class PoolError(RuntimeError):
-    """The servers could not do the work; the message names each of them and its last error."""
+    """The servers could not complete the work. The message names each server and its last error."""
 
 
 Seen = Callable[[int, Any], None]  # called with (number of a job, its result)
 
 
 class Ask(Protocol):
+    """Function with which a `Chain` requests completions."""
+
     async def __call__(self, ids: list[int], max_tokens: int) -> Completion:
-        """One continuation of a prompt."""
+        """Sample one continuation of a prompt.
+
+        Args:
+            ids: token ids of the prompt.
+            max_tokens: limit of sampled tokens.
+        """
 
 
 @dataclass(eq=False)
 class Chain:
-    """Requests of which each depends on what came of the one before, as in a conversation.
+    """Sequence of requests, each of which depends on the result of the one before, as in a conversation.
 
     Attributes:
-        run: a coroutine function on the pool's event loop, which asks for one completion after the other.
-        versions: of the weights when the first request was given to its server, and when the last one was done.
+        run: coroutine function that requests one completion after the other; runs on the pool's event loop.
+        versions: weight versions when the first request was given to its server, and when the last one was completed.
+        sequences: number of rows that the chain stands for.
     """
 
     run: Callable[[Ask], Awaitable[None]]
@@ -65,14 +76,19 @@ class Chain:
 
 
 class Batch:
-    """Jobs that were submitted together; the loop's thread finishes them, the one that submitted them takes them.
+    """Jobs or chains that were submitted together.
+
+    The event loop's thread puts their results into `finished`; the thread that submitted the batch takes them.
 
     Args:
-        jobs: or chains, numbered from 0. began: seconds, on the loop's clock.
-        seen: called with each result once, where it is taken.
+        jobs: jobs or chains, numbered from 0.
+        began: start time in seconds, on the event loop's clock.
+        seen: called once with each result, on the thread that takes it.
+
     Attributes:
-        finished: (number of a job, its result), as they come; an exception in place of the rest.
-        results: that were taken, in the order of the jobs.
+        finished: queue of (number of a job, its result) in order of completion. An exception ends the queue if the
+            batch fails.
+        results: results taken so far, in the order of the jobs; None for the others.
     """
 
     def __init__(self, jobs: Sequence[Job | Chain], began: float, seen: Seen | None = None):
@@ -82,15 +98,16 @@ class Batch:
         self.results: list[Any] = [None] * len(jobs)
         self._seen = seen
         self._left = len(jobs)
-        self._error: BaseException | None = None  # that was met by one who does not wait
+        self._error: BaseException | None = None  # error met by a call that did not wait
 
     def take(self, *, wait: bool = False) -> None:
-        """What has finished since.
+        """Take the results that have come since the last call.
 
         Args:
-            wait: for all.
+            wait: whether to wait for all results.
+
         Raises:
-            Exception: where it waits, what went wrong, in the work or in `seen`, now or before.
+            Exception: only with `wait`: the first error of a job or of `seen`, in this call or an earlier one.
         """
         while self._left and self._error is None and (wait or not self.finished.empty()):
             finished = self.finished.get()
@@ -109,13 +126,13 @@ class Batch:
 
 
 class _Reply:
-    """Where a request of a chain ends, in place of a batch's queue."""
+    """Receives the result of a chain's request, in place of a batch's queue."""
 
     def __init__(self, future: asyncio.Future[Any]):
         self._future = future
 
     def put(self, finished: tuple[int, Any] | BaseException) -> None:
-        if self._future.done():  # its chain was cancelled
+        if self._future.done():  # the chain was cancelled
             return
         if isinstance(finished, BaseException):
             self._future.set_exception(finished)
@@ -124,14 +141,23 @@ class _Reply:
 
 
 class ServerPool:
-    """Work for several servers, balanced by outstanding tokens; what a failed server had is done by the others.
+    """Pool of vLLM servers that balances jobs by outstanding tokens. Jobs of a failed server go to the others.
 
     Args:
-        urls: e.g. ["http://127.0.0.1:8000", "http://127.0.0.1:8001"].
-        server_timeout: seconds without any usable server until a `PoolError`.
-        request_timeout: seconds in which a server that works on jobs has to answer one; else it is suspected, and they
-            go elsewhere. Those of a weight sync do not count, nor those for which a job waits here.
-        ranks: processes that share the servers.
+        urls: addresses of the servers, such as ["http://127.0.0.1:8000", "http://127.0.0.1:8001"].
+        server_timeout: seconds without any usable server after which a `PoolError` is raised.
+        request_timeout: seconds in which a server with jobs has to answer one of them. Otherwise the server becomes a
+            suspect, and its jobs go to other servers. Neither the time of a weight sync counts, nor the time that a
+            job waits in the backlog.
+        ranks: number of processes that share the servers.
+
+    Attributes:
+        fleet: state of the servers.
+        backlog: unfinished jobs.
+        retried: number of failed requests so far that were given to another server.
+        refit: coroutine function that gives a server the current weights and returns their version, or None if the
+            server has to wait for the next weight sync. If `refit` is None, servers are used as they are.
+
     Raises:
         ValueError: see `check_urls`.
     """
@@ -144,18 +170,18 @@ class ServerPool:
         self.request_timeout = request_timeout
         self.fleet = Fleet(self.urls, ranks)
         self.backlog = Backlog(self.fleet)
-        self.retried = 0  # requests that went to another server
-        self._batches: dict[Job, Batch] = {}  # of the jobs that are not done
+        self.retried = 0
+        self._batches: dict[Job, Batch] = {}  # unfinished job → its batch
         self._requests: dict[Job, asyncio.Task[Any]] = {}
         self._chains: dict[Batch, list[asyncio.Task[None]]] = {}
-        self._heard = dict.fromkeys(self.urls, 0.0)  # server → when it last answered, or had nothing to answer
+        self._heard = dict.fromkeys(self.urls, 0.0)  # URL → when the server last answered or had no job
         self._worker: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._refitting: set[str] = set()  # those that are being given the weights that others have
-        self._sending = False  # weights, to all servers
-        self._sent = -math.inf
-        self.refit: Callable[[VLLMServer], Awaitable[int | None]] | None = None  # None: servers are taken as they are
-        self._recognising: dict[str, asyncio.Task[None]] = {}  # they outlive a batch: a large model is long in loading
+        self._refitting: set[str] = set()  # URLs of single servers that are being given the current weights
+        self._sending = False  # whether a weight sync to all servers is in progress
+        self._sent = -math.inf  # when the last weight sync ended
+        self.refit: Callable[[VLLMServer], Awaitable[int | None]] | None = None
+        self._recognising: dict[str, asyncio.Task[None]] = {}  # may outlive a batch: loading a large model takes long
         self._loop = EventLoop()
         session = self._loop.run(self._connect())
         self._servers = {url: VLLMServer(url, session, request_timeout) for url in self.urls}
@@ -165,10 +191,10 @@ class ServerPool:
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE))
 
     def wait_until_ready(self) -> None:
-        """Every server answers: at the start of a run a missing one is a mistake.
+        """Wait until every server answers. A server that is missing at the start of a run is the user's mistake.
 
         Raises:
-            PoolError: after `server_timeout`.
+            PoolError: if a server does not answer within `server_timeout`.
         """
 
         async def look(urls: list[str]) -> list[str]:
@@ -192,11 +218,18 @@ class ServerPool:
     def complete(
         self, prompts: Sequence[tuple[Sequence[int], int]], sampling: dict[str, Any]
     ) -> list[list[Completion]]:
-        """Per prompt, in order, its continuations; arguments as in `completions`.
+        """Sample continuations of prompts; wait for all of them.
+
+        Args:
+            prompts: (token ids, number of continuations) for each prompt.
+            sampling: vLLM's sampling parameters, as in `completions`.
+
+        Returns:
+            For each prompt, in order, its continuations.
 
         Raises:
-            PoolError: no server could be used for `server_timeout`, or a prompt failed `ATTEMPTS` times.
-            ValueError: a server refused a request as invalid.
+            PoolError: if no server could be used for `server_timeout`, or a prompt failed `ATTEMPTS` times.
+            ValueError: if a server refused a request as invalid.
         """
         return self.run(self.completions(prompts, sampling))
 
@@ -205,11 +238,15 @@ class ServerPool:
         prompts: Sequence[tuple[Sequence[int], int] | tuple[Sequence[int], int, int | None]],
         sampling: dict[str, Any],
     ) -> list[Job]:
-        """A job per prompt, whose result is its continuations, a `Completion` each.
+        """Make one job for each prompt; its result is the list of the prompt's continuations (`Completion`).
 
         Args:
-            prompts: (token ids, how many continuations) each, and, if it differs from that of `sampling`, `max_tokens`.
+            prompts: (token ids, number of continuations) for each prompt. A third element replaces `max_tokens` of
+                `sampling`, unless it is None.
             sampling: vLLM's sampling parameters, as in the body of `/v1/completions`.
+
+        Returns:
+            The jobs, in the order of the prompts.
         """
 
         def job(number: int, ids: Sequence[int], n: int, max_tokens: int | None = None) -> Job:
@@ -220,7 +257,14 @@ class ServerPool:
         return [job(number, *prompt) for number, prompt in enumerate(prompts)]
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[Job]:
-        """A job for each sequence, whose result is the log-prob of every token but the first, at temperature 1."""
+        """Make one job for each sequence; its result is the log-prob of every token but the first, at temperature 1.
+
+        Args:
+            sequences: token ids of each sequence.
+
+        Returns:
+            The jobs, in the order of the sequences.
+        """
 
         def job(number: int, ids: Sequence[int]) -> Job:
             return Job(len(ids), ask=lambda server: server.log_probs(ids, timeout=math.inf), number=number)
@@ -230,30 +274,45 @@ class ServerPool:
     # ------------------------------------------------------------------------------------------- batches in work
 
     def submit(self, jobs: list[Job], *, order: int, seen: Seen | None = None) -> Batch:
-        """Work on these jobs from now on; `collect` waits for it.
+        """Start a batch of jobs without waiting for it; `collect` waits.
 
         Args:
-            jobs: numbered from 0. order: batches of a lower one go first. seen: see `Batch`.
+            jobs: jobs that are numbered from 0.
+            order: priority of the batch; batches with a lower order go first.
+            seen: see `Batch`.
         """
         for job in jobs:
             job.order = order
         return self._loop.run(self._submit(jobs, seen))
 
     def collect(self, batch: Batch) -> list[Any]:
-        """The results of a batch, in the order of its jobs; raises what went wrong, as `run`."""
+        """Wait for a batch.
+
+        Args:
+            batch: see `submit` and `submit_chains`.
+
+        Returns:
+            The results, in the order of the batch's jobs.
+
+        Raises:
+            Exception: as `run`; also an error of the batch's `seen`.
+        """
         try:
             batch.take(wait=True)
-        finally:  # what is left of it after an error, or an interrupt
+        finally:  # drop the unfinished jobs after an error or an interrupt
             self._loop.run(self._forget(batch))
         return batch.results
 
     def submit_chains(
         self, chains: Sequence[Chain], sampling: dict[str, Any], *, order: int, seen: Seen | None = None
     ) -> Batch:
-        """Run these chains from now on; `collect` waits for all of them.
+        """Start a batch of chains without waiting for it; `collect` waits. The result of each chain is an empty list.
 
         Args:
-            sampling: as in `completions`. order, seen: as in `submit`; the result of each chain is an empty list.
+            chains: the chains.
+            sampling: vLLM's sampling parameters, as in `completions`.
+            order: priority of the batch, as in `submit`.
+            seen: see `Batch`.
         """
 
         async def start() -> Batch:
@@ -265,7 +324,8 @@ class ServerPool:
         return self._loop.run(start())
 
     async def _follow(self, batch: Batch, number: int, chain: Chain, sampling: dict[str, Any], order: int) -> None:
-        if sampling.get("seed") is not None:  # as vLLM does for the continuations of one request
+        """Run one chain, whose requests are jobs of their own, and report its end to the batch."""
+        if sampling.get("seed") is not None:  # vLLM varies the seed for the continuations of one request in this way
             sampling = {**sampling, "seed": sampling["seed"] + number}
 
         async def ask(ids: list[int], max_tokens: int) -> Completion:
@@ -286,12 +346,24 @@ class ServerPool:
         except Exception as error:
             self._fail({batch}, error)
         else:
-            if chain.versions[0] < 0:  # it asked for nothing
+            if chain.versions[0] < 0:  # the chain made no request
                 chain.versions = self.fleet.version, self.fleet.version
             batch.finished.put((number, []))
 
     def as_completed(self, jobs: list[Job]) -> Iterator[tuple[int, Any]]:
-        """(number of a job, its result), as they come; raises as `run`. Where it is left early, so is the work."""
+        """Run jobs and yield their results in order of completion.
+
+        If the caller stops iterating early, the unfinished jobs are dropped.
+
+        Args:
+            jobs: jobs that are numbered from 0.
+
+        Yields:
+            (number of a job, its result).
+
+        Raises:
+            Exception: as `run`.
+        """
         batch = self.submit(jobs, order=URGENT)
         try:
             for _ in jobs:
@@ -303,7 +375,7 @@ class ServerPool:
             self._loop.run(self._forget(batch))
 
     def cancel(self) -> None:
-        """Nobody needs what is in work: it is taken back from the servers, too."""
+        """Cancel all batches, whose results are no longer needed, and their requests on the servers."""
 
         async def cancel() -> None:
             self._fail({*self._chains, *self._batches.values()}, PoolError("The work was cancelled."))
@@ -311,21 +383,28 @@ class ServerPool:
         self._loop.run(cancel())
 
     def run(self, jobs: list[Job]) -> list[Any]:
-        """The results of these jobs, which go before all that was submitted: the trainer waits for them.
+        """Run jobs and wait for them. They go before all submitted batches, because the trainer waits for them.
+
+        Args:
+            jobs: jobs that are numbered from 0.
+
+        Returns:
+            The results, in the order of the jobs.
 
         Raises:
-            PoolError: no server could be used for `server_timeout`, or a job failed `ATTEMPTS` times.
-            ValueError: a server refused a request as invalid.
+            PoolError: if no server could be used for `server_timeout`, or a job failed `ATTEMPTS` times.
+            ValueError: if a server refused a request as invalid.
         """
         return self.collect(self.submit(jobs, order=URGENT))
 
     async def _submit(self, jobs: list[Job], seen: Seen | None, reply: _Reply | None = None) -> Batch:
+        """Add jobs to the backlog, on the event loop; check idle servers first."""
         batch = Batch(jobs, time.monotonic(), seen)
         if reply is not None:
             batch.finished = reply
         self.fleet.look_around(batch.began)
         suspects = [url for url in self.fleet.to_probe(batch.began) if self.fleet.servers[url].state == State.SUSPECT]
-        if suspects:  # the first to answer would be given all the work
+        if suspects:  # without waiting, the first server to answer would be given all the work
             await asyncio.wait(self._look_at(suspects), timeout=START_TOGETHER)
         self._batches.update(dict.fromkeys(jobs, batch))
         self.backlog.add(jobs)
@@ -337,7 +416,7 @@ class ServerPool:
     # ------------------------------------------------------------------------------- the work, on the loop's thread
 
     async def _work(self) -> None:
-        """As long as a batch is in work."""
+        """Assign jobs and take in results, as long as there are unfinished jobs."""
         try:
             while self._batches:
                 try:
@@ -346,13 +425,13 @@ class ServerPool:
                         async with asyncio.timeout(TICK):
                             await self._wake.wait()
                     self._take_in()
-                except Exception as error:  # what a server that was looked at raised, for example, concerns all
+                except Exception as error:  # for example from a server check: concerns all batches
                     self._fail(set(self._batches.values()), error)
-        finally:  # nobody shall wait for what nobody works on
+        finally:  # once this task ends, no caller may go on waiting for results
             self._fail(set(self._batches.values()), PoolError("The work was cancelled."))
 
     def _hand_out(self) -> None:
-        """Jobs to servers; and looks at those that are not trusted."""
+        """Assign waiting jobs to servers, and check servers that are not trusted."""
         self._wake.clear()
         now = time.monotonic()
         if not self._sending:
@@ -366,17 +445,18 @@ class ServerPool:
         self._give_up()
 
     def _take_in(self) -> None:
-        """Jobs from servers that died or are silent; and results from the others.
+        """Take back jobs from servers that died or have stopped answering, and take in results from the others.
 
-        Not while weights are sent: where that fails, a server goes on with what it has loaded, and is dead at the end.
+        Does nothing during a weight sync. A server on which the sync fails may sample on with what it has loaded; it is
+        dead when the sync ends, so that its results are not used.
         """
         if self._sending:
             return
         lost = self.backlog.lost()
         if lost:
-            logger.warning(f"{len(lost)} requests of vLLM servers that are taken for dead go to others.")
+            logger.warning(f"{len(lost)} requests of vLLM servers that are considered dead go to other servers.")
         for job in lost:
-            if job in self._requests:  # its batch has not failed meanwhile
+            if job in self._requests:  # otherwise its batch has failed in the meantime
                 self._requests.pop(job).cancel()
                 self._count_failure(job, self.fleet.servers[job.failed_on[-1]].last_error)
         for job, task in [(job, task) for job, task in self._requests.items() if task.done()]:
@@ -390,6 +470,7 @@ class ServerPool:
                 self._failed(job, ServerError(f"answered no request for {self.request_timeout:g} s"))
 
     def _answered(self, job: Job, task: asyncio.Task[Any]) -> None:
+        """Take in the result or the error of a finished request."""
         error = task.exception()
         if error is None:
             self._heard[self.backlog.running[job]] = time.monotonic()
@@ -401,20 +482,21 @@ class ServerPool:
             self._fail({self._batches[job]}, error)
 
     def _failed(self, job: Job, error: ServerError) -> None:
+        """Return a job to the backlog after its server has failed it."""
         url = self.backlog.running[job]
         self.backlog.failed(job, str(error), time.monotonic(), gone=error.gone)
-        logger.warning(f"vLLM server {url} failed a request, which goes to another: {error}")
+        logger.warning(f"vLLM server {url} failed a request, which goes to another server: {error}")
         self._count_failure(job, str(error))
 
     def _count_failure(self, job: Job, error: str) -> None:
-        """Of those that a server had when it died, too: one of them may be what kills servers."""
+        """Count a failure of a job. Jobs of a server that died count, too: one of them may be what kills servers."""
         self.retried += 1
         if len(job.failed_on) >= ATTEMPTS:
-            what = self.message(f"A request failed {ATTEMPTS} times, at last with {job.failed_on[-1]}: {error}")
+            what = self.message(f"A request failed {ATTEMPTS} times, most recently on {job.failed_on[-1]}: {error}")
             self._fail({self._batches[job]}, PoolError(what))
 
     def _give_up(self) -> None:
-        """Batches that no server could be given a job of for too long. While weights are sent nobody can."""
+        """Fail the batches for which no server was usable for `server_timeout`. Weight syncs do not count."""
         if self._sending or self.backlog.running:
             return
         now = time.monotonic()
@@ -425,6 +507,7 @@ class ServerPool:
                 )
 
     def _fail(self, batches: Iterable[Batch], error: BaseException) -> None:
+        """End batches with an error."""
         for batch in batches:
             batch.finished.put(error)
             self._drop_batch(batch)
@@ -433,12 +516,14 @@ class ServerPool:
         self._drop_batch(batch)
 
     def _drop_batch(self, batch: Batch) -> None:
+        """Cancel a batch's chains and drop its jobs."""
         for task in self._chains.pop(batch, ()):
             if task is not asyncio.current_task():
                 task.cancel()
         self._drop([job for job in batch.jobs if isinstance(job, Job)])
 
     def _drop(self, jobs: Sequence[Job]) -> None:
+        """Drop jobs and cancel their requests."""
         self.backlog.drop(jobs)
         for job in jobs:
             self._batches.pop(job, None)
@@ -448,7 +533,15 @@ class ServerPool:
     # ----------------------------------------------------------------------------------------------------- weights
 
     def on_each(self, ask: Callable[[VLLMServer], Awaitable[Any]], urls: Sequence[str] | None = None) -> dict[str, Any]:
-        """`ask` of these servers (`None`: all) at once: url → its answer, or the exception that it raised."""
+        """Call an async function with several servers in parallel.
+
+        Args:
+            ask: coroutine function that gets a server.
+            urls: URLs of the servers; None: all.
+
+        Returns:
+            URL → return value of `ask`, or the exception that it raised.
+        """
         urls = self.urls if urls is None else urls
 
         async def ask_all() -> list[Any]:
@@ -457,10 +550,17 @@ class ServerPool:
         return dict(zip(urls, self._loop.run(ask_all()), strict=True))
 
     def ask_all(self, ask: Callable[[VLLMServer], Awaitable[Any]]) -> dict[str, Any]:
-        """As `on_each` of all servers, which have to answer.
+        """Call an async function with all servers in parallel, and raise if one fails.
+
+        Args:
+            ask: coroutine function that gets a server.
+
+        Returns:
+            URL → return value of `ask`.
 
         Raises:
-            PoolError: one cannot be reached, or failed. What else `ask` raised is raised.
+            PoolError: if a server cannot be reached or failed.
+            Exception: any other exception of `ask`.
         """
         answers = self.on_each(ask)
         for url, answer in answers.items():
@@ -471,23 +571,31 @@ class ServerPool:
         return answers
 
     def use_adapter(self, name: str) -> None:
-        """Requests name this adapter, in place of a server's model."""
+        """Let all requests use a LoRA adapter in place of the server's model.
+
+        Args:
+            name: name of the adapter on the servers.
+        """
         for server in self._servers.values():
             server.adapter = name
 
     def new_version(self, version: int) -> list[str]:
-        """Weights are about to be sent; `weights_sent` ends it. What is in flight goes on with them.
+        """Begin a weight sync, which `weights_sent` ends. Requests in flight continue with the new weights.
 
-        Waits for servers that are being given older ones, lest these come last; no other is looked at until the end.
+        It first waits for servers that are just being given older weights, which must not arrive after the new ones. No
+        other server is probed until the sync ends.
+
+        Args:
+            version: the new weight version.
 
         Returns:
-            The servers that are to be given them; the dead get them when they answer again.
+            URLs of the servers that have to be given the weights. Dead servers get them when they answer again.
         """
 
         async def begin() -> list[str]:
             self._sending = True
             for url, look in list(self._recognising.items()):
-                if url not in self._refitting and not look.done():  # it may take long where nobody answers
+                if url not in self._refitting and not look.done():  # a probe may take long
                     self._recognising.pop(url).cancel()
             if self._recognising:
                 await asyncio.wait(self._recognising.values())
@@ -497,9 +605,11 @@ class ServerPool:
         return self._loop.run(begin())
 
     def weights_sent(self, version: int, errors: Mapping[str, str | None]) -> None:
-        """
+        """End a weight sync and record which servers hold the new weights.
+
         Args:
-            errors: server → why it has not got the weights, None if it has.
+            version: the new weight version.
+            errors: URL → why the server does not have the weights; None if it has them.
         """
 
         async def end() -> None:
@@ -508,16 +618,16 @@ class ServerPool:
                 if error is None:
                     self.fleet.refitted(url, version, self._sent)
                 else:
-                    logger.warning(f"vLLM server {url} did not take the weights of version {version}: {error}")
+                    logger.warning(f"vLLM server {url} did not load the weights of version {version}: {error}")
                     self.fleet.refit_failed(url, error, self._sent)
-            # Jobs may wait here: a server that had none may have become another since it took the weights.
+            # Jobs may be waiting. Another process may have taken an idle server's place since it loaded the weights.
             self.fleet.look_around(self._sent)
             self._wake.set()
 
         self._loop.run(end())
 
     def _look_at(self, urls: Sequence[str]) -> list[asyncio.Task[None]]:
-        """Starts to recognise servers, and raises what earlier looks raised."""
+        """Start to check servers, and raise the errors of earlier checks."""
         for url in [url for url, task in self._recognising.items() if task.done()]:
             self._recognising.pop(url).result()
         for url in urls:
@@ -527,7 +637,7 @@ class ServerPool:
         return [self._recognising[url] for url in urls]
 
     async def _recognise(self, url: str) -> None:
-        """Look at a server that is not trusted; it gets the current weights, if it has others, before any prompt."""
+        """Check a server that is not trusted. If it holds other weights, it gets the current ones before any prompt."""
         server, known = self._servers[url], self.fleet.servers[url]
         try:
             await server.probe()
@@ -541,12 +651,17 @@ class ServerPool:
             if version is None:
                 self.fleet.waits(url, time.monotonic())
                 return
-            if doubtful and not known.outstanding:  # else its next answer will tell, behind which a trial would wait
+            # With outstanding jobs the next answer shows whether the engine works, and a trial would queue behind them.
+            if doubtful and not known.outstanding:
                 await server.try_out()
             self.fleet.refitted(url, version, time.monotonic())
         except ServerError as error:
             self.fleet.refit_failed(url, str(error), time.monotonic())
 
     def message(self, what: str) -> str:
-        """An error's text, with what is known of every server."""
-        return f"{what}. The servers, as this process saw them:\n{self.fleet.describe()}"
+        """Extend an error message by the state and the last error of every server.
+
+        Args:
+            what: the message, without a full stop.
+        """
+        return f"{what}. The servers as this process sees them:\n{self.fleet.describe()}"

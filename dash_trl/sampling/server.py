@@ -1,7 +1,7 @@
-"""One vLLM server as seen over HTTP: sample, score, load weights, report them. Every answer is checked.
+"""HTTP client of one vLLM server: samples, scores, loads weights and reports them. It checks every answer.
 
-What goes wrong becomes one of two errors. `ServerError`: this server failed, another may do better, and asking again is
-safe. `ValueError`: the request itself is refused, and would be by any server.
+A failure becomes one of two errors. `ServerError` means that this server failed; repeating the request is safe, and
+another server may succeed. `ValueError` means that the request itself was refused, and any server would refuse it.
 """
 
 import asyncio
@@ -21,16 +21,21 @@ from dash_trl.sampling.urls import API_KEY
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0
-MOST_BYTES = 1 << 30  # of an answer; a million sampled tokens with their log-probs are about 200 MiB
-CONTROL_SECONDS = 60.0  # for what takes a healthy server no time but waits for the end of an engine step
-BUSY = (408, 425, 429)  # of the 4xx, those that speak of the server and not of the request
+MOST_BYTES = 1 << 30  # limit of one answer; a million sampled tokens with their log-probs take about 200 MiB
+CONTROL_SECONDS = 60.0  # for requests that a healthy server answers as soon as its engine step ends
+BUSY = (408, 425, 429)  # the 4xx codes that are caused by the server's state, not by the request
 UNAUTHORISED = (401, 403)
 CONNECTION_LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
-NOT_FINITE = "not a finite number: do the weights hold NaN?"
+NOT_FINITE = "not a finite number. Do the weights contain NaN?"
 
 
 class ServerError(RuntimeError):
-    """A server failed a request. `gone`: the connection was refused or dropped, so that its process may have ended."""
+    """A server failed a request.
+
+    Args:
+        message: the error, without the server's address.
+        gone: whether the connection was refused or dropped, so that the server's process may have ended.
+    """
 
     def __init__(self, message: str, *, gone: bool = False):
         super().__init__(message)
@@ -39,7 +44,12 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled continuation: token ids, and the log-prob with which each was drawn."""
+    """One sampled continuation of a prompt.
+
+    Attributes:
+        token_ids: ids of the sampled tokens.
+        log_probs: the sampler's log-prob of each token.
+    """
 
     token_ids: list[int]
     log_probs: list[float]
@@ -47,13 +57,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class WeightReport:
-    """What a server's workers say of the weights that they hold.
+    """Report of a server's workers on the weights that they hold.
 
     Attributes:
-        checksum: see `checksum.py`; None if it cannot be compared with a trainer's (quantised weights, KV heads copied
-            to several workers).
-        dtype: e.g. "bfloat16".
-        shape: of the model, see `vllm_plugin.model_shape`.
+        checksum: checksum of all weights, see `checksum.py`; None if it cannot be compared with a trainer's (quantised
+            weights, KV heads copied to several workers).
+        dtype: dtype of the weights, such as "bfloat16".
+        shape: shape of the model, see `vllm_plugin.model_shape`.
     """
 
     checksum: int | None
@@ -62,18 +72,24 @@ class WeightReport:
 
 
 class VLLMServer:
-    """The endpoints of `vllm serve` with `VLLM_SERVER_DEV_MODE=1`.
+    """Client for the endpoints of `vllm serve` with `VLLM_SERVER_DEV_MODE=1`.
+
+    All methods raise `ServerError` or `ValueError`, as the module's docstring describes.
 
     Args:
-        session: of the event loop that awaits these methods.
-        timeout: seconds for one answer.
+        url: address of the server.
+        session: HTTP session of the event loop that awaits these methods.
+        timeout: seconds for one answer, unless a method says otherwise.
+
+    Attributes:
+        adapter: name of the LoRA adapter for requests; None: requests use the model itself.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, timeout: float):
         self.url = url
         self.timeout = timeout
         self._session = session
-        self.adapter: str | None = None  # that requests name, in place of the model
+        self.adapter: str | None = None
         self._headers = key_header(url)
         self._model: str | None = None
 
@@ -82,10 +98,16 @@ class VLLMServer:
     async def complete(
         self, prompt_ids: Sequence[int], n: int, sampling: dict[str, Any], *, timeout: float | None = None
     ) -> list[Completion]:
-        """`n` continuations of one prompt.
+        """Sample `n` continuations of one prompt.
 
         Args:
-            timeout: seconds, in place of the server's own.
+            prompt_ids: token ids of the prompt.
+            n: number of continuations.
+            sampling: vLLM's sampling parameters, as in the body of `/v1/completions`.
+            timeout: seconds, in place of the client's `timeout`.
+
+        Returns:
+            `n` continuations.
         """
         choices = await self._choices(prompt_ids, n, {**sampling, "n": n, "logprobs": 0}, timeout)
         with _readable(choices):
@@ -93,7 +115,15 @@ class VLLMServer:
             return [_completion(choice, sampling.get("max_tokens", math.inf)) for choice in choices]
 
     async def log_probs(self, ids: Sequence[int], *, timeout: float | None = None) -> list[float]:
-        """log P(ids[t] | ids[:t]) for t = 1 … len(ids) − 1, at temperature 1."""
+        """Compute log P(ids[t] | ids[:t]) for t = 1 … len(ids) − 1, at temperature 1.
+
+        Args:
+            ids: token ids of a sequence.
+            timeout: seconds, in place of the client's `timeout`.
+
+        Returns:
+            len(ids) − 1 log-probs.
+        """
         choices = await self._choices(ids, 1, {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}, timeout)
         with _readable(choices):
             entries = choices[0]["prompt_logprobs"]
@@ -102,12 +132,13 @@ class VLLMServer:
             return _finite([entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries[1:], strict=True)])
 
     async def try_out(self) -> None:
-        """Samples one token: a wedged engine answers everything but that."""
+        """Sample one token to test the engine: an engine that hangs still answers other requests."""
         await self.complete([0], 1, {"max_tokens": 1}, timeout=min(CONTROL_SECONDS, self.timeout))
 
     async def _choices(
         self, prompt_ids: Sequence[int], count: int, options: dict[str, Any], timeout: float | None
     ) -> list[Any]:
+        """Request completions and check that there are `count` choices."""
         if self._model is None:
             models = await self._request("GET", "/v1/models")
             with _readable(models):
@@ -123,17 +154,18 @@ class VLLMServer:
     # ------------------------------------------------------------------------------------------ health and weights
 
     async def probe(self) -> None:
-        """Raises unless the server says that it is well."""
-        self._headers = key_header(self.url)  # it may have been started, and have made its key, meanwhile
+        """Raise unless the server reports that it is healthy."""
+        self._headers = key_header(self.url)  # the server may have started, and created the key, since the last look
         await self._request("GET", "/health", timeout=PROBE_SECONDS, parse=False)
 
     async def config(self) -> dict[str, Any]:
-        """vLLM's own, as JSON."""
+        """Return vLLM's configuration of the server, as JSON."""
         info = await self._request("GET", "/server_info", params={"config_format": "json"})
         with _readable(info):
             return info["vllm_config"]
 
     async def weight_report(self) -> WeightReport:
+        """Return the report of the server's workers on their weights."""
         answer = await self._rpc("dash_weight_report")
         with _readable(answer):
             parts = answer["results"]
@@ -142,13 +174,21 @@ class VLLMServer:
             return WeightReport(checksum, parts[0]["dtype"], parts[0]["shape"])
 
     async def weight_tag(self) -> str:
-        """The version that it was last told."""
+        """Return the version tag that the server was told last."""
         info = await self._request("GET", "/weight_info", timeout=PROBE_SECONDS)
         with _readable(info):
             return info["weight_version"]
 
     async def load_weights(self, path: str, tag: str) -> WeightReport:
-        """Load a checkpoint directory in place; requests in flight wait and go on with the new weights."""
+        """Load a checkpoint in place. Requests in flight wait and continue with the new weights.
+
+        Args:
+            path: checkpoint directory; the server sees it under this path.
+            tag: version tag that the server is told.
+
+        Returns:
+            Report on the loaded weights.
+        """
         await self.pause()
         try:
             await self._rpc("reload_weights", weights_path=path)
@@ -160,16 +200,22 @@ class VLLMServer:
     async def load_differences(
         self, parts: Iterator[dict[str, str]], dtype: str, tag: str, checksum: int
     ) -> WeightReport:
-        """Change some elements of the weights; requests in flight wait and go on with the new weights.
+        """Change some elements of the weights. Requests in flight wait and continue with the new weights.
 
-        If the weights are not those of the checksum then, or if it fails, the server stays paused until it is given
-        all weights: nobody samples from what is neither of two versions.
+        If a request fails, or if the checksum of the changed weights is not the expected one, the server stays paused
+        until it is given all weights, so that no token is sampled from a mixture of two versions.
 
         Args:
-            parts: see `changes.pack`.
+            parts: messages with the changes, see `changes.pack`.
+            dtype: dtype of the weights, such as "bfloat16".
+            tag: version tag that the server is told.
+            checksum: expected checksum of the changed weights.
+
+        Returns:
+            Report on the changed weights.
         """
         await self.pause()
-        while (part := await asyncio.to_thread(next, parts, None)) is not None:  # making one takes its time
+        while (part := await asyncio.to_thread(next, parts, None)) is not None:  # packing a message takes time
             await self._rpc("dash_load_differences", dtype=dtype, **part)
         report = await self.weight_report()
         if report.checksum == checksum:
@@ -178,16 +224,24 @@ class VLLMServer:
         return report
 
     async def sees(self, folder: str) -> bool:
-        """Whether all workers find this folder under its path."""
+        """Return whether all workers see a folder of the trainer.
+
+        Args:
+            folder: path of the folder.
+        """
         answer = await self._rpc("dash_sees", folder=folder)
         with _readable(answer):
             return all(worker == "True" for worker in answer["results"])
 
     async def load_adapter(self, path: str, tag: str) -> int:
-        """Load a LoRA adapter in the place of the last one; requests in flight wait and go on with the new one.
+        """Load a LoRA adapter in place of the last one. Requests in flight wait and continue with the new adapter.
+
+        Args:
+            path: folder with the adapter in PEFT's format; the server sees it under this path.
+            tag: version tag that the server is told.
 
         Returns:
-            The checksum of what the workers hold.
+            Checksum of the adapter as the workers hold it.
         """
         await self.pause()
         try:
@@ -200,26 +254,32 @@ class VLLMServer:
             await self.resume()
 
     async def pause(self) -> None:
-        """Requests in flight wait."""
+        """Pause sampling; requests in flight wait."""
         await self._request("POST", "/pause", params={"mode": "keep"}, timeout=CONTROL_SECONDS, parse=False)
 
     async def resume(self) -> None:
+        """Resume sampling after `pause`."""
         await self._request("POST", "/resume", timeout=CONTROL_SECONDS, parse=False)
 
     async def end_weight_update(self, tag: str) -> None:
-        """After new weights, while it is paused: no prefix of the old ones may be reused, and the version is told.
+        """Reset the prefix cache and tell the server the new version. Called after a weight update, before `resume`.
 
-        vLLM takes the KV of requests in flight away when it pauses, and computes it again with the new weights.
+        No cached prefix of the old weights may be reused. When vLLM pauses, it drops the KV cache of requests in
+        flight; it computes it again with the new weights.
+
+        Args:
+            tag: version tag of the new weights.
         """
-        options = {"reset_running_requests": "true"}  # where a pause leaves them their KV
+        options = {"reset_running_requests": "true"}  # in case a pause keeps the KV cache of requests in flight
         done = await self._request("POST", "/reset_prefix_cache", params=options, timeout=CONTROL_SECONDS)
         if not done.get("success"):
-            raise ServerError("did not forget the prefixes of the old weights")
+            raise ServerError("did not reset its prefix cache, which holds prefixes of the old weights")
         await self._request(
             "POST", "/update_weight_version", json={"new_version": tag}, timeout=CONTROL_SECONDS, parse=False
         )
 
     async def _rpc(self, method: str, **kwargs: str) -> Any:
+        """Call a method of all workers."""
         return await self._request("POST", "/collective_rpc", json={"method": method, "kwargs": kwargs})
 
     # -------------------------------------------------------------------------------------------------------- HTTP
@@ -227,6 +287,7 @@ class VLLMServer:
     async def _request(
         self, method: str, path: str, *, timeout: float | None = None, parse: bool = True, **kwargs: Any
     ) -> Any:
+        """Send a request; return the answer, parsed from JSON if `parse`."""
         seconds = self.timeout if timeout is None else timeout
         limit = aiohttp.ClientTimeout(None if seconds == math.inf else seconds, sock_connect=CONNECT_SECONDS)
         try:
@@ -244,7 +305,8 @@ class VLLMServer:
         except TimeoutError as error:
             raise ServerError(f"{method} {path} took longer than {seconds:g} s") from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            here = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)  # too many open files
+            # Too many open files in this process or on this machine: the server is not at fault.
+            here = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
             gone = not here and isinstance(error, CONNECTION_LOST)
             raise ServerError(f"{method} {path}: {type(error).__name__}: {error}", gone=gone) from error
         if parse:
@@ -252,24 +314,25 @@ class VLLMServer:
                 return json.loads(text)
 
     def _refusal(self, method: str, path: str, status: int, text: str) -> Exception:
+        """Build the error for an answer whose status is not 200."""
         said = f"{self.url} answered {status} to {method} {path}: {' '.join(text.split())[:300]}"
         if status in UNAUTHORISED:
             return ValueError(
-                f"{said}. Set the key with which it was started in the environment variable {API_KEY}. The key that "
-                f"`python -m dash_trl.serve` makes is in {key_file()} of the user who started it."
+                f"{said}. Set the environment variable {API_KEY} to the key with which the server was started. The key "
+                f"that `python -m dash_trl.serve` creates is in {key_file()} of the user who started it."
             )
         if 300 <= status < 400:
-            return ValueError(f"{said}. Redirects are not followed: name the server itself.")
+            return ValueError(f"{said}. Redirects are not followed. Name the address of the server itself.")
         if status == 404 and not path.startswith("/v1"):
             return ValueError(
-                f"{said}. The server was started without its weight endpoints: use `python -m dash_trl.serve`, or set "
-                "VLLM_SERVER_DEV_MODE=1 in its environment."
+                f"{said}. The server was started without its weight endpoints. Start it with `python -m "
+                "dash_trl.serve`, or set VLLM_SERVER_DEV_MODE=1 in its environment."
             )
-        if "has no attribute 'dash_" in text:  # a 500, as vLLM answers
-            return ValueError(f"{said}. Start it with `python -m dash_trl.serve` of this version.")
-        if self.adapter is not None and self.adapter in text:  # it has restarted, and waits for the adapter
+        if "has no attribute 'dash_" in text:  # vLLM answers 500
+            return ValueError(f"{said}. Start the server with `python -m dash_trl.serve` of this version of dash_trl.")
+        if self.adapter is not None and self.adapter in text:  # it has restarted and has no adapter yet
             return ServerError(said, gone=True)
-        if "not JSON compliant" in text:  # 400, as vLLM answers when it cannot write the NaN that it computed
+        if "not JSON compliant" in text:  # vLLM answers 400 if it computed NaN, which it cannot write as JSON
             return ServerError(f"{said}. A log-prob is {NOT_FINITE}")
         if 400 <= status < 500 and status not in BUSY:
             return ValueError(said)
@@ -278,26 +341,28 @@ class VLLMServer:
 
 @contextmanager
 def _readable(answer: Any) -> Iterator[None]:
-    """An answer that lacks what is read of it within is the server's failure."""
+    """Turn errors in reading an answer into a `ServerError`: a malformed answer is the server's failure."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        said = f"answered what cannot be read ({type(error).__name__}: {error}): {str(answer)[:80]}"
+        said = f"gave an answer that cannot be read ({type(error).__name__}: {error}): {str(answer)[:80]}"
         raise ServerError(said) from error
 
 
 def _completion(choice: Any, max_tokens: float) -> Completion:
+    """Read one choice of an answer and check its lengths and values."""
     ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     if choice["finish_reason"] not in ("stop", "length"):
         raise ServerError(f"ended a completion with finish_reason={choice['finish_reason']!r}")
     if len(ids) != len(log_probs):
         raise ServerError(f"answered {len(ids)} tokens with {len(log_probs)} log-probs")
     if len(ids) > max_tokens:
-        raise ServerError(f"answered {len(ids)} tokens where max_tokens={max_tokens}")
+        raise ServerError(f"answered {len(ids)} tokens, more than max_tokens={max_tokens}")
     return Completion(ids, _finite(log_probs))
 
 
 def _finite(log_probs: list[float]) -> list[float]:
+    """Check that all log-probs are finite."""
     if not all(math.isfinite(one) for one in log_probs):
         raise ServerError(f"answered a log-prob that is {NOT_FINITE}")
     return [float(one) for one in log_probs]

@@ -1,6 +1,9 @@
-"""`VLLMPool`: several vLLM servers with the face of TRL's sampler, installed as `trainer.vllm_generation`.
+"""`VLLMPool`: several vLLM servers behind the interface of TRL's sampler, installed as `trainer.vllm_generation`.
 
-prompts of this rank ──► ServerPool ──► completions, in prompt order        weights ──► all servers, and the proof
+Overview::
+
+    prompts of this rank ──► ServerPool ──► completions, in prompt order
+    model's weights      ──► WeightSync ──► all servers, which are checked
 """
 
 import logging
@@ -40,28 +43,31 @@ from dash_trl.sampling.weights import (
 
 logger = logging.getLogger(__name__)
 
-Seen = Callable[[int, int, list[list[int]]], None]  # called with (window, first row, token ids of some rows)
+Seen = Callable[[int, int, list[list[int]]], None]  # called with (window, first row, token ids of the rows)
 Run = Callable[[Ask], Awaitable[None]]  # see `Chain`
 
 
 class VLLMPool(VLLMGeneration):
-    """TRL's sampler over several servers: what a `GRPOTrainer` calls `vllm_generation`.
+    """TRL's sampler (`GRPOTrainer.vllm_generation`) over several servers.
 
-    Every rank has a pool of its own and sends its own prompts; weights are gathered by all ranks and sent by the main
-    one (`WeightSync`).
+    Every rank has a pool of its own and sends its own prompts. All ranks gather the weights, and the main process sends
+    them (`WeightSync`).
 
     Args:
-        urls: of the servers. request_timeout, server_timeout: see `ServerPool`.
-        weight_sync: "file" or "nccl". weight_dir: where "file" writes; seen by trainer and servers under the same path.
-        weight_difference: with "file", send what changed where that is possible; see `DifferenceWeights`.
+        urls: addresses of the servers.
+        request_timeout: see `ServerPool`.
+        weight_sync: "file" or "nccl".
+        weight_dir: folder in which "file" writes weights; trainer and servers see it under the same path.
+        weight_difference: whether "file" sends only the weights that changed, if possible; see `DifferenceWeights`.
         rank_timeout: seconds that ranks wait for each other.
-        step: tells the optimizer steps that the model's weights have had.
-        timed: a context in which the trainer waits, for "rollouts" or "weights".
-        others: the arguments of TRL's `VLLMGeneration`.
+        step: returns the number of optimizer steps of the model's current weights.
+        timed: returns a context manager that measures how long the trainer waits for "rollouts" or "weights".
+        others: arguments of TRL's `VLLMGeneration`, such as `server_timeout` (see `ServerPool`).
+
     Attributes:
-        policy_version: [rows, 2] int64, of what `generate` returned last: the optimizer steps of the oldest and of the
-            newest weights that may have sampled a row.
-        context: tokens that every server has room for; `None` before the first sync of weights.
+        policy_version: [rows, 2] int64, policy versions of the rows that `generate` returned last: the optimizer steps
+            of the oldest and of the newest weights that may have written a token of the row.
+        context: number of tokens for which every server has room; None before the first weight sync.
     """
 
     def __init__(
@@ -88,8 +94,8 @@ class VLLMPool(VLLMGeneration):
         super().__init__(mode="server", **others)
 
     def _init_vllm(self) -> None:
-        """In place of TRL's client, which needs CUDA."""
-        first = self.accelerator.process_index % max(1, len(self.urls))  # ranks begin with different servers
+        """Create the pool, in place of TRL's client, which needs CUDA."""
+        first = self.accelerator.process_index % max(1, len(self.urls))  # ranks start with different servers
         urls = [*self.urls[first:], *self.urls[:first]]
         self.ranks = Ranks(self.accelerator, timeout=self.rank_timeout)
         self.pool = ServerPool(
@@ -100,12 +106,12 @@ class VLLMPool(VLLMGeneration):
         )
         self.pool.refit = _waits_for_weights
         self._sync: WeightSync | None = None
-        self._steps = {0: 0}  # version of the weights, one for each time that they were sent → optimizer step
-        self._window: int | None = None  # whose rows the next call of `generate` wants
-        self._to_submit: dict[int, list[list[int]]] = {}  # window → prompts, once the weights have been sent
-        self._to_run: Mapping[int, Sequence[Run]] = {}  # likewise, the rows of windows with several turns
-        self._seen: Seen | None = None  # of the windows in `_to_submit` and `_to_run`
-        self._in_flight: dict[int, Batch] = {}  # window → the work on it
+        self._steps = {0: 0}  # weight version (one for each weight sync) → optimizer step
+        self._window: int | None = None  # window whose rows the next call of `generate` returns
+        self._to_submit: dict[int, list[list[int]]] = {}  # window → prompts to submit in the next call of `generate`
+        self._to_run: Mapping[int, Sequence[Run]] = {}  # the same for windows whose rows take several turns
+        self._seen: Seen | None = None  # for the windows in `_to_submit` and `_to_run`
+        self._in_flight: dict[int, Batch] = {}  # window → its submitted batch
         self.policy_version = torch.zeros(0, 2, dtype=torch.long)
         self.context: int | None = None
         self.ranks.agree(self.pool.wait_until_ready)
@@ -120,14 +126,22 @@ class VLLMPool(VLLMGeneration):
         profiler: Any = None,
         max_tokens: Sequence[int] | None = None,
     ) -> tuple:
-        """TRL's: (prompt ids, completion ids, log-probs [[…], …], their token ids), a row per prompt given.
+        """Sample completions. This is the interface of TRL's `VLLMGeneration.generate`.
 
         Args:
-            max_tokens: for each prompt, in place of `max_completion_length`.
+            prompts: token ids of each row's prompt; the `num_generations` rows of a group are adjacent.
+            images: unused.
+            num_generations: largest number of rows in a group.
+            profiler: unused.
+            max_tokens: token limit of each row, in place of `max_completion_length`.
+
+        Returns:
+            Prompt ids, completion ids, the sampler's log-probs (each in a list of its own) and the token ids of these
+            log-probs, for each row.
         """
         window, self._window = self._window, None
         done: Sequence[Job | Chain]
-        if window is None:  # of an evaluation, or a callback
+        if window is None:  # the call comes from an evaluation or a callback
             done = jobs = self._jobs(prompts, num_generations, max_tokens)
             groups = self.ranks.agree(lambda: self.pool.run(jobs))
         else:
@@ -148,35 +162,44 @@ class VLLMPool(VLLMGeneration):
         *,
         chains: Mapping[int, Sequence[Run]] = MappingProxyType({}),
     ) -> None:
-        """The next call of `generate` is for a window's rows; before it, these windows are to be submitted.
+        """Announce the window that the next call of `generate` returns, and the windows that this call has to submit.
 
         Args:
-            prompts: number of a window → token ids of this rank's rows, for windows that were not submitted before.
-            seen: called on the main thread with the rows of these windows, each once, as they finish: while `generate`
-                waits for their window, and in `show_finished`. What it raises, the `generate` of their window raises.
-            chains: as `prompts`, for windows whose rows take several turns: `Chain.run` of each row. What they sample
-                is theirs: `generate` and `seen` get rows without tokens.
+            window: number of the window that `generate` returns.
+            prompts: number of a window → prompt token ids of this rank's rows, for windows not submitted before.
+            seen: called on the main thread once for each row of these windows, when the row has finished: while
+                `generate` waits for the row's window, and in `show_finished`. If it raises, the `generate` call of the
+                row's window raises the same error.
+            chains: number of a window → `Chain.run` of each row, for windows whose rows take several turns. A chain
+                keeps its completions itself; `generate` and `seen` get rows without tokens.
         """
         self._window, self._to_submit, self._to_run, self._seen = window, prompts, chains, seen
 
     def show_finished(self) -> None:
-        """`seen` of the rows of later windows that have finished; without waiting."""
+        """Call `seen` with the finished rows of later windows, without waiting."""
         for batch in self._in_flight.values():
             batch.take()
 
     def metrics(self) -> tuple[int, int, int]:
-        """Of this rank: servers that can be used, requests retried so far, groups that wait for a server."""
+        """Return this rank's figures.
+
+        Returns:
+            Number of usable servers, number of requests retried so far, number of groups that wait for a server.
+        """
         fleet = self.pool.fleet
         usable = [one for one in fleet.servers.values() if one.state != State.DEAD and one.version == fleet.version]
         return len(usable), self.pool.retried, len(self.pool.backlog.waiting)
 
     def forget_windows(self) -> None:
-        """What was submitted ahead is not needed any more."""
+        """Cancel all submitted windows, which are no longer needed."""
         self._window, self._to_submit, self._to_run, self._seen, self._in_flight = None, {}, {}, None, {}
         self.pool.cancel()
 
     def _of_window(self, window: int, num_generations: int) -> tuple[Sequence[Job | Chain], list[list[Completion]]]:
-        """First submits, so that the servers have work during the window's last rows; then waits for these."""
+        """Submit the announced windows, then wait for one window.
+
+        All windows are submitted first, so that the servers stay busy while the last rows of the window are sampled.
+        """
 
         def order(number: int) -> int:
             return URGENT if number == window else number
@@ -196,7 +219,7 @@ class VLLMPool(VLLMGeneration):
     def _jobs(
         self, prompts: list[list[int]], num_generations: int, max_tokens: Sequence[int] | None = None
     ) -> list[Job]:
-        """One for each group: equal neighbours, at most `num_generations` of them."""
+        """Make one job for each group: adjacent rows with equal prompts, at most `num_generations` of them."""
         limits = [None] * len(prompts) if max_tokens is None else max_tokens
         runs = [(ids, len(list(rows)), most) for (ids, most), rows in groupby(zip(prompts, limits, strict=True))]
         groups = [
@@ -207,7 +230,7 @@ class VLLMPool(VLLMGeneration):
         return self.pool.completions(groups, self._sampling())
 
     def _sampling(self) -> dict[str, Any]:
-        """vLLM's parameters."""
+        """Return vLLM's sampling parameters."""
         sampling = {
             "repetition_penalty": self.repetition_penalty,
             "temperature": self.temperature,
@@ -221,21 +244,32 @@ class VLLMPool(VLLMGeneration):
         return {**sampling, **self.generation_kwargs}
 
     def begin_scores(self, sequences: Sequence[Sequence[int]], *, order: int = URGENT) -> Batch:
-        """Asks for log P of every token but the first, under the servers' weights; for `scores`. By one rank alone.
+        """Request log P of every token but the first, under the servers' weights; `scores` waits for the result.
+
+        One rank may call this alone.
 
         Args:
-            order: the number of a window: after its rows, and before those of later ones. Default: before all.
+            sequences: token ids of each sequence.
+            order: number of a window. The requests go after the rows of this window and before those of later windows.
+                By default they go before all rows.
         """
         return self.pool.submit(self.pool.log_probs(sequences), order=order)
 
     def scores(self, batch: Batch) -> list[list[float]]:
-        """What `begin_scores` has asked for; waits."""
+        """Wait for the log-probs that `begin_scores` requested.
+
+        Args:
+            batch: return value of `begin_scores`.
+
+        Returns:
+            For each sequence the log-prob of every token but the first.
+        """
         return self.pool.collect(batch)
 
     # ------------------------------------------------------------------------------------------------- weights
 
     def sync_weights(self) -> None:
-        """Give all servers the model's weights; see `WeightSync.send`."""
+        """Send the model's weights to all servers; see `WeightSync.send`."""
         with self.timed("weights"):
             if self._sync is None:
                 dtype, self.context, why_merged = self.ranks.agree(self._check_servers, main_only=True)
@@ -252,29 +286,33 @@ class VLLMPool(VLLMGeneration):
             self._sync.send()
 
     def _check_servers(self) -> tuple[torch.dtype, int, str | None]:
-        """Whether they can be this trainer's; returns the dtype of their weights, `context`, and why an adapter has to
-        be merged.
+        """Check that the servers fit this trainer.
+
+        Returns:
+            Dtype of the servers' weights, `context`, and why an adapter has to be merged (None: it need not).
         """
         dtype = check_servers(self.pool, self.model.config, self.model.name_or_path)
         reports = self.pool.ask_all(lambda server: server.weight_report())
         if any(report.checksum is None for report in reports.values()):
             if self.weight_difference:
                 raise ValueError(
-                    "vllm_weight_difference=True, but the servers' weights are quantised or copied between workers, so "
-                    "that no checksum tells whether a difference fits what they hold. Leave it out, or start servers "
-                    "without quantisation and with at most as many tensor-parallel workers as there are KV heads."
+                    "vllm_weight_difference=True, but the servers' weights are quantised or copied between workers. No "
+                    "checksum can then show whether a difference fits the weights that a server holds. Leave the "
+                    "option out, or start servers without quantisation and with at most as many tensor-parallel "
+                    "workers as there are KV heads."
                 )
             logger.warning(
-                "The servers' weights are quantised or copied between workers, so that no checksum can be compared "
-                "with the trainer's: after the first sync, which log-probs prove, a lost update would go unnoticed."
+                "The servers' weights are quantised or copied between workers, so their checksum cannot be compared "
+                "with the trainer's. The first weight sync is checked by log-probs. After that, a lost update would go "
+                "unnoticed."
             )
         configs = self.pool.ask_all(lambda server: server.config())
         modes = {config["model_config"]["logprobs_mode"] for config in configs.values()}
         if modes != {"processed_logprobs"}:
             logger.warning(
-                f"The servers' --logprobs-mode is {modes}, so that the log-probs of samples ignore temperature and "
-                "top_p, and every ratio to the sampler (the correction, loss_type='aipo') is biased. Start them with "
-                "--logprobs-mode processed_logprobs."
+                f"The servers' --logprobs-mode is {modes}. The sampler's log-probs then ignore temperature and top_p, "
+                "and every ratio that uses them (importance sampling correction, loss_type='aipo') is biased. Start "
+                "the servers with --logprobs-mode processed_logprobs."
             )
         if self.weight_sync == "nccl":
             self._check_nccl(configs)
@@ -283,28 +321,30 @@ class VLLMPool(VLLMGeneration):
         return dtype, context, why_merged
 
     def _why_merged(self, configs: dict[str, Any]) -> str | None:
-        """Why the adapter alone cannot be sent, but merged into its model; None: it can."""
+        """Return why the adapter cannot be sent alone and has to be merged into its model; None if it can."""
         if self.weight_sync != "file" or self._dist.is_fsdp:
-            return "that takes vllm_weight_sync='file', without FSDP"
+            return "sending only the adapter takes vllm_weight_sync='file' without FSDP"
         obstacles = (obstacle(self.model, config) for config in configs.values())
         return next((one for one in obstacles if one is not None), None)
 
     def _check_nccl(self, configs: dict[str, Any]) -> None:
+        """Raise `ValueError` unless the trainer and all servers can use NCCL."""
         device = self.accelerator.device
         if device.type != "cuda" or not all(config.get("weight_transfer_config") for config in configs.values()):
             raise ValueError(
                 f"vllm_weight_sync='nccl' needs the trainer on CUDA (it is on {device}) and servers started with "
-                '--weight-transfer-config \'{"backend": "nccl"}\', as `python -m dash_trl.serve` does on a GPU. Use '
-                "vllm_weight_sync='file'."
+                '--weight-transfer-config \'{"backend": "nccl"}\', as `python -m dash_trl.serve` does on a '
+                "GPU. Otherwise use vllm_weight_sync='file'."
             )
 
     def _way(self, dtype: torch.dtype) -> FileWeights | NCCLWeights:
+        """Create the object that sends all weights."""
         if self.weight_sync == "file":
             return (DifferenceWeights if self.weight_difference else FileWeights)(self.weight_dir, dtype)
         return NCCLWeights(self.pool.urls, self.group_port, self.accelerator.device, self.request_timeout, dtype)
 
     def _adapter_alone(self, dtype: torch.dtype, why_not: str | None) -> AdapterWeights | None:
-        """The way for the adapter without its base; None: the merged model has to be sent, and it is said why."""
+        """Create the object that sends the adapter alone. If it has to be merged, log the reason and return None."""
         if why_not is None:
             base = weights_checksum(
                 value.to(dtype) for _, value in self._whole_parameters(lambda name: self.model.prefix not in name)
@@ -313,65 +353,80 @@ class VLLMPool(VLLMGeneration):
             def check() -> str | None:
                 reports = self.pool.ask_all(lambda server: server.weight_report())
                 others = [url for url, report in reports.items() if report.checksum not in (None, base)]
-                return f"{', '.join(others)} have other weights than the base model's here" if others else None
+                return f"the base model on {', '.join(others)} has other weights than the trainer's" if others else None
 
             why_not = self.ranks.agree(check, main_only=True)
         if why_not is not None:
             if self.accelerator.is_main_process:
-                logger.warning(f"The servers get the adapter merged into its model: {why_not}.")
+                logger.warning(f"The adapter is merged into its model before it is sent to the servers: {why_not}.")
             return None
         self.pool.use_adapter(ADAPTER)
         return AdapterWeights(self.weight_dir, dtype, self.model.peft_config[NAME], base)
 
     def _gather_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The adapter's matrices, whole, under their names in a checkpoint."""
+        """Yield the adapter's matrices, unsharded, under their names in a checkpoint, for the next weight version."""
         self._steps[self.pool.fleet.version + 1] = self.step()
         own = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
         matrices = self._whole_parameters(lambda name: any(part in name for part in own))
         return ((name.replace(f".{NAME}.", "."), value) for name, value in matrices)
 
     def _whole_parameters(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the model with these names, one after the other; a collective under ZeRO-3."""
+        """Yield the unsharded parameters whose names are wanted, one at a time. Under ZeRO-3 this is a collective."""
         for name, parameter in self.model.named_parameters():
             if wanted(name):
                 with self._dist.gather_params([parameter]):
                     yield name, parameter.data
 
     def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All parameters, merged and whole, for the next version."""
+        """Yield all parameters, merged and unsharded, for the next weight version."""
         self._steps[self.pool.fleet.version + 1] = self.step()
-        # Modules that the adapter trains whole have the model's names now; TRL's copies of them, adapter "ref", do not.
+        # Modules that PEFT trains in full (`modules_to_save`) already have the model's names here. TRL's copies of
+        # them for the adapter "ref" do not, and are left out.
         return ((name, value) for name, value in self._iter_named_params() if ".modules_to_save." not in name)
 
     def _plain_name(self, name: str) -> str:
-        """The name of a parameter for a server, as TRL makes it of the name in a wrapped model."""
+        """Convert the name of a parameter in a wrapped model to its name on a server, as TRL does."""
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
         return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default.", "_fsdp_wrapped_module."])
 
 
 async def _waits_for_weights(server: VLLMServer) -> None:
-    """Before the first sync. No trial: a run that was killed may have left the server paused."""
+    """Stand in for `ServerPool.refit` before the first weight sync: returns None, so that servers wait for the sync.
+
+    The servers are not tried out, because a run that was killed may have left a server paused.
+    """
 
 
 def _with_rows(seen: Callable[[int, list[list[int]]], None], jobs: Sequence[Job | Chain]) -> Callable[[int, Any], None]:
-    """`seen` of (first row, token ids of its rows) from (number of a job, its completions)."""
+    """Convert a callback for rows (first row, token ids of the rows) to one for jobs (number, completions)."""
     first = list(accumulate((job.sequences for job in jobs), initial=0))
     return lambda number, completions: seen(first[number], [completion.token_ids for completion in completions])
 
 
 @contextmanager
 def without_client(args: Any) -> Iterator[bool]:
-    """Within it a trainer is built as if without vLLM servers (TRL's client needs CUDA); yields whether it has any."""
+    """Context in which a trainer is built as if it had no vLLM servers, because TRL's client for them needs CUDA.
+
+    Args:
+        args: the training arguments; `use_vllm` is restored at the end.
+
+    Yields:
+        Whether the arguments ask for vLLM servers.
+    """
     servers = args.use_vllm and args.vllm_mode == "server"
     args.use_vllm = args.use_vllm and not servers
     try:
         yield servers
-    finally:  # when that fails, too: the next attempt may use the same arguments
+    finally:  # also after an error: the next attempt may use the same arguments
         args.use_vllm = args.use_vllm or servers
 
 
 def install(trainer: Any) -> None:
-    """Make a `GRPOTrainer` that was built `without_client` sample from the servers that its `args` name."""
+    """Make a trainer that was built in `without_client` sample from the servers in its arguments.
+
+    Args:
+        trainer: a `GRPOTrainer` with our arguments.
+    """
     args = trainer.args
     this: Any = weakref.proxy(trainer)
     host = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"

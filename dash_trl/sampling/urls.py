@@ -1,4 +1,4 @@
-"""Addresses of servers: what cannot be one is refused, and so is another machine's without a key."""
+"""Checks server addresses. Invalid addresses are refused, and so are other machines' addresses without an API key."""
 
 import ipaddress
 import logging
@@ -13,41 +13,48 @@ API_KEY = "VLLM_API_KEY"  # vLLM's own environment variable
 
 
 def check_urls(urls: str | Sequence[str]) -> list[str]:
-    """The URLs without a trailing slash.
+    """Check server URLs and remove trailing slashes.
 
     Args:
-        urls: a list, or a string with one or, between commas or spaces, several, as YAML and shells make of them.
+        urls: a list of URLs, or a string with one or several URLs between commas or spaces, as YAML and shells produce.
+
+    Returns:
+        The URLs, in the same order.
+
     Raises:
-        ValueError: there is none, or one twice, or what is no URL of a server, or another machine's without a key.
+        ValueError: if there is no URL, a URL appears twice or is no server address, or a server on another machine is
+            named while VLLM_API_KEY is not set.
     """
     listed = [urls] if isinstance(urls, str) else urls
     cleaned = [url.rstrip("/") for text in listed for url in text.replace(",", " ").split()]
     if not cleaned:
         raise ValueError("vllm_server_urls is empty: name at least one server, e.g. http://127.0.0.1:8000.")
     if len(set(cleaned)) < len(cleaned):
-        raise ValueError(f"vllm_server_urls={cleaned} names a server twice: each is one server with one address.")
+        raise ValueError(f"vllm_server_urls={cleaned} names a server twice. Name each server once.")
     for url in cleaned:
         _check(url)
         if is_here(url):
             continue
         if not os.environ.get(API_KEY):
             raise ValueError(
-                f"vllm_server_urls has {url!r}, which is not on this machine, and there is no key for it: whoever "
-                "reaches that port could replace or read the model. Set the same environment variable "
-                f"{API_KEY} for the trainer and for `python -m dash_trl.serve`, or open a tunnel and name its end here."
+                f"vllm_server_urls has {url!r}, which is not on this machine, and there is no key for it. Without a "
+                "key anyone who reaches that port could read or replace the model. Set the environment variable "
+                f"{API_KEY} to the same value for the trainer and for `python -m dash_trl.serve`, or open a tunnel and "
+                "name its local end here."
             )
         if url.startswith("http:"):
             logger.warning(
-                f"The key goes to {url} without encryption, and so do prompts and completions: use a private network "
-                "or a tunnel."
+                f"The key, prompts and completions are sent to {url} without encryption. Use a private network or a "
+                "tunnel."
             )
     return cleaned
 
 
 def _check(url: str) -> None:
+    """Raise `ValueError` unless the URL has the form http://HOST:PORT."""
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port  # each raises a ValueError of its own
+        host, port = parts.hostname, parts.port  # both may raise ValueError
     except ValueError:
         host, port = None, 0
     if (
@@ -66,28 +73,47 @@ def _check(url: str) -> None:
 
 
 def without_user(url: str) -> str:
-    """The URL for a message or a log: nobody shall read a user or a password there."""
+    """Hide user and password of a URL, for messages and logs.
+
+    Args:
+        url: a URL, or any other text.
+    """
     return re.sub(r"(?s)^([^:/?#]*://)?.*@", r"\1***@", url)
 
 
 def is_here(url: str) -> bool:
-    """The server is on this machine."""
+    """Return whether a server is on this machine.
+
+    Args:
+        url: URL of the server.
+    """
     host = urlsplit(url).hostname or ""
     return is_loopback(host) or is_unspecified(host)
 
 
 def is_loopback(host: str) -> bool:
-    """Only this machine reaches it."""
+    """Return whether only this machine can reach a host.
+
+    Args:
+        host: name or IP address.
+    """
     return host == "localhost" or _property(host, "is_loopback")
 
 
 def is_unspecified(host: str) -> bool:
-    """0.0.0.0 or ::, any address of this machine: one connects to itself, and listens to everybody."""
+    """Return whether a host is 0.0.0.0 or `::`.
+
+    These stand for any address of this machine: a server listens on all addresses, and a client connects to itself.
+
+    Args:
+        host: name or IP address.
+    """
     return _property(host, "is_unspecified")
 
 
 def _property(host: str, name: str) -> bool:
+    """Return a boolean property of an IP address; False for a host name."""
     try:
         return getattr(ipaddress.ip_address(host), name)
     except ValueError:
-        return False  # a name
+        return False  # a host name

@@ -1,8 +1,8 @@
-"""What runs inside a vLLM server: a fix for CPU builds, the report by which a weight sync is proven, a LoRA adapter,
-and changes of single weights.
+"""Plugin that runs inside a vLLM server.
 
-None is called from the trainer. vLLM finds `register` through the entry point group `vllm.general_plugins`
-(setup.cfg), and the class through `--worker-extension-cls` (`python -m dash_trl.serve` passes it).
+It reports weight checksums, loads LoRA adapters, changes single weights, and makes weight updates work on CPU builds.
+The trainer calls none of this directly. vLLM finds `register` through the entry point group `vllm.general_plugins`
+(setup.cfg), and the class `WeightReport` through `--worker-extension-cls` (`python -m dash_trl.serve` passes it).
 """
 
 import functools
@@ -15,22 +15,23 @@ from dash_trl.sampling.changes import unpack
 from dash_trl.sampling.checksum import tensor_checksum, weights_checksum
 
 WORKER_EXTENSION = f"{__name__}.WeightReport"
-ADAPTER, ADAPTER_ID = "dash_trl_adapter", 1  # the name that requests give; the first number that a server gives to one
+ADAPTER, ADAPTER_ID = "dash_trl_adapter", 1  # name in requests; the first id that a server gives to an adapter
 
 
 def register() -> None:
-    """Tells vLLM of our adapter, and makes weight updates effective on its CPU builds.
+    """Register our adapter with vLLM, and make weight updates effective on its CPU builds.
 
-    A CPU build packs the weights of linear layers for its kernels (oneDNN; small ones in half precision for AMX) once,
-    after the first load, and goes on computing with that copy: weights loaded later are silently ignored, or find no
-    parameter to be loaded into. Plain layers read the weights that they hold.
+    After the first load, a CPU build packs the weights of linear layers for its kernels (oneDNN; small ones in half
+    precision for AMX) and from then on computes with the packed copy. Weights that are loaded later are silently
+    ignored, or there is no parameter into which they could be loaded. We therefore replace these layers by plain ones,
+    which read their current weights.
     """
     from vllm.lora.request import LoRARequest
     from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
     from vllm.platforms import current_platform
 
     class Resolver(LoRAResolver):
-        """Says that there is our adapter. The workers have it, by `dash_load_adapter`, before any request names it."""
+        """Resolves the name of our adapter. `dash_load_adapter` loads it into all workers before requests name it."""
 
         async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
             return LoRARequest(ADAPTER, ADAPTER_ID, ADAPTER) if lora_name == ADAPTER else None
@@ -45,7 +46,10 @@ def register() -> None:
 
 
 def _plain_linear(packing: Any, layer: Any, remove_weight: bool) -> None:
-    """`dispatch_cpu_unquantized_gemm` without packing; what is no matrix (convolutions, experts) is left to vLLM."""
+    """Replace `dispatch_cpu_unquantized_gemm` by a plain linear layer for matrices.
+
+    Other weights (convolutions, experts) are packed by vLLM as usual.
+    """
     if layer.weight.is_meta or layer.weight.ndim != 2:
         packing(layer, remove_weight)
     else:
@@ -53,24 +57,34 @@ def _plain_linear(packing: Any, layer: Any, remove_weight: bool) -> None:
 
 
 def model_shape(config: Any) -> dict[str, Any]:
-    """What two models must have in common for one's weights to fit into the other: fields of their text configs."""
+    """Return the fields of a text config that have to agree for one model's weights to fit into another.
+
+    Args:
+        config: a model's text config.
+
+    Returns:
+        Field name → value; None for a missing field.
+    """
     names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     return {name: getattr(config, name, None) for name in names}
 
 
 def _several(matrices: Any) -> list[Any]:
-    """Of a layer that vLLM has fused of several, a list; `None` where the adapter leaves one of them as it is."""
+    """List a layer's matrices. One that vLLM fused from several layers has a matrix, or None if unadapted, for each."""
     return list(matrices) if isinstance(matrices, list | tuple) else [matrices]
 
 
 class WeightReport:
-    """Mixed into vLLM's worker class. The methods' names begin with `dash`, lest they be the worker's own."""
+    """Mixin for vLLM's worker class. Method names begin with `dash`, so that they do not replace the worker's own."""
 
     def dash_load_adapter(self: Any, path: str) -> str:
-        """Puts a LoRA adapter in the place of the last one.
+        """Load a LoRA adapter in place of the last one.
+
+        Args:
+            path: folder with the adapter in PEFT's format.
 
         Returns:
-            The hexadecimal checksum of the adapter as this worker holds it: A, and B · scaling.
+            Hexadecimal checksum of the adapter as this worker holds it, that is, of A and B · scaling.
         """
         from vllm.lora.request import LoRARequest
 
@@ -80,7 +94,13 @@ class WeightReport:
         return f"{weights_checksum(matrix for matrix in held if matrix is not None):x}"
 
     def dash_load_differences(self: Any, dtype: str, head: str, body: str) -> None:
-        """Sets some elements of the model's weights (`changes.pack`); vLLM's loader finds their places."""
+        """Set some elements of the model's weights; vLLM's loader maps them to its own parameters.
+
+        Args:
+            dtype: dtype of the weights, such as "bfloat16".
+            head: see `changes.unpack`.
+            body: see `changes.unpack`.
+        """
         from vllm.model_executor.model_loader.checkpoint_weight_patch import (
             CheckpointWeightPatch,
             load_checkpoint_weight_patches,
@@ -94,17 +114,26 @@ class WeightReport:
         load_checkpoint_weight_patches(self.get_model(), patches)
 
     def dash_sees(self: Any, folder: str) -> str:
-        """Whether a folder of the trainer's is here, too."""
+        """Return "True" if this worker sees a folder of the trainer under the same path, else "False".
+
+        Args:
+            folder: path of the folder.
+        """
         return str(os.path.isdir(folder))
 
     def dash_weight_report(self: Any) -> dict[str, Any]:
-        """Of this worker's part of the model: tensor name → hexadecimal checksum, its dtype and its shape."""
+        """Report the weights in this worker's part of the model.
+
+        Returns:
+            A dict of `checksums` (tensor name → hexadecimal checksum), `dtype`, `shape` (see `model_shape`) and
+            `comparable` (whether a trainer can compute the same checksums).
+        """
         config = self.vllm_config.model_config
         heads = config.get_total_num_kv_heads()
         return {
             "checksums": {name: f"{tensor_checksum(value):x}" for name, value in self.get_model().named_parameters()},
             "dtype": str(config.dtype).removeprefix("torch."),
             "shape": model_shape(config.hf_text_config),
-            # Quantised weights, and KV heads copied to several workers, have no checksum that a trainer could know.
+            # A trainer cannot compute the checksum of quantised weights, or of KV heads copied to several workers.
             "comparable": config.quantization is None and self.parallel_config.tensor_parallel_size <= heads,
         }

@@ -1,4 +1,4 @@
-"""Programs that nobody trusts, scored by tests: the box, its confinement, and the checker of the tests."""
+"""Runs untrusted programs in confined processes, and scores them by tests."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,8 @@
-"""`Sandbox`: a program that nobody trusts, scored by tests. Here is the trainer's side; inside is `confinement.py`.
+"""`Sandbox` runs untrusted programs against tests. This module is the trainer's side; `confinement.py` runs inside.
 
-run(program, tests) ──► starter ──► two confined processes ──► Verdict, or an error where there is none
+The path of a program::
+
+    run(program, tests) ──► starter ──► two confined processes ──► Verdict, or an error if there is no verdict
 """
 
 from __future__ import annotations
@@ -27,17 +29,19 @@ from dash_trl.workers import default_workers
 
 logger = logging.getLogger(__name__)
 
-CPU_SECONDS = 4  # of a program with all its calls; the dearest of MBPP+'s correct solutions takes 0.3 s
-WALL_SECONDS = 60.0  # many times the CPU time: a busy machine makes no right answer wrong
-MEMORY = 1 << 30  # bytes of address space beside the interpreter's, of each of a program's processes
-PROCESSES = 8  # threads beside its first, and child processes if it may have any
-DISK = 64 << 20  # bytes of all files; in namespaces they are in memory
+CPU_SECONDS = 4  # CPU time of a program with all its calls; the slowest correct solution of MBPP+ takes 0.3 s
+WALL_SECONDS = 60.0  # many times the CPU time, so that a busy machine does not make a right answer wrong
+MEMORY = 1 << 30  # bytes of address space of each of a program's processes, in addition to the interpreter's
+PROCESSES = 8  # threads in addition to the first, and child processes if they are allowed
+DISK = 64 << 20  # bytes of all files; with namespaces the files are in memory
 START_SECONDS = 60.0  # for the starter, which imports numpy
-END_SECONDS = 10.0  # for the kernel to clear away what was killed
-IDLE = 0.5  # of the time by the clock: who waits less than this for a CPU is not slow because the machine is busy
-OUT_OF_CPU = 0.5  # of its CPU time, after which a kill is the limit's: the kernel counts ticks, and came at 0.8 of it
+END_SECONDS = 10.0  # for the kernel to clean up killed processes
+IDLE = 0.5  # fraction of the wall time: a program that waits less than this for a CPU is not slowed by a busy machine
+# Fraction of the CPU limit: SIGKILL after more CPU time than this counts as caused by the limit. The kernel counts
+# ticks, and has been seen to kill at 0.8 of the limit.
+OUT_OF_CPU = 0.5
 
-# What holds, by kind of isolation, best kind first.
+# What each kind of isolation limits and protects, best kind first.
 ALWAYS = ("CPU time", "memory", "size of a file", "network", "no process")
 STRICTLY = (*ALWAYS, "reading the user's files", "writing files", "other processes")
 LOOKED_AT = "size of all files and number of threads (looked at every 0.05 s)"
@@ -46,20 +50,27 @@ PROTECTS: dict[str, tuple[str, ...]] = {
     "landlock": (*STRICTLY, LOOKED_AT),
     "rlimits": (*ALWAYS, LOOKED_AT),
 }
-STRICT = ("namespaces", "landlock")  # what is chosen from; `rlimits` is by name only
+STRICT = ("namespaces", "landlock")  # kinds that are chosen automatically; `rlimits` has to be asked for
 
 
 class SandboxError(RuntimeError):
-    """A program could not be confined, or its tests not be run: no verdict about it."""
+    """A program could not be confined or its tests could not be run, so there is no verdict about it."""
 
 
 class UnfitTests(ValueError):
-    """The tests themselves are at fault: no program can be scored by them."""
+    """The tests themselves are wrong, so they cannot score any program."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """passed, failed: numbers of tests. reason: of the first failure. cpu_seconds: what the program took."""
+    """Result of a program on its tests.
+
+    Attributes:
+        passed: number of tests that passed.
+        failed: number of tests that failed.
+        reason: reason of the first failure; None if all tests passed.
+        cpu_seconds: CPU time of the program, in seconds; NaN if unknown.
+    """
 
     passed: int
     failed: int
@@ -68,20 +79,28 @@ class Verdict:
 
     @property
     def right(self) -> bool:
+        """Whether there were tests and all of them passed."""
         return self.failed == 0 and self.passed > 0
 
 
 class Sandbox(AbstractContextManager["Sandbox"]):
-    """Runs programs against tests, each in processes of its own, at most `count` at once; from any thread.
+    """Runs untrusted programs against tests, each program in processes of its own.
 
-    The processes that wait for work start with the first program, and again after they have died.
+    Any thread may call `run`. The starter, a process that forks the confined ones, starts with the first program, and
+    again if it has died.
 
     Args:
-        cpu_seconds, memory, processes, disk: limits of one program, see the constants; memory is per process.
-        wall_seconds: of one program by the clock.
-        count: how many at once; by default this process's share of the CPUs.
-        isolation: one of `PROTECTS`; None: the best of `STRICT` that this machine gives.
-        children: whether a program may start processes, whose CPU time is added up. Needs namespaces.
+        cpu_seconds: limit of CPU time for one program with all its calls, in seconds.
+        wall_seconds: limit of wall time for one program, in seconds.
+        memory: limit of address space for each of a program's processes, in bytes, in addition to the interpreter's.
+        processes: limit of a program's threads in addition to the first, and of its child processes.
+        disk: limit of all files of a program, in bytes.
+        count: largest number of programs at once; by default this process's share of the CPUs.
+        isolation: a key of `PROTECTS`; None: the best of `STRICT` that this machine supports.
+        children: whether a program may start processes. Their CPU time counts, too. Requires namespaces.
+
+    Raises:
+        ValueError: if an argument is invalid, or arguments contradict each other.
     """
 
     def __init__(
@@ -105,18 +124,18 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         for name, value in {**self.settings, "count": 1 if count is None else count}.items():
             least = 0 if name == "processes" else 1
             if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
+                raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
         if not (math.isfinite(wall_seconds) and wall_seconds > cpu_seconds):
             raise ValueError(
-                f"wall_seconds={wall_seconds!r} must be more than cpu_seconds={cpu_seconds}, many times it on a busy "
-                "machine: what the clock ended for want of a CPU is not scored."
+                f"wall_seconds={wall_seconds!r} must be more than cpu_seconds={cpu_seconds}, and many times as much on "
+                "a busy machine: a program that runs out of wall time because it had to wait for a CPU is not scored."
             )
         if isolation is not None and isolation not in PROTECTS:
-            raise ValueError(f"isolation={isolation!r} is none of {list(PROTECTS)}.")
+            raise ValueError(f"isolation={isolation!r} is unknown. Choose one of {list(PROTECTS)}.")
         if children and isolation not in (None, "namespaces"):
             raise ValueError(
-                f"children={children!r} needs isolation='namespaces', not {isolation!r}: nothing else ends what a "
-                "program has started."
+                f"children={children!r} needs isolation='namespaces', not {isolation!r}: only namespaces end all "
+                "processes that a program has started."
             )
         self.settings["children"] = bool(children)
         self.others: dict[str, Any] = {"wall_seconds": wall_seconds, "count": count, "isolation": isolation}
@@ -127,21 +146,29 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
     @property
     def kind(self) -> str:
-        """The isolation that this machine gives; `PROTECTS[kind]` is what holds. Starts the sandbox if need be."""
+        """Kind of isolation in use, a key of `PROTECTS`. Starts the sandbox if needed."""
         with self._lock:
             return self._started().kind
 
     def run(self, program: str, tests: Sequence[Test], entry_point: str | None = None) -> Verdict:
-        """Runs each script of `tests` with the program's names; a pair is the program's input and expected output.
+        """Run a program against tests.
 
         Args:
-            entry_point: what the tests call; needed only where Python has that name itself (`sum`).
+            program: Python source code.
+            tests: scripts, which run with the names that the program defines, or pairs of an input and the expected
+                output, see `Test`.
+            entry_point: name of the function that the scripts call. It is needed only if it is a name of Python's own,
+                such as `sum`.
+
+        Returns:
+            The verdict.
 
         Raises:
-            UnfitTests: a test is no Python, calls nothing of the program, or hands it what cannot be sent to it.
-            TimeoutError: it took longer than `wall_seconds` by the clock, but not its CPU time, and most of it for want
-                of a CPU. A program that sleeps is wrong.
-            SandboxError: it could not be run, or something outside ended it.
+            UnfitTests: if a script is not valid Python, calls nothing of the program, or passes it a value that cannot
+                be sent to its process.
+            TimeoutError: if the program took longer than `wall_seconds` without using up its CPU time, and waited for a
+                CPU most of the time. A program that sleeps gets a verdict: it is wrong.
+            SandboxError: if the program could not be run, or something outside the sandbox ended it.
         """
         job = {"tests": list(tests), "entry_point": entry_point}
         with self._slots:
@@ -149,11 +176,11 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 with self._lock:
                     solution, checker = self._started().begin()
             except OSError as error:
-                raise SandboxError(f"no process for the program: {error}") from error
+                raise SandboxError(f"no process can be started for the program: {error}") from error
             with solution, checker:
                 try:
-                    end = time.monotonic() + self.others["wall_seconds"]  # without the sandbox's own start
-                    ahead = any(isinstance(one, str) for one in tests)  # else it runs with its inputs only
+                    end = time.monotonic() + self.others["wall_seconds"]  # the sandbox's start does not count
+                    ahead = any(isinstance(one, str) for one in tests)  # with pairs only, it runs once for each input
                     return self._score({"program": program, "ahead": ahead}, job, solution, checker, end)
                 finally:
                     for one in (solution, checker):
@@ -162,11 +189,12 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                         _wait(one)
 
     def _score(self, program: Any, job: Any, solution: socket.socket, checker: socket.socket, end: float) -> Verdict:
+        """Send a program and its tests to the two processes, and read the verdict."""
         asked = False
         try:
             for one, message in ((solution, program), (checker, job)):
                 one.settimeout(max(0.0, end - time.monotonic()))
-                with suppress(BrokenPipeError, ConnectionResetError):  # it says below why it is gone
+                with suppress(BrokenPipeError, ConnectionResetError):  # its last message, read below, says why it ended
                     send(one, json.dumps(message).encode())
             verdict = _read(checker, end)
             asked = verdict is not None and "asked" in verdict
@@ -176,10 +204,10 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 _end(solution)
             status = _read(solution, end) or {}
         except TimeoutError:
-            of_tests, status = _last(checker), _last(solution)  # the tests first, which else end by themselves
+            of_tests, status = _last(checker), _last(solution)  # the tests first: without the program they would end
             wall = self.others["wall_seconds"]
             reason = (
-                f"the program and its tests took more than {wall:g} s by the clock, but not more than "
+                f"the program and its tests took more than {wall:g} s of wall time, but not more than "
                 f"{self.settings['cpu_seconds']} s of CPU time"
             )
             if asked and is_idle(wall, status.get("delay"), of_tests.get("delay")):
@@ -194,12 +222,16 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             reason = "the tests took too much CPU time or memory with what the program gave them"
             return Verdict(0, 1, reason, float(status.get("cpu", math.nan)))
         if verdict["unfit"] is not None:
-            raise UnfitTests(f"these tests score no program: {verdict['unfit']}")
+            raise UnfitTests(f"these tests cannot score a program: {verdict['unfit']}")
         reason = verdict["reason"] if verdict["ended"] is None else self._cause(status, verdict["ended"])
         return Verdict(verdict["passed"], verdict["failed"], reason, float(status.get("cpu", math.nan)))
 
     def _cause(self, status: dict[str, Any], ended: str) -> str:
-        """Why the program's process ended before its tests did; raises SandboxError where that is not its own doing."""
+        """Return why the program's process ended before its tests.
+
+        Raises:
+            SandboxError: if the program is not the cause.
+        """
         if "ended" not in status:
             raise SandboxError("the program's supervisor ended")
         code, cpu = status["ended"], status["cpu"]
@@ -207,17 +239,20 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             return str(status["excess"])
         if code == -9:
             if self._killed(status):
-                raise SandboxError(f"something killed the program after {cpu:.1f} s of CPU time; no memory left?")
+                raise SandboxError(
+                    f"something killed the program after {cpu:.1f} s of CPU time. Has the machine run out of memory?"
+                )
             return f"more than {self.settings['cpu_seconds']} s of CPU time"
         return f"the program's process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}; {ended}"
 
     def _killed(self, status: dict[str, Any]) -> bool:
-        """Whether a process that ended was killed from outside. Nothing inside can send SIGKILL but a limit."""
-        if status["excess"] is not None:  # by its supervisor
+        """Return whether a process was killed from outside. Inside the sandbox only a limit can send SIGKILL."""
+        if status["excess"] is not None:  # killed by its supervisor
             return False
         return status["ended"] == -9 and status["cpu"] < OUT_OF_CPU * self.settings["cpu_seconds"]
 
     def _started(self) -> _Starter:
+        """Return the starter; start one if there is none or it has died."""
         if self._starter is not None and not self._starter.alive:
             self._starter.close()
             self._starter = None
@@ -232,16 +267,16 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                     causes[kind] = str(error)
             else:
                 raise SandboxError(
-                    f"programs cannot be confined on this machine: {causes}. Run where user namespaces are allowed or "
-                    "the kernel has Landlock (5.13 or newer); see docs/rewards.md, also for isolation='rlimits', which "
-                    "protects no file and is for programs that you trust."
+                    f"programs cannot be confined on this machine: {causes}. Use a machine that allows user namespaces "
+                    "or whose kernel has Landlock (5.13 or newer); see docs/rewards.md. For programs that you trust "
+                    "there is isolation='rlimits', which protects no files."
                 )
             if causes:
                 _warn(self._starter.kind, json.dumps(causes))
         return self._starter
 
     def close(self) -> None:
-        """Ends all of its processes."""
+        """End all processes of the sandbox."""
         with self._lock:
             if self._starter is not None:
                 self._starter.close()
@@ -251,12 +286,12 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process starts a sandbox of its own."""
+        """Pickle the arguments only: another process starts a sandbox of its own."""
         return functools.partial(Sandbox, **self.settings, **self.others), ()
 
 
 class _Starter:
-    """The process that forks confined ones, and this end of its socket."""
+    """The process that forks confined processes, and the socket to it."""
 
     def __init__(self, settings: dict[str, Any]):
         packages = {os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
@@ -292,10 +327,11 @@ class _Starter:
 
     @property
     def alive(self) -> bool:
+        """Whether the starter runs and belongs to this process."""
         return self.owner == os.getpid() and self.process.poll() is None
 
     def begin(self) -> tuple[socket.socket, socket.socket]:
-        """The sockets of a new job's two supervisors."""
+        """Begin a job; return the sockets to its two supervisors: the program's and the tests'."""
         solution, its_end = socket.socketpair()
         checker, other_end = socket.socketpair()
         with its_end, other_end:
@@ -303,12 +339,12 @@ class _Starter:
         return solution, checker
 
     def close(self) -> None:
-        """Closing the channel ends the starter, and with it the namespace of all others."""
+        """End the starter by closing its channel; the namespace of all its processes ends with it."""
         if self.owner != os.getpid():
             self.channel.close()
-            return  # a forked child's copy: the process is its parent's
-        with suppress(OSError):  # the starter may have gone
-            self.channel.shutdown(socket.SHUT_RDWR)  # close alone does not end it where a forked child has a copy
+            return  # this is a forked child's copy, and the process belongs to the parent
+        with suppress(OSError):  # the starter may have ended
+            self.channel.shutdown(socket.SHUT_RDWR)  # closing alone has no effect if a forked child has a copy
         self.channel.close()
         try:
             self.process.wait(END_SECONDS)
@@ -317,7 +353,7 @@ class _Starter:
             self.process.wait()
 
 
-# All that programs see of an environment: no keys, and the same order of sets in every run.
+# The whole environment of programs: it has no keys, and sets have the same order in every run.
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -330,7 +366,7 @@ ENVIRONMENT = {
 
 
 def _read(source: socket.socket, end: float) -> dict[str, Any] | None:
-    """The next message, until `end`; None when there is none any more."""
+    """Read the next message until the time `end`; None if there are no more messages."""
     source.settimeout(max(1e-3, end - time.monotonic()))
     try:
         message = receive(source)
@@ -340,7 +376,7 @@ def _read(source: socket.socket, end: float) -> dict[str, Any] | None:
 
 
 def _last(control: socket.socket) -> dict[str, Any]:
-    """How a side ended that is ended now."""
+    """End one side, and return its last message, which says how it ended."""
     _end(control)
     message: dict[str, Any] | None = {}
     with suppress(OSError, ValueError):
@@ -350,32 +386,34 @@ def _last(control: socket.socket) -> dict[str, Any]:
 
 
 def is_idle(wall: float, *delays: float | None) -> bool:
-    """Whether a program and its tests, which took so long, were waiting for something else than a CPU.
+    """Return whether a program and its tests were mostly waiting for something other than a CPU.
 
     Args:
-        delays: for how many seconds each waited for a CPU; None: unknown.
+        wall: seconds that they took.
+        delays: for each of the two, the seconds for which it waited for a CPU; None if unknown.
     """
     known = [one for one in delays if one is not None]
     return len(known) == len(delays) and sum(known) < IDLE * wall
 
 
 def _end(control: socket.socket) -> None:
-    """Asks a supervisor to end its side."""
-    with suppress(OSError):  # it has gone
+    """Ask a supervisor to end its side."""
+    with suppress(OSError):  # the supervisor has ended
         control.shutdown(socket.SHUT_WR)
 
 
 def _wait(control: socket.socket) -> None:
-    """Until the supervisor has gone, and all of its namespace with it: no more run at once than there are slots."""
+    """Wait until a supervisor and its whole namespace have ended, so that no more programs run than there are slots."""
     end = time.monotonic() + END_SECONDS
     with suppress(OSError, ValueError):
         while _read(control, end) is not None:
             pass
 
 
-@functools.cache  # once per cause
+@functools.cache  # one warning per cause
 def _warn(kind: str, causes: str) -> None:
+    """Warn that the best kind of isolation is not available."""
     logger.warning(
-        f"Programs are confined by {kind}, since this machine gives no better ({causes}). What holds: "
-        f"{', '.join(PROTECTS[kind])}. See docs/rewards.md, or run where user namespaces are allowed."
+        f"Programs are confined by {kind}, because this machine supports nothing better ({causes}). This limits or "
+        f"protects: {', '.join(PROTECTS[kind])}. See docs/rewards.md, or use a machine that allows user namespaces."
     )

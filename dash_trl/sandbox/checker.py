@@ -1,18 +1,21 @@
-"""Runs inside: a program and its tests, in two processes that exchange plain values as text.
+"""Runs a program and its tests inside the sandbox, in two processes that exchange plain values as text.
+
+How a test calls the program (left: the tests' process, the checker; right: the program's process, the solution)::
 
     checker: assert f([1, 2]) == 3 ──► f is a `Remote` ──► ["call", ["own", 4], [["list", [1, 2]]], …] ──► solution
              3 == 3, here          ◄──────────────────────────────────── ["value", 3, None]        ◄── f([1, 2])
 
-The program never sees its tests or what they expect, only the arguments of calls. What it returns is rebuilt here from
-JSON: values of Python's own types and numpy's, never an object with an `__eq__` of its own. What is no such value (a
-generator, an instance of the program's class, a match) stays there; here is a `Remote`, which can be called, iterated,
-indexed, asked for attributes, its length, its truth and its text, and equals nothing. Functions of the tests go the
-same way in the other direction. After a call, containers that it changed are changed here, too.
+The program never sees its tests or the expected results, only the arguments of calls. The checker rebuilds returned
+values from JSON: values of Python's and numpy's own types, but never an object with its own `__eq__`. Any other object
+(a generator, an instance of the program's class, a match) stays in the solution. The checker gets a `Remote` for it,
+which can be called, iterated and indexed, can be asked for attributes, its length, its truth value and its text, and
+equals only itself. Functions of the tests are passed to the program in the same way. If a call changes a container
+among its arguments, the caller's container is changed, too.
 
-A test may also be a pair (input, expected output): the program's process runs the program anew with that standard
-input, and what it prints is compared here.
+A test may also be a pair (input, expected output). Then the solution runs the program again with this standard input,
+and the checker compares its output.
 
-It imports nothing of this package: see `confinement.py`.
+This module imports nothing from this package, see `confinement.py`.
 """
 
 import ast
@@ -40,32 +43,51 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-Test = str | tuple[str, str]  # a script with asserts; or a program's standard input and the output that is expected
+Test = str | tuple[str, str]  # a script with asserts, or a pair of standard input and expected output
 
-MAX_MESSAGE = 8 << 20  # bytes of one call or value
-MAX_TEXT = MAX_MESSAGE - 1000  # of an input or an output, with what a message has beside it
-MAX_JOB = 64 << 20  # bytes of all tests of a program
+MAX_MESSAGE = 8 << 20  # limit of one call or value, in bytes
+MAX_TEXT = MAX_MESSAGE - 1000  # limit of an input or output, which leaves room for the rest of its message
+MAX_JOB = 64 << 20  # limit of all tests of a program, in bytes
 LARGEST_JSON_INT = 2**53
 
 
 class CannotCross(BaseException):
-    """An argument of the tests' is no value that can be sent. No `Exception`: the tests are not to catch it."""
+    """The tests pass an argument that cannot be sent. It is no `Exception`, so that the tests do not catch it."""
 
 
 class SolutionError(Exception):
-    """Raised in the tests for an error of the program that is none of Python's own, or when its process has ended or
-    does not keep to the protocol."""
+    """Raised in the tests for an error of the program that is no built-in exception.
+
+    Also raised if the program's process has ended or violates the protocol.
+    """
 
 
 # ------------------------------------------------------------------------------------------------------------ frames
 
 
 def send(to: socket.socket, message: bytes) -> None:
+    """Send a message with its length before it.
+
+    Args:
+        to: the socket.
+        message: the message.
+    """
     to.sendall(len(message).to_bytes(4, "big") + message)
 
 
 def receive(source: socket.socket, most: int = MAX_MESSAGE) -> bytes | None:
-    """The next message; None when the other side has closed. Raises ValueError for one that is too long."""
+    """Receive the next message.
+
+    Args:
+        source: the socket.
+        most: limit of the message, in bytes.
+
+    Returns:
+        The message; None if the other side has closed the socket.
+
+    Raises:
+        ValueError: if the message is too long.
+    """
     head = _exactly(source, 4)
     if head is None:
         return None
@@ -76,6 +98,7 @@ def receive(source: socket.socket, most: int = MAX_MESSAGE) -> bytes | None:
 
 
 def _exactly(source: socket.socket, count: int) -> bytes | None:
+    """Receive a number of bytes; None if the other side has closed the socket."""
     parts = bytearray()
     while len(parts) < count:
         part = source.recv(min(count - len(parts), 1 << 16))
@@ -113,13 +136,13 @@ WRITTEN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "ellipsis": (type(...), lambda one: None, lambda _: ...),
     "type": (type, lambda one: one.__name__, lambda name: _builtin_type(name)),
 }
-VIEWS: dict[str, Callable[[list[Any]], Any]] = {  # of a dict
+VIEWS: dict[str, Callable[[list[Any]], Any]] = {  # views of a dict
     "dict_keys": lambda keys: dict.fromkeys(keys).keys(),
     "dict_values": lambda values: dict(enumerate(values)).values(),
     "dict_items": lambda items: dict(items).items(),
 }
 TAGS = {kind: tag for tag, (kind, _, _) in WRITTEN.items()}
-PLAIN_ARRAYS = "biufcSU"  # numpy's kinds whose items are Python's own
+PLAIN_ARRAYS = "biufcSU"  # kinds of numpy arrays whose items are values of Python's own types
 
 
 def _integers(texts: list[str]) -> Iterator[int]:
@@ -134,21 +157,35 @@ def _builtin_type(name: str) -> type:
 
 
 class Codec:
-    """Values as JSON and back. What has no spelling is kept in `own`, and crosses as a number.
+    """Converts values to JSON and back. An object that JSON cannot express stays in `own`, and its number is sent.
 
     Args:
-        there: makes what stands here for the other side's number.
-        is_kept: whether a value may cross as a number.
+        there: creates the stand-in for an object of the other side from its number.
+        is_kept: returns whether an object may be kept and sent as a number.
+
+    Attributes:
+        own: number → object that the other side knows by this number.
+        numbers: `id` of such an object → its number.
+        types: built-in types that the other side has sent.
     """
 
     def __init__(self, there: Callable[[int], Any], is_kept: Callable[[Any], bool]):
         self.is_kept = is_kept
         self.own: dict[int, Any] = {}
-        self.numbers: dict[int, int] = {}  # by id; `own` keeps these objects, so that no id comes twice
+        self.numbers: dict[int, int] = {}  # `own` keeps these objects alive, so that no id is used twice
         self.there = there
-        self.types: set[type] = set()  # of Python's own, that the other side has sent
+        self.types: set[type] = set()
 
     def encode(self, value: Any) -> Any:
+        """Convert a value to JSON data.
+
+        Args:
+            value: any object.
+
+        Raises:
+            CannotCross: if the value can neither be converted nor kept.
+            SolutionError: instead, if the program has sent the type of the value.
+        """
         kind = type(value)
         if value is None or kind in (bool, str, float) or kind is int and abs(value) <= LARGEST_JSON_INT:
             return value
@@ -166,16 +203,17 @@ class Codec:
             return array
         if isinstance(value, Remote):
             return ["yours", value._number_]
-        for base in BASES:  # a named tuple, an IntEnum, a list's subclass: what Python's own type says that it is
+        for base in BASES:  # a named tuple, an IntEnum or a subclass of list is sent as a value of its built-in type
             if isinstance(value, base):
                 return self.encode(base.__str__(value) if base is str else _plain(base, value))
         if not self.is_kept(value):
-            # Made by a type that the program handed over, it is the program's doing.
+            # If the program handed over the type, the value is the program's fault.
             wrong = SolutionError if kind in self.types else CannotCross
             raise wrong(f"an argument of type {kind.__name__!r}, which is no plain value and no function")
         return ["mine", self.keep(value)]
 
     def _encode_array(self, value: Any) -> Any:
+        """Convert a numpy scalar or array; return None for any other object of numpy's."""
         numpy = sys.modules["numpy"]
         if isinstance(value, numpy.generic) and value.dtype.kind in PLAIN_ARRAYS:
             return ["scalar", [value.dtype.str, self.encode(value.item())]]
@@ -184,11 +222,24 @@ class Codec:
         return None
 
     def keep(self, value: Any) -> int:
+        """Keep an object for the other side, and return its number.
+
+        Args:
+            value: the object.
+        """
         number = self.numbers.setdefault(id(value), len(self.own))
         self.own[number] = value
         return number
 
     def decode(self, data: Any) -> Any:
+        """Convert JSON data of `encode` back to a value.
+
+        Args:
+            data: the JSON data.
+
+        Raises:
+            Exception: if the data is malformed.
+        """
         if not isinstance(data, list):
             return data
         tag, content = data
@@ -220,7 +271,7 @@ class Codec:
 
 
 def _plain(base: type, value: Any) -> Any:
-    """The value as its base's, by the base's own methods."""
+    """Convert a value to the built-in type from which its type derives, with the methods of the built-in type."""
     if base in (int, float, complex):
         return base.__pos__(value)  # type: ignore[attr-defined]
     if base in MAPPINGS.values():
@@ -229,7 +280,12 @@ def _plain(base: type, value: Any) -> Any:
 
 
 def update(old: Any, new: Any) -> None:
-    """Makes a container what it has become on the other side, with the objects that it held where they still fit."""
+    """Change a container in place to what it has become on the other side; keep inner containers of the same type.
+
+    Args:
+        old: the container on this side.
+        new: its new content.
+    """
     if type(old) is not type(new):
         return
     if isinstance(old, (list, collections.deque, bytearray)):
@@ -248,6 +304,7 @@ def update(old: Any, new: Any) -> None:
 
 
 def _merged(old: Any, new: Any) -> Any:
+    """Return the old container, updated, if it fits the new value; else the new value."""
     if type(old) is type(new) and isinstance(old, (list, dict, set, bytearray, collections.deque)):
         update(old, new)
         return old
@@ -258,32 +315,56 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 class Peer:
-    """One end of the link: it asks, and answers what is asked while it waits.
+    """One end of the link between the two processes. It sends requests, and answers requests while it waits.
 
     Args:
-        trusted: it is the tests' end. A function of theirs may be called by the program, but an attribute of it
-            (`__globals__`) or of a generator (`gi_frame`) would lead to what they expect.
+        link: socket to the other end.
+        trusted: whether this is the tests' end. The program may call functions of the tests, but not read attributes:
+            those of a function (`__globals__`) or a generator (`gi_frame`) would lead to the expected results.
+
+    Attributes:
+        codec: converts values.
+        operations: operations that the other end may request.
+        catch: exceptions that are sent back as the answer to a request.
+        calls: number of calls requested so far.
+        ended: how the other process ended or violated the protocol; None if it did not.
     """
 
     def __init__(self, link: socket.socket, *, trusted: bool):
         self.link = link
         self.codec = Codec(lambda number: Remote(self, number), is_kept=is_harmless if trusted else lambda value: True)
         self.operations = {name: OPERATIONS[name] for name in (HARMLESS if trusted else OPERATIONS)}
-        # Of what answering raises, what becomes an answer. What a function of the tests makes of the program's own
-        # argument (`object`) must not make these tests unfit.
+        # `CannotCross` is caught at the tests' end, too: a function of the tests may return something that depends on
+        # the program's argument (such as `object`) and cannot be sent, which must not make these tests unfit.
         self.catch = (Exception, CannotCross) if trusted else BaseException
         self.calls = 0
         self.ended: str | None = None
 
     def ask(self, number: int, operation: str, /, *arguments: Any, **named: Any) -> Any:
-        """What `operation` with these arguments is, done with object `number` of the other side."""
+        """Let the other side apply an operation to one of its objects, and wait for the result.
+
+        Args:
+            number: number of the object.
+            operation: a key of `OPERATIONS`.
+            arguments: positional arguments of the operation.
+            named: keyword arguments of the operation.
+
+        Returns:
+            Result of the operation.
+
+        Raises:
+            Exception: the error of the operation, if it is a built-in exception.
+            SolutionError: if the operation raised any other error, or the other process has ended or violates the
+                protocol.
+            CannotCross: if the tests' arguments cannot be sent.
+        """
         if self.ended:
             raise SolutionError(self.ended)
         self.calls += operation == "call"
         parts = [list(arguments), named]
         request = json.dumps(["ask", number, operation, [self.codec.encode(part) for part in parts]])
         if len(request) > MAX_MESSAGE:
-            # Behind a call it may be the program's own value, by which it must not make its tests unfit.
+            # After an earlier call this may be the program's own value, which must not make the tests unfit.
             kind = SolutionError if self.calls > (operation == "call") else CannotCross
             raise kind(f"arguments of {len(request):,} bytes, of {MAX_MESSAGE:,} at most")
         try:
@@ -310,14 +391,21 @@ class Peer:
             raise SolutionError(self.ended) from error
         known = getattr(builtins, name, None)
         raised: Exception = SolutionError(f"{name}: {message}")
-        # `all(map(test, inputs))` takes a StopIteration for the end of its inputs, and passes.
+        # `all(map(test, inputs))` would take a StopIteration for the end of its inputs, and pass.
         is_end = known is StopIteration and operation != "next"
         if isinstance(known, type) and issubclass(known, Exception) and not is_end:
-            with suppress(TypeError):  # UnicodeDecodeError wants five arguments
+            with suppress(TypeError):  # UnicodeDecodeError needs five arguments
                 raised = known(message)
         raise raised
 
     def answer(self, number: int, operation: str, parts: list[Any]) -> None:
+        """Answer a request of the other side.
+
+        Args:
+            number: number of the object.
+            operation: name of the operation.
+            parts: encoded positional and keyword arguments.
+        """
         try:
             if operation not in self.operations:
                 raise AttributeError(f"objects of the tests have no {operation}")
@@ -325,26 +413,26 @@ class Peer:
             before = json.dumps(parts)
             value = self.operations[operation](self.codec.own[number], *arguments, **named)
             after = [self.codec.encode(part) for part in (arguments, named)]
-            # one list, so that the other side decodes it at once
+            # a single list, so that the other side can decode it in one call
             changed = None if json.dumps(after) == before else ["list", after]
             reply = json.dumps(["value", self.codec.encode(value), changed])
             if len(reply) > MAX_MESSAGE:
                 raise ValueError(f"a value of {len(reply):,} bytes, of {MAX_MESSAGE:,} at most")
         except self.catch as error:
-            # of a program's own `class E(ValueError)` what the tests can catch
+            # for a program's own `class E(ValueError)` send the built-in base, which the tests can catch
             known = [one.__name__ for one in type(error).__mro__ if one.__module__ == "builtins"]
             reply = json.dumps(["error", known[0], _text(error)])
         send(self.link, reply.encode())
 
     def answer_all(self) -> None:
-        """Until the other side has closed."""
+        """Answer requests until the other side closes the link."""
         while (text := receive(self.link)) is not None:
             _, *content = json.loads(text)
             self.answer(*content)
 
 
 def _text(error: BaseException) -> str:
-    """What it says, cut off, and without what no log can write (a program's '\\ud800')."""
+    """Return the message of an error, shortened, without characters that no log can write (such as '\\ud800')."""
     try:
         return str(error)[:1000].encode("utf-8", "backslashreplace").decode()
     except BaseException:
@@ -352,7 +440,12 @@ def _text(error: BaseException) -> str:
 
 
 class Remote:
-    """An object of the other side. It equals only itself, so that no `__eq__` of a program's decides a test."""
+    """Stand-in for an object of the other side. It equals only itself, so that no `__eq__` of a program decides a test.
+
+    Args:
+        peer: this end of the link.
+        number: the object's number on the other side.
+    """
 
     __slots__ = ("_number_", "_peer_")
 
@@ -372,7 +465,7 @@ class Remote:
         self._peer_.ask(self._number_, "set", name, value)
 
     def __iter__(self) -> Any:
-        return self._peer_.ask(self._number_, "iterate")  # a `Remote`, too: of a `Lasting`
+        return self._peer_.ask(self._number_, "iterate")  # also a `Remote`, of a `Lasting`
 
     def __next__(self) -> Any:
         return self._peer_.ask(self._number_, "next")
@@ -394,12 +487,20 @@ class Remote:
 
 
 def is_harmless(value: Any) -> bool:
-    """Whether a test's object is of use where it has no attributes: a function or an iterator."""
+    """Return whether an object of the tests is useful without its attributes: a function or an iterator.
+
+    Args:
+        value: the object.
+    """
     return callable(value) or hasattr(type(value), "__next__")
 
 
 class Lasting(Iterator[Any]):
-    """Keeps an iterator in `own`, where a list or a generator's values would be sent."""
+    """Wraps an iterator, so that it is kept in `own` instead of being sent as a list of its values.
+
+    Args:
+        iterator: the iterator.
+    """
 
     def __init__(self, iterator: Iterator[Any]):
         self.iterator = iterator
@@ -422,20 +523,25 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "names": lambda one, wanted: one(wanted),
 }
 HARMLESS = ("call", "iterate", "next", "length", "item", "truth", "text", "spelling")
-PROGRAM, PRINTED = 0, 1  # the numbers of what gives the program's names, and of what runs it with an input
+PROGRAM, PRINTED = 0, 1  # numbers of the objects that return the program's names, and run it with an input
 
 
 # ---------------------------------------------------------------------------------------------------------- solution
 
 
 def run_solution(control: socket.socket, link: socket.socket) -> None:
-    """Reads a program, runs it, and answers what the checker asks of it."""
+    """Read a program, run it, and answer the checker's requests.
+
+    Args:
+        control: socket to the trainer.
+        link: socket to the checker.
+    """
     job = json.loads(receive(control) or b"{}")
-    program = job["program"]  # without one nobody waits for it any more
+    program = job["program"]  # raises KeyError if the trainer has closed the socket: nobody waits any more
     control.close()
-    # A set's order and a program's choices are the same in each run (see also PYTHONHASHSEED in box.py).
+    # Random choices are the same in each run, and so is the order of sets (see PYTHONHASHSEED in box.py).
     random.seed(0)
-    module = types.ModuleType("solution")  # dataclasses and pickle look for the module of a class
+    module = types.ModuleType("solution")  # dataclasses and pickle look up the module of a class
     sys.modules["solution"] = module
     peer = Peer(link, trusted=False)
 
@@ -446,7 +552,7 @@ def run_solution(control: socket.socket, link: socket.socket) -> None:
             return error
         return None
 
-    loaded = [load()] if job.get("ahead") else []  # while the checker reads the tests
+    loaded = [load()] if job.get("ahead") else []  # runs while the checker reads the tests
 
     def names(wanted: list[str]) -> dict[str, Any]:
         error = loaded.pop() if loaded else load()
@@ -460,15 +566,26 @@ def run_solution(control: socket.socket, link: socket.socket) -> None:
 
 
 def called_here(value: Any) -> Any:
-    """A type of Python's own (`f = list`) in a form that does not cross: the tests' calls of it are the program's."""
+    """Wrap a built-in type (`f = list`), so that the type is not sent and its calls run in the program's process.
+
+    Args:
+        value: a value of the program.
+    """
     is_own = isinstance(value, type) and value.__module__ == "builtins" and not issubclass(value, BaseException)
     return functools.partial(value) if is_own else value
 
 
 def printed(program: str, given: str) -> str:
-    """What the program prints when it is run as a script with this standard input.
+    """Run the program as a script, and return what it prints.
 
     Standard input and output are files, so that `open(0)`, `sys.stdin.buffer` and `os.write(1, …)` work, too.
+
+    Args:
+        program: Python source code.
+        given: standard input.
+
+    Raises:
+        Exception: the program's error, or `RuntimeError` for an exit code other than 0.
     """
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as sink:
         source.write(given.encode("utf-8", "surrogatepass"))
@@ -479,17 +596,17 @@ def printed(program: str, given: str) -> str:
         output = sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # type: ignore[misc]
         sys.argv = ["solution.py"]
         module = sys.modules["__main__"] = types.ModuleType("__main__")
-        # the first two Python has only with its `site`
+        # Python itself defines exit and quit only if it imports `site`
         module.__dict__.update(exit=sys.exit, quit=sys.exit, __file__=os.path.abspath("solution.py"))
         try:
             exec(compile(program, "solution.py", "exec", dont_inherit=True), module.__dict__)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise RuntimeError(f"exit code {end.code}") from end
-        finally:  # the program may have closed them; in their place the next run would open its files
+        finally:  # the program may have closed them, and the next run's files would get their numbers
             os.dup2(source.fileno(), 0)
             os.dup2(sink.fileno(), 1)
-        for thread in threading.enumerate():  # as at the end of a process; some programs do all their work in one
+        for thread in threading.enumerate():  # as at the end of a process; some programs do all their work in a thread
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
         atexit._run_exitfuncs()
@@ -497,7 +614,7 @@ def printed(program: str, given: str) -> str:
             with suppress(Exception):
                 file.flush()
         module.__dict__.clear()
-        gc.collect()  # writes what is left in files that were not closed, and frees the memory for the next run
+        gc.collect()  # flushes files that were not closed, and frees memory for the next run
         sink.seek(0)
         return sink.read(MAX_MESSAGE).decode("utf-8", "replace")
 
@@ -506,47 +623,60 @@ def printed(program: str, given: str) -> str:
 
 
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
-TOLERANCE = 1e-6  # of a number that is expected with a decimal point, absolute or relative
+TOLERANCE = 1e-6  # absolute or relative, for numbers that are expected with a decimal point or an exponent
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Whether two outputs are the same, line by line, but for white space and the last digits of numbers.
+    """Return whether two outputs are equal line by line, except for white space and the last digits of numbers.
 
-    Lines at the end that are empty do not count, nor does white space around words. Integers have to be the same text,
-    since an answer modulo 10^9 + 7 is close to many others.
+    Empty lines at the end and white space around words do not count. Integers must be exactly equal, because an answer
+    modulo 10^9 + 7 is close to many wrong ones.
+
+    Args:
+        found: the program's output.
+        expected: the expected output.
     """
     lines, wanted = found.rstrip().split("\n"), expected.rstrip().split("\n")
     return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
 
 
 def _same_line(found: str, expected: str) -> bool:
+    """Compare two lines word by word."""
     words, wanted = found.split(), expected.split()
     return words == wanted or len(words) == len(wanted) and all(map(_same_word, words, wanted))
 
 
 def _same_word(found: str, expected: str) -> bool:
+    """Compare two words, as numbers if both are numbers."""
     if found == expected:
         return True
     if not (_DECIMAL.fullmatch(found) and _DECIMAL.fullmatch(expected)):
         return False
-    if not any(mark in expected for mark in ".eE"):  # an integer, which may be printed as 3.0
+    if not any(mark in expected for mark in ".eE"):  # an integer is expected; it may be printed as 3.0
         return any(mark in found for mark in ".eE") and _exactly_equal(found, expected)
     return math.isclose(float(found), float(expected), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def _exactly_equal(found: str, expected: str) -> bool:
-    """As numbers with all their digits: a `float` has 16 of them, and every large one is infinite."""
-    with suppress(decimal.InvalidOperation):  # an exponent without bounds
+    """Compare two numbers exactly. `float` would keep only 16 digits, and turn large numbers into infinity."""
+    with suppress(decimal.InvalidOperation):  # the exponent is too large
         return decimal.Decimal(found) == decimal.Decimal(expected)
     return False
 
 
 def compare_shapes(numpy: types.ModuleType, tests: Any) -> None:
-    """Makes `allclose` and `isclose` false for values of another shape, and the asserts of `numpy.testing` fail. numpy
-    broadcasts, and has no objection to an empty list: `return []` would be close to any number. Only the second value
-    may be a number for a whole array."""
+    """Make numpy's comparisons fail for values of different shapes.
+
+    `allclose` and `isclose` then return False, and the asserts of `numpy.testing` fail. By itself numpy broadcasts, and
+    it accepts an empty list: `return []` would be close to any number. Only the second value may be a number that is
+    compared with a whole array.
+
+    Args:
+        numpy: the module, which is changed.
+        tests: the tests.
+    """
     compared = [(numpy, "allclose"), (numpy, "isclose")]
-    if "testing" in str(tests):  # whose import takes a while
+    if "testing" in str(tests):  # only if needed, because importing numpy.testing is slow
         names = ("allclose", "almost_equal", "array_almost_equal", "array_equal")
         compared += [(importlib.import_module("numpy.testing"), f"assert_{name}") for name in names]
     for module, name in compared:
@@ -566,8 +696,18 @@ def compare_shapes(numpy: types.ModuleType, tests: Any) -> None:
 
 
 class Count(AbstractContextManager[Any]):
-    """`with` around one test: counts it, and goes on after its failure. No test passes whose program has ended: it may
-    expect an error, but not that one."""
+    """Context manager around one test, which counts the test and continues after its failure.
+
+    A test fails if the program's process has ended: the test may expect an error, but not this one.
+
+    Args:
+        peer: the tests' end of the link.
+
+    Attributes:
+        passed: number of tests that passed.
+        failed: number of tests that failed.
+        reason: reason of the first failure.
+    """
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
@@ -584,16 +724,27 @@ class Count(AbstractContextManager[Any]):
         return isinstance(error, Exception)
 
     def fail(self, error: BaseException) -> None:
+        """Count a failure.
+
+        Args:
+            error: its reason.
+        """
         self.failed += 1
         self.reason = self.reason or f"{type(error).__name__}: {_text(error)}"[:500]
 
 
 class CountTests(ast.NodeTransformer):
-    """A test is an assert, or one turn of a loop that has asserts."""
+    """Changes scripts so that their tests are counted. A test is an assert, or one iteration of a loop with asserts."""
 
     NAME = "__test__"
 
     def counted(self, body: list[ast.stmt], like: ast.stmt) -> ast.stmt:
+        """Put statements into a `with` statement that counts them as one test.
+
+        Args:
+            body: the statements.
+            like: statement whose position the new one gets.
+        """
         return ast.copy_location(ast.With([ast.withitem(ast.Name(self.NAME, ast.Load()))], body), like)
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
@@ -606,11 +757,16 @@ class CountTests(ast.NodeTransformer):
         return self.generic_visit(node)  # type: ignore[return-value]
 
     def visit_Try(self, node: ast.Try) -> ast.stmt:
-        return node  # whose asserts may be meant to fail
+        return node  # asserts within `try` may be meant to fail
 
 
 def run_checker(control: socket.socket, link: socket.socket) -> None:
-    """Reads tests, runs them with the program's names, and writes the verdict to the trainer."""
+    """Read tests, run them with the program's names, and send the verdict to the trainer.
+
+    Args:
+        control: socket to the trainer.
+        link: socket to the solution.
+    """
     try:
         job = json.loads(receive(control, MAX_JOB) or b"{}")
     except ValueError as error:
@@ -627,26 +783,41 @@ def run_checker(control: socket.socket, link: socket.socket) -> None:
 
 
 def modules(nodes: list[ast.AST], names: set[str]) -> dict[str, types.ModuleType]:
-    """Those of the names that are the standard library's or numpy's, and used as a module only: `math.isclose`."""
+    """Import the names that are modules of the standard library or numpy and are only used as such (`math.isclose`).
+
+    Args:
+        nodes: all nodes of the tests' syntax trees.
+        names: names that the tests use.
+
+    Returns:
+        Name → module.
+    """
     dotted = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     names = names - {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in dotted}
     found = {}
     for name in names & {*sys.stdlib_module_names, "numpy", "np"}:
-        with suppress(ImportError):  # then the program may have it
+        with suppress(ImportError):  # the program may define this name
             found[name] = importlib.import_module("numpy" if name == "np" else name)
     return found
 
 
 def check(tests: list[Test], entry_point: str | None, peer: Peer, before: Callable[[], None]) -> dict[str, Any]:
-    """Runs each script with the program's names, except that no name of Python's own is the program's, nor a module's
-    that the tests do not import: it might forge `all`, `isinstance` or `math.isclose`. Only the entry point may be such
-    a name (MBPP has a `sum`). A test that is no script is a pair of an input and the expected output.
+    """Run tests with the program's names.
 
-    before(): before anything is asked of the program.
+    Built-in names are Python's own, not the program's, and so are modules that the tests use without importing them.
+    Otherwise the program could forge `all`, `isinstance` or `math.isclose`. Only the entry point may be such a name
+    (MBPP has a `sum`).
 
-    passed, failed: numbers of tests. reason: of the first failure. unfit: why the tests say nothing, or None.
+    Args:
+        tests: scripts, or pairs of an input and the expected output.
+        entry_point: name of the function that the scripts call.
+        peer: the tests' end of the link.
+        before: called before the first request to the program.
 
-    ended: how the program's process left the protocol, if it did.
+    Returns:
+        A dict of `passed` and `failed` (numbers of tests), `reason` (of the first failure), `unfit` (why the tests
+        cannot score a program, or None) and `ended` (how the program's process ended or violated the protocol, or
+        None).
     """
     total, unfit = Count(peer), None
     texts, pairs = [one for one in tests if isinstance(one, str)], [one for one in tests if not isinstance(one, str)]
@@ -671,10 +842,10 @@ def check(tests: list[Test], entry_point: str | None, peer: Peer, before: Callab
             names = modules(nodes, used - {entry_point})
             wanted = sorted(used - names.keys())
         if not unfit:
-            before()  # whatever ends this process from here on, in time or memory, may be the program's doing
+            before()  # from here on the program may be the cause if this process runs out of time or memory
         if scripts:
             given = peer.ask(PROGRAM, "names", wanted)
-            names |= {name: given[name] for name in wanted if name in given}  # no more than was asked for
+            names |= {name: given[name] for name in wanted if name in given}  # only requested names
         for script in scripts:
             counted = total.passed + total.failed
             try:
@@ -684,7 +855,7 @@ def check(tests: list[Test], entry_point: str | None, peer: Peer, before: Callab
                     total.fail(error)
             except Exception as error:
                 total.fail(error)
-            if total.passed + total.failed == counted:  # it had no asserts
+            if total.passed + total.failed == counted:  # the script has no asserts
                 with total:
                     pass
         if scripts and peer.calls == 0 and not total.failed:
@@ -700,7 +871,7 @@ def check(tests: list[Test], entry_point: str | None, peer: Peer, before: Callab
                     raise AssertionError(f"printed {found!r:.200}, expected {expected!r:.200}")
     except CannotCross as error:
         unfit = str(error)
-    except Exception as error:  # the program's own: it has no names to give
+    except Exception as error:  # the program's own error: it failed before it defined its names
         total.fail(error)
     return {
         "passed": total.passed,
@@ -711,20 +882,23 @@ def check(tests: list[Test], entry_point: str | None, peer: Peer, before: Callab
     }
 
 
-# ------------------------------------------------------------------------------------------- both, where others run it
+# ------------------------------------------------------------------------------------------ both, on another's server
 
 
 def run_both() -> None:
-    """Scores a program that stands in standard input with its tests, and prints a line before it runs the program, and
-    one with the verdict; each begins with the nonce that was given, too. For a server that runs one Python program."""
-    import ctypes  # which a confined checker does not need
+    """Score a program that is read from standard input together with its tests, on a server that runs Python programs.
+
+    It prints a line before it runs the program, and a line with the verdict. Both lines begin with the nonce from
+    standard input.
+    """
+    import ctypes  # imported here, because a confined checker does not need it
 
     prctl = ctypes.CDLL(None).prctl
-    prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: the child cannot read the memory of this process
+    prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: the child cannot read this process's memory
     control, its_control = socket.socketpair()
     link, its_link = socket.socketpair()
     if os.fork() == 0:  # before the tests are read
-        prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: the server ends the parent, if it takes too long
+        prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the parent, which the server may end
         null = os.open(os.devnull, os.O_RDWR)
         for standard in range(3):
             os.dup2(null, standard)

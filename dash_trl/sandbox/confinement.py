@@ -1,30 +1,32 @@
-"""Runs inside: a process that starts confined ones by fork. It imports nothing of this package.
+"""Starts confined processes by fork. This is the sandbox's first process; it imports nothing from this package.
+
+Processes of a sandbox::
 
     trainer ──► launcher ──► starter: pid 1 of a pid namespace, in a root folder without anything of the user's
                                 │   one fork per side of a job, each with a socket to the trainer
                                 ├──► supervisor ──► solution: pid 1 of its own namespaces     ◄─┐ calls and values
                                 └──► supervisor ──► checker:  pid 1 of its own namespaces     ◄─┘ as text
 
-`box.py` starts it as `python -P -s -S confinement.py SETTINGS` with an environment of its own, its socket as
-standard input. (Not `-I`, which ignores PYTHONHASHSEED: the order of a set of strings would differ from run to run.)
-A fork of a Python that is up costs a few milliseconds, a new Python some 30. The starter reads neither programs nor
-tests, so that what one job knew cannot be found in the memory of the next.
+`box.py` starts it as `python -P -s -S confinement.py SETTINGS`, with an environment of its own and its socket as
+standard input. (`-I` is not used because it ignores PYTHONHASHSEED: the order of a set of strings would differ from run
+to run.) Forking a running Python takes a few milliseconds, starting a new one about 30. The starter reads neither
+programs nor tests, so the data of one job cannot be found in the memory of the next.
 
-How a process is confined, best first:
+Kinds of isolation, best first:
 
-- "namespaces" (Linux 5.12): of its own for users, processes, files, network, IPC and the host name; as nobody, without
-  capabilities. Its root is read-only and holds Python, its packages and the system's libraries; /tmp is the only folder
-  to write to, in memory, of limited size; the program starts in an empty folder there. RLIMIT_NPROC holds, since it
-  counts per user namespace.
-- "landlock" (Linux 5.13): the same files by Landlock; a temporary folder; seccomp refuses sockets, and signals to
-  others. The supervisor counts threads and files, and ends a program that has too many.
-- "rlimits": seccomp's part alone, of root as nobody; the user's files and the memory of other processes of that user
-  are not protected. Only by name.
+- "namespaces" (Linux 5.12): the process has namespaces of its own for users, processes, files, network, IPC and the
+  host name, and runs as nobody, without capabilities. Its root folder is read-only and holds Python, its packages and
+  the system's libraries. Only /tmp is writable; it lies in memory and has a limited size. The program starts there, in
+  an empty folder. RLIMIT_NPROC is effective, because it counts per user namespace.
+- "landlock" (Linux 5.13): Landlock gives access to the same files and a temporary folder. seccomp refuses sockets, and
+  signals to other processes. The supervisor counts threads and files, and ends a program that has too many.
+- "rlimits": only seccomp's part; programs of root run as nobody. The user's files and the memory of the user's other
+  processes are not protected. This kind has to be asked for by name.
 
-All have limits for CPU time, memory, file size and open files. A program may start processes only in namespaces, and
-only if the user allows it: then the supervisor adds up their CPU time. When the trainer ends, by SIGKILL, too, its
-sockets close: the starter and the supervisors end with it, and with each of them its namespace. Outside of namespaces
-the launcher then removes the programs' files; if the launcher is killed, the next one does.
+All kinds limit CPU time, memory, file size and open files. A program may start processes only with namespaces and only
+if the user allows it; then the supervisor adds up their CPU time. When the trainer ends, even by SIGKILL, its sockets
+close. The starter and the supervisors then end, each with its namespace. Without namespaces the launcher then removes
+the programs' files; if the launcher was killed, the next launcher does.
 """
 
 import ctypes
@@ -51,24 +53,35 @@ from typing import Any
 
 NOBODY = 65534
 TMP = "/tmp"
-PREFIX = "dash_trl_programs_"  # of a launcher's folder among the temporary files
-TASK_FOLDER = "/tmp/dash_trl_task"  # empty, while /tmp may also hold an environment of the user's
-OPEN_FILES = 64
-LOOK = 0.05  # seconds between the supervisor's looks at what the kernel does not limit
+PREFIX = "dash_trl_programs_"  # prefix of a launcher's folder among the temporary files
+TASK_FOLDER = "/tmp/dash_trl_task"  # empty folder for a program; /tmp may also hold the user's Python environment
+OPEN_FILES = 64  # limit of open files
+LOOK = 0.05  # seconds between the supervisor's checks of what the kernel does not limit
 LONG = 0.1  # seconds; the trainer waits many times longer before it asks why a process has not ended
-INODES = 4096  # of the temporary folder
-DEEP = 64  # folders within folders, of which the supervisor walks each path
+INODES = 4096  # limit of files and folders
+DEEP = 64  # limit of nested folders, whose paths the supervisor follows
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
 
 TICKS = os.sysconf("SC_CLK_TCK")  # per second
 
 libc = ctypes.CDLL(None, use_errno=True)
-SETTINGS: dict[str, Any] = {}  # `box.py`'s: isolation, limits, packages
+SETTINGS: dict[str, Any] = {}  # settings from `box.py`: isolation, limits, packages
 
 
 def call(function: str, *arguments: Any) -> int:
-    """A function of the C library, which raises `OSError` with its name."""
+    """Call a function of the C library.
+
+    Args:
+        function: name of the function.
+        arguments: its arguments.
+
+    Returns:
+        Its return value.
+
+    Raises:
+        OSError: if it fails, with the function's name.
+    """
     result = getattr(libc, function)(*arguments)
     if result < 0:
         error = ctypes.get_errno()
@@ -77,8 +90,8 @@ def call(function: str, *arguments: Any) -> int:
 
 
 def readable_paths() -> list[str]:
-    """What Python needs: the system's libraries, itself, and its packages."""
-    # Not all of the prefix: it may be ~/.local, or the home folder itself.
+    """Return the paths that Python needs to read: the system's libraries, Python itself and its packages."""
+    # Only parts of the prefix, because it may be ~/.local or the home folder itself.
     prefixes, parts = {sys.base_prefix, sys.base_exec_prefix}, ("bin", "lib", "lib64", "share/zoneinfo")
     own = [os.path.join(prefix, part) for prefix in prefixes for part in parts]
     own += [sysconfig.get_path(one) for one in ("stdlib", "platstdlib")]
@@ -90,7 +103,7 @@ def readable_paths() -> list[str]:
 
 
 def package_folders() -> list[str]:
-    """site-packages of the trainer's Python, which -S leaves out."""
+    """Return the site-packages folders of the trainer's Python, which -S leaves out."""
     return [path for path in SETTINGS["packages"] if os.path.isdir(path)]
 
 
@@ -103,18 +116,24 @@ MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 0x1000, 0x4
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
-SYS_MOUNT_SETATTR = 442  # this and Landlock's numbers are the same on every architecture
+SYS_MOUNT_SETATTR = 442  # this number and Landlock's are the same on every architecture
 CAPABILITIES_VERSION_3 = 0x20080522
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
+    """Call mount(2) with its arguments."""
     call("mount", source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), data.encode() or None)
 
 
 def enter_user_namespace(flags: int, proc: int) -> None:
-    """unshare(flags), and this process's ids as they are, the only ones of the new user namespace."""
+    """Enter new namespaces, among them a user namespace with only this process's own user and group ids.
+
+    Args:
+        flags: flags of unshare(2).
+        proc: open file of the folder /proc.
+    """
     user, group = os.geteuid(), os.getegid()
-    call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # else /proc/self is root's after a change of user
+    call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise /proc/self belongs to root after a change of user
     call("unshare", flags)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         file = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
@@ -123,10 +142,10 @@ def enter_user_namespace(flags: int, proc: int) -> None:
 
 
 def make_root() -> None:
-    """A root folder with `readable_paths`, read-only, and nothing else. This mount namespace has no other after it."""
+    """Replace the root folder of this mount namespace by a read-only one with `readable_paths` and nothing else."""
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     paths = readable_paths()
-    root = "/proc"  # the one folder that surely holds none of these
+    root = "/proc"  # a folder that certainly contains none of the paths
     mount("tmpfs", root, "tmpfs", MS_NOSUID, "size=1m,mode=755")
     for path in [*paths, *DEVICES]:
         target = root + path
@@ -155,15 +174,21 @@ def make_root() -> None:
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 LANDLOCK_READ = 1 | 4 | 8  # execute, read a file, read a folder
 LANDLOCK_WRITE_FILE = 2
-LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # how many, by version
+LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # version → number of rights
 
 
 def landlock_version() -> int:
+    """Return the version of the kernel's Landlock; below 1 if there is none."""
     return int(libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
 
 
 def restrict_files(readable: list[str], writable: str) -> None:
-    """By Landlock, for this process and its children."""
+    """Restrict this process and its children to some files, by Landlock.
+
+    Args:
+        readable: paths of files and folders that may be read.
+        writable: path of a folder in which everything is allowed.
+    """
     everything = (1 << LANDLOCK_RIGHTS.get(landlock_version(), 16)) - 1
     ruleset = call("syscall", LANDLOCK_CREATE, ctypes.byref(ctypes.c_uint64(everything)), ctypes.c_size_t(8), 0)
     rules = [(path, LANDLOCK_READ if os.path.isdir(path) else 1 | 4) for path in readable]
@@ -179,19 +204,26 @@ def restrict_files(readable: list[str], writable: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- seccomp
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-X32 = 0x40000000  # x86-64's second set of numbers
+X32 = 0x40000000  # where x86-64's second set of system call numbers begins
 EPERM, ENOSYS = 1, 38
 CLONE_THREAD = 0x10000
 ALL_NEW = NEW_NAMESPACES | CLONE_NEWCGROUP
 
 
 def calls(text: str) -> dict[str, tuple[int, ...]]:
-    """{name: its number on x86-64, and on ARM64 if it exists there}."""
+    """Parse a table of system calls.
+
+    Args:
+        text: words of the form `NAME:X86_64:ARM64` with the call's numbers. The number on ARM64 may be missing.
+
+    Returns:
+        Name → numbers.
+    """
     return {name: tuple(map(int, numbers)) for name, *numbers in (one.split(":") for one in text.split())}
 
 
-# The system calls that programs of Python and NumPy make, found by tracing MBPP+'s solutions and the standard library.
-# Every other one has ENOSYS for an answer, upon which the C library takes an older one (of `clone3`: `clone`).
+# System calls that programs with Python and NumPy make, found by tracing MBPP+'s solutions and the standard library.
+# Every other system call fails with ENOSYS. The C library then uses an older one (`clone` instead of `clone3`).
 ALLOWED = calls("""
 read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 preadv:295:69 pwritev:296:70 open:2
 openat:257:56 close:3:57 close_range:436:436 lseek:8:62 stat:4 fstat:5:80 lstat:6 newfstatat:262:79 statx:332:291
@@ -218,44 +250,53 @@ getgid:104:176 getegid:108:177 getresuid:118:148 getresgid:120:150 getgroups:115
 getrusage:98:165 getrlimit:97:163 prlimit64:302:261 sched_yield:24:124 sched_getaffinity:204:123
 sched_getparam:143:121 sched_getscheduler:145:120 getcpu:309:168 sysinfo:99:179 uname:63:160 getrandom:318:278
 """)
-# Where namespaces see to it that they reach nothing else: rights and times of files, signals to threads; and that files
-# are no larger together, also those that a socket holds, or that no time is needed to write. A program must not lower
-# its own priority: it would look like one for which a busy machine has no time.
+# Allowed only with namespaces, which confine their effects: changes of the rights and times of files, and signals to
+# threads, reach nothing outside. The size of all files together stays limited, including files that only a socket holds
+# and files whose space is allocated faster than it could be written. No list allows a program to lower its priority: it
+# would look like a program that waits for a CPU because the machine is busy.
 ALLOWED_ALONE = calls("""
 tkill:200:130 sched_setaffinity:203:122 mknod:133 mknodat:259:33 chmod:90 fchmod:91:52 fchmodat:268:53
 fchmodat2:452:452 utime:132 utimes:235 utimensat:280:88 truncate:76:45 fallocate:285:47 sendmsg:46:211""")
-# Only with `Sandbox(children=True)`, which namespaces hold.
+# Allowed only with `Sandbox(children=True)`, which requires namespaces.
 ALLOWED_CHILDREN = calls("""
 fork:57 vfork:58 execve:59:221 execveat:322:281 pidfd_open:434:434 setsid:112:157 setpgid:109:154""")
-PRCTLS = (15, 16, 23)  # the name of a thread, and whether it has a capability
-FCNTLS = (*range(8), 1030)  # copies of a file's number, flags, locks; not who gets a signal when a file is ready
-IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, its size; how much to read, block, close
-LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # of BPF's instructions
+PRCTLS = (15, 16, 23)  # set and get a thread's name; ask for a capability
+FCNTLS = (*range(8), 1030)  # copy file numbers, flags, locks; not: who gets a signal when a file is ready
+IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # terminal or not, its size; bytes to read, blocking, close
+LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # BPF instructions
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
-NUMBER, ARCHITECTURE = 0, 4  # where they are in what a filter sees
+NUMBER, ARCHITECTURE = 0, 4  # offsets in the data that a filter sees
 ALL_BITS = 0xFFFFFFFF
-BLOCK = 16  # numbers of system calls
+BLOCK = 16  # system calls in one block of a filter
 
-# (argument, bits of it, their values, whether these are the only ones that pass or the ones that do not)
+# (argument, mask of its bits, values, whether only these values pass or only these do not)
 Condition = tuple[float, int, tuple[int, ...], bool]
 
 
 def conditions(*, alone: bool, children: bool) -> dict[str, list[Condition]]:
-    """Of calls that are allowed with some arguments only."""
+    """Return the conditions of system calls that are allowed with some arguments only.
+
+    Args:
+        alone: whether the process has namespaces of its own.
+        children: whether the process may start others.
+
+    Returns:
+        Name of a system call → its conditions, all of which have to hold.
+    """
     own: list[Condition] = [(0, ALL_BITS, (os.getpid(),), True), (1, ALL_BITS, (signal.SIGKILL,), False)]
     limited: dict[str, list[Condition]] = {
         "prctl": [(0, ALL_BITS, PRCTLS, True)],
         "fcntl": [(1, ALL_BITS, FCNTLS, True)],
         "ioctl": [(1, ALL_BITS, IOCTLS, True)],
-        "prlimit64": [(2, ALL_BITS, (0,), True), (2.5, ALL_BITS, (0,), True)],  # None is a question
-        # what asyncio needs; a socket without a connection would reach /dev/log
+        "prlimit64": [(2, ALL_BITS, (0,), True), (2.5, ALL_BITS, (0,), True)],  # only ask for a limit
+        # asyncio needs it; a socket without a connection could reach /dev/log
         "socketpair": [(0, ALL_BITS, (socket.AF_UNIX,), True), (1, 0xF, (socket.SOCK_STREAM,), True)],
         "clone": [(0, ALL_NEW | CLONE_THREAD, (0, CLONE_THREAD) if children else (CLONE_THREAD,), True)],
     }
     if not alone:
         limited["kill"] = own
         limited["tgkill"] = [own[0], (2, *own[1][1:])]
-        if landlock_version() < 3:  # it limits writing to a file, but not O_TRUNC without writing
+        if landlock_version() < 3:  # these versions limit writing to files, but not O_TRUNC without writing
             kept = (0, 1, 2, 3, os.O_TRUNC | os.O_WRONLY, os.O_TRUNC | os.O_RDWR)
             limited["open"] = [(1, os.O_TRUNC | os.O_ACCMODE, kept, True)]
             limited["openat"] = [(2, *limited["open"][0][1:])]
@@ -263,8 +304,18 @@ def conditions(*, alone: bool, children: bool) -> dict[str, list[Condition]]:
 
 
 def make_filter(*, alone: bool, children: bool = False) -> bytes:
-    """seccomp's instructions for a process in namespaces of its own (`alone`), which may start others there
-    (`children`); or else for this process, which may send signals to itself.
+    """Create a seccomp filter.
+
+    Args:
+        alone: whether the filter is for a process with namespaces of its own. Otherwise it is for this process, which
+            may send signals to itself only.
+        children: whether the process may start others.
+
+    Returns:
+        The filter's instructions.
+
+    Raises:
+        OSError: if the system call numbers of this machine's architecture are unknown.
     """
     if platform.machine() not in ARCHITECTURES:
         raise OSError(f"the numbers of system calls are known for {list(ARCHITECTURES)}, not {platform.machine()!r}")
@@ -277,7 +328,7 @@ def make_filter(*, alone: bool, children: bool = False) -> bytes:
     for name, numbers in allowed.items():
         body: list[tuple[int, int, int, int]] = []
         for argument, bits, values, only in limited.get(name, []):
-            # an argument has 8 bytes, of which the low half comes first
+            # an argument has 8 bytes, the low half first
             body += [(LOAD, 0, 0, int(16 + 8 * argument)), (AND, 0, 0, bits)]
             if only:
                 body += [(EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
@@ -286,7 +337,7 @@ def make_filter(*, alone: bool, children: bool = False) -> bytes:
                 body += [one for value in values for one in ((EQUAL, 0, 1, value), (RETURN, 0, 0, REFUSE | EPERM))]
         if column < len(numbers):
             bodies[numbers[column]] = body
-    # In blocks, of which a call goes through one: the kernel runs a new filter once for each number that it knows.
+    # In blocks, so that a call passes through one block only: the kernel runs a new filter once for each known number.
     ordered = sorted(bodies)
     for first in range(0, len(ordered), BLOCK):
         block: list[tuple[int, int, int, int]] = []
@@ -300,7 +351,11 @@ def make_filter(*, alone: bool, children: bool = False) -> bytes:
 
 
 def filter_calls(instructions: bytes) -> None:
-    """Refuses this process's system calls by seccomp."""
+    """Install a seccomp filter for this process.
+
+    Args:
+        instructions: instructions of `make_filter`.
+    """
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
     said = struct.pack("HP", len(instructions) // struct.calcsize("HBBI"), ctypes.addressof(buffer))
     call("prctl", PR_SET_SECCOMP, 2, said, 0, 0)
@@ -310,7 +365,22 @@ def filter_calls(instructions: bytes) -> None:
 
 
 class Place:
-    """Where this starter's processes are confined: one kind of isolation, made ready once."""
+    """Confines the starter's processes by one kind of isolation, which is prepared once.
+
+    Args:
+        kind: "namespaces", "landlock" or "rlimits".
+
+    Attributes:
+        alone: whether each process has namespaces of its own.
+        landlock: whether Landlock is used.
+        in_tmp: readable paths below /tmp.
+        proc: open file of the folder /proc.
+        filter: seccomp filter for all processes; None if each needs its own.
+        folder: folder for the programs' folders, if there are no namespaces.
+
+    Raises:
+        OSError: if this machine does not support the kind of isolation.
+    """
 
     def __init__(self, kind: str):
         self.alone = kind == "namespaces"
@@ -319,7 +389,7 @@ class Place:
         self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         if SETTINGS["children"]:
             os.stat("thread-self/children", dir_fd=self.proc)  # `cpu_of_all` needs it
-        # Made here, once: a fork copies each page of memory that it works with, which takes a millisecond.
+        # Created once here. In a fork it would take a millisecond, because each page of memory in use would be copied.
         self.filter = make_filter(alone=True, children=SETTINGS["children"]) if self.alone else None
         if self.alone:
             if os.geteuid() == 0:
@@ -329,19 +399,23 @@ class Place:
             make_root()
         elif self.landlock and landlock_version() < 1:
             raise OSError("this kernel has no Landlock, or does not use it")
-        if not self.alone:  # else a program might write, through /proc, into the memory of its tests and its supervisor
+        if not self.alone:  # otherwise a program could write into the memory of tests and supervisor through /proc
             call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
             self.folder = locked_folder()
 
     def enter(self) -> str:
-        """In a supervisor: the namespaces, and the folder that may be written to."""
+        """Enter the namespaces of a job, in a supervisor.
+
+        Returns:
+            The folder in which the program may write.
+        """
         if not self.alone:
             return tempfile.mkdtemp(dir=self.folder)
         become_nobody()
         enter_user_namespace(NEW_NAMESPACES, self.proc)
         covered = [(path, os.open(path, os.O_PATH)) for path in self.in_tmp]
         mount("tmpfs", TMP, "tmpfs", MS_NOSUID | MS_NODEV, f"size={SETTINGS['disk']},nr_inodes={INODES},mode=700")
-        for path, file in covered:  # of an environment in /tmp: bound once more, still read-only
+        for path, file in covered:  # a Python environment in /tmp is mounted again, still read-only
             os.makedirs(path)
             os.fchdir(file)
             mount(".", path, flags=MS_BIND | MS_REC)
@@ -350,9 +424,15 @@ class Place:
         return TASK_FOLDER
 
     def run_delay(self, handle: int) -> float | None:
-        """For how many seconds the process was ready to run, but had no CPU: of the thread with the most. None where
-        the kernel does not say."""
-        with suppress(OSError, IndexError):  # a thread that has ended meanwhile
+        """Return the seconds for which a process was ready to run but had no CPU, for the thread with the most.
+
+        Args:
+            handle: file descriptor of the process (pidfd).
+
+        Returns:
+            Seconds; None if the kernel does not report them.
+        """
+        with suppress(OSError, IndexError):  # a thread may have ended in the meantime
             if self.read("self/schedstat").split() == ["0"] * 3:
                 return None
             tasks = f"{self.number(handle)}/task"
@@ -361,10 +441,19 @@ class Place:
         return None
 
     def excess(self, handle: int, folder: str, spent: dict[str, float]) -> str | None:
-        """Which limit a process exceeds that the kernel does not hold. `spent` keeps the CPU time of its children."""
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        """Check the limits that the kernel does not enforce.
+
+        Args:
+            handle: file descriptor of the process (pidfd).
+            folder: the process's folder.
+            spent: CPU time of its processes, see `cpu_of_all`.
+
+        Returns:
+            Description of the limit that the process exceeds; None if it exceeds none.
+        """
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended in the meantime
             process = self.number(handle)
-            if self.alone:  # there the kernel holds all the others
+            if self.alone:  # with namespaces the kernel enforces all other limits
                 over = self.cpu_of_all(process, spent) > SETTINGS["cpu_seconds"]
                 return f"more than {SETTINGS['cpu_seconds']} s of CPU time of all its processes" if over else None
             if len(self.names(f"{process}/task")) > SETTINGS["processes"] + 1:
@@ -373,18 +462,23 @@ class Place:
                 count, size = self.files(folder, process)
             except (FileNotFoundError, ProcessLookupError):
                 raise
-            except OSError as error:  # by a name that is too long, or a folder without rights
+            except OSError as error:  # a name is too long, or a folder cannot be read
                 return f"files that cannot be counted ({error.strerror})"
             if count > INODES or size > SETTINGS["disk"]:
                 return f"more than {SETTINGS['disk']:,} bytes of files, or more than {INODES:,} files"
         return None
 
     def cpu_of_all(self, process: str, spent: dict[str, float]) -> float:
-        """CPU seconds of a process and all below it, as far as they were seen; `spent` keeps those of ended ones."""
+        """Add up the CPU seconds of a process and its descendants, as far as they were seen.
+
+        Args:
+            process: number of the process in `proc`.
+            spent: number of a process → its CPU seconds when last seen; updated here, and kept for ended processes.
+        """
         found = [process]
         while found:
             one = found.pop()
-            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended in the meantime
                 ticks = self.read(f"{one}/stat").rpartition(")")[2].split()[11:13]
                 spent[one] = sum(map(int, ticks)) / TICKS
                 for thread in self.names(f"{one}/task"):
@@ -392,7 +486,18 @@ class Place:
         return sum(spent.values())
 
     def files(self, folder: str, process: str) -> tuple[int, int]:
-        """How many files are in a folder, and their bytes, with those of deleted files that are still open."""
+        """Count a process's files.
+
+        Args:
+            folder: the process's folder.
+            process: number of the process in `proc`.
+
+        Returns:
+            Number of files and folders in the folder; their bytes, including deleted files that are still open.
+
+        Raises:
+            OSError: if files cannot be counted.
+        """
         count = size = 0
         folders = [(folder, 0)]
         while folders and count <= INODES:
@@ -405,13 +510,11 @@ class Place:
                         count, size = count + 1, size + 512 * one.stat(follow_symlinks=False).st_blocks
                         if one.is_dir(follow_symlinks=False):
                             folders.append((one.path, depth + 1))
-        with suppress(PermissionError):  # by rlimits of an ordinary user
+        with suppress(PermissionError):  # with "rlimits" and an ordinary user
             held = {}
             mapped = self.mapped(folder, process)
             for thread in self.names(f"{process}/task"):
-                with suppress(
-                    PermissionError, FileNotFoundError, ProcessLookupError
-                ):  # it has ended meanwhile, or before
+                with suppress(PermissionError, FileNotFoundError, ProcessLookupError):  # the thread has ended
                     for number in self.names(f"{process}/task/{thread}/fd"):
                         with suppress(FileNotFoundError):
                             status = os.stat(f"{process}/task/{thread}/fd/{number}", dir_fd=self.proc)
@@ -423,23 +526,36 @@ class Place:
         return count, size
 
     def mapped(self, folder: str, process: str) -> set[int]:
-        """The deleted files of a folder that are mapped into memory. Their sizes are told only where they are open."""
+        """Return the inodes of a folder's deleted files that are mapped into memory.
+
+        The kernel reports the size of such a file only if it is also open.
+
+        Args:
+            folder: the process's folder.
+            process: number of the process in `proc`.
+        """
         lines: list[str] = []
         for thread in self.names(f"{process}/task"):
-            with suppress(PermissionError, FileNotFoundError, ProcessLookupError):  # it has ended meanwhile, or before
+            with suppress(PermissionError, FileNotFoundError, ProcessLookupError):  # the thread has ended
                 lines = lines or self.read(f"{process}/task/{thread}/maps").splitlines()
         beginning = f" {os.path.realpath(folder)}/"
         return {int(line.split()[4]) for line in lines if beginning in line and line.endswith(" (deleted)")}
 
     def number(self, handle: int) -> str:
-        """A process's number in `proc`, which is older than its namespace."""
+        """Return a process's number in `proc`, which is a /proc from outside the process's namespace.
+
+        Args:
+            handle: file descriptor of the process (pidfd).
+        """
         return self.read(f"self/fdinfo/{handle}").partition("Pid:")[2].split()[0]
 
     def read(self, path: str) -> str:
+        """Read a file below /proc."""
         with open(path, opener=lambda path, flags: os.open(path, flags, dir_fd=self.proc)) as file:
             return file.read()
 
     def names(self, path: str) -> list[str]:
+        """List a folder below /proc."""
         folder = os.open(path, os.O_RDONLY, dir_fd=self.proc)
         try:
             return os.listdir(folder)
@@ -447,13 +563,20 @@ class Place:
             os.close(folder)
 
     def confine(self, folder: str) -> None:
-        """In the process itself, at last: then it has nothing but the folder."""
+        """Confine this process; afterwards it has access to nothing but its folder and the readable paths.
+
+        Args:
+            folder: the folder in which it may write.
+
+        Raises:
+            OSError: if it cannot be confined.
+        """
         if not self.alone and not self.landlock:
             if os.geteuid() == 0:
                 os.chown(folder, NOBODY, NOBODY)
             become_nobody()
-            os.listdir(sysconfig.get_path("stdlib"))  # where only root may read it, hardly a program would run
-        os.setsid()  # else kill(0, …) would reach whoever else was in the group, over the namespace's border
+            os.listdir(sysconfig.get_path("stdlib"))  # if only root can read it, hardly any program would run: fail now
+        os.setsid()  # otherwise kill(0, …) would reach processes of the same group outside of the namespace
         os.chdir(folder)
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -461,15 +584,18 @@ class Place:
         os.close(self.proc)
         set_limits(SETTINGS["memory"] + interpreter, SETTINGS["processes"] + 2 if self.alone else None)
         call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        call("capset", struct.pack("2I", CAPABILITIES_VERSION_3, 0), bytes(24))  # without capabilities
+        call("capset", struct.pack("2I", CAPABILITIES_VERSION_3, 0), bytes(24))  # drop all capabilities
         if self.landlock:
             restrict_files(readable_paths(), folder)
-            call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # `files` sees those that it has open; Landlock keeps others off
+            call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # lets `files` see its open files; Landlock keeps programs away
         filter_calls(self.filter or make_filter(alone=False))
 
 
 def become_nobody() -> None:
-    """Of root: the kernel limits none of its processes, and its files are root's."""
+    """Change from root to the user nobody.
+
+    The kernel does not limit the number of root's processes, and a program that runs as root could use root's files.
+    """
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -477,7 +603,12 @@ def become_nobody() -> None:
 
 
 def set_limits(memory: int, processes: int | None) -> None:
-    """Soft and hard ones, of which the hard one of CPU time kills; `processes` include the supervisor and itself."""
+    """Set this process's soft and hard limits. A process that reaches the hard limit of CPU time is killed.
+
+    Args:
+        memory: address space, in bytes.
+        processes: number of threads and processes, including the supervisor and this process; None: no limit.
+    """
     limits = {
         resource.RLIMIT_CPU: SETTINGS["cpu_seconds"],
         resource.RLIMIT_AS: memory,
@@ -495,10 +626,16 @@ def set_limits(memory: int, processes: int | None) -> None:
 
 
 def supervise(place: Place, control: socket.socket, side: Callable[[], None], keep: list[int]) -> None:
-    """Runs side() in a confined process until it ends, or the trainer closes `control`.
+    """Run one side of a job in a confined process until it ends or the trainer closes `control`.
 
-    Then writes how it ended to `control`: its exit code or signal, its CPU seconds, `Place.excess` if it was ended for
-    that and, where the trainer did not wait for its end, `Place.run_delay`.
+    Then report to `control` how it ended: its exit code or signal, its CPU seconds, the exceeded limit (`Place.excess`)
+    if that is why it was killed, and `Place.run_delay` if the trainer did not wait for its end.
+
+    Args:
+        place: confines the process.
+        control: socket to the trainer.
+        side: function that runs in the confined process.
+        keep: file descriptors that the confined process keeps, besides `control`.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -533,18 +670,18 @@ def supervise(place: Place, control: socket.socket, side: Callable[[], None], ke
         if time.monotonic() - begin > LONG:
             delay = place.run_delay(handle)
         os.kill(child, signal.SIGKILL)
-    _, status, usage = os.wait4(child, 0)  # pid 1 of a namespace is gone when all of it is
+    _, status, usage = os.wait4(child, 0)  # pid 1 of a namespace ends last
     code = os.waitstatus_to_exitcode(status)
     report = {"ended": code, "cpu": usage.ru_utime + usage.ru_stime, "delay": delay, "excess": excess}
-    send(control, json.dumps(report).encode())  # before the folder, which a program may have made too deep to remove
+    send(control, json.dumps(report).encode())  # before the folder is removed: a program may have made it very deep
     if not place.alone:
         remove(folder)
 
 
 def locked_folder() -> str:
-    """A folder for those of all programs, locked by an open file of the launcher, the starter and the supervisors."""
-    new = tempfile.mkdtemp(prefix=f"new_{PREFIX}")  # has the name that `sweep` looks for when it is locked
-    os.chmod(new, 0o711)  # by rlimits, programs of root are nobody's
+    """Create a folder for the programs' folders. An open file of launcher, starter and supervisors keeps it locked."""
+    new = tempfile.mkdtemp(prefix=f"new_{PREFIX}")  # gets the name that `sweep` looks for once it is locked
+    os.chmod(new, 0o711)  # with "rlimits", programs of root run as nobody
     fcntl.flock(os.open(new, os.O_RDONLY), fcntl.LOCK_EX)
     folder = os.path.join(os.path.dirname(new), os.path.basename(new).removeprefix("new_"))
     os.rename(new, folder)
@@ -552,7 +689,7 @@ def locked_folder() -> str:
 
 
 def sweep() -> None:
-    """Removes the folders of this user that no process has locked: their launchers were killed."""
+    """Remove this user's folders that no process has locked, because their launchers were killed."""
     temporary = tempfile.gettempdir()
     for name in os.listdir(temporary):
         if name.startswith(PREFIX):
@@ -567,7 +704,11 @@ def sweep() -> None:
 
 
 def remove(top: str) -> None:
-    """Removes a folder of any depth: each folder in it is moved to its top first, where the path is short."""
+    """Remove a folder of any depth. Each inner folder is first moved to the top, where its path is short.
+
+    Args:
+        top: path of the folder.
+    """
     folders = [top]
     while folders:
         path = folders.pop()
@@ -576,7 +717,7 @@ def remove(top: str) -> None:
                 found = list(entries)
             for one in found:
                 if one.is_dir(follow_symlinks=False):
-                    os.chmod(one.path, 0o700)  # a program may have made it without rights
+                    os.chmod(one.path, 0o700)  # a program may have removed its own rights
                     folders.append(os.path.join(top, os.urandom(16).hex()))
                     os.rename(one.path, folders[-1])
                 else:
@@ -588,7 +729,11 @@ def remove(top: str) -> None:
 
 
 def keep_only(numbers: list[int]) -> None:
-    """Closes every other file; standard input, output and error are /dev/null."""
+    """Close all other files, and connect standard input, output and error to /dev/null.
+
+    Args:
+        numbers: file descriptors to keep.
+    """
     null = os.open("/dev/null", os.O_RDWR)
     for standard in range(3):
         os.dup2(null, standard)
@@ -600,7 +745,15 @@ def keep_only(numbers: list[int]) -> None:
 
 
 def start(place: Place, control: socket.socket, other: list[socket.socket], side: Callable[[], None], keep: list[int]):
-    """Forks a supervisor; its failure to confine is one line to `control`, and no unconfined process."""
+    """Fork a supervisor. If it cannot confine its process, it reports that to `control`, and no program runs.
+
+    Args:
+        place: see `supervise`.
+        control: see `supervise`.
+        other: sockets that the supervisor closes.
+        side: see `supervise`.
+        keep: see `supervise`.
+    """
     if os.fork():
         return
     try:
@@ -615,8 +768,13 @@ def start(place: Place, control: socket.socket, other: list[socket.socket], side
 
 
 def serve(place: Place, channel: socket.socket) -> None:
-    """Two sockets of the trainer begin a job. Ends when the trainer has closed the channel."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors, and what a killed one left, are reaped by the kernel
+    """Begin a job for each pair of sockets that the trainer sends, until the trainer closes the channel.
+
+    Args:
+        place: confines the processes.
+        channel: socket to the trainer.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors and processes of killed supervisors
     while True:
         message, numbers, _, _ = socket.recv_fds(channel, 1, 2)
         if not message:
@@ -625,12 +783,19 @@ def serve(place: Place, channel: socket.socket) -> None:
         with solution, checker:
             try:
                 begin(place, channel, solution, checker)
-            except OSError as error:  # no process could be started: this job has no verdict, the next one may
+            except OSError as error:  # no process could be started: this job has no verdict, but the next one may
                 send(checker, json.dumps({"unconfined": str(error)}).encode())
 
 
 def begin(place: Place, channel: socket.socket, solution: socket.socket, checker: socket.socket) -> None:
-    """Forks both sides of a job, with a link between them."""
+    """Start both sides of a job, with a link between them.
+
+    Args:
+        place: confines the processes.
+        channel: socket to the trainer, which the sides close.
+        solution: the trainer's socket for the solution.
+        checker: the trainer's socket for the checker.
+    """
     one, other = socket.socketpair()
     with one, other:
         start(place, solution, [checker, other, channel], lambda: run_solution(solution, one), [one.fileno()])
@@ -638,7 +803,14 @@ def begin(place: Place, channel: socket.socket, solution: socket.socket, checker
 
 
 def try_out(place: Place) -> None:
-    """Starts one confined process that does nothing; raises `OSError` where that fails."""
+    """Start one confined process that does nothing.
+
+    Args:
+        place: confines the process.
+
+    Raises:
+        OSError: if it cannot be confined.
+    """
     ours, theirs = socket.socketpair()
     with ours, theirs:
         start(place, theirs, [ours], lambda: None, [])
@@ -650,7 +822,11 @@ def try_out(place: Place) -> None:
 
 
 def wait_for_all(place: Place) -> None:
-    """In the launcher: until the starter and all that it has started have ended. Nobody uses their files then."""
+    """Wait, in the launcher, until the starter and all its processes have ended; then remove their files.
+
+    Args:
+        place: holds the folder of these files.
+    """
     with suppress(OSError):
         sweep()
     with suppress(ChildProcessError):
@@ -661,12 +837,13 @@ def wait_for_all(place: Place) -> None:
 
 
 def main() -> None:
+    """Run launcher and starter."""
     channel = socket.socket(fileno=os.dup(0))
     try:
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # all forks inherit it
-            file.write("1000")  # when the machine has no memory left, a program goes before the trainer
+            file.write("1000")  # if the machine runs out of memory, the kernel kills a program before the trainer
         place = Place(SETTINGS["isolation"])
-        # In namespaces the starter is pid 1, and nothing outlives it; else what it leaves becomes the launcher's.
+        # With namespaces the starter is pid 1, and nothing outlives it. Otherwise its orphans become the launcher's.
         call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         if os.fork():
             channel.close()
@@ -675,13 +852,13 @@ def main() -> None:
             return
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         sys.path.extend(package_folders())
-        with suppress(Exception):  # a program that imports it gets its error
+        with suppress(Exception):  # if this fails, a program that imports numpy gets the error
             import numpy  # noqa: F401
         try_out(place)
     except OSError as error:
         send(channel, json.dumps({"error": str(error)}).encode())
         return
-    gc.freeze()  # forks share these pages until one writes to them, as a collection would
+    gc.freeze()  # forks share these pages until one of them writes to them, which a garbage collection would do
     send(channel, json.dumps({"error": None}).encode())
     serve(place, channel)
 

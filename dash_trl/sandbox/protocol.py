@@ -1,4 +1,4 @@
-"""What `CodeReward` needs of a sandbox, which may be anybody's."""
+"""Interface of a sandbox for `CodeReward`."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,19 +10,19 @@ from dash_trl.sandbox.checker import Test
 class ProgramSandbox(Protocol):
     """Runs untrusted programs against tests: `Sandbox`, `SandboxFusion`, or your own.
 
-    `CodeReward` calls it from several threads. If it has an attribute `count`, at most so many calls run at once; if it
-    has a method `close`, that is called at the end.
+    `CodeReward` calls `run` from several threads. An attribute `count` limits the number of calls at once. A method
+    `close` is called at the end. Both are optional.
     """
 
     def run(self, program: str, tests: Sequence[Test], entry_point: str | None = None) -> Verdict:
-        """Runs each test and counts those that pass.
+        """Run a program against each test, and count the tests that pass.
 
-        A failure of the program (wrong, an error, too slow, too much memory) is a verdict. If there is none, because
-        the sandbox or the tests are at fault, it raises any exception, and the row is unscored.
+        If the program fails (a wrong answer, an error, too slow, too much memory), that is a verdict. If the sandbox or
+        the tests fail, so that there is no verdict, raise any exception; the row is then unscored.
 
         Args:
-            program: Python source.
-            tests: of either kind, see `Test`; `same_output` compares outputs.
-            entry_point: the function that the scripts call.
+            program: Python source code.
+            tests: scripts, or pairs of an input and the expected output, see `Test`. `same_output` compares outputs.
+            entry_point: name of the function that the scripts call.
         """
         ...

@@ -1,11 +1,13 @@
-"""`SandboxFusion`: programs run by a server of that name (https://github.com/bytedance/SandboxFusion), over HTTP.
+"""`SandboxFusion` runs programs on a SandboxFusion server (https://github.com/bytedance/SandboxFusion), over HTTP.
 
-run(program, tests) ──► POST /run_code: the checker's own source, with program and tests as its standard input
-                    ◄── what it printed: a line before the program runs, and a line with the verdict
+Request and answer::
 
-There the checker forks (`run_both`): the program is a process of its own, which the tests call, as in `Sandbox`. But
-both have the same user, and nothing of this package confines them. The lines begin with a random number that the
-program would have to find in the other process to forge a verdict.
+    run(program, tests) ──► POST /run_code: the source of `checker.py`, with program and tests as its standard input
+                        ◄── its output: one line before the program runs, and one line with the verdict
+
+On the server the checker forks (`run_both`). The program runs in a process of its own, which the tests call, as in
+`Sandbox`. But both processes have the same user, and this package does not confine them. The lines begin with a random
+number. To forge a verdict, the program would have to find this number in the other process.
 """
 
 import http.client
@@ -23,30 +25,36 @@ from dash_trl.sandbox import checker
 from dash_trl.sandbox.box import SandboxError, UnfitTests, Verdict
 from dash_trl.sandbox.checker import Test
 
-MOST_SENT = 32 << 20  # bytes of a request
-MOST_READ = 16 << 20  # bytes of an answer; the server cuts output at 1 MiB, which JSON may write six times as long
-PATIENCE = 60.0  # seconds that the server may take beside the program's
+MOST_SENT = 32 << 20  # limit of a request, in bytes
+MOST_READ = 16 << 20  # limit of an answer, in bytes; the server cuts output at 1 MiB, but JSON may make it 6 MiB
+PATIENCE = 60.0  # seconds that the server may take in addition to the program's
 TRIES = 4
-PAUSE = 1.0  # seconds before the second try, then twice as many each time
-LONGEST_PAUSE = 60.0  # that a server may ask for by Retry-After
-AGAIN = (408, 429, 500, 502, 503, 504)
+PAUSE = 1.0  # seconds before the second try; doubled before each further one
+LONGEST_PAUSE = 60.0  # limit of the seconds that a server may ask for by Retry-After
+AGAIN = (408, 429, 500, 502, 503, 504)  # HTTP status codes after which a request is repeated
 
 CODE = Path(checker.__file__).read_text(encoding="utf-8") + "\nrun_both()\n"
 
 
 class SandboxFusion:
-    """A server of ByteDance's SandboxFusion runs the programs, as for verl.
+    """Runs programs on a server of ByteDance's SandboxFusion, which verl uses, too.
+
+    The server's `python` has to be Python 3.10 or newer, and the server has to allow `fork`. The server's own limits
+    are the only ones for programs.
+
+    Example::
 
         CodeReward(SandboxFusion("http://10.0.0.5:8080"))
 
-    The server needs Python 3.10 or newer as its `python`, and to allow `fork`. It limits what programs do.
-
     Args:
-        url: of the server, with or without its path `/run_code`.
-        seconds: for a program with all its tests, by the server's clock.
-        count: requests at once.
-        options: more fields of each request, such as `{"memory_limit_MB": 2048}`.
-        headers: of each request, such as `{"Authorization": "Bearer …"}`.
+        url: address of the server, with or without the path `/run_code`.
+        seconds: limit of wall time on the server for a program with all its tests, in seconds.
+        count: largest number of requests at once.
+        options: more fields for each request, such as `{"memory_limit_MB": 2048}`.
+        headers: HTTP headers for each request, such as `{"Authorization": "Bearer …"}`.
+
+    Raises:
+        ValueError: if `url` is not the address of a server, or has a user, a password or a query.
     """
 
     def __init__(
@@ -61,26 +69,34 @@ class SandboxFusion:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query:
             raise ValueError(
-                "The URL of a SandboxFusion server is http://HOST:PORT or https://HOST:PORT, without a user, a "
-                "password or a query, which logs would show; give headers={'Authorization': ...} for a key."
+                "The URL of a SandboxFusion server must be http://HOST:PORT or https://HOST:PORT, without a user, a "
+                "password or a query, which would appear in logs. Pass a key by headers={'Authorization': ...}."
             )
         self.url = url.rstrip("/").removesuffix("/run_code") + "/run_code"
         self.seconds, self.count = seconds, count
         self.options, self.headers = dict(options or {}), dict(headers or {})
 
     def run(self, program: str, tests: Sequence[Test], entry_point: str | None = None) -> Verdict:
-        """See `ProgramSandbox`. The program's time-out is a verdict.
+        """Run a program against tests. If the program takes too long, that is a verdict.
+
+        Args:
+            program: see `ProgramSandbox.run`.
+            tests: see `ProgramSandbox.run`.
+            entry_point: see `ProgramSandbox.run`.
+
+        Returns:
+            The verdict.
 
         Raises:
-            UnfitTests: the tests are at fault, or too large to be sent.
-            SandboxError: the server cannot be reached, failed, or could not run the checker.
+            UnfitTests: if the tests are wrong, or too large to be sent.
+            SandboxError: if the server cannot be reached, fails, or cannot run the checker.
         """
         nonce = secrets.token_hex(16)
         job = {"program": program, "tests": list(tests), "entry_point": entry_point, "nonce": nonce}
         request = {"code": CODE, "language": "python", "run_timeout": self.seconds, **self.options}
         body = json.dumps({**request, "stdin": json.dumps(job)}).encode()
         if len(body) > MOST_SENT:
-            raise UnfitTests(f"the tests make a request of {len(body):,} bytes, of {MOST_SENT:,} at most")
+            raise UnfitTests(f"the tests make a request of {len(body):,} bytes, and the limit is {MOST_SENT:,}")
         answer = self._ask(body)
         result = answer.get("run_result") or {}
         seconds = float(result.get("execution_time") or math.nan)
@@ -90,17 +106,17 @@ class SandboxFusion:
         if result.get("status") != "Finished" or not lines:
             raise SandboxError(f"{self.url} did not run the tests: {json.dumps(answer):.1000}")
         verdict = None
-        with suppress(ValueError):  # it has only begun, or was cut off
+        with suppress(ValueError):  # there is only the first line, or the verdict was cut off
             verdict = json.loads(lines[-1][len(nonce) :])
         if verdict is None:
             return Verdict(0, 1, f"the tests' process ended with exit code {result.get('return_code')}", seconds)
         if verdict["unfit"] is not None:
-            raise UnfitTests(f"these tests score no program: {verdict['unfit']}")
+            raise UnfitTests(f"these tests cannot score a program: {verdict['unfit']}")
         ended = verdict["ended"] and f"the program's process ended; {verdict['ended']}"
         return Verdict(verdict["passed"], verdict["failed"], ended or verdict["reason"], seconds)
 
     def _ask(self, body: bytes) -> dict[str, Any]:
-        """The server's answer; asks again, a few times, after what may pass."""
+        """Send a request and return the answer; repeat it a few times after temporary errors."""
         pause = PAUSE
         for left in reversed(range(TRIES)):
             asked_for = 0.0
@@ -116,7 +132,7 @@ class SandboxFusion:
                 asked_for = _seconds(headers.get("retry-after"))
             except (OSError, http.client.HTTPException, ValueError) as error:
                 failure = SandboxError(f"{self.url} gave no answer: {type(error).__name__}: {error}")
-                if isinstance(error, TimeoutError):  # it would take as long again
+                if isinstance(error, TimeoutError):  # a repetition would take as long
                     raise failure from error
             if left:
                 time.sleep(max(pause, asked_for))
@@ -124,7 +140,7 @@ class SandboxFusion:
         raise failure
 
     def _post(self, body: bytes) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """One request on a connection of its own. No redirect is followed: it would take the tests elsewhere."""
+        """Send one request on a new connection. Redirects are not followed: they would send the tests elsewhere."""
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(str(parts.hostname), parts.port, timeout=self.seconds + PATIENCE)
@@ -140,5 +156,5 @@ class SandboxFusion:
 
 
 def _seconds(text: str | None) -> float:
-    """Of Retry-After, within limits; 0 for none, or for a date."""
+    """Parse the header Retry-After as seconds, within limits; 0 if it is missing or a date."""
     return min(LONGEST_PAUSE, float(text)) if text and text.isdecimal() else 0.0

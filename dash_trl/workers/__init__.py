@@ -1,4 +1,4 @@
-"""The only place that starts threads and processes, but for the sandbox."""
+"""Threads, worker processes and Ray tasks. No other part of the package starts any, except the sandbox."""
 
 from typing import TYPE_CHECKING
 

@@ -1,11 +1,11 @@
-"""`EventLoop`: `run(coroutine)` ──► the loop's thread ──► its result. And two backends that have such loops:
+"""`EventLoop` runs an asyncio loop on a thread. Two backends use it.
 
-`AsyncCalls`: coroutine functions, many at once on an event loop of their own.
+`AsyncCalls` runs coroutine functions, many at once, on an event loop of its own::
 
-submit ──► waiting calls ──► a task on the loop's thread ──► Call.finish
-                               └─ over its time: cancelled; where it blocks the loop, the whole loop is replaced
+    submit ──► waiting calls ──► a task on the loop's thread ──► Call.finish
+                                   └─ over its timeout: cancelled; if it blocks the loop, the loop is replaced
 
-`RetriedCalls`: calls that are made again after errors that pass, on a backend of any kind.
+`RetriedCalls` repeats calls of any backend after temporary errors.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from dash_trl.workers.calls import Backend, Call, GivenUp, Overdue, Pace, forks
 
-CLOSE_SECONDS = 5.0  # for a loop to answer
-MOST_BLOCKED_LOOPS = 8  # abandoned because a call blocked them: beyond, the function is broken
-MOST_DEAF = 64  # tasks that go on though they were cancelled: others wait until some have ended
-PATIENCE = 3  # of a call's timeouts: if none of them has ended for so long, the function is broken
-LOOK_SECONDS = 1.0  # between looks at whether the loop still answers, while calls are out
-LONGEST_PAUSE = 30.0  # seconds; the first pauses are shorter: random, up to 1, 2, 4, ...
+CLOSE_SECONDS = 5.0  # time for a loop to answer before it is closed
+MOST_BLOCKED_LOOPS = 8  # loops abandoned because a call blocked them; at this number the function counts as broken
+MOST_DEAF = 64  # tasks that continue although they were cancelled; at this number other calls wait until some end
+PATIENCE = 3  # multiple of a call's timeout: if no such task has ended for that long, the function is broken
+LOOK_SECONDS = 1.0  # between checks whether the loop still answers, while calls run or wait
+LONGEST_PAUSE = 30.0  # seconds between retries; the first pauses are shorter: random, up to 1, 2, 4, ...
 
 
 class EventLoop:
-    """An asyncio loop on a daemon thread: many requests at once while the main thread waits for all of them.
+    """Asyncio loop on a daemon thread, which runs many requests at once while the main thread waits for them.
 
-    Not on the main thread, where a notebook runs a loop of its own.
+    It does not use the main thread, because a notebook runs a loop of its own there.
     """
 
     def __init__(self) -> None:
@@ -42,14 +42,22 @@ class EventLoop:
         threading.Thread(target=self._run, daemon=True, name="dash_trl event loop").start()
 
     def _run(self) -> None:
+        """Run the loop, on its thread."""
         process = os.getpid()
         self._loop.run_forever()
-        if os.getpid() != process:  # the child of a call that forked, see `_stop_in_child`
+        if os.getpid() != process:  # a call forked, and this is the child, see `_stop_in_child`
             os._exit(1)
         self._loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Waits for the coroutine; cancels it when the wait is interrupted."""
+        """Run a coroutine and wait for it; cancel it if the wait is interrupted.
+
+        Args:
+            coroutine: the coroutine.
+
+        Returns:
+            Its return value.
+        """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -58,17 +66,29 @@ class EventLoop:
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Runs a coroutine, without waiting for it."""
+        """Run a coroutine without waiting for it.
+
+        Args:
+            coroutine: the coroutine.
+        """
         asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(self, function: Callable[[], Any]) -> None:
-        """Runs a function soon on the loop's thread; does not wait for it."""
+        """Run a function on the loop's thread, without waiting for it.
+
+        Args:
+            function: a function without arguments; it must not block.
+        """
         self._loop.call_soon_threadsafe(function)
 
     def close(self, last: Callable[[], Coroutine[Any, Any, Any]] | None = None) -> None:
-        """Cancels what runs, runs one more coroutine, to close what lives in the loop, and ends the thread.
+        """Cancel all coroutines, run a last one, and end the thread.
 
-        If something blocks the loop, all but that coroutine happens when it comes back.
+        If a coroutine blocks the loop, the others are cancelled and the thread ends as soon as the loop is free again,
+        and `last` does not run.
+
+        Args:
+            last: coroutine function that closes objects of the loop, such as an HTTP session.
         """
         if self._loop.is_running():
             cancelled = asyncio.run_coroutine_threadsafe(self._cancel_others(), self._loop)
@@ -90,7 +110,7 @@ _loops: weakref.WeakSet[EventLoop] = weakref.WeakSet()
 
 
 def _stop_in_child() -> None:
-    """In a forked process: what else runs on the loop is its parent's to do, by the same connections."""
+    """Stop all loops in a forked process: only the parent may continue their tasks, which use its connections."""
     for loop in _loops:
         loop._loop.stop()
 
@@ -99,26 +119,35 @@ os.register_at_fork(after_in_child=_stop_in_child)
 
 
 class _Lane:
-    """A loop and the calls that run on it."""
+    """An event loop and the calls that run on it.
+
+    Attributes:
+        loop: the event loop.
+        out: set when calls are submitted, so that the watcher looks.
+        running: call → whether its function has begun, in the order in which the calls started.
+        given_up: whether the loop was abandoned because a call blocks it.
+        closed: whether the lane may start no more calls.
+        longest: longest timeout of any call, in seconds.
+    """
 
     def __init__(self, count: int, pace: Pace | None, waiting: deque[Call]):
         self._count, self._pace, self._waiting = count, pace, waiting
         self.loop = EventLoop()
-        self.out = threading.Event()  # calls are out
-        self.running: dict[Call, bool] = {}  # whether its function has begun; in the order of their starts
+        self.out = threading.Event()
+        self.running: dict[Call, bool] = {}
         self.given_up = False
         self.closed = False
-        self.longest = 0.0  # timeout of any call
-        self._deaf: set[asyncio.Task[Any]] = set()  # cancelled, and not ended
-        self._patience: asyncio.TimerHandle | None = None  # with them, where they are too many
+        self.longest = 0.0
+        self._deaf: set[asyncio.Task[Any]] = set()  # tasks that were cancelled and have not ended
+        self._patience: asyncio.TimerHandle | None = None  # timer that runs while there are too many of them
 
     def look(self) -> None:
-        """For calls that wait; from any thread."""
+        """Tell the loop and the watcher that calls wait. Any thread may call this."""
         self.out.set()
         self.loop.call(self.fill)
 
     def fill(self) -> None:
-        """Starts calls that wait, as far as there is room; on the loop's thread."""
+        """Start waiting calls as far as there is room. Runs on the loop's thread."""
         if len(self._deaf) >= MOST_DEAF:
             if self._patience is None:
                 loop = asyncio.get_running_loop()
@@ -132,7 +161,7 @@ class _Lane:
                 asyncio.ensure_future(self._run(call))
 
     def _has_ended(self, task: asyncio.Task[Any]) -> None:
-        """A task that was cancelled."""
+        """Record that a cancelled task has ended, and start waiting calls."""
         self._deaf.discard(task)
         if self._patience is not None:
             self._patience.cancel()
@@ -140,19 +169,23 @@ class _Lane:
         self.fill()
 
     def _lose_patience(self) -> None:
+        """End the waiting calls with `GivenUp`, because too many cancelled tasks continue."""
         self._patience = None
-        error = GivenUp(f"{len(self._deaf)} calls go on though they were cancelled, so that no more are made")
+        error = GivenUp(f"{len(self._deaf)} calls continue although they were cancelled, so no more calls are made")
         while self._waiting and not self.given_up and not self.closed:
             self._waiting.popleft().finish(error=error)
 
     async def _run(self, call: Call) -> None:
-        """Never raises: asyncio lets SystemExit end the whole loop, and prints errors that come after a timeout."""
+        """Run a call until its end or its timeout, and finish it.
+
+        It never raises: in asyncio SystemExit would end the whole loop, and errors after a timeout would be printed.
+        """
         task: Any = asyncio.current_task()
         outcome: tuple[Any, BaseException | None] = None, GivenUp("nobody waits for it")
         try:
             if self._pace is not None:
                 await asyncio.sleep(self._pace.wait_seconds())
-            if not (self.given_up or call.cancelled):  # the loop answers again, late; or it is after its pace
+            if not (self.given_up or call.cancelled):  # a blocked loop went on, or the call was cancelled
                 outcome = await self._outcome(call, task), None
         except BaseException as error:
             closed = isinstance(error, asyncio.CancelledError) and self.closed
@@ -163,40 +196,45 @@ class _Lane:
             self._end(call, *outcome)
 
     async def _outcome(self, call: Call, task: asyncio.Task[Any]) -> Any:
+        """Await a call's function, which has the call's timeout."""
         self.running[call] = True
         before = forks[0]
-        # One timer, not wait_for: that waits for a task that does not let itself be cancelled.
+        # `asyncio.wait_for` would wait on for a task that ignores its cancellation.
         timer = asyncio.get_running_loop().call_later(call.timeout, self._give_up, call, task)
         try:
             return await call.function(**call.arguments)
         finally:
             timer.cancel()
-            if forks[0] != before:  # it forked, and its child came back: the other calls are its parent's to make
+            if forks[0] != before:  # the call forked, and this is the child: the parent makes the other calls
                 os._exit(1)
 
     def _give_up(self, call: Call, task: asyncio.Task[Any]) -> None:
-        """A call that has taken its time; its task may go on."""
+        """Finish a call that has taken its time. Its task may ignore the cancellation and go on."""
         task.cancel()
         self._deaf.add(task)
         self._end(call, None, Overdue(f"took more than {call.timeout:g} s"))
 
     def _end(self, call: Call, value: Any, error: BaseException | None) -> None:
-        if not self.given_up:  # else it has its outcome, or is made on another loop
+        """Finish a call and start the next one."""
+        if not self.given_up:  # otherwise the call already has its outcome, or runs on another loop
             del self.running[call]
             call.finish(value, error)
             self.fill()
 
 
 class AsyncCalls:
-    """A `Backend`: at most `count` calls at once, on one thread.
+    """`Backend` for coroutine functions, which run on one thread.
 
-    A coroutine function that blocks (`requests.get`, `time.sleep`) stops all the others. When the loop does not answer
-    for a call's timeout, all calls that have begun on it end with `Overdue`, and the others begin on a new loop.
+    A coroutine function that blocks (`requests.get`, `time.sleep`) stops all others. If the loop does not answer for a
+    call's timeout, all calls that have begun on it end with `Overdue`, and the other calls begin on a new loop.
 
     Args:
-        pace: of the starts, None: as soon as one has ended.
+        count: largest number of calls at once.
+        pace: limits the rate at which calls start; None: a call starts as soon as there is room.
+
     Attributes:
-        abandoned: loops that hang, or hung. At `MOST_BLOCKED_LOOPS` nothing is started any more: `GivenUp`.
+        abandoned: number of loops that a call has blocked so far. At `MOST_BLOCKED_LOOPS`, calls that wait end with
+            `GivenUp`.
     """
 
     def __init__(self, count: int, *, pace: Pace | None = None):
@@ -207,32 +245,34 @@ class AsyncCalls:
         self.abandoned = 0
 
     def submit(self, calls: Sequence[Call]) -> None:
+        """Queue calls; see `Backend.submit`."""
         with self._lock:
             self._waiting.extend(calls)
             lane = self._lane or self._open_lane()
         lane.look()
 
     def close(self) -> None:
-        """Calls that wait or run end with `GivenUp`; ends the loop."""
+        """End waiting and running calls with `GivenUp`, and end the loop."""
         with self._lock:
             lane, self._lane = self._lane, None
             calls = list(self._waiting)
             self._waiting.clear()
         if lane is not None:
             lane.closed = True
-            lane.out.set()  # the watch ends
+            lane.out.set()  # ends the watcher
             lane.loop.close()
-            calls += list(lane.running)  # a blocked loop's, and tasks that were cancelled before they began
+            calls += list(lane.running)  # calls of a blocked loop, and of tasks that were cancelled before they began
         for call in calls:
             call.finish(error=GivenUp("the runner was closed"))
 
     def _open_lane(self) -> _Lane:
+        """Start a new loop and its watcher."""
         lane = self._lane = _Lane(self._count, self._pace, self._waiting)
         threading.Thread(target=self._watch, args=(lane,), daemon=True, name="dash_trl watch over a loop").start()
         return lane
 
     def _watch(self, lane: _Lane) -> None:
-        """Until the lane is closed, or its loop does not answer while calls are out."""
+        """Watch a lane until it is closed, and abandon it if its loop does not answer while calls run or wait."""
         while lane is self._lane:
             lane.out.wait()
             lane.out.clear()
@@ -245,8 +285,9 @@ class AsyncCalls:
                     self._abandon(lane)
 
     def _abandon(self, lane: _Lane) -> None:
+        """Replace a lane whose loop is blocked; calls that have begun on it end with `Overdue`."""
         with self._lock:
-            if self._lane is not lane:  # it was closed
+            if self._lane is not lane:  # the lane was closed
                 return
             self.abandoned += 1
             lane.given_up = True
@@ -262,20 +303,24 @@ class AsyncCalls:
         for call in begun:
             call.finish(
                 error=Overdue(
-                    f"the event loop did not answer for {lane.longest:g} s: a call blocks it. An async function must "
-                    "await; one that blocks is better written without async, which is run on threads"
+                    f"the event loop did not answer for {lane.longest:g} s because a call blocks it. An async function "
+                    "must await instead of blocking. Write a function that blocks without async: it runs on threads"
                 )
             )
         for call in left:
-            call.finish(error=GivenUp(f"{self.abandoned} event loops hang, so that no more calls are made"))
+            call.finish(error=GivenUp(f"{self.abandoned} event loops hang, so no more calls are made"))
         now.look()
 
 
 class RetriedCalls:
-    """A `Backend` over another. Between two attempts a call takes no room there from others.
+    """`Backend` that repeats failed calls on another backend.
+
+    Between two attempts a call takes up no room on the other backend.
 
     Args:
-        retry_on: exceptions after which a call is made again. retries: how often at most.
+        backend: the backend that makes the calls.
+        retry_on: exceptions after which a call is repeated.
+        retries: largest number of repetitions of a call.
     """
 
     def __init__(self, backend: Backend, retry_on: tuple[type[BaseException], ...], retries: int):
@@ -288,22 +333,26 @@ class RetriedCalls:
         )
 
     def submit(self, calls: Sequence[Call]) -> None:
+        """Start calls; see `Backend.submit`."""
         for call in calls:
             self._loop.start(self._finish(call))
 
     def close(self) -> None:
-        self._loop.close()  # first: a call that the backend ends would be made again
+        """End all calls with `GivenUp`, and close the backend."""
+        self._loop.close()  # first, because a call that ends with the backend would be repeated
         self._backend.close()
 
     async def _finish(self, call: Call) -> None:
+        """Make a call, with repetitions, and finish it."""
         try:
             call.finish(await self._retrying.copy()(self._attempt, call))
-        except BaseException as error:  # SystemExit would end the loop, and with it all other calls
+        except BaseException as error:  # SystemExit would end the loop and with it all other calls
             task = asyncio.current_task()
-            closed = task is not None and task.cancelling()  # else a CancelledError is the function's own
+            closed = task is not None and task.cancelling()  # otherwise the function itself raised CancelledError
             call.finish(error=GivenUp("the runner was closed") if closed else error)
 
     async def _attempt(self, call: Call) -> Any:
+        """Make a call once."""
         one = await called(self._backend, call.function, call.arguments, timeout=call.timeout, stop=call.stop)
         if one.error is not None:
             raise one.error
@@ -318,10 +367,17 @@ async def called(
     timeout: float,
     stop: threading.Event | None = None,
 ) -> Call:
-    """Waits for one call, which then has its value or error.
+    """Make one call and wait for it.
 
     Args:
-        backend, function, arguments, timeout, stop: see `Call`.
+        backend: the backend that makes the call.
+        function: see `Call`.
+        arguments: see `Call`.
+        timeout: see `Call`.
+        stop: see `Call`.
+
+    Returns:
+        The finished call with its value or error.
     """
     ended: Future[Call] = Future()
     ended.set_running_or_notify_cancel()  # if this task is cancelled, the backend still sets a result

@@ -1,6 +1,6 @@
-"""`Call`: one call of a function on its way through a backend, to exactly one outcome.
+"""`Call` is one call of a function, which a backend makes and which gets exactly one outcome.
 
-`Request`: the outcomes of a batch of calls as they come, and which of its groups are complete.
+`Request` collects the outcomes of calls for many rows, and tells which groups of rows are complete.
 """
 
 from __future__ import annotations
@@ -12,21 +12,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-LAST_SECONDS = 1800.0  # beyond the time-outs, without the end of any call: longer than workers and Ray take to start
-_last_end = [0.0]  # of any call, by the monotonic clock; an attribute of `Call` would empty Python's caches of it
+# If no call of this process ends for this time plus the timeouts, missing outcomes count as lost. Workers and Ray start
+# in less time.
+LAST_SECONDS = 1800.0
+# When a call last ended, by the monotonic clock. Writing an attribute of `Call` would empty Python's caches for it.
+_last_end = [0.0]
 
 
 class Call:
-    """One call of `function`, by keyword.
+    """One call of a function with keyword arguments.
 
     Args:
-        function: what is called; a coroutine function where the backend awaits it.
-        arguments: by name.
-        timeout: seconds from its start, not from its submission, after which it is given up with `Overdue`.
-        done: gets the call as soon as it has its outcome, once, on any thread. It must not raise, nor take long.
-        stop: once it is set, nobody waits for the call: a backend does not start it any more, and need not finish it.
+        function: the function; a coroutine function for a backend that awaits it.
+        arguments: name → value.
+        timeout: seconds from the start of the call, not from its submission. Then the call ends with `Overdue`.
+        done: called once with this call, on any thread, as soon as it has its outcome. It must be quick and not raise.
+        stop: event that cancels the call. Once it is set, a backend does not start the call, and need not finish it.
+
     Attributes:
-        value: what the function returned. error: what it raised, or why it has no value. One of them, once it is done.
+        value: return value of the function, once the call has one.
+        error: what the function raised, or why the call has no value; None if it has one.
     """
 
     __slots__ = ("_done", "arguments", "error", "function", "stop", "timeout", "value")
@@ -47,13 +52,19 @@ class Call:
 
     @property
     def cancelled(self) -> bool:
+        """Whether nobody waits for the call any more."""
         return self.stop is not None and self.stop.is_set()
 
     def finish(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Its outcome. The first one counts: a thread that was given up may still bring a second one."""
+        """Set the outcome. Only the first one counts: a thread that was abandoned may still deliver a second one.
+
+        Args:
+            value: return value of the function.
+            error: what the function raised, or why there is no value; None if there is one.
+        """
         try:
             done = self._done
-            del self._done  # succeeds on one thread only: no lock, no further object per call
+            del self._done  # only one thread succeeds, without a lock that 256 threads would share
         except AttributeError:
             return
         self.value, self.error = value, error
@@ -61,7 +72,8 @@ class Call:
         done(self)
 
 
-forks = [0]  # between this process and the one that imported this: cheaper to look at than a process's number
+# Number of forks between the process that imported this module and this one. Reading it is cheaper than `os.getpid`.
+forks = [0]
 
 
 def _in_child() -> None:
@@ -72,21 +84,25 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 class Overdue(TimeoutError):
-    """A call took longer than its timeout. A thread that is in it still runs."""
+    """A call took longer than its timeout. If it runs on a thread, the thread still runs."""
 
 
 class GivenUp(RuntimeError):
-    """A call was not made: too many before it hang, or nobody waits for it."""
+    """A call was given up: too many earlier calls hang, nobody waits for it, or its backend was closed."""
 
 
 class Backend(Protocol):
-    """Where calls run. Every call that was submitted, and not cancelled, is finished in bounded time."""
+    """Makes calls. It finishes in bounded time every call that was submitted and not cancelled."""
 
     def submit(self, calls: Sequence[Call]) -> None:
-        """Hands the calls in, without waiting for any; from any thread."""
+        """Submit calls without waiting for them. Any thread may call this.
+
+        Args:
+            calls: the calls, each of which is submitted once.
+        """
 
     def close(self) -> None:
-        """Ends what it has started, without waiting for calls that hang."""
+        """End all threads and processes that the backend has started, without waiting for calls that hang."""
 
 
 def call_all(
@@ -96,9 +112,18 @@ def call_all(
     *,
     timeout: float,
 ) -> list[Call]:
-    """Calls of one function, side by side; waits until all of them are done. An interrupt cancels them.
+    """Call one function with several arguments in parallel, and wait for all calls. An interrupt cancels them.
 
-    Those whose outcome is lost end with an error, see `seconds_left`.
+    Calls whose outcome is lost end with an error, see `seconds_left`.
+
+    Args:
+        submit: `submit` of a backend.
+        function: see `Call`.
+        arguments: `Call.arguments` of each call.
+        timeout: see `Call`.
+
+    Returns:
+        The finished calls, in the order of `arguments`.
     """
     done, stop = threading.Semaphore(0), threading.Event()
     began, patience = time.monotonic(), LAST_SECONDS + timeout
@@ -118,21 +143,33 @@ def call_all(
 
 
 def seconds_left(began: float, patience: float) -> float:
-    """Until outcomes that have not come are lost: `patience` after the last end of any call in this process.
+    """Compute the seconds until missing outcomes count as lost.
+
+    They are lost if no call of this process ends for `patience` seconds.
 
     Args:
-        began: when somebody began to wait for them, by the monotonic clock.
+        began: when the caller began to wait, in seconds of the monotonic clock.
+        patience: seconds.
     """
     left = max(began, _last_end[0]) + patience - time.monotonic()
     return max(0.0, min(left, threading.TIMEOUT_MAX))
 
 
 def lost(patience: float) -> RuntimeError:
+    """Create the error of a call whose outcome is lost.
+
+    Args:
+        patience: seconds for which no call has ended.
+    """
     return RuntimeError(f"its outcome was lost: no call has ended for {patience:g} s")
 
 
 class Pace:
-    """Starts of calls spaced evenly, at most `rate` per second over all threads."""
+    """Spaces the starts of calls evenly over all threads.
+
+    Args:
+        rate: largest number of starts per second.
+    """
 
     def __init__(self, rate: float):
         self._between = 1 / rate
@@ -140,7 +177,7 @@ class Pace:
         self._lock = threading.Lock()
 
     def wait_seconds(self) -> float:
-        """How long the caller has to wait before its start, for which the time is kept free."""
+        """Reserve the next start; return the seconds that the caller has to wait for it."""
         with self._lock:
             now = time.monotonic()
             start = max(now, self._next)
@@ -149,14 +186,18 @@ class Pace:
 
 
 class Request:
-    """What F functions say of N rows; each outcome is kept at its own place, whenever it comes.
+    """Collects the outcomes of F functions for N rows, which may come in any order.
 
     Args:
-        functions: F. rows: N. group_size: G adjacent rows are a group; the last one may be smaller.
+        functions: number of functions, F.
+        rows: number of rows, N.
+        group_size: number of adjacent rows that make a group; the last group may be smaller.
+
     Attributes:
-        outcomes: [F][N]; None = has not come.
-        stop: of its calls; set, once nobody waits for it.
-        patience: seconds without the end of any call in this process, after which the rows that are missing are lost.
+        outcomes: [F][N] outcomes; None if an outcome has not come.
+        stop: event that cancels the calls; set once nobody waits for the outcomes.
+        patience: seconds; if no call of this process ends for that long, missing outcomes count as lost.
+        group_size: as the argument.
     """
 
     def __init__(self, functions: int, rows: int, group_size: int):
@@ -173,13 +214,23 @@ class Request:
         self._handed_out = 0
 
     def rows_of(self, group: int) -> range:
+        """Return the rows of a group.
+
+        Args:
+            group: number of the group.
+        """
         return range(len(self.outcomes[0]))[group * self.group_size : (group + 1) * self.group_size]
 
     def put(self, function: int, first: int, outcomes: Sequence[Any]) -> list[int]:
-        """The outcomes of a function for rows from `first` on, each once; from any thread.
+        """Store outcomes of a function for consecutive rows. Any thread may call this, once for each row.
+
+        Args:
+            function: number of the function.
+            first: first row.
+            outcomes: outcomes of the rows from `first` on.
 
         Returns:
-            The groups of which it has now said all; each has to be told to `complete`, then or later.
+            Groups for which the function now has all outcomes. The caller has to pass each to `complete`, now or later.
         """
         left, size = self._rows_left[function], self.group_size
         with self._lock:
@@ -194,7 +245,12 @@ class Request:
         return done
 
     def complete(self, function: int, group: int) -> None:
-        """A function has nothing more to say of a group."""
+        """Record that a function is done with a group.
+
+        Args:
+            function: number of the function.
+            group: number of the group.
+        """
         with self._lock:
             if self._lost:
                 return
@@ -205,14 +261,14 @@ class Request:
 
     @property
     def pending(self) -> bool:
-        """Some group is not complete."""
+        """Whether some group is not complete."""
         return any(self._functions_left)
 
     def next_groups(self, *, wait: bool = True) -> list[int]:
-        """Numbers of the groups that are complete and were not handed out before.
+        """Return the numbers of complete groups that were not returned before.
 
         Args:
-            wait: for one, where there is none yet. There has to be one left.
+            wait: whether to wait for a group if there is none yet. Some group must then be left.
         """
         found: list[int] = []
         while not self._complete.empty() or wait and not found:
@@ -221,7 +277,10 @@ class Request:
         return found
 
     def _next(self) -> int:
-        """A last deadline, whatever has gone wrong: the rows that are missing end with an error."""
+        """Wait for the next complete group.
+
+        This wait always ends, whatever has gone wrong: after `patience` the missing rows get an error.
+        """
         began = time.monotonic()
         while True:
             try:
@@ -231,6 +290,7 @@ class Request:
                     self._lose()
 
     def _lose(self) -> None:
+        """Give all missing rows an error, and complete their groups."""
         self.cancel()
         error = lost(self.patience)
         with self._lock:
@@ -242,7 +302,7 @@ class Request:
                     self._complete.put(group)
 
     def wait(self) -> None:
-        """Until all groups are complete; where that is interrupted, nothing more is started."""
+        """Wait until all groups are complete. If the wait is interrupted, no more calls start."""
         try:
             while self._handed_out < len(self._functions_left):
                 self.next_groups()
@@ -251,4 +311,5 @@ class Request:
             raise
 
     def cancel(self) -> None:
+        """Cancel the calls, because nobody waits for their outcomes any more."""
         self.stop.set()

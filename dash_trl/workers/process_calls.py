@@ -1,10 +1,12 @@
-"""`ProcessCalls`: calls that compute, on worker processes that are killed when a call takes too long.
+"""`ProcessCalls` makes calls that compute, on worker processes. A worker is killed if a call takes too long.
 
-    submit ──► rows that wait ──► the pool's thread ──► a worker's socket ──► a few rows ahead of what it computes
-                     ▲                  │   ◄── outcome after outcome ──┘
-                     └── never begun ◄──┴── killed, or dead: the row that it was at has failed, and no other
+The path of a row (a call on its way to a worker)::
 
-A worker reports each outcome as it comes, so that it is known which call a dead worker was at. No call is made twice.
+    submit ──► waiting rows ──► the pool's thread ──► a worker's socket ──► a few rows ahead of the running one
+                    ▲                 │   ◄── one outcome after the other ──┘
+                    └── not begun ◄───┴── the worker was killed or died: only the row that it was running fails
+
+A worker reports each outcome at once, so the pool knows which call a dead worker was running. No call is made twice.
 """
 
 import atexit
@@ -29,24 +31,30 @@ from dash_trl.workers.wire import Outcome, dump, failure, finish, pack
 
 logger = logging.getLogger(__name__)
 
-# A worker gets so many rows, or rows of so many seconds, ahead: it never waits for the next, and little waits behind a
-# row that takes long.
+# A worker gets this many rows in advance, or rows that take about this many seconds. So it never waits for the next
+# row, and few rows wait behind one that takes long.
 ROWS_AHEAD = 32
 SECONDS_AHEAD = 0.01
-START_SECONDS = 300.0  # for a worker to start, or to load functions: imports, which no call's timeout includes
-STARTS = 3  # of workers that fail in a row, or of one row's, after which the reason is theirs
-NEWEST = 0.1  # weight of the last call in a function's mean seconds
+START_SECONDS = 300.0  # for a worker to start or to load a function; both import modules, and no timeout includes this
+STARTS = 3  # failed starts in a row, or workers lost before a row begins, after which rows fail with the reason
+NEWEST = 0.1  # weight of the last call in the moving average of a function's seconds
 
 
 class WorkerDied(RuntimeError):
-    """The worker of this call exited: a crash, or more memory than it may have."""
+    """The worker of this call exited, for example after a crash or because it exceeded its memory limit."""
 
 
 class Packed:
-    """A function as bytes; `number` names it to workers that have it, `seconds` is what a call of it takes lately.
+    """A function as bytes.
+
+    Args:
+        data: the pickled function.
+        seconds: first estimate of the seconds that a call takes.
 
     Attributes:
-        reference: Ray's, to the bytes.
+        number: number by which workers that have the function know it.
+        seconds: moving average of the seconds that a call takes.
+        reference: Ray's reference to `data`, if it was given to Ray.
     """
 
     _numbers = itertools.count()
@@ -56,17 +64,30 @@ class Packed:
         self.reference: Any = None
 
     def took(self, outcome: Outcome) -> None:
+        """Update `seconds` with the time of a call."""
         self.seconds += NEWEST * (outcome[-1] - self.seconds)
 
 
 class Row:
-    """A call on its way to another process and back; `losses`: workers that ended before it had begun."""
+    """A call on its way to another process and back.
+
+    Args:
+        call: the call.
+        function: the call's function.
+
+    Attributes:
+        losses: number of workers that ended before the call had begun on them.
+    """
 
     def __init__(self, call: Call, function: Packed):
         self.call, self.function, self.losses = call, function, 0
 
     def arguments(self) -> bytes:
-        """Raises ValueError: if they cannot be sent."""
+        """Pickle the call's arguments.
+
+        Raises:
+            ValueError: if they cannot be pickled.
+        """
         try:
             return dump(dict(self.call.arguments))
         except Exception as error:
@@ -74,25 +95,30 @@ class Row:
             raise ValueError(text) from error
 
     def finish(self, outcome: Outcome) -> None:
-        """Whatever comes of it, where other rows wait."""
+        """Finish the call; only log an error of its `done`, because other rows wait."""
         try:
             finish(self.call, outcome)
         except Exception:
-            logger.exception("What was to be done after a call has failed.")
+            logger.exception("The function that receives the outcome of a call has failed.")
 
 
 def next_rows(waiting: deque[Row], room: int, seconds: float) -> tuple[list[Row], list[bytes]]:
-    """The first rows that wait, and their arguments; of one function and timeout.
+    """Take the first waiting rows that have the same function and timeout.
 
     Args:
-        room: so many at most. seconds: as many as take so long.
+        waiting: waiting rows; taken rows are removed.
+        room: largest number of rows.
+        seconds: no more rows are taken once they are expected to take this long together.
+
+    Returns:
+        The rows, and their pickled arguments.
     """
     rows: list[Row] = []
     arguments: list[bytes] = []
     while waiting and len(rows) < room and seconds > 0:
         row = waiting[0]
         like = not rows or row.function is rows[0].function and row.call.timeout == rows[0].call.timeout
-        if not like or rows and row.losses:  # one that was lost goes alone: it may be what ended its worker
+        if not like or rows and row.losses:  # a row that was lost goes alone: it may have ended its worker
             break
         waiting.popleft()
         if row.call.cancelled:
@@ -108,11 +134,14 @@ def next_rows(waiting: deque[Row], room: int, seconds: float) -> tuple[list[Row]
 
 
 class RemoteCalls:
-    """A `Backend` by a service, which starts as it is needed. Functions and arguments are sent as `wire` says.
+    """`Backend` that makes calls in other processes, by a service that starts when it is needed.
+
+    `wire` defines how functions and arguments are sent.
 
     Args:
-        start: starts what brings rows to other processes, by `submit` (False if it has ended) until `close`.
-        seconds: what is thought of a new function's calls.
+        start: starts and returns the service. Its `submit` takes rows and returns False if the service has ended; its
+            `close` ends it.
+        seconds: first estimate of the seconds that a call takes.
     """
 
     def __init__(self, start: Callable[[], Any], seconds: float = SECONDS_AHEAD):
@@ -126,7 +155,14 @@ class RemoteCalls:
         self._pack, self._packed_lately = packed, functools.lru_cache(FUNCTIONS_KEPT)(packed)
 
     def submit(self, calls: Sequence[Call]) -> None:
-        """Raises ValueError: if a function cannot be sent to another process."""
+        """Submit calls; see `Backend.submit`.
+
+        Args:
+            calls: the calls.
+
+        Raises:
+            ValueError: if a function cannot be sent to another process.
+        """
         rows = [Row(call, self._packed(call.function)) for call in calls]
         with self._lock:
             if self._service is None or not self._service.submit(rows):
@@ -134,24 +170,29 @@ class RemoteCalls:
                 self._service.submit(rows)
 
     def close(self) -> None:
-        """Ends what it has started; calls that are out end with `WorkerDied`. A later call starts it again."""
+        """End the service; unfinished calls end with `WorkerDied`. A later `submit` starts a new one."""
         with self._lock:
             service, self._service = self._service, None
         if service is not None:
             service.close()
 
     def _packed(self, function: Callable[..., Any]) -> Packed:
+        """Pack a function, or return it from the cache."""
         try:
             return self._packed_lately(function)
-        except TypeError:  # it has no hash
+        except TypeError:  # the function is not hashable
             return self._pack(function)
 
 
 class ProcessCalls(RemoteCalls):
-    """A `Backend` of `count` worker processes, each with `MEMORY` of address space. They end at `close` or at exit.
+    """`Backend` with worker processes, each with `MEMORY` bytes of address space. They end at `close` or at exit.
 
     Args:
-        prepare: runs in each worker first, to pay for imports; importable.
+        count: largest number of workers.
+        prepare: importable function that runs first in each worker, for slow imports.
+
+    Attributes:
+        users: objects that share this backend, see `shared_workers`.
     """
 
     def __init__(self, count: int, *, prepare: Callable[[], object] = prepare_nothing):
@@ -159,7 +200,11 @@ class ProcessCalls(RemoteCalls):
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def leave(self, user: object) -> None:
-        """`close`, when the last user leaves."""
+        """Remove a user, and close the backend if it was the last one.
+
+        Args:
+            user: an object that was passed to `shared_workers`.
+        """
         self.users.discard(user)
         if not self.users:
             self.close()
@@ -169,25 +214,40 @@ _shared: dict[tuple[int, Callable[[], object]], ProcessCalls] = {}
 
 
 def shared_workers(count: int, prepare: Callable[[], object], user: object) -> ProcessCalls:
-    """The workers of this process that are so many and `prepare` themselves in this way; `user` may `leave` them."""
+    """Return this process's shared backend for a number of workers and a `prepare` function.
+
+    Args:
+        count: see `ProcessCalls`.
+        prepare: see `ProcessCalls`.
+        user: object that uses the backend; it calls `leave` when it no longer needs the backend.
+    """
     workers = _shared.setdefault((count, prepare), ProcessCalls(count, prepare=prepare))
     workers.users.add(user)
     return workers
 
 
 class _Worker:
-    """A worker process and what it has been given."""
+    """A worker process and its rows.
+
+    Attributes:
+        process: the process.
+        ready: whether it has prepared itself.
+        rows: unfinished rows that it was given, in order.
+        begun: number of unfinished rows in the batch that it has begun; these are the first of `rows`.
+        batches: sizes of the batches that it has not begun.
+        deadline: when it is killed unless it reports something, in seconds of the monotonic clock.
+    """
 
     def __init__(self, prepare: Callable[[], object]):
         self.process = WorkerProcess(prepare)
         self.ready = False
-        self.rows: deque[Row] = deque()  # that it has been given, in batches
-        self.begun = 0  # the first so many are what is left of a batch that it has begun
-        self.batches: deque[int] = deque()  # sizes of the other batches
+        self.rows: deque[Row] = deque()
+        self.begun = 0
+        self.batches: deque[int] = deque()
         self.deadline = time.monotonic() + START_SECONDS
 
     def expect(self, now: float) -> None:
-        """What it is at has begun now."""
+        """Set the deadline: what the worker does next begins now."""
         if self.begun:
             self.deadline = now + self.rows[0].call.timeout
         else:
@@ -195,27 +255,39 @@ class _Worker:
 
 
 class Pool:
-    """Worker processes and the thread that serves them, which alone touches them."""
+    """Worker processes, and the only thread that uses them.
+
+    Args:
+        count: see `ProcessCalls`.
+        prepare: see `ProcessCalls`.
+    """
 
     def __init__(self, count: int, prepare: Callable[[], object]):
         self._count, self._prepare = count, prepare
-        self._lock = threading.Lock()  # of what is handed over to the thread:
+        self._lock = threading.Lock()  # for the next two, which other threads also change
         self._waiting: deque[Row] = deque()
         self._closing = False
-        self._ear, self._mouth = socket.socketpair()  # what is said to the thread
+        self._ear, self._mouth = socket.socketpair()  # a byte in `_mouth` wakes the thread, which reads `_ear`
         self._ear.setblocking(False)
         self._mouth.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._ear, selectors.EVENT_READ)
         self._workers: list[_Worker] = []
-        self._failed_starts = 0
-        self._why = ""  # the last of them failed
+        self._failed_starts = 0  # in a row
+        self._why = ""  # why the last start failed
         self._thread = threading.Thread(target=self._serve, daemon=True, name="dash_trl worker processes")
         self._thread.start()
         atexit.register(self.close)
 
     def submit(self, rows: Sequence[Row]) -> bool:
-        """False if it is closed, or of a process that this one was forked from."""
+        """Submit rows.
+
+        Args:
+            rows: the rows.
+
+        Returns:
+            False if the pool is closed, or belongs to a process from which this one was forked.
+        """
         with self._lock:
             if self._closing or not self._thread.is_alive():
                 return False
@@ -224,6 +296,7 @@ class Pool:
         return True
 
     def close(self) -> None:
+        """End the workers; unfinished calls end with `WorkerDied`."""
         with self._lock:
             self._closing = True
         self._wake()
@@ -232,12 +305,14 @@ class Pool:
         atexit.unregister(self.close)
 
     def _wake(self) -> None:
-        with suppress(OSError):  # it has enough to wake up by, or it has ended
+        """Wake the thread."""
+        with suppress(OSError):  # the socket is full, so the thread will wake, or the thread has ended
             self._mouth.send(b"\0")
 
     # ------------------------------------------------------------------------------------------ on the thread
 
     def _serve(self) -> None:
+        """Serve the workers until the pool is closed."""
         try:
             while not self._closing:
                 self._start_workers()
@@ -255,16 +330,16 @@ class Pool:
                         self._reach(key.data, key.data.process.send_more)
                 now = time.monotonic()
                 for worker in [one for one in self._workers if one.deadline <= now]:
-                    self._hear(worker)  # this thread may be late itself
+                    self._hear(worker)  # this thread may be late: the worker may have reported in the meantime
                     if worker.deadline <= now and worker in self._workers:
                         self._lose(worker, overdue=True)
         except BaseException:
-            logger.exception("The thread that serves worker processes has failed, and its calls with it.")
+            logger.exception("The thread that serves worker processes has failed. Its calls end with errors.")
         finally:
             self._end()
 
     def _start_workers(self) -> None:
-        """One for each row that waits and finds no worker without rows."""
+        """Start a worker for each waiting row that finds no idle worker, up to the limit."""
         free = sum(not worker.rows for worker in self._workers)
         while free < len(self._waiting) and len(self._workers) < self._count:
             if self._failed_starts >= STARTS:
@@ -280,6 +355,7 @@ class Pool:
             free += 1
 
     def _feed(self, worker: _Worker) -> None:
+        """Send waiting rows to a worker that has few rows left."""
         if not worker.ready or len(worker.rows) > ROWS_AHEAD // 2:
             return
         room = min(ROWS_AHEAD - len(worker.rows), math.ceil(len(self._waiting) / (2 * self._count)))
@@ -294,14 +370,16 @@ class Pool:
             self._reach(worker, functools.partial(worker.process.send, function.number, function.data, arguments))
 
     def _reach(self, worker: _Worker, send: Callable[[], None]) -> None:
+        """Send to a worker, and watch its socket for room if something is left to send."""
         try:
             send()
         except OSError:
-            return  # it is dead, which its socket tells when it has been read to the end
+            return  # the worker is dead; `_hear` notices at the end of its socket
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.process.outgoing else 0)
         self._selector.modify(worker.process.socket, events, worker)
 
     def _hear(self, worker: _Worker) -> None:
+        """Read what a worker has reported."""
         now = time.monotonic()
         try:
             for frame in worker.process.receive():
@@ -309,7 +387,7 @@ class Pool:
                     worker.ready, self._failed_starts = True, 0
                 elif frame == BEGUN:
                     worker.begun = worker.batches.popleft()
-                elif frame == UNFIT:  # it has begun none of its rows
+                elif frame == UNFIT:  # it has begun none of its remaining rows
                     self._end_worker(worker)
                     self._waiting.extendleft(reversed(worker.rows))
                     return
@@ -320,11 +398,11 @@ class Pool:
                     row.function.took(outcome)
                     row.finish(outcome)
                 worker.expect(now)
-        except Exception:  # its end; or what it says is not what a worker says
+        except Exception:  # the worker has ended, or its report is malformed
             self._lose(worker, overdue=False)
 
     def _lose(self, worker: _Worker, *, overdue: bool) -> None:
-        """Ends a worker. The row that it was at has failed; the others wait again, in front."""
+        """End a worker. Its running row fails; its other rows go back to the front of the waiting rows."""
         end = self._end_worker(worker)
         if not worker.ready:
             self._failed_starts += 1
@@ -333,7 +411,7 @@ class Pool:
             row = worker.rows.popleft()
             error = TimeoutError(f"took more than {row.call.timeout:g} s") if overdue else WorkerDied(end)
             row.finish(failure(error))
-        elif worker.rows:  # while it loaded a function, unless it was ended from outside
+        elif worker.rows:  # it was loading a function, or something outside ended it
             row = worker.rows[0]
             row.losses += 1
             if row.losses >= STARTS:
@@ -342,13 +420,14 @@ class Pool:
         self._waiting.extendleft(reversed(worker.rows))
 
     def _end_worker(self, worker: _Worker) -> str:
-        """Says how it ended."""
+        """End a worker; return how it ended."""
         self._workers.remove(worker)
         self._selector.unregister(worker.process.socket)
         worker.process.kill()
         return worker.process.bury()
 
     def _end(self) -> None:
+        """End all workers, and all unfinished calls."""
         with self._lock:
             self._closing = True
         for worker in self._workers:

@@ -1,17 +1,19 @@
-"""Worker processes for what may hang, crash or take too much memory.
+"""Worker processes, for calls that may hang, crash or take too much memory.
 
-    WorkerProcess(prepare) ──► its watch ──► a worker, which prepares itself and makes the calls that come by its socket
-                                 │             └─ killed by whoever started it, with it, above MEMORY
-                                 └─ ends all that the worker has started when the worker ends (Linux)
+How a worker starts and ends::
 
-What goes over the socket is in frames of bytes, see `to_frame`:
+    WorkerProcess(prepare) ──► its watcher ──► a worker, which prepares itself and makes the calls from its socket
+                                 │               └─ ends when its starter kills it or ends, and may use MEMORY at most
+                                 └─ when the worker ends, ends all processes that it has started (Linux)
 
-    ──► calls: (number of a function, the function where it is new, the arguments of each call)
-    ◄── ready: b"", once, when it has prepared itself
-    ◄── begun: b"", when it has read such calls and loaded their function; then an `Outcome` for each, in order
-    ◄── b"unfit": the last call has left it so, and it begins no other one
+Messages on the socket are frames of bytes, see `to_frame`::
 
-`Command`: any program with its children; `stop` ends them all.
+    ──► calls: (number of a function, the function if it is new, the arguments of each call)
+    ◄── ready: b"", once, when the worker has prepared itself
+    ◄── begun: b"", when it has read calls and loaded their function; then one `Outcome` for each call, in order
+    ◄── b"unfit": the last call has changed the worker's state for good, so it makes no more calls
+
+`Command` runs any program with its children; `stop` ends all of them.
 """
 
 import ctypes
@@ -34,37 +36,42 @@ from typing import Any
 
 from dash_trl.workers.wire import outcome_of
 
-MEMORY = 4 << 30  # bytes of address space of a worker: 10^{10^{10}} must not take the trainer's before its timeout
-DEFAULT_MAX_WORKERS = 8  # per process; more do not pay for a batch of a few hundred rows
+# Bytes of address space of a worker: computing 10^{10^{10}} must not use up the trainer's memory before its timeout.
+MEMORY = 4 << 30
+DEFAULT_MAX_WORKERS = 8  # per process; more workers do not speed up a batch of a few hundred rows
 OUT_OF_WORK_AGAIN = 0.1  # CPU seconds after which a call that caught `OutOfWork` gets it again
-FUNCTIONS_KEPT = 32  # by a worker, by whoever sends them: functions made anew for each call must not fill the memory
-STOP_SECONDS = 15.0  # from a polite signal to SIGKILL, of a `Command`
-KILLED_SECONDS = 5.0  # to wait for the end of a process after SIGKILL: one in a system call that hangs does not end
-SIGNALLED = 128  # added to the number of the signal that ended a worker: the exit code of its watch, as of a shell
+# Functions that a worker and its sender keep. Functions that are created anew for each call must not fill the memory.
+FUNCTIONS_KEPT = 32
+STOP_SECONDS = 15.0  # from SIGTERM to SIGKILL, for a `Command`
+KILLED_SECONDS = 5.0  # to wait for a process after SIGKILL: a process in a system call that hangs does not end
+SIGNALLED = 128  # a watcher's exit code is this plus the number of the signal that ended its worker, as in a shell
 BEGUN, UNFIT = b"", b"unfit"
 _LENGTH = struct.Struct("<Q")
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
-# What a new Python runs: not the main script, which would start training once more, but it finds the same modules.
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # numbers for Linux's prctl
+# Code of a worker's Python. It does not run the main script, which would start training again, but finds its modules.
 _START = "import sys; sys.path[:] = {path!r}; from dash_trl.workers.processes import work; work({fd}, {prepare!r})"
 
 
 def default_workers() -> int:
-    """This process's share of the machine's CPUs, at most `DEFAULT_MAX_WORKERS`."""
+    """Return this process's share of the machine's CPUs, at most `DEFAULT_MAX_WORKERS`."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun and accelerate: the ranks on this machine
     return max(1, min(DEFAULT_MAX_WORKERS, cpus // ranks))
 
 
-# ------------------------------------------------------------------------------------------------ who started it
+# -------------------------------------------------------------------------------------------- in the starting process
 
 
 class WorkerProcess:
-    """A process and the socket to it. It makes calls in the order in which they are sent.
+    """A worker process and the socket to it. It makes calls in the order in which they are sent.
 
     Args:
-        prepare: runs in it first; importable. Its time is no call's.
+        prepare: importable function that runs first in the worker. Its time counts for no call.
+
     Attributes:
-        known: numbers of the functions that it has. outgoing: what waits to be sent.
+        socket: the socket to the worker.
+        known: numbers of the functions that the worker has.
+        outgoing: bytes that wait to be sent.
     """
 
     def __init__(self, prepare: Callable[[], object]):
@@ -75,17 +82,22 @@ class WorkerProcess:
                 [sys.executable, "-c", start],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                process_group=0,  # for `kill`; and the parent decides on Ctrl-C
+                process_group=0,  # so that `kill` reaches the group, and Ctrl-C reaches only the parent
             )
         self.socket.setblocking(False)
         self.known: list[int] = []
         self._incoming, self.outgoing = bytearray(), bytearray()
 
     def send(self, number: int, function: bytes, arguments: list[bytes]) -> None:
-        """Calls of a function, as far as the socket takes them now; the function itself where it is new.
+        """Send calls of a function, as far as the socket takes them now. The function is sent if it is new.
+
+        Args:
+            number: number of the function.
+            function: the pickled function.
+            arguments: pickled arguments of each call.
 
         Raises:
-            OSError: it is dead.
+            OSError: if the worker is dead.
         """
         new = number not in self.known
         if new:
@@ -95,15 +107,19 @@ class WorkerProcess:
         self.send_more()
 
     def send_more(self) -> None:
-        """Raises OSError: it is dead."""
+        """Send what waits to be sent, as far as the socket takes it now.
+
+        Raises:
+            OSError: if the worker is dead.
+        """
         with suppress(BlockingIOError):
             del self.outgoing[: self.socket.send(self.outgoing)]
 
     def receive(self) -> Iterator[bytes]:
-        """The frames that are there now.
+        """Yield the frames that have arrived, without waiting.
 
         Raises:
-            OSError: it is dead.
+            OSError: if the worker is dead.
         """
         try:
             data = self.socket.recv(1 << 18)
@@ -121,15 +137,22 @@ class WorkerProcess:
             yield frame
 
     def kill(self) -> None:
-        """Ends it, whatever it does, with what it has started; one that has already ended keeps its exit code."""
+        """End the worker at once, with all processes that it has started.
+
+        A worker that has already ended keeps its exit code.
+        """
         if sys.platform == "linux":
-            self._process.terminate()  # its watch, which kills it
+            self._process.terminate()  # this signals the watcher, which kills the worker
             return
-        with suppress(ProcessLookupError, PermissionError):  # a dead one, on some systems
+        with suppress(ProcessLookupError, PermissionError):  # some systems raise these for a dead process
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def bury(self) -> str:
-        """After `kill`: waits for its end, so that nothing of it is left; says how it ended."""
+        """Wait for the worker's end after `kill`, so that nothing of it is left.
+
+        Returns:
+            How it ended, such as "exit code 1".
+        """
         self.socket.close()
         try:
             code = self._process.wait(KILLED_SECONDS)
@@ -141,10 +164,15 @@ class WorkerProcess:
 
 
 def prepare_nothing() -> None:
-    pass
+    """Do nothing: the default of `prepare`."""
 
 
 def to_frame(data: bytes) -> bytes:
+    """Put the length of a message before it, as 8 bytes, little-endian.
+
+    Args:
+        data: the message.
+    """
     return _LENGTH.pack(len(data)) + data
 
 
@@ -152,11 +180,11 @@ def to_frame(data: bytes) -> bytes:
 
 
 def work(fd: int, prepare: bytes) -> None:
-    """Never returns.
+    """Run a worker process. Never returns.
 
     Args:
-        fd: of the socket to whoever started it.
-        prepare: pickled, see `WorkerProcess`.
+        fd: file descriptor of the socket to the starter.
+        prepare: the pickled function `prepare` of `WorkerProcess`.
     """
     code = 1
     try:
@@ -171,11 +199,12 @@ def work(fd: int, prepare: bytes) -> None:
         code = 0
     except BaseException:
         traceback.print_exc()
-    os._exit(code)  # at once: that the socket closes tells the parent, who kills what still ends
+    os._exit(code)  # without exit handlers: the closed socket tells the parent, which kills processes that are left
 
 
 def _serve(parent: socket.socket, prepare: bytes) -> None:
-    # macOS refuses every limit that would matter, and other systems lack the constant.
+    """Prepare, and make the calls that arrive at the socket until it closes or the worker is unfit."""
+    # macOS refuses every useful limit, and other systems lack the constant.
     with suppress(AttributeError, ValueError, OSError):
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
@@ -184,19 +213,19 @@ def _serve(parent: socket.socket, prepare: bytes) -> None:
     pickle.loads(prepare)()
     pid = os.getpid()
     frames = parent.makefile("rb")
-    parent.sendall(to_frame(BEGUN))  # it is ready
+    parent.sendall(to_frame(BEGUN))  # the worker is ready
     functions: dict[int, Callable[..., Any]] = {}
     while header := frames.read(_LENGTH.size):
         number, function, calls = pickle.loads(frames.read(_LENGTH.unpack(header)[0]))
         if function is not None:
             functions[number] = _load(function)
-            if len(functions) > FUNCTIONS_KEPT:  # the oldest goes, as in `WorkerProcess.known`
+            if len(functions) > FUNCTIONS_KEPT:  # drop the oldest, as `WorkerProcess.known` does
                 del functions[next(iter(functions))]
         parent.sendall(to_frame(BEGUN))
         state.remember()
         for arguments in calls:
             outcome = outcome_of(functions[number], arguments)
-            if os.getpid() != pid:  # it forked, and its child came back: the outcome is its parent's to send
+            if os.getpid() != pid:  # the call forked, and this is the child: the parent sends the outcome
                 os._exit(1)
             fit = state.restore()
             parent.sendall(to_frame(pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL)))
@@ -206,9 +235,10 @@ def _serve(parent: socket.socket, prepare: bytes) -> None:
 
 
 class _State:
-    """What a call may change in its worker, to the harm of later calls: folder, environment, timers and limits.
+    """State of a worker that a call may change to the harm of later calls: folder, environment, timers and limits.
 
-    Python's own functions tell that they were called: to look at everything after each call takes as long as the call.
+    Python's functions that change this state are wrapped to record that they were called. Comparing everything after
+    each call would take as long as the call.
     """
 
     def __init__(self) -> None:
@@ -223,11 +253,13 @@ class _State:
                 setattr(module, name, self._telling(kind, getattr(module, name)))
         self._folder = -1
         self._environment: dict[str, str] = {}
-        self._known: dict[bytes, bytes] = {}  # the same, as Python keeps it
+        self._known: dict[bytes, bytes] = {}  # the environment once more, in Python's internal form
         self._limits: list[tuple[int, tuple[int, int]]] = []
         self._touched.update(("folder", "limits"))
 
     def _telling(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function so that its calls are recorded."""
+
         @wraps(function)
         def tells(*arguments: Any, **named: Any) -> Any:
             self._touched.add(kind)
@@ -236,14 +268,14 @@ class _State:
         return tells
 
     def remember(self) -> None:
-        """What functions find from now on: loading one may have changed it."""
+        """Remember the current state, to which `restore` returns. Loading a function may have changed it."""
         if _variables() != self._known:
             self._environment, self._known = os.environ.copy(), dict(_variables())
         if "folder" in self._touched:
             if self._folder != -1:
                 os.close(self._folder)
             self._folder = -1
-            with suppress(OSError):  # one that this user cannot read: no way leads back
+            with suppress(OSError):  # the user cannot read the folder, so nothing can return to it
                 self._folder = os.open(".", os.O_RDONLY)
         if "limits" in self._touched:
             kinds = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
@@ -251,7 +283,11 @@ class _State:
         self._touched.clear()
 
     def restore(self) -> bool:
-        """False where the folder stays another, or limits lower: only root may raise a hard one."""
+        """Undo what the last call has changed.
+
+        Returns:
+            False if that fails: the folder cannot be restored, or a hard limit was lowered, which only root may raise.
+        """
         if _variables() != self._known:
             os.environ.clear()
             os.environ.update(self._environment)
@@ -274,12 +310,12 @@ class _State:
 
 
 def _variables() -> dict[bytes, bytes]:
-    """The environment as Python keeps it: comparing that takes a microsecond, not thirty."""
+    """Return the environment in Python's internal form, which takes one microsecond to compare instead of thirty."""
     return os.environ._data  # type: ignore[attr-defined, no-any-return]
 
 
 def _load(function: bytes) -> Callable[..., Any]:
-    """The function; one that cannot be loaded becomes one that says so."""
+    """Unpickle a function. If that fails, return a function that raises the reason."""
     try:
         return pickle.loads(function)
     except BaseException as error:
@@ -292,17 +328,18 @@ def _load(function: bytes) -> Callable[..., Any]:
 
 
 def _leave_a_watch(parent: socket.socket) -> None:
-    """Returns in a child, the worker; this process stays behind as its watch, and exits as the worker does.
+    """Fork the worker and return in it. This process stays behind as the watcher, and exits as the worker does.
 
-    When the worker ends, the watch ends all that descends from it: orphans become children of the watch. It ends the
-    worker at SIGTERM, and with whoever started it: a trainer killed with SIGKILL runs no exit handler.
+    When the worker ends, the watcher ends all descendants of the worker: orphans become children of the watcher. The
+    watcher ends the worker when it gets SIGTERM, and when the starter ends, because a trainer that is killed with
+    SIGKILL runs no exit handler.
     """
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     watch = os.getpid()
     worker = os.fork()
     if not worker:
-        os.setpgid(0, 0)  # what signals its own group does not reach the watch
+        os.setpgid(0, 0)  # a call that signals its own process group must not reach the watcher
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != watch:
             os._exit(1)
@@ -313,13 +350,13 @@ def _leave_a_watch(parent: socket.socket) -> None:
             os.kill(worker, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, end)
-    # By both: the socket may have a copy elsewhere, and the starter may be dead by now.
+    # Two signs of the starter's end: the socket may have a copy elsewhere, and the starter may be dead already.
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     _at_the_end_of(parent, end)
     ended, status = 0, 0
     while ended != worker:
         ended, status = os.wait()
-    with suppress(ChildProcessError):  # none is left
+    with suppress(ChildProcessError):  # no child is left
         while True:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 for child in _children():
@@ -331,10 +368,10 @@ def _leave_a_watch(parent: socket.socket) -> None:
 
 
 def _children() -> list[int]:
-    """Of this process. Not every kernel has `/proc/self/task/*/children`."""
+    """Return the ids of this process's children. Not every kernel has `/proc/self/task/*/children`."""
     found = []
     for process in filter(str.isdecimal, os.listdir("/proc")):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             parent = Path("/proc", process, "stat").read_bytes().rpartition(b")")[2].split()[1]
             if int(parent) == os.getpid():
                 found.append(int(process))
@@ -342,11 +379,11 @@ def _children() -> list[int]:
 
 
 def _at_the_end_of(parent: socket.socket, then: Callable[[], object]) -> None:
-    """Calls a function, on a thread, when the other end of the socket is closed."""
+    """Call a function on a thread when the other end of the socket is closed."""
 
     def wait() -> None:
         poll = select.poll()
-        poll.register(parent, 0)  # no event but that it hangs up
+        poll.register(parent, 0)  # no event except the hang-up, which is always reported
         poll.poll()
         then()
 
@@ -354,14 +391,24 @@ def _at_the_end_of(parent: socket.socket, then: Callable[[], object]) -> None:
 
 
 class OutOfWork(BaseException):
-    """A call spent its CPU time. No `Exception`, since sympy goes on after these."""
+    """A call has used up its CPU time. It is no `Exception`, because sympy catches these and continues."""
 
 
 def run_within(cpu_seconds: float, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) in a worker's main thread, with a limit of CPU time, which no other process can use up.
+    """Call a function with a limit of CPU time. Has to run in a worker's main thread.
+
+    CPU time is used up by this process only, so other processes cannot make the call fail.
+
+    Args:
+        cpu_seconds: the limit, in seconds.
+        function: the function.
+        args: positional arguments of the function.
+
+    Returns:
+        Return value of the function.
 
     Raises:
-        OutOfWork: it took longer. (A single operation in C that looks for no signal goes on until its end.)
+        OutOfWork: if the call takes longer. A single operation in C that does not check for signals runs to its end.
     """
 
     def stop(*_: object) -> None:
@@ -374,7 +421,7 @@ def run_within(cpu_seconds: float, function: Callable[..., Any], *args: Any) -> 
             return function(*args)
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    finally:  # once more: the signal may come between the call's end and the line above
+    finally:  # again, because the signal may come between the end of the call and the line above
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
@@ -382,11 +429,16 @@ def run_within(cpu_seconds: float, function: Callable[..., Any], *args: Any) -> 
 
 
 class Command:
-    """A program in a process group of its own, so that `stop` reaches its children and nobody else.
+    """A program in a process group of its own, so that `stop` reaches its children and no other process.
 
     Args:
-        arguments: the command line. environment: added to this process's. log: file for stdout and stderr.
-        pass_fds: open files that it inherits.
+        arguments: the command line.
+        environment: variables that are added to this process's environment.
+        log: file to which stdout and stderr are appended.
+        pass_fds: file descriptors that the program inherits.
+
+    Attributes:
+        process: the running program.
     """
 
     def __init__(
@@ -411,10 +463,15 @@ class Command:
 
     @property
     def running(self) -> bool:
+        """Whether the program has not ended."""
         return self.process.poll() is None
 
     def stop(self, *, at_once: bool = False) -> None:
-        """SIGTERM, and SIGKILL to what is left of the group after `STOP_SECONDS`; `at_once`: SIGKILL now."""
+        """Stop the program and its children: SIGTERM first, and SIGKILL to those that are left after `STOP_SECONDS`.
+
+        Args:
+            at_once: whether to send SIGKILL at once.
+        """
         if not at_once:
             self.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -423,9 +480,10 @@ class Command:
         self.process.wait()
 
     def terminate(self) -> None:
-        """SIGTERM, without waiting: several programs end side by side."""
+        """Send SIGTERM without waiting, so that several programs can end in parallel."""
         self._signal(signal.SIGTERM)
 
     def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):  # all of the group have gone
+        """Send a signal to the process group."""
+        with suppress(ProcessLookupError):  # the whole group has ended
             os.killpg(self.process.pid, number)

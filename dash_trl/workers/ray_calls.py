@@ -1,11 +1,13 @@
-"""`RayCalls`: calls that compute, on a Ray cluster, which several trainings may share.
+"""`RayCalls` makes calls that compute, on a Ray cluster, which several training runs may share.
 
-    submit ──► rows that wait ──► a Ray task of some rows, on any node ──► a worker process beside it, see `Pool`
-                     ▲                │   ◄── their outcomes together ──────┘
-                     └── once more ◄──┴── the task is lost with its node
+The path of a row (a call on its way to a worker)::
 
-What a call does, it does to a worker process that the Ray worker has started, and that is killed as those of
-`ProcessCalls` are: hangs and crashes do not reach Ray.
+    submit ──► waiting rows ──► a Ray task with some rows, on any node ──► a worker process next to it, see `Pool`
+                    ▲               │   ◄── the outcomes of all its rows ───┘
+                    └── retried ◄───┴── the task is lost with its node
+
+A call does not run in the Ray worker itself, but in a worker process that the Ray worker has started. That process is
+killed like those of `ProcessCalls`, so hangs and crashes do not affect Ray.
 """
 
 import functools
@@ -35,27 +37,29 @@ from dash_trl.workers.process_calls import (
 from dash_trl.workers.processes import FUNCTIONS_KEPT, default_workers, prepare_nothing
 from dash_trl.workers.wire import Outcome, failure
 
-SECONDS_PER_TASK = 0.05  # of work: a task costs Ray a few milliseconds
-LOSSES = 2  # of a row's tasks, after which it is not tried again
+SECONDS_PER_TASK = 0.05  # expected work of a task; the overhead of a Ray task is a few milliseconds
+LOSSES = 2  # lost tasks of a row after which it is not retried
 CONNECT_SECONDS = 30.0
-CANCEL_SECONDS, CANCELLATIONS = 1.0, 5
+CANCEL_SECONDS, CANCELLATIONS = 1.0, 5  # pause between cancellations of tasks, and their number
 LOCAL_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # in spite of its name, on Linux, too: Ray listens on 127.0.0.1 alone
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # despite its name also on Linux: Ray listens on 127.0.0.1 only
 }
-QUIET_SECONDS = 900.0  # without an outcome of any task, beyond what they may take: the cluster has no CPU for us
+QUIET_SECONDS = 900.0  # if no task ends for this time plus the timeouts, the cluster has no free CPU for us
 
 
 class RayCalls(RemoteCalls):
-    """A `Backend` on the Ray that this process is connected to, else on that of the environment's `RAY_ADDRESS`.
+    """`Backend` that makes calls on a Ray cluster.
 
-    Where there is neither, it starts one of this process's share of the CPUs, which ends with the process. The nodes of
-    a cluster need dash_trl, and the modules that the functions import. A task takes one CPU.
+    It uses the cluster to which this process is connected, or else the one at the environment variable `RAY_ADDRESS`.
+    If there is neither, it starts a local Ray with this process's share of the CPUs, which ends with the process. The
+    nodes of a cluster need dash_trl and the modules that the functions import. A task takes one CPU.
 
     Args:
-        in_flight: rows that are with Ray at a time.
+        in_flight: largest number of rows that are submitted to Ray at a time.
+
     Raises:
-        ConnectionError: there is no cluster at `RAY_ADDRESS`.
+        ConnectionError: if there is no cluster at `RAY_ADDRESS`.
     """
 
     def __init__(self, in_flight: int = 256):
@@ -64,7 +68,10 @@ class RayCalls(RemoteCalls):
 
 
 def _connect() -> None:
-    """Only to what somebody has named: Ray's own search would also find the cluster of another user of this machine."""
+    """Connect to the cluster that the user has named, or start a local one.
+
+    Ray's own search is not used, because it would also find a cluster of another user of this machine.
+    """
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return
     named = os.environ.get("RAY_ADDRESS")
@@ -79,29 +86,32 @@ def _connect() -> None:
         if named:
             ray.init()
         else:
-            # Read once more: TRL imports vLLM where it is installed, and with it Ray, before the variable is there.
+            # Read the variable again: TRL imports vLLM if it is installed, and with it Ray, before the variable is set.
             ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, False)
             ray.init(address="local", num_cpus=default_workers(), include_dashboard=False)
     finally:
-        for name in added:  # nothing for other programs that this one starts
+        for name in added:  # other programs that this process starts must not inherit them
             del os.environ[name]
 
 
 def _check_answers(address: str) -> None:
-    """Ray itself tries for many minutes. An address without a port, such as "auto", is left to Ray."""
+    """Raise `ConnectionError` if nothing listens at the address, for which Ray itself would wait for many minutes.
+
+    An address without a port, such as "auto", is left to Ray.
+    """
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if host and port.isdigit():
         try:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
         except OSError as error:
             raise ConnectionError(
-                f"RAY_ADDRESS = {address} does not answer ({error}): start the cluster there (ray start), or unset "
-                "RAY_ADDRESS to use a Ray of this machine."
+                f"RAY_ADDRESS = {address} does not answer ({error}). Start the cluster there (ray start), or unset "
+                "RAY_ADDRESS to start a local Ray on this machine."
             ) from error
 
 
 class _Tasks:
-    """Rows that wait, tasks that are out, and the thread that alone knows of both."""
+    """Waiting rows, running tasks, and the only thread that uses both."""
 
     def __init__(self, in_flight: int):
         import ray
@@ -111,15 +121,17 @@ class _Tasks:
         self._room = in_flight
         self._waiting: deque[Row] = deque()
         self._out: dict[Any, list[Row]] = {}
-        self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()  # rows, the references of tasks that ended, None: end
+        self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()  # new rows, futures of ended tasks, or None: end
         self._thread = threading.Thread(target=self._serve, daemon=True, name="dash_trl tasks of Ray")
         self._thread.start()
 
     def submit(self, rows: Sequence[Row]) -> bool:
+        """Submit rows; always returns True."""
         self._news.put(rows)
         return True
 
     def close(self) -> None:
+        """Cancel all tasks; unfinished calls end with `WorkerDied`."""
         self._news.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -127,6 +139,7 @@ class _Tasks:
     # ------------------------------------------------------------------------------------------ on the thread
 
     def _serve(self) -> None:
+        """Serve rows and tasks until `close`."""
         while True:
             patience = self._patience()
             try:
@@ -140,17 +153,19 @@ class _Tasks:
                 self._send()
             except queue.Empty:
                 self._give_up(f"Ray gave no outcome for {patience:g} s: are all CPUs of the cluster taken?")
-            except Exception as error:  # of Ray: the connection is lost, say
-                self._give_up(f"Ray takes no tasks: {type(error).__name__}: {error}")
+            except Exception as error:  # an error of Ray, such as a lost connection
+                self._give_up(f"Ray accepts no tasks: {type(error).__name__}: {error}")
         self._give_up("the Ray tasks were cancelled")
 
     def _patience(self) -> float | None:
+        """Return the seconds to wait for news; None: no task runs, so wait forever."""
         if not self._out:
             return None
         longest = max(sum(row.call.timeout for row in rows) for rows in self._out.values())
         return QUIET_SECONDS + START_SECONDS + longest
 
     def _send(self) -> None:
+        """Start tasks for waiting rows, as far as there is room."""
         while self._waiting and self._room > 0:
             rows, arguments = next_rows(self._waiting, min(self._room, ROWS_AHEAD), SECONDS_PER_TASK)
             if not rows:
@@ -158,14 +173,15 @@ class _Tasks:
             function = rows[0].function
             if function.reference is None:
                 function.reference = self._ray.put(function.data)
-            # The reference in a list: Ray does not bring the function to nodes that have it.
+            # The reference is in a list, so that Ray does not fetch the function for nodes that have it already.
             task = self._task.remote([function.reference], arguments, rows[0].call.timeout)
             self._room -= len(rows)
             self._out[task] = rows
             task.future().add_done_callback(self._news.put)
 
     def _take(self, ended: Future[list[Outcome]]) -> None:
-        rows = self._out.pop(ended.object_ref, [])  # type: ignore[attr-defined]  # []: it was given up
+        """Take the outcomes of an ended task, or retry its rows."""
+        rows = self._out.pop(ended.object_ref, [])  # type: ignore[attr-defined]  # []: the task was given up
         self._room += len(rows)
         error = ended.exception()
         if error is None:
@@ -178,22 +194,23 @@ class _Tasks:
             if row.losses < LOSSES:
                 self._waiting.appendleft(row)
             else:
-                cause = getattr(error, "cause", error)  # of what our own code raised there
+                cause = getattr(error, "cause", error)  # Ray wraps an error that our own code raised there
                 row.finish(failure(WorkerDied(f"Ray lost its task: {type(error).__name__}: {cause}")))
 
     def _give_up(self, why: str) -> None:
+        """Cancel all tasks, and end all rows with an error."""
         out, self._out = self._out, {}
         rows = [*itertools.chain(*out.values()), *self._waiting]
         self._room += sum(map(len, out.values()))
         self._waiting.clear()
-        with suppress(Exception):  # where the connection is lost
+        with suppress(Exception):  # the connection may be lost
             self._cancel(list(out))
         for row in rows:
             if not row.call.cancelled:
                 row.finish(failure(WorkerDied(why)))
 
     def _cancel(self, tasks: list[Any]) -> None:
-        """Again where one goes on: Ray loses the cancellation of a task that is on its way to its worker just then."""
+        """Cancel tasks, repeatedly if needed: Ray may lose the cancellation of a task on its way to a worker."""
         for _ in range(CANCELLATIONS):
             for task in tasks:
                 self._ray.cancel(task, force=True)
@@ -205,34 +222,41 @@ class _Tasks:
 
 
 class _ReceivedRow(Row):
-    """Of another process: its arguments come, and its outcome goes back, as bytes."""
+    """A row of another process: its arguments arrive as bytes, and its outcome is returned as it is."""
 
     def arguments(self) -> bytes:
+        """Return the arguments, which are already pickled."""
         return self.call.arguments  # type: ignore[return-value]
 
     def finish(self, outcome: Outcome) -> None:
+        """Finish the call with the outcome as its value."""
         self.call.finish(outcome)
 
 
 @functools.cache
 def _pool() -> Pool:
-    """This Ray worker's own, for all tasks to come."""
+    """Return the pool of this Ray worker, which all its tasks share."""
     return Pool(1, prepare_nothing)
 
 
 @functools.lru_cache(FUNCTIONS_KEPT)
 def _packed(reference: Any) -> Packed:
+    """Fetch a function from Ray."""
     import ray
 
     return Packed(ray.get(reference))
 
 
 def _run_rows(function: list[Any], arguments: list[bytes], timeout: float) -> list[Outcome]:
-    """What a Ray task does: the outcomes of calls, in order.
+    """Make calls in a Ray task.
 
     Args:
-        function: Ray's reference to it, as `pack` made it.
-        arguments: of each call, as `dump` made them.
+        function: list with Ray's reference to the function, as `pack` returns it.
+        arguments: arguments of each call, as `dump` returns them.
+        timeout: seconds for each call.
+
+    Returns:
+        The outcomes, in the order of the calls.
     """
     packed = _packed(function[0])
 

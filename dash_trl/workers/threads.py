@@ -1,9 +1,11 @@
-"""`ThreadCalls`: calls that wait for something, on daemon threads. `Feeder`: a thread that consumes what it is given.
+"""`ThreadCalls` runs calls on daemon threads, for functions that wait. `Feeder` is a thread that consumes items.
+
+The path of a call::
 
     submit ──► waiting calls ──► a thread ──► Call.finish
-                                   └─ over its time: given up, and replaced by another thread
+                                   └─ over its timeout: abandoned, and replaced by another thread
 
-Python cannot end a thread: one that hangs is left alone until it comes back, if it does.
+Python cannot end a thread. A thread that hangs is abandoned: nobody waits for it any more, but it may still return.
 """
 
 import math
@@ -18,17 +20,20 @@ from typing import Any
 
 from dash_trl.workers.calls import Call, GivenUp, Overdue, Pace, forks
 
-MOST_ABANDONED = 64  # threads that hang at the same time: memory runs out, so that others wait until some come back
-PATIENCE = 3  # of a call's timeouts: if no thread has come back for so long, the function is broken
+MOST_ABANDONED = 64  # threads that hang at once; more would exhaust memory, so new calls wait until some return
+PATIENCE = 3  # multiple of a call's timeout: if no thread has returned for that long, the function is broken
 
 
 class _Thread:
-    """What the watch sees of a thread: the call that it is in, and until when it may be.
+    """State of a thread that the watcher reads: its current call and the call's deadline.
 
     Attributes:
-        held: the call, in a list of its own. Whoever takes it out, the thread or the watch, decides how it ends: this
-            needs no lock, which 256 threads would wait for after each call.
-        ended: calls that it has made.
+        calls: queue from which the thread takes calls; None ends the thread.
+        held: list with the current call. Whoever removes the call from the list, the thread or the watcher, decides its
+            outcome. This needs no lock, for which 256 threads would wait after each call.
+        deadline: when the current call is overdue, in seconds of the monotonic clock.
+        ended: number of calls that the thread has made.
+        closed: whether the thread may start no more calls.
     """
 
     def __init__(self, calls: queue.SimpleQueue[Call | None]):
@@ -40,13 +45,15 @@ class _Thread:
 
 
 class ThreadCalls:
-    """A `Backend`: at most `count` calls at once, on threads that start as they are needed.
+    """`Backend` that makes calls on threads, which start when they are needed.
 
     Args:
-        pace: of the starts, None: as soon as a thread is free.
+        count: largest number of calls at once.
+        pace: limits the rate at which calls start; None: a call starts as soon as a thread is free.
+
     Attributes:
-        abandoned: threads that hang now. At `MOST_ABANDONED` nothing is started until one comes back; if none does for
-            `PATIENCE` timeouts, calls end with `GivenUp`.
+        abandoned: number of threads that hang now. If `MOST_ABANDONED` threads hang, no call starts until one returns.
+            If none returns for `PATIENCE` timeouts, calls end with `GivenUp`.
     """
 
     def __init__(self, count: int, *, pace: Pace | None = None):
@@ -54,16 +61,17 @@ class ThreadCalls:
         self._lock = threading.Lock()
         self._waiting: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._threads: set[_Thread] = set()
-        self._submitted = 0  # calls, without those that ended otherwise than on one of these threads
-        self._shortest = float("inf")  # timeout of any call
-        self._running = threading.Event()  # since the watch last looked
-        self._ending: threading.Event | None = None  # of the watch
+        self._submitted = 0  # number of calls, except those that did not end on one of the threads in `_threads`
+        self._shortest = float("inf")  # shortest timeout of any call
+        self._running = threading.Event()  # whether a call has started since the watcher last looked
+        self._ending: threading.Event | None = None  # ends the watcher
         self.abandoned = 0
-        self._came_back = threading.Condition(self._lock)
-        self._returns = 0  # of threads that were given up
-        self._hopeless_at = -1  # as many returns as there were when patience ended
+        self._came_back = threading.Condition(self._lock)  # an abandoned thread has returned
+        self._returns = 0  # number of abandoned threads that have returned
+        self._hopeless_at = -1  # value of `_returns` when the patience ended
 
     def submit(self, calls: Sequence[Call]) -> None:
+        """Queue calls and start threads for them; see `Backend.submit`."""
         with self._lock:
             if self._ending is None:
                 ending = threading.Event()
@@ -73,15 +81,15 @@ class ThreadCalls:
             self._shortest = min([self._shortest, *(call.timeout for call in calls)])
             refused, waiting = self._start_threads(calls), self._waiting
         if not refused:
-            for call in calls:  # without the lock, which each call's end needs
+            for call in calls:  # without holding the lock, which each call needs when it ends
                 waiting.put(call)
-            if waiting is not self._waiting:  # it was closed meanwhile
+            if waiting is not self._waiting:  # `close` was called in the meantime
                 refused = [(call, GivenUp("the runner was closed")) for call in _taken(waiting)]
         for call, error in refused:
             call.finish(error=error)
 
     def close(self) -> None:
-        """Calls that wait or run end with `GivenUp`. Ends the threads that wait; those in a call end after it."""
+        """End waiting and running calls with `GivenUp`. Idle threads end now, the others after their current call."""
         with self._lock:
             threads, calls = self._threads, _taken(self._waiting)
             for one in threads:
@@ -96,19 +104,21 @@ class ThreadCalls:
             call.finish(error=GivenUp("the runner was closed"))
 
     def _start_threads(self, new: Sequence[Call] = ()) -> list[tuple[Call, Exception]]:
-        """One for each call that finds none free; the lock is held.
+        """Start a thread for each call that finds no free one. The caller holds the lock.
 
         Args:
-            new: calls that do not wait yet.
+            new: calls that are not queued yet.
+
         Returns:
-            What is refused, and why: all calls that wait, where the system starts no thread and none is left.
+            Refused calls, each with the reason. If the system starts no thread and none is left, all waiting calls are
+            refused; otherwise none is.
         """
         unfinished = self._submitted - sum(one.ended for one in self._threads)
         for _ in range(min(self._count, unfinished) - len(self._threads)):
             one = _Thread(self._waiting)
             try:
                 _start(self._work, one)
-            except RuntimeError as error:  # at the system's limit of threads
+            except RuntimeError as error:  # the system's limit of threads is reached
                 calls = [] if self._threads else [*_taken(self._waiting), *new]
                 self._submitted -= len(calls)
                 return [(call, error) for call in calls]
@@ -116,20 +126,21 @@ class ThreadCalls:
         return []
 
     def _work(self, me: _Thread) -> None:
+        """Make calls, on a thread."""
         while (call := me.calls.get()) is not None:
             value = error = None
-            me.deadline = math.inf  # it has not begun
-            me.held = held = [call]  # before it looks at `closed`: either `close` sees it, or this thread is told
+            me.deadline = math.inf  # the call has not started
+            me.held = held = [call]  # set before `closed` is read: either `close` sees the call, or we see `closed`
             room = self.abandoned < MOST_ABANDONED or self._wait_for_room(call, me)
             if self._pace is not None and not (me.closed or call.cancelled):
                 time.sleep(self._pace.wait_seconds())
             if me.closed or call.cancelled:
                 error = GivenUp("nobody waits for it")
             elif not room:
-                error = GivenUp(f"{self.abandoned} calls hang, so that no more are made")
+                error = GivenUp(f"{self.abandoned} calls hang, so no more calls are made")
             else:
                 value, error = self._make(call, me)
-            if not _take(held):  # it did come back, but late
+            if not _take(held):  # the call returned, but after its timeout
                 with self._lock:
                     self.abandoned -= 1
                     self._returns += 1
@@ -137,10 +148,10 @@ class ThreadCalls:
                 return
             me.ended += 1
             call.finish(value, error)
-            del call, value, error  # a thread that waits for the next call must not keep them in memory
+            del call, value, error  # a thread that waits for its next call must not keep these in memory
 
     def _wait_for_room(self, call: Call, me: _Thread) -> bool:
-        """False where too many threads hang and none comes back."""
+        """Wait while too many threads hang; return False if none returns."""
         with self._lock:
             while self.abandoned >= MOST_ABANDONED and not (me.closed or call.cancelled):
                 before = self._returns
@@ -151,21 +162,25 @@ class ThreadCalls:
         return True
 
     def _make(self, call: Call, me: _Thread) -> tuple[Any, Any]:
-        """(value, error)"""
+        """Make a call; return (value, error)."""
         me.deadline = time.monotonic() + call.timeout
-        if not self._running.is_set():  # its lock is every thread's
+        if not self._running.is_set():  # `set` takes a lock that all threads share
             self._running.set()
         before = forks[0]
         try:
             return call.function(**call.arguments), None
-        except BaseException as error:  # of a user's function: SystemExit, too
+        except BaseException as error:  # a user's function may also raise SystemExit
             return None, error
         finally:
-            if forks[0] != before:  # it forked, and its child came back: the other calls are its parent's to make
+            if forks[0] != before:  # the call forked, and this is the child: the parent makes the other calls
                 os._exit(1)
 
     def _watch(self, ending: threading.Event) -> None:
-        """Sleeps until the first deadline, at most for the shortest timeout: what starts meanwhile has longer."""
+        """Abandon threads that are over their deadline.
+
+        It sleeps until the first deadline, and at most for the shortest timeout, so that a call that starts in the
+        meantime is seen before its own deadline.
+        """
         while not ending.is_set():
             self._running.wait()
             self._running.clear()
@@ -174,7 +189,7 @@ class ThreadCalls:
             with self._lock:
                 pause = self._shortest
                 for one in list(self._threads):
-                    held = one.held  # before its deadline, which may be the next call's already
+                    held = one.held  # read before the deadline, which may already belong to the next call
                     deadline = one.deadline
                     if not held:
                         continue
@@ -194,7 +209,7 @@ class ThreadCalls:
 
 
 def _take(held: list[Call]) -> Call | None:
-    """The call, for the first thread that asks."""
+    """Take the call out of a list; only the first caller gets it, all others get None."""
     try:
         return held.pop()
     except IndexError:
@@ -202,28 +217,30 @@ def _take(held: list[Call]) -> Call | None:
 
 
 def _taken(waiting: queue.SimpleQueue[Call | None]) -> list[Call]:
-    """The calls that wait, which wait no more."""
+    """Take all waiting calls out of a queue."""
     taken: list[Call | None] = []
     with suppress(queue.Empty):
         while True:
             taken.append(waiting.get_nowait())
-    for _ in range(taken.count(None)):  # each ends a thread
+    for _ in range(taken.count(None)):  # put the end marks back: each ends a thread
         waiting.put(None)
     return [call for call in taken if call is not None]
 
 
 def _start(function: Callable[[Any], None], argument: Any) -> None:
+    """Start a daemon thread."""
     threading.Thread(target=function, args=(argument,), daemon=True, name="dash_trl call").start()
 
 
 class Feeder:
-    """A daemon thread that consumes what the main thread puts, at most `ahead` items behind it.
+    """Daemon thread that consumes the items that the main thread puts.
 
-        put(item) ──► consume(items), on the thread; its failure is raised by the next put or by finish
+    If the thread fails, the next `put` or `finish` raises its error.
 
     Args:
-        consume: gets an iterator over the items; runs on the thread.
-        timeout: seconds for which a put waits for room and `finish` for the end.
+        consume: function that gets an iterator over the items; runs on the thread.
+        ahead: largest number of items that wait to be consumed.
+        timeout: seconds for which `put` waits for room and `finish` waits for the end.
     """
 
     _END = object()
@@ -235,15 +252,24 @@ class Feeder:
         _start(self._work, consume)
 
     def _work(self, consume: Callable[[Iterator[Any]], Any]) -> None:
+        """Run `consume`, on the thread."""
         try:
             self._done.set_result(consume(iter(self._items.get, self._END)))
-        except BaseException as error:  # relayed to the main thread
+        except BaseException as error:  # passed on to the main thread
             self._done.set_exception(error)
-            while not self._items.empty():  # a put that waits for room goes on, and finds the error
+            while not self._items.empty():  # make room, so that a waiting `put` continues and raises the error
                 self._items.get_nowait()
 
     def put(self, item: Any) -> None:
-        """Raises what the thread raised, or TimeoutError."""
+        """Pass an item to the thread.
+
+        Args:
+            item: the item.
+
+        Raises:
+            TimeoutError: if there is no room for the item within the timeout.
+            Exception: the error of `consume`, if it has failed.
+        """
         try:
             if not self._done.done():
                 self._items.put(item, timeout=self._timeout)
@@ -253,6 +279,14 @@ class Feeder:
             self._done.result()
 
     def finish(self) -> Any:
-        """The value of `consume`; raises as `put`."""
+        """End the items and wait for the thread.
+
+        Returns:
+            Return value of `consume`.
+
+        Raises:
+            TimeoutError: if the thread does not end within the timeout.
+            Exception: the error of `consume`, if it has failed.
+        """
         self.put(self._END)
         return self._done.result(self._timeout)

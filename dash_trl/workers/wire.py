@@ -1,10 +1,13 @@
-"""What crosses between processes, as bytes: functions, arguments, outcomes.
+"""Converts functions, arguments and outcomes to bytes and back, to send them between processes.
+
+The path of a call::
 
     pack(function) ──► bytes ──► pickle.loads ──┐
     dump(arguments) ─► bytes ──► outcome_of(function, arguments) ──► Outcome ──► finish(call, Outcome)
 
-A function that the other process can import goes by its name; one of the main script, a notebook, or a file that was
-loaded by its path goes by value (cloudpickle), with what it refers to, as it is when it is sent first.
+A function that the other process can import is sent by name. A function of the main script, of a notebook, or of a file
+that was loaded by its path is sent by value (cloudpickle), together with all objects to which it refers, in the state
+that they have when the function is first sent.
 """
 
 import functools
@@ -20,18 +23,21 @@ import cloudpickle
 
 from dash_trl.workers.calls import Call
 
-TEXT_CHARS = 1_000  # of an error's message
-TRACEBACK_CHARS = 8_000
+TEXT_CHARS = 1_000  # longest message of an error
+TRACEBACK_CHARS = 8_000  # longest traceback
 
-# What became of a call: the pickled value or error, the error's text ("" for a value), its traceback, and its seconds.
+# Outcome of a call: the pickled value or error, the error's text ("" for a value), its traceback, the call's seconds.
 Outcome = tuple[bytes, str, str, float]
 
 
 def pack(function: Callable[..., Any]) -> bytes:
-    """A function for another process.
+    """Pickle a function for another process.
+
+    Args:
+        function: the function.
 
     Raises:
-        ValueError: if it cannot be sent.
+        ValueError: if it cannot be pickled.
     """
     try:
         _send_by_value_where_needed(function)
@@ -41,14 +47,18 @@ def pack(function: Callable[..., Any]) -> bytes:
             function = function.args[0]
         name = getattr(function, "__qualname__", None) or type(function).__name__
         raise ValueError(
-            f"The function '{name}' cannot be sent to another process ({type(error).__name__}: {error}): it refers to "
-            "something that lives in this process only, such as a lock, a connection or an open file. Make that within "
-            "the function, or call it on threads of this process (backend='thread', or no ProcessTool)."
+            f"The function '{name}' cannot be sent to another process ({type(error).__name__}: {error}). It refers to "
+            "an object that exists in this process only, such as a lock, a connection or an open file. Create this "
+            "object within the function, or call the function on threads of this process (backend='thread', or no "
+            "ProcessTool)."
         ) from error
 
 
 def _send_by_value_where_needed(function: Any) -> None:
-    """By name would fail over there for a module that this process has loaded from a path."""
+    """Mark the function's module to be pickled by value if the other process could not import it by name.
+
+    This is the case for a module that this process has loaded from a path.
+    """
 
     if isinstance(function, functools.partial):
         for one in (function.func, *function.args):
@@ -61,7 +71,10 @@ def _send_by_value_where_needed(function: Any) -> None:
 
 
 def _file_of(name: str) -> str | None:
-    """The file that `import name` would run in a new process. (`importlib.util.find_spec` asks this one's modules.)"""
+    """Return the file that `import name` would run in a new process.
+
+    `importlib.util.find_spec` would look at the modules of this process first.
+    """
     parent, _, _ = name.rpartition(".")
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
     found = (finder.find_spec(name, path) for finder in sys.meta_path)
@@ -69,7 +82,17 @@ def _file_of(name: str) -> str | None:
 
 
 def dump(value: Any) -> bytes:
-    """By plain pickle, ten times as fast, where that means the same in another process: its main script is another."""
+    """Pickle a value for another process.
+
+    Plain pickle is ten times as fast as cloudpickle. It is used unless the value refers to the main script, which is a
+    different one in the other process.
+
+    Args:
+        value: any object.
+
+    Raises:
+        Exception: if the value cannot be pickled.
+    """
 
     try:
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
@@ -79,7 +102,12 @@ def dump(value: Any) -> bytes:
 
 
 def outcome_of(function: Callable[..., Any], arguments: bytes) -> Outcome:
-    """Calls it, in a worker. Raises nothing, whatever the function raises or returns."""
+    """Call a function in a worker. Never raises, whatever the function raises or returns.
+
+    Args:
+        function: the function.
+        arguments: its arguments, as `dump` returns them.
+    """
     started = time.perf_counter()
     try:
         value = function(**pickle.loads(arguments))
@@ -87,12 +115,15 @@ def outcome_of(function: Callable[..., Any], arguments: bytes) -> Outcome:
             return _readable(value), "", "", time.perf_counter() - started
         except BaseException as error:
             raise TypeError(f"returned a {type(value).__name__}, which cannot be sent back: {error}") from error
-    except BaseException as error:  # of a user's function: SystemExit, too
+    except BaseException as error:  # a user's function may also raise SystemExit
         return failure(error, time.perf_counter() - started)
 
 
 def _readable(value: Any) -> bytes:
-    """As `dump`, and read once here: reading it may fail or block, which must not happen where all calls end."""
+    """Pickle a value as `dump` does, and unpickle it once as a test.
+
+    Unpickling may fail or block. This must happen here, not in the process where all calls end.
+    """
     data = dump(value)
     if type(value) is not float and value is not None:
         pickle.loads(data)
@@ -100,13 +131,18 @@ def _readable(value: Any) -> bytes:
 
 
 def failure(error: BaseException, seconds: float = 0.0) -> Outcome:
-    """The outcome of a call that has no value."""
+    """Create the outcome of a call that has no value.
+
+    Args:
+        error: what the function raised, or why there is no value.
+        seconds: the call's time.
+    """
     text = "".join(traceback.format_exception_only(error)).strip()
-    # Without the frame of `outcome_of`.
+    # Leave out the frame of `outcome_of`.
     frames = error.__traceback__ and error.__traceback__.tb_next
     trace = "".join(traceback.format_exception(type(error), error, frames)) if frames else ""
     try:
-        # What is no Exception, such as SystemExit, would end whoever looks at it: it goes as text.
+        # Other exceptions, such as SystemExit, are sent as text: raising them would end the thread that reads them.
         payload = _readable(error) if isinstance(error, Exception) else b""
     except BaseException:
         payload = b""
@@ -114,16 +150,23 @@ def failure(error: BaseException, seconds: float = 0.0) -> Outcome:
 
 
 def finish(call: Call, outcome: Outcome) -> None:
-    """A call's outcome, back in its own process. An error that cannot be read here is told by a RuntimeError."""
+    """Finish a call with its outcome, in the process that submitted it.
+
+    An error that cannot be unpickled here becomes a `RuntimeError` with its text.
+
+    Args:
+        call: the call.
+        outcome: its outcome.
+    """
     payload, text, trace, _ = outcome
     try:
         value = pickle.loads(payload)
-    except BaseException as unreadable:  # SystemExit, too, which would end all other calls
+    except BaseException as unreadable:  # also SystemExit, which would end all other calls
         text = text or f"its value cannot be read: {type(unreadable).__name__}: {unreadable}"
         value = None
     if text:
         error = value if isinstance(value, Exception) else RuntimeError(text)
-        with suppress(Exception):  # an error may refuse notes
+        with suppress(Exception):  # some errors accept no notes
             if trace:
                 error.add_note(f"In its worker:\n{trace}")
         call.finish(error=error)

@@ -1,4 +1,4 @@
-"""New weights for the servers, and the proof that they have them."""
+"""Sends new weights to the servers, and checks that the servers compute with them."""
 
 from typing import TYPE_CHECKING
 

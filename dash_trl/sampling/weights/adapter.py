@@ -1,9 +1,12 @@
-"""A LoRA adapter to the servers, in place of the merged model: megabytes, and no rounding of merged weights.
+"""Sends a LoRA adapter to the servers in place of the merged model: only megabytes, and merged weights are not rounded.
 
-    A and B of the trained adapter ──► a folder as PEFT writes it ──► vLLM adds B·A·x to what the base model computes
+Path of the adapter::
 
-Requests name the adapter. It takes the place of the last version while the server pauses, so that requests in flight go
-on with it, as with whole weights. The base model is the server's own: its checksum has to be the trainer's.
+    A and B of the trained adapter ──► a folder in PEFT's format ──► vLLM adds B·A·x to what the base model computes
+
+Requests name the adapter. A new version replaces the last one while the server pauses, so requests in flight continue
+with the new version, as with full weights. The server uses its own base model, whose checksum has to equal the
+trainer's.
 """
 
 import json
@@ -21,8 +24,8 @@ from dash_trl.sampling.weights.file import FileWeights
 from dash_trl.sampling.weights.proof import is_adapter
 from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot, WeightMismatch
 
-NAME = "default"  # of the adapter that TRL trains
-# What an adapter's configuration must not have: vLLM refuses it, or computes something else.
+NAME = "default"  # name of the adapter that TRL trains
+# Options that an adapter's configuration must not set: vLLM refuses them or computes something else.
 WITHOUT = (
     "use_dora",
     "modules_to_save",
@@ -40,50 +43,56 @@ WITHOUT = (
 
 
 def obstacle(model: Any, config: dict[str, Any]) -> str | None:
-    """Why a server cannot be given this model's adapter, so that the merged model is sent; None: it can.
+    """Return why a server cannot use this model's adapter alone, so that the merged model has to be sent.
 
     Args:
-        model: a PEFT model. config: vLLM's own, as JSON.
+        model: a PEFT model.
+        config: vLLM's configuration of the server, as JSON.
+
+    Returns:
+        The reason, as the end of a log message; None if the server can use the adapter.
     """
     adapter = model.peft_config[NAME]
     if adapter.peft_type != "LORA":
-        return f"vLLM takes LoRA, and this is {adapter.peft_type.value}"
+        return f"vLLM supports LoRA adapters only, and this is {adapter.peft_type.value}"
     if adapter.bias != "none":
-        return f"vLLM takes an adapter without bias, and this one has bias={adapter.bias!r}"
+        return f"vLLM supports adapters without bias only, and this one has bias={adapter.bias!r}"
     given = [name for name in WITHOUT if getattr(adapter, name, None)]
     if given:
-        return f"vLLM does not take an adapter with {', '.join(given)}"
+        return f"vLLM does not support an adapter with {', '.join(given)}"
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     if any(map(is_adapter, ends)):
-        return "it is of the embeddings or of the output layer, too, which is not tried out"
+        return "it also adapts the embeddings or the output layer, which is not tested with vLLM"
     if model.active_adapters != [NAME]:
         return f"the active adapters are {model.active_adapters}"
     served = config.get("lora_config") or {}
     if served.get("max_lora_rank", 0) < adapter.r:
         return (
-            "the servers were started without room for it; with it, only the adapter would be sent: "
-            f"python -m dash_trl.serve {model.config.name_or_path} --enable-lora --max-lora-rank {_room(adapter.r)}"
+            "the servers were started without LoRA support for its rank. To send only the adapter, start them with "
+            f"`python -m dash_trl.serve {model.config.name_or_path} --enable-lora --max-lora-rank {_room(adapter.r)}`"
         )
     return None
 
 
 def _room(rank: int) -> int:
-    """The smallest `--max-lora-rank` that vLLM knows for this rank."""
+    """Return the smallest `--max-lora-rank` that vLLM accepts for this rank."""
     return next(room for room in (1, 8, 16, 32, 64, 128, 256, 320, 512) if room >= rank)
 
 
 class AdapterWeights(FileWeights):
-    """
+    """Sends only a LoRA adapter, by file.
+
     Args:
-        directory, dtype: see `FileWeights`.
-        adapter: the configuration of the adapter.
-        base: the checksum of the base model's weights, in `dtype`.
+        directory: see `FileWeights`.
+        dtype: see `FileWeights`.
+        adapter: PEFT's configuration of the adapter.
+        base: checksum of the base model's weights, in `dtype`.
     """
 
     def __init__(self, directory: str | Path, dtype: torch.dtype, adapter: Any, base: int):
         super().__init__(directory, dtype)
         self.adapter, self.base = adapter, base
-        self._tags: dict[str, str] = {}  # server → what it was told last; it has the base then
+        self._tags: dict[str, str] = {}  # server → its last version tag; its base model was checked then
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> int:
         matrices: dict[str, Tensor] = {}
@@ -92,7 +101,8 @@ class AdapterWeights(FileWeights):
             matrices[name] = matrix = tensor.detach().to(self.dtype).cpu().contiguous().clone()
             checksum += tensor_checksum(matrix * self.scaling if ".lora_B." in name else matrix)
         save_file(matrices, folder / "adapter_model.safetensors")
-        # Not `adapter.save_pretrained`: regular expressions and sets of modules say nothing more than the file's names.
+        # We do not use `adapter.save_pretrained`: the file's names already tell which modules the adapter changes, so
+        # `target_modules`, which may be a regular expression or a set, adds nothing.
         said = {"peft_type": "LORA", "r": self.adapter.r, "lora_alpha": self.adapter.lora_alpha, "target_modules": []}
         said["use_rslora"] = self.adapter.use_rslora
         (folder / "adapter_config.json").write_text(json.dumps(said))
@@ -100,23 +110,25 @@ class AdapterWeights(FileWeights):
 
     @property
     def scaling(self) -> float:
+        """LoRA's factor for B·A."""
         rank = self.adapter.r
         return self.adapter.lora_alpha / (math.sqrt(rank) if self.adapter.use_rslora else rank)
 
     async def _load(self, server: VLLMServer, snapshot: Snapshot) -> None:
         assert snapshot.path is not None
         tag = self._tags.pop(server.url, None)
-        if tag is None or await server.weight_tag() != tag:  # it has restarted, or somebody else gave it weights
+        if tag is None or await server.weight_tag() != tag:  # the server restarted, or another run gave it weights
             base = (await server.weight_report()).checksum
             if base not in (None, self.base):
                 raise WeightMismatch(
-                    f"{server.url} holds another base model (checksum {base:x}) than the adapter's ({self.base:x}). "
-                    "Does a second run use it? Start it anew, from the checkpoint from which the trainer began."
+                    f"{server.url} holds another base model (checksum {base:x}) than the trainer's ({self.base:x}). "
+                    "Does another run use the same server? Restart the server from the checkpoint from which the "
+                    "training started."
                 )
         checksum = await server.load_adapter(snapshot.path, snapshot.tag)
         if checksum != snapshot.checksum:
             raise WeightMismatch(
                 f"{server.url} was given the adapter of version {snapshot.version} (checksum {snapshot.checksum:x}) "
-                f"but holds another ({checksum:x}). Its samples would not be the policy's."
+                f"but holds another one ({checksum:x}). It would not sample from the current policy."
             )
         self._tags[server.url] = snapshot.tag

@@ -1,10 +1,12 @@
-"""Only the weights that changed, over HTTP: at RL's learning rates most bf16 weights do not change in a step.
+"""Sends only the weights that changed, over HTTP: at RL's learning rates most bf16 weights do not change in a step.
 
-    the version before, in the trainer's memory ──► what changed ──► servers that say that they hold it
-                       this version, by file or over HTTP, whole ──► all others
+What is sent to which server::
 
-The version that a server says that it holds is only what it was told. So it reports its checksum after every change,
-before it goes on sampling; if that is not the trainer's, it is given all weights.
+    the changes since the last version ──► servers that report that they hold the last version
+    all weights, by file or over HTTP  ──► all other servers
+
+The version that a server reports is only the tag that it was told. Therefore a server reports the checksum of its
+weights after every change, before it continues sampling. If that is not the trainer's, the server is given all weights.
 """
 
 import asyncio
@@ -23,29 +25,38 @@ from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot
 
 logger = logging.getLogger(__name__)
 
-MOST = 0.5  # of the bytes of all weights: a larger difference is not kept, and all weights are sent
+MOST = 0.5  # of the bytes of all weights: if the changes are larger, they are dropped and all weights are sent
 
 
 class DifferenceWeights(FileWeights):
-    """
-    The first version is sent whole over HTTP, so that the proof of the first sync is one of weights that are changed
-    where they lie, too: vLLM may compute with copies of them (as it does for MLA).
+    """Sends the weights that changed over HTTP, and all weights if that is not possible.
+
+    The first version is sent in full, but over HTTP. The log-prob check of the first sync thereby also covers weights
+    that are changed in place: vLLM may compute with copies of them (as it does for MLA).
 
     Args:
-        directory, dtype: see `FileWeights`. A server that does not see the directory gets all weights over HTTP.
+        directory: see `FileWeights`. A server that does not see the directory gets all weights over HTTP.
+        dtype: see `FileWeights`.
     """
 
     def __init__(self, directory: str | Path, dtype: torch.dtype):
         super().__init__(directory, dtype)
-        self._held: dict[str, Tensor] = {}  # the weights of `_tag`, on the CPU
-        self._tag: str | None = None  # None: `_held` is no version
-        self._first: str | None = None
-        self._base: str | None = None  # the version that `_parts` change into `_tag`; None: there is no difference
-        self._parts: list[dict[str, str]] = []
+        self._held: dict[str, Tensor] = {}  # weights of version `_tag`, on the CPU
+        self._tag: str | None = None  # None: `_held` is no complete version
+        self._first: str | None = None  # tag of the first version
+        self._base: str | None = None  # version that `_parts` turn into `_tag`; None: there are no changes to send
+        self._parts: list[dict[str, str]] = []  # messages with the changes
         self._writing = asyncio.Lock()
 
     def write(self, parameters: NamedTensors, version: int) -> Snapshot:
-        """Keeps a new version, and what changed since the last one; no server is looked at meanwhile."""
+        """Keep a new version in memory, and the changes since the last one.
+
+        No server is given weights during this call.
+
+        Args:
+            parameters: name and value of each parameter, unsharded.
+            version: weight version.
+        """
         self._base, self._tag, self._parts = self._tag, None, []
         room = MOST * sum(one.nbytes for one in self._held.values())
         found: list[Change] = []
@@ -59,7 +70,7 @@ class DifferenceWeights(FileWeights):
                 if sum(one.nbytes for one in found) > room:
                     self._base, found = None, []
             if name in self._held:
-                self._held[name].copy_(new)  # in place: there is never room for two versions
+                self._held[name].copy_(new)  # in place, so that memory never has to hold two versions
             else:
                 self._held[name] = new.clone()
         snapshot = self._snapshot(version, checksum)
@@ -69,7 +80,7 @@ class DifferenceWeights(FileWeights):
         return snapshot
 
     async def _load(self, server: VLLMServer, snapshot: Snapshot) -> None:
-        assert snapshot.tag == self._tag, "what is held is another version"
+        assert snapshot.tag == self._tag, "the weights in memory are another version"
         if self._base is not None and await server.weight_tag() == self._base:
             if await self._changed(server, snapshot):
                 return
@@ -77,14 +88,14 @@ class DifferenceWeights(FileWeights):
             whole = pack(one for name, tensor in self._held.items() for one in changes(name, None, tensor))
             snapshot.verify(await self._send(server, snapshot, whole), server.url)
             return
-        async with self._writing:  # the first server that needs the files has them written
+        async with self._writing:  # the files are written for the first server that needs them
             folder = self._folder(snapshot.version)
             if not folder.exists():
                 await asyncio.to_thread(self._write, self._held.items(), folder)
         await super()._load(server, snapshot)
 
     async def _changed(self, server: VLLMServer, snapshot: Snapshot) -> bool:
-        """Sends the difference; whether the server holds the weights then."""
+        """Send the changes; return whether the server then holds the new weights."""
         try:
             report = await self._send(server, snapshot, iter(self._parts))
         except ServerError as error:
@@ -94,10 +105,13 @@ class DifferenceWeights(FileWeights):
         else:
             if report.checksum == snapshot.checksum:
                 return True
-            why = f"it held others than those of {self._base}, which it said"
-        logger.warning(f"{server.url} could not change its weights to version {snapshot.version}, and gets all: {why}")
+            why = f"it did not hold the weights of {self._base}, although it reported this version"
+        logger.warning(
+            f"{server.url} could not change its weights to version {snapshot.version} and gets all weights: {why}"
+        )
         return False
 
     async def _send(self, server: VLLMServer, snapshot: Snapshot, parts: Iterator[dict[str, str]]) -> WeightReport:
+        """Send messages of `changes.pack` to a server; return its report."""
         dtype = str(self.dtype).removeprefix("torch.")
         return await server.load_differences(parts, dtype, snapshot.tag, snapshot.checksum)

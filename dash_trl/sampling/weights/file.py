@@ -1,4 +1,4 @@
-"""Weights by files, which every server loads in place."""
+"""Sends weights by files, which every server loads in place."""
 
 import fcntl
 import logging
@@ -18,23 +18,28 @@ from dash_trl.sampling.weights.snapshot import NamedTensors, OnEach, Snapshot, e
 
 logger = logging.getLogger(__name__)
 
-WEIGHT_DIR = "_vllm_weights"  # in a run's folder; push_to_hub leaves out what begins with an underscore
-SHARD_BYTES = 4 << 30  # of a file: the host memory that a sync takes
+WEIGHT_DIR = "_vllm_weights"  # in `output_dir`; push_to_hub leaves out names that begin with an underscore
+SHARD_BYTES = 4 << 30  # size at which a file is written: about the host memory that a weight sync takes
 LOCK = ".dash_trl.lock"
 
 
 class FileWeights:
-    """Weights by files that every server loads in place: works on any device, and over a shared filesystem.
+    """Sends weights by files that every server loads in place. Works on any device, and over a shared filesystem.
 
-    A run has a folder of its own, with a folder per version that appears under its name when it is complete. Older
-    versions are removed after a sync, the run's folder at the end of the process. What a killed run left is removed by
-    the next one in the same directory: a run holds a lock on a file in its folder, and the kernel takes it away with
-    the process, whatever ended it. Where there are no locks there is no such file, and nobody removes another run's
-    weights.
+    A run has a folder of its own in `directory`, with one folder per version. A version's folder appears under its
+    final name when it is complete. Older versions are removed after a weight sync, and the run's folder is removed at
+    the end of the process.
+
+    If a run is killed, the next run in the same directory removes its files. To make this safe, each run holds a lock
+    on a file in its folder; the kernel releases the lock with the process, however the process ended. On a filesystem
+    without locks there is no such file, and no run removes another run's weights.
 
     Args:
-        directory: must be seen by trainer and servers under the same path; several runs may share it.
-        dtype: of the servers; weights are converted before they are sent.
+        directory: folder that trainer and servers see under the same path; several runs may share it.
+        dtype: dtype of the servers' weights; weights are converted to it before they are sent.
+
+    Attributes:
+        run: folder of this run.
     """
 
     def __init__(self, directory: str | Path, dtype: torch.dtype):
@@ -44,7 +49,20 @@ class FileWeights:
         self._lock: IO[str] | None = None
 
     def send(self, parameters: NamedTensors, version: int, on_each: OnEach) -> tuple[Snapshot, dict[str, str | None]]:
-        """Send to the servers behind `on_each`. Returns what was sent, and per server an error or None."""
+        """Write a new version and let servers load it.
+
+        Args:
+            parameters: name and value of each parameter, unsharded.
+            version: weight version.
+            on_each: `ServerPool.on_each` for the servers that get the weights.
+
+        Returns:
+            What was sent, and for each server's URL its error or None.
+
+        Raises:
+            WeightMismatch: if a server holds other weights than it was given.
+            ValueError: if a server refused a request.
+        """
         snapshot = self.write(parameters, version)
         outcome = on_each(lambda server: self._load(server, snapshot))
         for older in self.run.glob("version-*"):
@@ -53,11 +71,20 @@ class FileWeights:
         return snapshot, errors_of(outcome)
 
     def write(self, parameters: NamedTensors, version: int) -> Snapshot:
-        """A new version's directory."""
+        """Write the folder of a new version.
+
+        Args:
+            parameters: name and value of each parameter, unsharded.
+            version: weight version.
+
+        Returns:
+            Description of the version.
+        """
         folder = self._folder(version)
         return self._snapshot(version, self._write(parameters, folder))
 
     def _folder(self, version: int) -> Path:
+        """Return the path of a version's folder; create the run's folder if needed."""
         if self._lock is None:  # not in the constructor, which all ranks run
             self._begin()
         return self.run / f"version-{version}"
@@ -67,16 +94,16 @@ class FileWeights:
         return Snapshot(version, f"{self.run.name}-{version}", checksum % MODULUS, path)
 
     def _write(self, parameters: NamedTensors, folder: Path) -> int:
-        """A folder that appears when it is complete; returns the checksum of what a server will hold."""
+        """Write a folder that appears under its final name when complete; return the checksum that servers report."""
         partial = folder.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)  # of an attempt that failed
+        shutil.rmtree(partial, ignore_errors=True)  # left by an attempt that failed
         partial.mkdir()
         checksum = self._fill(partial, parameters)
         partial.rename(folder)
         return checksum
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> int:
-        """Writes the files; returns the checksum of what a server will hold."""
+        """Write a version's files; return the checksum that servers will report."""
         shard: dict[str, Tensor] = {}
         size = checksum = 0
         for name, tensor in parameters:
@@ -91,6 +118,7 @@ class FileWeights:
         return checksum
 
     def _begin(self) -> None:
+        """Remove the folders of killed runs, and create and lock this run's folder."""
         for lock_file in self.directory.glob(f"*/{LOCK}"):
             _remove_if_dead(lock_file)
         self.run.mkdir(parents=True)
@@ -98,32 +126,42 @@ class FileWeights:
         self._lock = unlocked.open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            unlocked.rename(self.run / LOCK)  # it appears under its name when it is held
+            unlocked.rename(self.run / LOCK)  # the file gets its final name once the lock is held
         except OSError as error:
             logger.warning(
-                f"Files in {self.directory} cannot be locked ({error}), so that no later run can know whether this one "
-                f"is alive: if it is killed, remove {self.run}."
+                f"Files in {self.directory} cannot be locked ({error}), so later runs cannot tell whether this run is "
+                f"alive. If this run is killed, remove {self.run}."
             )
         weakref.finalize(self, _remove, self.run, self._lock)
 
     async def refit(self, server: VLLMServer, snapshot: Snapshot) -> int | None:
-        """See that a server has `snapshot`, or give it. Returns the version."""
+        """Give a server a version unless it holds it already.
+
+        Args:
+            server: the server.
+            snapshot: the current version.
+
+        Returns:
+            The weight version that the server now holds.
+        """
         if not await holds(server, snapshot):
             await self._load(server, snapshot)
         return snapshot.version
 
     async def _load(self, server: VLLMServer, snapshot: Snapshot) -> None:
+        """Let a server load a version, and verify the server's report."""
         assert snapshot.path is not None
         snapshot.verify(await server.load_weights(snapshot.path, snapshot.tag), server.url)
 
 
 def _save(shard: dict[str, Tensor], directory: Path) -> None:
+    """Write the next file of a version."""
     if shard:
         save_file(shard, directory / f"model-{len(list(directory.iterdir())) + 1:05}.safetensors")
 
 
 def _remove(run: Path, lock: IO[str]) -> None:
-    """All of a run; its lock file last, so that a removal that is interrupted is made again."""
+    """Remove all files of a run. The lock file goes last, so that the next run repeats an interrupted removal."""
     for version in run.glob("version-*"):
         shutil.rmtree(version, ignore_errors=True)
     shutil.rmtree(run, ignore_errors=True)
@@ -131,10 +169,13 @@ def _remove(run: Path, lock: IO[str]) -> None:
 
 
 def _remove_if_dead(lock_file: Path) -> None:
-    """What is left of a run whose lock is free. (A pid says nothing on another host, and may be another's by now.)"""
+    """Remove the files of a run whose lock is free.
+
+    A process id would not do: it means nothing on another host, and another process may have it by now.
+    """
     try:
-        with lock_file.open("r+") as lock:  # NFS gives no exclusive lock on what was opened for reading
+        with lock_file.open("r+") as lock:  # NFS gives no exclusive lock on a file that is open for reading only
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove(lock_file.parent, lock)
     except OSError:
-        pass  # the run lives, or nobody can tell
+        pass  # the run is alive, or we cannot tell

@@ -1,4 +1,4 @@
-"""Weights over NCCL, from GPU to GPU."""
+"""Sends weights over NCCL, from GPU to GPU."""
 
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -14,18 +14,26 @@ from dash_trl.sampling.server import VLLMServer
 from dash_trl.sampling.weights.snapshot import NamedTensors, OnEach, Snapshot, errors_of, holds
 from dash_trl.workers import Feeder
 
-BUCKET_BYTES = 1 << 30  # of a broadcast: a bucket is being filled, one waits, and one is on its way
+BUCKET_BYTES = 1 << 30  # bytes of one broadcast; memory holds three buckets: one is filled, one waits, one is sent
 
 
 class NCCLWeights:
-    """Weights over NCCL, from GPU to GPU: TRL's client, once per server.
+    """Sends weights over NCCL, from GPU to GPU, with one of TRL's clients for each server.
 
-    The main thread gathers, since under ZeRO-3 and FSDP that is a collective of its own, and hands cloned buckets to
-    one daemon thread per server. A server that hangs costs `timeout` and is then dead. Experimental: the broadcast
-    itself was never run on GPUs here.
+    The main thread gathers the weights, because under ZeRO-3 and FSDP this is a collective. It passes copies of them in
+    buckets to one daemon thread per server. A server that hangs is dead after `timeout`. Experimental: this broadcast
+    has never run on GPUs.
 
     Args:
-        urls: of all servers. group_port: of the first one's group; the others take the ports after it.
+        urls: addresses of all servers.
+        group_port: port of the first server's process group; the other servers use the ports after it.
+        device: the trainer's GPU.
+        timeout: seconds to wait for a server.
+        dtype: dtype of the servers' weights; weights are converted to it before they are sent.
+
+    Attributes:
+        ports: URL → port of the server's process group.
+        run: random name of this run, for version tags.
     """
 
     def __init__(self, urls: Sequence[str], group_port: int, device: torch.device, timeout: float, dtype: torch.dtype):
@@ -37,7 +45,20 @@ class NCCLWeights:
         self._clients: dict[str, Any] = {}
 
     def send(self, parameters: NamedTensors, version: int, on_each: OnEach) -> tuple[Snapshot, dict[str, str | None]]:
-        """Send to the servers behind `on_each`. Returns what was sent, and per server an error or None."""
+        """Broadcast a new version to servers.
+
+        Args:
+            parameters: name and value of each parameter, unsharded.
+            version: weight version.
+            on_each: `ServerPool.on_each` for the servers that get the weights.
+
+        Returns:
+            What was sent, and for each server's URL its error or None.
+
+        Raises:
+            WeightMismatch: if a server holds other weights than it was given.
+            ValueError: if a server refused a request.
+        """
         failed: dict[str, Any] = {}  # server → its first error
         urls = list(self._on_each(on_each, lambda server: server.pause(), failed))
         try:
@@ -47,17 +68,18 @@ class NCCLWeights:
         finally:
             self._on_each(on_each, lambda server: server.resume(), failed)
         for url in failed.keys() & self._clients.keys():
-            self._clients.pop(url).close_communicator()  # it cannot be used again: the next version takes a new one
+            self._clients.pop(url).close_communicator()  # a failed client cannot be reused
         return snapshot, errors_of(dict.fromkeys(urls) | failed)
 
     def _on_each(self, on_each: OnEach, ask: Callable[[VLLMServer], Awaitable[Any]], failed: dict[str, Any]) -> Any:
+        """Call an async function with each server, and add the first error of each server to `failed`."""
         outcome = on_each(ask)
         failures = {url: result for url, result in outcome.items() if isinstance(result, BaseException)}
         failed.update(failures | failed)
         return outcome
 
     def _broadcast_all(self, parameters: NamedTensors, urls: list[str], failed: dict[str, Any]) -> int:
-        """Returns the checksum of what was sent."""
+        """Broadcast all parameters to servers; return the checksum of what was sent."""
         feeders = {url: Feeder(partial(self._broadcast, url), ahead=1, timeout=self.timeout) for url in urls}
         checksum = 0
         for bucket in self._buckets(parameters):
@@ -69,6 +91,7 @@ class NCCLWeights:
         return checksum % MODULUS
 
     def _buckets(self, parameters: NamedTensors) -> Iterator[list[tuple[str, Tensor]]]:
+        """Copy parameters into buckets of about `BUCKET_BYTES`."""
         bucket: list[tuple[str, Tensor]] = []
         for name, tensor in parameters:
             bucket.append((name, tensor.detach().to(self.dtype, copy=True).contiguous()))
@@ -79,8 +102,8 @@ class NCCLWeights:
             yield bucket
 
     def _broadcast(self, url: str, buckets: Iterator[list[tuple[str, Tensor]]]) -> None:
-        """On the thread of one server."""
-        torch.cuda.set_device(self.device)  # a thread starts on device 0
+        """Broadcast buckets to one server, on the server's thread."""
+        torch.cuda.set_device(self.device)  # a new thread uses device 0
         client = self._clients.get(url) or self._connect(url)
         with client.weight_update():
             for bucket in buckets:
@@ -88,12 +111,13 @@ class NCCLWeights:
                 client.update_named_params(metadata, iter(bucket))
 
     def _connect(self, url: str) -> Any:
+        """Create TRL's client for a server."""
         from trl.generation.vllm_client import VLLMClient
 
         class Client(VLLMClient):
             def check_server(self, *_: Any, **__: Any) -> None:
-                """In place of TRL's first request, which would carry no key. That the server answers is known here."""
-                self.session.trust_env = False  # no proxy gets the key, and no ~/.netrc replaces it
+                """Set the key, in place of TRL's first request, which lacks the key. The server is known to answer."""
+                self.session.trust_env = False  # the key must not go to a proxy or be replaced by ~/.netrc
                 self.session.headers.update(key_header(url))
 
         client = Client(base_url=url, group_port=self.ports[url], connection_timeout=self.timeout)
@@ -102,16 +126,26 @@ class NCCLWeights:
         return client
 
     async def _verify(self, server: VLLMServer, snapshot: Snapshot, failed: dict[str, Any]) -> None:
+        """End the weight update on a server, and verify its report."""
         if server.url not in failed:
             await server.end_weight_update(snapshot.tag)
             snapshot.verify(await server.weight_report(), server.url)
 
     async def refit(self, server: VLLMServer, snapshot: Snapshot) -> int | None:
-        """The version, if a server has `snapshot`. None: it waits for the next `send`, which takes all ranks."""
+        """Check whether a server holds a version. Sending it to a single server would need all ranks.
+
+        Args:
+            server: the server.
+            snapshot: the current version.
+
+        Returns:
+            The weight version if the server holds it. None if the server has to wait for the next `send`.
+        """
         return snapshot.version if await holds(server, snapshot) else None
 
 
 def _try(url: str, work: Callable[[], Any], failed: dict[str, Any]) -> None:
+    """Do work for a server that has not failed, and record its error."""
     if url not in failed:
         try:
             work()

@@ -1,8 +1,8 @@
-"""The proof that servers compute with the weights that they were given: log-probs of a few tokens.
+"""Checks, by the log-probs of a few tokens, that servers compute with the weights that they were given.
 
-The first sync of a run sends weights that are changed in a known way, and the servers' log-probs have to follow:
-all weights scaled by a factor, or, where an adapter is sent alone, its B matrices shifted by a constant (those of a new
-adapter are zero).
+The first weight sync of a run sends weights that are changed in a known way, and the servers' log-probs have to follow.
+All weights are scaled by a factor. If an adapter is sent alone, its B matrices are shifted by a constant instead,
+because those of a new adapter are zero.
 """
 
 import logging
@@ -22,26 +22,32 @@ from dash_trl.update import evaluating
 logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 32
-PERTURBATION = 0.5  # exact in every dtype, and it moves log-probs towards uniform, where they are stable
-SHIFT = 0.25  # of the B matrices of an adapter
+PERTURBATION = 0.5  # factor; exact in every dtype, and it moves log-probs towards uniform, where they are stable
+SHIFT = 0.25  # added to the B matrices of an adapter
 
-# Mean absolute difference of log-probs between trainer and server that rounding explains. The perturbation moves them
-# by an order of magnitude more in any trained model.
+# Largest mean absolute difference between the log-probs of trainer and server that rounding can explain. In any trained
+# model the perturbation changes log-probs by an order of magnitude more.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 
 
 def probe_tokens(vocabulary: int) -> list[int]:
-    """`PROBE_TOKENS` ids spread over the vocabulary."""
+    """Return `PROBE_TOKENS` token ids that are spread over the vocabulary.
+
+    Args:
+        vocabulary: number of token ids.
+    """
     return [(7919 * (i + 1)) % vocabulary for i in range(PROBE_TOKENS)]
 
 
 @dataclass(frozen=True)
 class Perturbation:
-    """A change of the weights, and the same change of the model's outputs, on any sharding.
+    """A change of the weights, and a context in which the trainer's model computes as if its weights had this change.
 
-    Args:
-        parameters: what is sent → what is sent in its place.
-        outputs: gives a context in which the model computes as if it had these weights.
+    The context changes outputs of layers and no parameter, so it works with any sharding.
+
+    Attributes:
+        parameters: maps the parameters of a weight sync to changed ones.
+        outputs: returns a context manager in which the model computes as if it had the changed weights.
     """
 
     parameters: Callable[[NamedTensors], NamedTensors]
@@ -49,7 +55,12 @@ class Perturbation:
 
 
 def of_all_weights(model: nn.Module, plain_name: Callable[[str], str]) -> Perturbation:
-    """Linear layers and embeddings, scaled; `plain_name` as for `scale_linear`."""
+    """Create the perturbation for full weights: linear layers and embeddings are scaled by `PERTURBATION`.
+
+    Args:
+        model: the trainer's model.
+        plain_name: see `scale_linear`.
+    """
     return Perturbation(
         partial(scale_linear, model, scale=PERTURBATION, plain_name=plain_name),
         partial(scaled_outputs, model, PERTURBATION),
@@ -57,19 +68,33 @@ def of_all_weights(model: nn.Module, plain_name: Callable[[str], str]) -> Pertur
 
 
 def of_adapter(model: nn.Module) -> Perturbation:
-    """The B matrices of LoRA layers, shifted."""
+    """Create the perturbation for an adapter: `SHIFT` is added to the B matrices of its LoRA layers.
+
+    Args:
+        model: the trainer's model.
+    """
     return Perturbation(shift_adapter, partial(shifted_outputs, model))
 
 
 def shift_adapter(parameters: NamedTensors) -> Iterator:
-    """The parameters, those of B matrices + `SHIFT`."""
+    """Yield an adapter's parameters with `SHIFT` added to B matrices.
+
+    Args:
+        parameters: name and value of each parameter.
+    """
     for name, tensor in parameters:
         yield name, tensor + SHIFT if ".lora_B." in name else tensor
 
 
 @contextmanager
 def shifted_outputs(model: nn.Module) -> Iterator[None]:
-    """The model as if `SHIFT` were added to its B matrices: B gives `SHIFT` · Σ of its inputs more, at each output."""
+    """Context in which the model computes as if `SHIFT` were added to its B matrices.
+
+    Each output of B grows by `SHIFT` · Σ of B's inputs.
+
+    Args:
+        model: the trainer's model.
+    """
     handles = [
         module.register_forward_hook(lambda module, inputs, output: output + SHIFT * inputs[0].sum(-1, keepdim=True))
         for name, module in model.named_modules()
@@ -85,10 +110,13 @@ def shifted_outputs(model: nn.Module) -> Iterator[None]:
 def scale_linear(
     model: nn.Module, parameters: NamedTensors, scale: float, plain_name: Callable[[str], str]
 ) -> Iterator:
-    """The parameters, those of linear layers and embeddings multiplied by `scale`.
+    """Yield parameters with those of linear layers and embeddings multiplied by `scale`.
 
     Args:
-        plain_name: a name in `model.named_parameters()` → the name in `parameters`.
+        model: the model that the parameters belong to.
+        parameters: name and value of each parameter.
+        scale: the factor.
+        plain_name: maps a name in `model.named_parameters()` to the name in `parameters`.
     """
     names = {
         plain_name(f"{prefix}.{name}")
@@ -101,7 +129,11 @@ def scale_linear(
 
 
 def is_adapter(module: Any) -> bool:
-    """Whether a module is a layer that PEFT adapts: of none without PEFT, which is an extra."""
+    """Return whether a module is a layer that PEFT adapts. PEFT is an optional dependency.
+
+    Args:
+        module: any object.
+    """
     if not is_peft_available():
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -111,10 +143,15 @@ def is_adapter(module: Any) -> bool:
 
 @contextmanager
 def scaled_outputs(model: nn.Module, scale: float) -> Iterator[None]:
-    """The model as if its linear layers and embeddings were multiplied by `scale`, on any sharding.
+    """Context in which the model computes as if its linear layers and embeddings were multiplied by `scale`.
 
-    A layer that is linear in its parameters gives `scale` times its output when they are scaled, so the outputs are
-    scaled and no parameter is touched. An adapter with its base layer counts as one layer.
+    A layer that is linear in its parameters returns `scale` times its output if they are scaled. So the outputs are
+    scaled and no parameter is changed, which works with any sharding. An adapter with its base layer counts as one
+    layer.
+
+    Args:
+        model: the trainer's model.
+        scale: the factor.
     """
     adapters = tuple(name + "." for name, module in model.named_modules() if is_adapter(module))
     handles = [
@@ -131,10 +168,15 @@ def scaled_outputs(model: nn.Module, scale: float) -> Iterator[None]:
 
 @torch.no_grad()
 def model_log_probs(model: nn.Module, ids: list[int], changed: AbstractContextManager[None] | None = None) -> Tensor:
-    """[len(ids) − 1], log P(ids[t] | ids[:t]) of the trainer's model; a collective under ZeRO-3 and FSDP.
+    """Compute log P(ids[t] | ids[:t]) with the trainer's model. This is a collective under ZeRO-3 and FSDP.
 
     Args:
-        changed: in which the model computes, such as `scaled_outputs`.
+        model: the trainer's model.
+        ids: token ids of one sequence.
+        changed: context in which the model computes, such as `scaled_outputs`.
+
+    Returns:
+        [len(ids) − 1] float32 on the CPU, for t = 1 … len(ids) − 1.
     """
     row = torch.tensor([ids], device=next(model.parameters()).device)
     with evaluating(model), changed or nullcontext():
@@ -143,28 +185,31 @@ def model_log_probs(model: nn.Module, ids: list[int], changed: AbstractContextMa
 
 
 def check_probe(expected: Tensor, plain: Tensor, served: dict[str, list[float]], dtype: torch.dtype) -> None:
-    """Whether servers compute what the trainer computes.
+    """Check that the servers' log-probs equal the trainer's, up to rounding.
 
     Args:
-        expected: the trainer's log-probs with the weights that the servers were given; plain: without a perturbation.
-        served: url → the server's.
+        expected: [tokens] the trainer's log-probs with the weights that the servers were given.
+        plain: [tokens] the trainer's log-probs with unperturbed weights; `expected` itself if these were sent.
+        served: URL → the server's log-probs.
+        dtype: dtype of the servers' weights, which determines the tolerance.
+
     Raises:
-        WeightMismatch: a server computes something else.
+        WeightMismatch: if a server's log-probs differ.
     """
     tolerance = TOLERANCE.get(dtype, max(TOLERANCE.values()))
     effect = (expected - plain).abs().mean().item()
     if expected is not plain and effect < 3 * tolerance:
         logger.warning(
-            f"Scaling the weights moves the model's log-probs by {effect:.2g} only, so that the first weight sync "
-            f"proves little (tolerance {tolerance}). Expected of an untrained model."
+            f"Perturbing the weights changes the model's log-probs by only {effect:.2g}, so the check of the first "
+            f"weight sync proves little (tolerance {tolerance}). This is expected for an untrained model."
         )
     for url, values in served.items():
         difference = (torch.tensor(values) - expected).abs().mean().item()
         if not difference <= tolerance:  # NaN, too
             raise WeightMismatch(
-                f"{url} holds the weights that it was given but computes with others: its log-probs differ by "
-                f"{difference:.2g} from the trainer's (tolerance {tolerance}; the first sync scales the weights, which "
-                f"moves them by {effect:.2g}). On a CPU build of vLLM install dash_trl in the server's environment: "
-                "its plugin stops vLLM from computing with packed copies. Else: is it the same model, "
-                "without quantisation or adapters?"
+                f"{url} holds the weights that it was given but does not compute with them: its log-probs differ by "
+                f"{difference:.2g} from the trainer's (tolerance {tolerance}; the first weight sync perturbs the "
+                f"weights, which changes log-probs by {effect:.2g}). On a CPU build of vLLM, install dash_trl in the "
+                "server's environment: its plugin stops vLLM from computing with packed copies. Otherwise check that "
+                "the server runs the same model, without quantisation or adapters."
             )

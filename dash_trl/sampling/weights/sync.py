@@ -1,12 +1,14 @@
-"""A model's weights to all servers of a pool, in training and evaluation, and the proof that they compute with them.
+"""Sends a model's weights to all servers of a pool, and checks that the servers compute with them.
 
-gather ──► FileWeights or NCCLWeights ──► checksums are the model's     every time
-perturbed weights, then plain ones    ──► log-probs are the model's     the first time
+In training::
 
-An evaluation has one checkpoint for all servers, in place of what they hold:
+    gather ──► FileWeights or NCCLWeights ──► compare checksums      in every weight sync
+    perturbed weights, then plain weights ──► compare log-probs      in the first weight sync
 
-checkpoint ──► checksum is the servers'? ── yes ──► its log-probs are, too
-                                         └─ no ───► `WeightSync`, as in training
+An evaluation gives one checkpoint to all servers (`load_checkpoint`)::
+
+    checkpoint ──► do the servers have its checksum? ── yes ──► compare log-probs
+                                                     └─ no ───► `WeightSync`, as in training
 """
 
 from collections.abc import Callable
@@ -30,13 +32,19 @@ from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot
 
 
 def check_servers(pool: ServerPool, config: Any, name: str) -> torch.dtype:
-    """The dtype of the servers' weights, into which those of a model with this config fit.
+    """Check that the weights of a model fit into the servers' models.
 
     Args:
-        name: of the model, for the command in the error.
+        pool: the servers.
+        config: the model's config.
+        name: name of the model, for the command in an error message.
+
+    Returns:
+        Dtype of the servers' weights.
+
     Raises:
-        ValueError: a server holds a model of another shape, or the servers are of several dtypes.
-        PoolError: a server does not answer.
+        ValueError: if a server holds a model of another shape, or the servers have different dtypes.
+        PoolError: if a server does not answer.
     """
     pool.wait_until_ready()
     reports = pool.ask_all(lambda server: server.weight_report())
@@ -47,30 +55,32 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> torch.dtype:
         }
         if different:
             raise ValueError(
-                f"{url} serves a model of another shape than {name!r} (there, here): {different}. Weights of one shape "
-                f"are loaded in place; for this one start servers of its own: python -m dash_trl.serve {name}"
+                f"{url} serves a model of another shape than {name!r} (there, here): {different}. Only weights of the "
+                f"same shape can be loaded in place. Start servers for this model: python -m dash_trl.serve {name}"
                 + (f" --servers {len(pool.urls)}" if len(pool.urls) > 1 else "")
             )
     dtypes = {url: report.dtype for url, report in reports.items()}
     if len(set(dtypes.values())) > 1:
-        raise ValueError(f"The servers run in different dtypes ({dtypes}), as different models: start them alike.")
+        raise ValueError(f"The servers run in different dtypes ({dtypes}). Start all servers with the same dtype.")
     return getattr(torch, next(iter(dtypes.values())))
 
 
 class WeightSync:
-    """Gives all servers of a pool the weights of a model.
+    """Sends the weights of a model to all servers of a pool.
 
-    All ranks gather, the main one sends; after each of both, the ranks agree on whether it worked before any other
-    collective, so that a failure of one is the same error on all.
+    All ranks gather the weights, and the main process sends them. After each of these steps the ranks agree on whether
+    it worked, before any other collective. So a failure on one rank raises the same error on all ranks.
 
     Args:
-        pool: this rank's. A server that comes back gets the weights by it.
-        weights: the way to the servers.
-        model: whose log-probs the servers' have to be.
-        vocabulary: ids that the tokenizer has.
-        gather: (name, tensor) of all parameters, or of the adapter's, under the servers' names; called by all ranks,
-            once for each version.
-        perturbation: by which the first sync is proven; `None`: that of all weights, which have the model's names.
+        pool: this rank's pool. It also gives the weights to a server that comes back later.
+        ranks: the ranks of the run.
+        weights: object that sends the weights, such as `FileWeights`.
+        model: the model with which the servers' log-probs are compared.
+        vocabulary: number of token ids of the tokenizer.
+        gather: returns name and value of all parameters (or of the adapter's) under the servers' names. All ranks call
+            it once for each weight version.
+        perturbation: change of the weights with which the first weight sync is checked. By default the one for full
+            weights (`of_all_weights`), for which the servers' names have to be the model's.
     """
 
     def __init__(
@@ -90,16 +100,16 @@ class WeightSync:
         self.gather = gather
         self.perturbation = perturbation or of_all_weights(model, str)
         self.probe = probe_tokens(min(model.config.get_text_config().vocab_size, vocabulary))  # type: ignore[union-attr, operator]
-        self._proven = False  # that servers which say that they have the weights compute with them
-        self._snapshot: Snapshot | None = None
+        self._proven = False  # whether the first weight sync has shown that servers compute with what they report
+        self._snapshot: Snapshot | None = None  # the current version
         pool.refit = self._refit
 
     def send(self) -> None:
-        """Give all servers the model's weights, and see that they have them. The first time, prove that it can be seen.
+        """Send the model's weights to all servers and compare checksums; in the first sync, also compare log-probs.
 
         Raises:
-            WeightMismatch: a server holds other weights than it was given, or computes with others.
-            PoolError: a server did not take the weights the first time.
+            WeightMismatch: if a server holds other weights than it was given, or computes with others.
+            PoolError: if a server did not load the weights in the first sync.
         """
         if self._proven:
             self._send()
@@ -110,20 +120,28 @@ class WeightSync:
         for expected in (perturbed, plain):
             errors = self._send(perturbed=expected is perturbed)
             if errors:
-                raise PoolError(self.pool.message(f"At the start {len(errors)} servers did not take the weights"))
+                raise PoolError(self.pool.message(f"In the first weight sync {len(errors)} servers failed"))
             self.ranks.agree(partial(self.check, expected, plain), main_only=True)
         self._proven = True
 
     def check(self, expected: Tensor, plain: Tensor) -> None:
-        """Whether all servers compute with the weights; see `check_probe`."""
+        """Check by log-probs that all servers compute with the weights.
+
+        Args:
+            expected: see `check_probe`.
+            plain: see `check_probe`.
+
+        Raises:
+            WeightMismatch: see `check_probe`.
+        """
         served = self.pool.ask_all(lambda server: server.log_probs(self.probe))
         check_probe(expected, plain, served, self.weights.dtype)
 
     def _send(self, *, perturbed: bool = False) -> dict[str, str]:
-        """Gather on all ranks, send from the main process, and tell all ranks which servers have them.
+        """Gather the weights on all ranks, send them from the main process, and tell all ranks which servers failed.
 
         Returns:
-            url → error of those that have not.
+            Errors by URL, of the servers that do not have the weights.
         """
         version = self.pool.fleet.version + 1
         parameters = self.perturbation.parameters(self.gather()) if perturbed else self.gather()
@@ -134,7 +152,7 @@ class WeightSync:
             try:
                 if self.ranks.rank == 0:
                     return self.weights.send(parameters, version, partial(self.pool.on_each, urls=waiting))
-            finally:  # gathering is a collective: every rank takes part to the end, whatever fails on the way
+            finally:  # gathering is a collective: every rank has to take part to the end, even after an error
                 for _ in parameters:
                     pass
 
@@ -142,19 +160,23 @@ class WeightSync:
             waiting = self.ranks.agree(lambda: self.pool.new_version(version))
             self._snapshot, errors = self.ranks.agree(send, from_main=True)
         finally:
-            missing = "the main process takes it for dead, or failed"
+            missing = "the main process failed, or considers the server dead"
             self.pool.weights_sent(version, {url: errors.get(url, missing) for url in waiting})
         return {url: error for url, error in errors.items() if error is not None}
 
     async def _refit(self, server: VLLMServer) -> int | None:
+        """Give a server the current weights; see `ServerPool.refit`."""
         return None if self._snapshot is None else await self.weights.refit(server, self._snapshot)
 
 
 def takes_seeds(pool: ServerPool) -> bool:
-    """Whether the servers survive a request with a seed.
+    """Return whether the servers survive a request with a seed.
 
-    vLLM 0.31 rewinds the request's generator when a prompt is computed in parts, and a generator on a CPU cannot be:
-    the engine dies ("CPU Generator does not use offset", vllm/v1/worker/gpu_model_runner.py).
+    When vLLM 0.31 computes a prompt in parts, it rewinds the request's random generator. A generator on a CPU cannot
+    be rewound, so the engine dies ("CPU Generator does not use offset", vllm/v1/worker/gpu_model_runner.py).
+
+    Args:
+        pool: the servers.
     """
     return all(
         config.get("device_config", {}).get("device") != "cpu"
@@ -163,15 +185,18 @@ def takes_seeds(pool: ServerPool) -> bool:
 
 
 def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_dir: str | Path) -> None:
-    """Have all servers sample from this model, those that die and come back, too.
+    """Let all servers sample from a model, including servers that die and come back.
 
     Args:
-        model: on any device, in the servers' dtype (`check_servers`).
-        vocabulary: ids that the tokenizer has.
-        weight_dir: where the weights are written, if the servers hold others; seen by them under the same path.
+        pool: the servers.
+        model: the model on any device, in the servers' dtype (`check_servers`).
+        vocabulary: number of token ids of the tokenizer.
+        weight_dir: folder in which the weights are written if the servers hold others. The servers see it under the
+            same path.
+
     Raises:
-        WeightMismatch: a server holds other weights than it was given, or computes with others.
-        PoolError: a server did not take the weights.
+        WeightMismatch: if a server holds other weights than it was given, or computes with others.
+        PoolError: if a server did not load the weights.
     """
     weights = FileWeights(weight_dir, next(model.parameters()).dtype)
     sync = WeightSync(pool, Ranks(PartialState()), weights, model, vocabulary, model.named_parameters)
@@ -182,7 +207,7 @@ def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_
         return
 
     async def verify(server: VLLMServer) -> int:
-        """A server that restarts has its own checkpoint again, which was the wanted one."""
+        """Check a server that came back. After a restart it holds its own checkpoint, which is the wanted one."""
         held.verify(await server.weight_report(), server.url)
         return held.version
 
