@@ -457,7 +457,7 @@ def test_a_cache_that_fails_is_said_once_and_loses_no_score(server, tmp_path, ca
     assert [ask(judge, text)[0] for text in ("4", "5", "4")] == [0.7] * 3
     assert len(server.requests) == 3
     (said,) = [record.message for record in caplog.records if "cache" in record.message]
-    assert "goes on without it" in said and str(folder) in said
+    assert "continues without it" in said and str(folder) in said
     if left_open:
         left_open.close()
 
