@@ -516,7 +516,7 @@ URL = "http://127.0.0.1:9/v1"
     "settings, message",
     [
         ({}, r"no API key for the judge: set OPENAI_API_KEY, pass api_key=\.\.\., or use a server that needs no key"),
-        ({"base_url": "127.0.0.1:8000/v1"}, "base_url='127.0.0.1:8000/v1' is not the address.*http://127.0.0.1:8000/v1"),
+        ({"base_url": "127.0.0.1:8000/v1"}, "'127.0.0.1:8000/v1' is not the address.*http://127.0.0.1:8000/v1"),
         ({"base_url": "http:///v1"}, "is not the address"),
         ({"base_url": "http://me:secret@127.0.0.1:9/v1"}, r"base_url='http://\*\*\*@127.0.0.1:9/v1' .* a password"),
         ({"base_url": "http://me:sec\nret@127.0.0.1:9/v1"}, r"base_url='http://\*\*\*@127.0.0.1:9/v1' .* a password"),
