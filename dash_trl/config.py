@@ -109,7 +109,7 @@ class DASHConfig(GRPOConfig):
         reward_pipeline (`bool`, defaults to `False`):
             Train on the groups that are scored while the rewards of others are awaited, within one optimizer step; its
             update is the same. Mini's steps take the groups that come next. It takes reward functions that score each
-            completion (`dash_trl.RewardRunner`); see docs/rewards.md.
+            completion (`dash_trl.RewardRunner`); see docs/howto/slow-rewards.md.
         tool_timeout (`float`, defaults to `600.0`):
             Seconds for one call of a tool, or of an environment's `reset` or `get_reward`. A call that takes longer is
             left alone, and its row is unscored; see docs/tools.md.

@@ -233,8 +233,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             else:
                 raise SandboxError(
                     f"programs cannot be confined on this machine: {causes}. Run where user namespaces are allowed or "
-                    "the kernel has Landlock (5.13 or newer); see docs/rewards.md, also for isolation='rlimits', which "
-                    "protects no file and is for programs that you trust."
+                    "the kernel has Landlock (5.13 or newer); see docs/reference/rewards.md, also for "
+                    "isolation='rlimits', which protects no file and is for programs that you trust."
                 )
             if causes:
                 _warn(self._starter.kind, json.dumps(causes))
@@ -377,5 +377,5 @@ def _wait(control: socket.socket) -> None:
 def _warn(kind: str, causes: str) -> None:
     logger.warning(
         f"Programs are confined by {kind}, since this machine gives no better ({causes}). What holds: "
-        f"{', '.join(PROTECTS[kind])}. See docs/rewards.md, or run where user namespaces are allowed."
+        f"{', '.join(PROTECTS[kind])}. See docs/reference/rewards.md, or run where user namespaces are allowed."
     )
