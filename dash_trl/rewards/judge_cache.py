@@ -58,7 +58,7 @@ class AnswerCache:
             if self._connection is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self.file.touch(0o600)  # private: explanations quote prompts and completions
-                # Autocommit; any thread may call, since each event loop has its own and sqlite3 serialises the calls.
+                # Autocommit. Each event loop calls from its own thread; sqlite3 serialises the calls.
                 self._connection = sqlite3.connect(
                     self.file, LOCK_SECONDS, isolation_level=None, check_same_thread=False
                 )

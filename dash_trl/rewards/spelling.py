@@ -7,7 +7,7 @@ takes time linear in its length.
 import re
 import unicodedata
 
-MIN_WORD_LETTERS = 4  # so many letters with a vowel among them are a word; fewer may be a product such as xyz
+MIN_WORD_LETTERS = 4  # of a word, which also has a vowel; a shorter run of letters may be a product such as xyz
 
 # ------------------------------------------------------------------------------------------- one spelling for answers
 
