@@ -6,7 +6,7 @@
 Before each window the policy's weights are copied; a second model samples the window with the copy of k windows ago (of
 the first weights in the first k windows) and reports the log-probs μ that it sampled with. A window is one optimizer
 step, so that a rollout is exactly k steps old. With the same seed all losses and all k have the same problems in the
-same order, the same first weights and the same random numbers in sampling. The losses (docs/async.md):
+same order, the same first weights and the same random numbers in sampling. The losses (docs/concepts/staleness.md):
 
     dapo             TRL's default without a correction: what k weights ago wrote counts as written by these
     sequence_mask    dapo with TRL's default correction: sequences with Π π_prox/μ > 3 are left out

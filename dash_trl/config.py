@@ -81,8 +81,8 @@ class DASHConfig(GRPOConfig):
             `"grpo_passk"`.
         loss_type (`str`, defaults to `"dapo"`):
             One of TRL's losses, or one of two losses for rollouts of older weights, which need the sampler's log-probs
-            (`docs/async.md`). `"aipo"` weighs each token by min(policy / sampler, `aipo_delta`) and has no other term.
-            `"decoupled_ppo"` is `"dapo"` around the weights at the start of the generation window, with
+            (`docs/concepts/staleness.md`). `"aipo"` weighs each token by min(policy / sampler, `aipo_delta`) and has no
+            other term. `"decoupled_ppo"` is `"dapo"` around the weights at the start of the generation window, with
             `vllm_importance_sampling_mode="token_truncate"` at `vllm_importance_sampling_clip_max`.
         aipo_delta (`float`, defaults to `8.0`):
             With `loss_type="aipo"`, the largest weight of a token. A token whose ratio is above it has no gradient.
@@ -100,24 +100,26 @@ class DASHConfig(GRPOConfig):
         async_level (`int`, defaults to `0`):
             The number of generation windows that servers may sample ahead of training. Window n is trained on rollouts
             of the weights with which window n − `async_level` began, or of newer ones. A value above 0 needs servers
-            and a loss for older rollouts (`"aipo"`, `"decoupled_ppo"`); see docs/async.md. `0`: a window is sampled
-            when training needs it. `1` without servers: this process samples the next window while it waits for the
+            and a loss for older rollouts (`"aipo"`, `"decoupled_ppo"`); see docs/howto/async.md. `0`: a window is
+            sampled when training needs it. `1` without servers: this process samples the next window while it waits for the
             rewards of a `RewardRunner`.
         max_num_gen_batches (`int`, defaults to `1`):
             Dynamic sampling (DAPO; the option has verl's name). While a window has fewer groups with signal than a
             generation batch has groups, more prompts are sampled, until this number of generation batches is reached.
             The window is trained on the groups with signal that came first. `1`: off. Needs `max_steps`; see
-            docs/dynamic_sampling.md.
+            docs/howto/dynamic-sampling.md.
         max_skipped_epochs (`int`, defaults to `0`):
             An epoch may skip prompts whose groups had no signal in recent epochs. No prompt is skipped in more than
-            this number of epochs in a row. `0`: no prompt is skipped. Needs `max_steps`; see docs/dynamic_sampling.md.
+            this number of epochs in a row. `0`: no prompt is skipped. Needs `max_steps`; see
+            docs/howto/dynamic-sampling.md.
         reward_pipeline (`bool`, defaults to `False`):
             Within an optimizer step, train on the groups that are scored while the rewards of others are awaited. The
             update is the same. In the Mini set-up, each optimizer step takes the groups that are scored next. Needs
-            reward functions that score each completion by itself (`dash_trl.RewardRunner`); see docs/rewards.md.
+            reward functions that score each completion by itself (`dash_trl.RewardRunner`); see
+            docs/howto/slow-rewards.md.
         tool_timeout (`float`, defaults to `600.0`):
             Seconds that one call of a tool, or of an environment's `reset` or `get_reward`, may take. If it takes
-            longer, the run no longer waits for the call, and its row is unscored; see docs/tools.md.
+            longer, the run no longer waits for the call, and its row is unscored; see docs/howto/tools.md.
         vllm_server_urls (`list[str]` or `None`, defaults to `None`):
             URLs of the vLLM servers to sample from, e.g. `http://127.0.0.1:8000 http://127.0.0.1:8001`. The command
             `python -m dash_trl.serve` starts such servers. Implies `use_vllm=True` and `vllm_mode="server"`. TRL's
@@ -133,7 +135,7 @@ class DASHConfig(GRPOConfig):
         vllm_weight_difference (`bool`, defaults to `False`):
             Send a server only the weights that changed since the version that it holds, over HTTP. The trainer keeps a
             copy of the last version in CPU memory. This pays off if few bf16 weights change in a step; see
-            docs/vllm.md.
+            docs/howto/vllm.md.
     """
 
     gradient_filter_threshold: float | None = field(
@@ -162,7 +164,8 @@ class DASHConfig(GRPOConfig):
         metadata={
             "help": f"How the loss weighs tokens. TRL's: {', '.join(TRL_LOSSES)} (see trl.GRPOConfig). For rollouts of "
             "older weights, by the sampler's log-probs: 'aipo' weighs each token by min(policy / sampler, aipo_delta); "
-            "'decoupled_ppo' is 'dapo' around the weights at the start of the generation window (docs/async.md)."
+            "'decoupled_ppo' is 'dapo' around the weights at the start of the generation window "
+            "(docs/concepts/staleness.md)."
         },
     )
     aipo_delta: float = field(

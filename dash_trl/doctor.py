@@ -200,12 +200,12 @@ def _vllm(machine: Machine) -> Iterator[Finding]:
         how = (
             '`pip install "dash_trl[vllm]"`'
             if machine.gpus
-            else "without a GPU vLLM needs its CPU build (docs/vllm.md)"
+            else "without a GPU vLLM needs its CPU build (docs/howto/vllm.md)"
         )
         half = "" if found is None else f" (the metadata of {found} are there, its modules are not)"
         yield Finding(what, "no", f"not installed{half}: {how}")
     elif not machine.gpus and not cpu_build:
-        yield Finding(what, "no", f"{found} needs a GPU; for a CPU there is a build of its own (docs/vllm.md)")
+        yield Finding(what, "no", f"{found} needs a GPU; for a CPU there is a build of its own (docs/howto/vllm.md)")
     elif not _fits(machine, "vllm"):
         yield Finding(what, "but", f"{found}, and TRL asks for {machine.asked['vllm']}")
     elif not machine.vllm_program:

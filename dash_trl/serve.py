@@ -192,7 +192,7 @@ def vllm_program() -> str:
             f"Run `{sys.executable} -m pip install 'trl[vllm]'`."
             if torch.cuda.is_available()
             else "This machine has no GPU, which vLLM from `pip install` needs. On Linux x86-64, `make test` in a "
-            "checkout of dash_trl installs vLLM's CPU build into .venv (docs/vllm.md)."
+            "checkout of dash_trl installs vLLM's CPU build into .venv (docs/howto/vllm.md)."
         )
         raise ValueError(f"vLLM is not installed in the environment of {sys.executable}. {remedy}")
     return program

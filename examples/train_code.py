@@ -7,7 +7,7 @@
         --use_vllm --vllm_mode colocate --output_dir outputs/mbpp
 
 `train_math.py` with other toy problems: its flags and YAML keys. The dataset is a hub name or a local path, with
-the columns of MBPP, HumanEval, APPS, …, or with `prompt` and `tests` (docs/rewards.md).
+the columns of MBPP, HumanEval, APPS, …, or with `prompt` and `tests` (docs/howto/code-rewards.md).
 """
 
 import sys

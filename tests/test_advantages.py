@@ -173,7 +173,7 @@ def python_blocks(path: Path) -> list[str]:
     return ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
-@pytest.mark.parametrize("document", ["docs/training.md", "notebooks/quickstart.ipynb"])
+@pytest.mark.parametrize("document", ["docs/howto/extend.md", "notebooks/quickstart.ipynb"])
 def test_the_documented_estimator_is_leave_one_out(document):
     """Against loops, with weights, functions that do not apply, unscored rows, and a group with one scored row."""
     (code,) = [block for block in python_blocks(ROOT / document) if "class LeaveOneOutTrainer" in block]

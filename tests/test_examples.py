@@ -300,7 +300,7 @@ THERE = ["--model_name_or_path", "model"]
         (Judged, ["--judge_template", "{completion}"], "judge_template='{completion}' has no effect without --judge_m"),
         (Judged, [*MODEL, *DATA], "no judge. Add --judge_model"),
         (Judged, ["--judge_model", "gpt"], "no API key for the judge: set OPENAI_API_KEY"),
-        (Judged, ["--judge_model", "gpt", "--judge_url", "127.0.0.1"], "base_url='127.0.0.1' is no address"),
+        (Judged, ["--judge_model", "gpt", "--judge_url", "127.0.0.1"], "base_url='127.0.0.1' is not the address"),
         (Judged, ["--reward_path", "own.py"], "reward_path='own.py' has no effect here"),
     ],
 )

@@ -110,15 +110,15 @@ def test_names_and_coroutine_functions(function, name, asynchronous):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda text, answer: 0, "none of the forms. A reward function is one of"),
+        (lambda text, answer: 0, "none of the forms. A reward function has one of"),
         (lambda completion, completions: 0, "none of the forms"),
         (lambda: 0, "none of the forms"),
         (lambda completion, /, answer: 0, "none of the forms"),
         (print, "none of the forms|cannot be read"),
-        (3, "3 is no reward function"),
-        (NoMethod, "is no reward function"),
-        (NoMethod(), "is no reward function"),
-        (NeedsAnArgument, r"NeedsAnArgument cannot be made without arguments .*pass an object"),
+        (3, "3 is not a reward function"),
+        (NoMethod, "is not a reward function"),
+        (NoMethod(), "is not a reward function"),
+        (NeedsAnArgument, r"NeedsAnArgument cannot be created without arguments .*pass an instance"),
         (type("Blind", (), {"compute_score": lambda self, answer: 0}), r"Blind\(answer\) has none of the forms"),
     ],
 )
@@ -133,7 +133,7 @@ def test_a_column_that_is_not_there():
         form.check_columns(["prompt", "answer"])
     with pytest.raises(ValueError, match="asks for 'anwser'"):
         form.arguments(ROW)
-    with pytest.raises(ValueError, match=r"asks for 'answer' \(its ground_truth\)"):
+    with pytest.raises(ValueError, match=r"asks for 'answer' \(for its parameter ground_truth\)"):
         form_of(Verl).check_columns(["prompt", "solution"])
 
 
@@ -180,14 +180,14 @@ def test_trl_gets_a_flat_list():
     [
         (Judge, {"backend": "threads"}, r"backend='threads' does not exist: choose one of \(None, 'thread', 'asyncio'"),
         (Judge, {"on_error": "ignore"}, "on_error='ignore' does not exist"),
-        (Judge, {"timeout": 0}, "timeout=0 lets no call come to its end"),
-        (Judge, {"timeout": math.nan}, "timeout=nan lets no call"),
-        (Judge, {"max_concurrency": 0}, "max_concurrency=0 lets no call"),
-        (Judge, {"rate_limit": -1}, "rate_limit=-1 lets no call"),
-        (Judge, {"backend": "process", "rate_limit": 5}, "rate_limit=5 is not kept by backend='process'"),
-        (Judge, {"backend": "asyncio"}, "'Judge' is no coroutine function, as needed for backend='asyncio'"),
+        (Judge, {"timeout": 0}, "timeout=0 would let no call finish"),
+        (Judge, {"timeout": math.nan}, "timeout=nan would let no call"),
+        (Judge, {"max_concurrency": 0}, "max_concurrency=0 would let no call"),
+        (Judge, {"rate_limit": -1}, "rate_limit=-1 would let no call"),
+        (Judge, {"backend": "process", "rate_limit": 5}, "rate_limit=5 has no effect with backend='process'"),
+        (Judge, {"backend": "asyncio"}, "'Judge' is not a coroutine function, as needed by backend='asyncio'"),
         ([], {}, "has no reward function"),
-        (coroutine, {"backend": "thread"}, "'coroutine' is a coroutine function: it needs backend='asyncio'"),
+        (coroutine, {"backend": "thread"}, "'coroutine' is a coroutine function, which needs backend='asyncio'"),
         (BATCH[0], {"backend": "process"}, "has TRL's form and gets the whole batch. Write it per sample"),
         (lambda text: 0, {}, "none of the forms"),
     ],

@@ -457,7 +457,7 @@ def test_a_cache_that_fails_is_said_once_and_loses_no_score(server, tmp_path, ca
     assert [ask(judge, text)[0] for text in ("4", "5", "4")] == [0.7] * 3
     assert len(server.requests) == 3
     (said,) = [record.message for record in caplog.records if "cache" in record.message]
-    assert "goes on without it" in said and str(folder) in said
+    assert "continues without it" in said and str(folder) in said
     if left_open:
         left_open.close()
 
@@ -515,17 +515,17 @@ URL = "http://127.0.0.1:9/v1"
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({}, r"no API key for the judge: set OPENAI_API_KEY, pass api_key=\.\.\., or name a server"),
-        ({"base_url": "127.0.0.1:8000/v1"}, "base_url='127.0.0.1:8000/v1' is no address.*http://127.0.0.1:8000/v1"),
-        ({"base_url": "http:///v1"}, "is no address"),
+        ({}, r"no API key for the judge: set OPENAI_API_KEY, pass api_key=\.\.\., or use a server that needs no key"),
+        ({"base_url": "127.0.0.1:8000/v1"}, "'127.0.0.1:8000/v1' is not the address.*http://127.0.0.1:8000/v1"),
+        ({"base_url": "http:///v1"}, "is not the address"),
         ({"base_url": "http://me:secret@127.0.0.1:9/v1"}, r"base_url='http://\*\*\*@127.0.0.1:9/v1' .* a password"),
         ({"base_url": "http://me:sec\nret@127.0.0.1:9/v1"}, r"base_url='http://\*\*\*@127.0.0.1:9/v1' .* a password"),
         ({"base_url": "me:secret@127.0.0.1/v1"}, r"base_url='\*\*\*@127"),
         ({"base_url": URL, "template": "{prompt}"}, r"has no \{completion\}"),
         ({"base_url": URL, "template": "{{completion}}"}, r"has no \{completion\}"),
-        ({"base_url": URL, "scores": (10, 0)}, r"scores=\(10, 0\) are not the lowest and the highest"),
+        ({"base_url": URL, "scores": (10, 0)}, r"scores=\(10, 0\) must be the lowest and a higher highest score"),
         ({"base_url": URL, "scores": (1, 1)}, "scores="),
-        ({"base_url": URL, "on_refusal": -1.0}, "on_refusal=-1.0 is no reward from 0 to 1"),
+        ({"base_url": URL, "on_refusal": -1.0}, "on_refusal=-1.0 is not a reward from 0 to 1"),
         ({"base_url": URL, "scores": (0.0, 1.0)}, "'float' object"),
         ({"base_url": URL, "options": {"temprature": 0}}, "unexpected keyword argument 'temprature'"),
     ],
@@ -585,7 +585,7 @@ def test_a_body_is_read_up_to_a_limit(server, monkeypatch, status, packed):
     monkeypatch.setattr("dash_trl.rewards.judge.MOST_BYTES", 10_000)
     server.headers = {"Content-Encoding": "gzip"} if packed else {}
     server.answer = lambda request: (status, "{}" if packed else " " * 20_000)
-    with pytest.raises(JudgeError, match="compressed body, or over 10000 bytes"):
+    with pytest.raises(JudgeError, match="compressed body, or with more than 10000 bytes"):
         ask(JudgeReward("m", base_url=server.url))
 
 

@@ -99,17 +99,17 @@ def batches(outcomes, elsewhere=None):
 @pytest.mark.parametrize(
     "outcomes, passed, said",
     [
-        ([KeyError("answer")], 0, "of the first batch; at last it raised KeyError: 'answer'"),
+        ([KeyError("answer")], 0, "of the first batch. Its last failure: it raised KeyError: 'answer'"),
         ([[0.0, 1.0], KeyError("answer"), [0.0, 1.0]], 3, None),
         ([DEAD] * 9, 9, None),
-        ([DEAD] * 10, 9, "in 10 batches in a row; at last it returned nan for 2 of 2"),
-        ([[0.0, 1.0], *[KeyError("answer")] * 10], 10, "at last it raised KeyError: 'answer'"),
-        ([[None, -math.inf]] * 10, 9, "at last it returned -inf for 1 of 2"),
+        ([DEAD] * 10, 9, "in 10 batches in a row. Its last failure: it returned nan for 2 of 2"),
+        ([[0.0, 1.0], *[KeyError("answer")] * 10], 10, "Its last failure: it raised KeyError: 'answer'"),
+        ([[None, -math.inf]] * 10, 9, "Its last failure: it returned -inf for 1 of 2"),
         ([*[DEAD] * 9, [NAN, 1.0], *[DEAD] * 9], 19, None),
-        ([*[DEAD] * 9, NOT_APPLICABLE, DEAD], 10, "at last it returned nan"),
+        ([*[DEAD] * 9, NOT_APPLICABLE, DEAD], 10, "Its last failure: it returned nan"),
         ([NOT_APPLICABLE] * 20, 20, None),
-        ([*[DEAD] * 9, KeyError("answer")], 9, "at last it raised"),
-        ([DEAD, *[KeyError("answer")] * 8, DEAD], 9, "at last it returned nan"),
+        ([*[DEAD] * 9, KeyError("answer")], 9, "Its last failure: it raised"),
+        ([DEAD, *[KeyError("answer")] * 8, DEAD], 9, "Its last failure: it returned nan"),
     ],
 )
 def test_a_function_without_a_score_in_ten_batches_stops_the_run(outcomes, passed, said):
@@ -125,7 +125,7 @@ def test_all_ranks_decide_alike():
     assert batches([DEAD] * 20, elsewhere=0.5) == (20, None)
     assert batches([KeyError()] * 20, elsewhere=0.5) == (20, None)  # from the first batch on
     number, error = batches([DEAD, *[NOT_APPLICABLE] * 20], elsewhere=NAN)
-    assert number == 9 and "at last it failed on another rank" in str(error)
+    assert number == 9 and "Its last failure: it failed on another rank" in str(error)
 
 
 def test_every_training_begins_anew(tiny_model, tmp_path, monkeypatch, caplog):
@@ -175,7 +175,7 @@ def test_an_evaluation_neither_stops_a_run_nor_excuses_a_function():
     for _ in range(9):
         failures.unscore(torch.tensor([[NAN]]), None)
         failures.unscore(torch.tensor([[1.0]]), None, counts=False)
-    said = "'judge' failed on every completion.*in 10 batches in a row; at last it returned inf, nan"
+    said = "'judge' failed on every completion.*in 10 batches in a row. Its last failure: it returned inf, nan"
     with pytest.raises(RuntimeError, match=said):
         failures.unscore(torch.tensor([[NAN], [math.inf]]), None)
 

@@ -354,7 +354,7 @@ def test_an_error_without_a_text_stays_within_the_call():
 
     for reward in RewardRunner([mute, odd]).rewards:
         assert reward(**BATCH, completion_ids=[[1]] * 8) == [None] * 8 and reward.failed == [True] * 8
-        assert "raised Mute, which cannot be written" in reward.failure
+        assert "raised Mute, whose message cannot be printed" in reward.failure
         assert reward.mistake is None
 
 
@@ -441,7 +441,7 @@ def test_failures_leave_the_batch_and_are_counted(tiny_model, tmp_path, caplog):
     assert 0 < log["rewards/flaky/failed"] == log["filter/dropped_unscored"] < 1
     said, warned = [record for record in caplog.records if "flaky" in record.message]
     assert "raised ConnectionError: judge is away" in said.message and said.exc_info
-    assert "unscored: the others may be the easy ones" in warned.message
+    assert "so training sees only the others, which may be the easier ones" in warned.message
     gone = weakref.ref(trainer)
     del trainer
     gc.collect()

@@ -644,12 +644,12 @@ def test_what_programs_use_of_the_standard_library(boxes, kind, use):
     assert verdict.right, verdict
 
 
-# ------------------------------------------------------------------------------------- the tables of docs/rewards.md
+# --------------------------------------------------------------------------- the tables of docs/reference/rewards.md
 
 
 def table(head: str) -> dict[str, list[str]]:
     """{first cell: the others} of the rows below the table's head."""
-    text = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text()
+    text = (Path(__file__).parents[1] / "docs" / "reference" / "rewards.md").read_text()
     rows = text.partition(f"\n{head}\n")[2].partition("\n\n")[0].splitlines()[1:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     return {first: others for first, *others in cells}
@@ -670,7 +670,7 @@ CAUSES = {
     "a value whose comparison": [("def f(x): return range(10**9)", "assert list(f(1)) == [2]")],
     "60 s by the clock": [SLEEPS],
     "the same on a busy machine": [SLEEPS],
-    "tests that are no Python": [(RIGHT, "assert f("), (RIGHT, "assert 1 == 1"), (RIGHT, OWN_CLASS)],
+    "tests that are not valid Python": [(RIGHT, "assert f("), (RIGHT, "assert 1 == 1"), (RIGHT, OWN_CLASS)],
     "something outside killed it": [SLEEPS],
     "no sandbox": [RIGHT],
 }

@@ -119,7 +119,7 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
             f"vllm_importance_sampling_correction={correction} and vllm_importance_sampling_mode={mode!r} they are "
             "taken for those of the current weights (correction=False), or most long sequences are left out "
             "(mode='sequence_mask', TRL's default; off_policy/clipped_share tells). Use loss_type='aipo', or "
-            "'decoupled_ppo' (docs/async.md)."
+            "'decoupled_ppo' (docs/concepts/staleness.md)."
         )
 
 
@@ -139,7 +139,8 @@ def check_correction(args: DASHConfig) -> None:
             f"{truncated} with vllm_importance_sampling_mode={mode!r}: vLLM's log-probs are those of the distribution "
             "that these options leave, the policy's those of its whole one, and the correction multiplies the loss of "
             "a sequence by the ratio of the two for all of its tokens: 0.98 for each is 0.00004 for 500. Leave these "
-            "options out, or use vllm_importance_sampling_mode='token_truncate' or loss_type='aipo' (docs/async.md)."
+            "options out, or use vllm_importance_sampling_mode='token_truncate' or loss_type='aipo' "
+            "(docs/concepts/staleness.md)."
         )
 
 

@@ -2,7 +2,8 @@
 
     prompts ──► sampler ──► reward ──► records (one line per problem) ──► figures ──► table, plot
 
-The command is `python -m dash_trl.evaluation` (docs/evaluation.md); in a program `evaluate` measures a loaded model.
+The command is `python -m dash_trl.evaluation` (docs/howto/evaluate.md); in a program `evaluate` measures a loaded
+model.
 """
 
 from typing import TYPE_CHECKING

@@ -9,7 +9,7 @@
     python -m dash_trl.evaluation … --vllm_server_urls http://127.0.0.1:8000 http://127.0.0.1:8001
 
 Writes OUTPUT_DIR/<model>.jsonl (all samples), <model>.json (the figures) and pass_at_k.png. The same command again goes
-on where an interrupted one was, and samples nothing that is there. docs/evaluation.md has the rest.
+on where an interrupted one was, and samples nothing that is there. docs/howto/evaluate.md has the rest.
 """
 
 import json

@@ -1,10 +1,12 @@
-r"""Where a completion gives its final answer: text only, no mathematics.
+r"""Finds the final answer in the text of a completion. This module reads text and does no mathematics.
+
+::
 
     completion ──► final_text ──► find_answer ──► Answer
                    (no thoughts)  boxes, else "#### ...", else "answer is ...", else a formula at the end, else prose
 
-Everything here takes time linear in the text, whatever a degenerate completion repeats. An answer longer than
-`MAX_ANSWER_CHARS` or nested deeper than `MAX_DEPTH` is no answer.
+Every function takes time linear in the length of the text, also for a degenerate completion that repeats itself. An
+answer that is longer than `MAX_ANSWER_CHARS` or nested deeper than `MAX_DEPTH` counts as no answer.
 """
 
 import re
@@ -14,21 +16,23 @@ from itertools import accumulate
 
 from dash_trl.rewards.spelling import UNITS, normalize_answer, split_list, split_units, squeeze, to_latex
 
-TAIL_CHARS = 2_000  # of a completion without a marked answer: math-verify's patterns are quadratic in degenerate text
-MAX_ANSWER_CHARS = 1_000  # reading so many costs math-verify half a second; MATH-500's longest answer has 53
-MAX_DEPTH = 16  # brackets in brackets: 20 take math-verify 1.3 s, 60 take 8 s; MATH-500's deepest answer has 2
+TAIL_CHARS = 2_000  # read from the end if no answer is marked: math-verify's patterns are quadratic in degenerate text
+MAX_ANSWER_CHARS = 1_000  # math-verify takes half a second to read this many; MATH-500's longest answer has 53
+MAX_DEPTH = 16  # nested brackets: math-verify takes 1.3 s for 20 levels, 8 s for 60; MATH-500's deepest answer has 2
 
 Span = tuple[int, int, str]  # start, end, content
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a completion gives as its final answer.
+    """The final answer of a completion.
 
     Attributes:
-        text: the answer, as `normalize_answer` spells it; several that stand side by side (two boxes, "5 or 7") are a
-            list "5, 7", which is a hedge unless the gold answer has several, too. Empty: there is none.
-        prose: of an answer without marks, the text in which its number has to be found if other words surround it.
+        text: the answer in the spelling of `normalize_answer`. Several adjacent answers (two boxes, "5 or 7") become a
+            list "5, 7". A list is right only if it equals the gold answer, or if each of its members does. Empty if
+            the completion has no answer.
+        prose: the text around an answer that no box or `####` marks. If `text` is not a formula, the number is
+            searched for here.
     """
 
     text: str = ""
@@ -36,21 +40,41 @@ class Answer:
 
 
 def final_text(completion: str) -> str:
-    """What stands behind the last `</think>` and before a `<think>` that is never closed; without these tags, all.
+    """Removes the thoughts from a completion.
 
-    A template may have opened the thought in the prompt, so `</think>` need not have its `<think>`. (A thought that the
-    prompt opened and that never ends has no tag, and reads as an answer.)
+    A chat template may open the thought in the prompt, so a `</think>` need not have a `<think>` before it. A thought
+    that the prompt opened and that never ends has no tag in the completion: it is read as part of the answer.
+
+    Args:
+        completion: the text of a completion.
+
+    Returns:
+        The text after the last `</think>` and before a `<think>` that is never closed; the whole text if it has
+        neither tag.
     """
     return completion.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def find_answer(completion: str) -> Answer:
-    r"""The answer that a completion gives outside its thoughts.
+    r"""Finds the answer that a completion gives outside its thoughts.
 
-    In this order: its last box, else its last `#### ...` line, else what follows the last "answer is" or "answer:",
-    else a formula that it ends with, else its last `TAIL_CHARS` characters as prose. Boxes or formulas joined by "and",
-    "or", commas or nothing count together, so that a completion cannot offer two answers and have the right one
-    counted. Where no box is closed and one is open, the answer was cut off.
+    The first of these that the completion has is its answer:
+
+    1. its last box, ``\boxed{...}``;
+    2. its last line ``#### ...``;
+    3. the text after the last "answer is" or "answer:";
+    4. a formula at its end;
+    5. its last sentence, with its last `TAIL_CHARS` characters as prose.
+
+    Boxes or formulas that only "and", "or", commas or spaces separate count together, so a completion cannot offer two
+    answers and have only the right one counted. If no box is complete and one is never closed, the answer was cut off:
+    the completion has none.
+
+    Args:
+        completion: the text of a completion.
+
+    Returns:
+        The answer; its `text` is empty if the completion has none.
     """
     text = final_text(completion)
     boxes, is_cut_off = _scan_boxes(text)
@@ -60,7 +84,7 @@ def find_answer(completion: str) -> Answer:
     if line is not None:
         return _in_clause(line, f"answer is {line}", _OR_AND)
     tail = text[-TAIL_CHARS:]
-    if len(text) > TAIL_CHARS:  # from the start of a line if possible: a formula cut in two reads as another
+    if len(text) > TAIL_CHARS:  # begin at a line if possible: half a formula may read as a different one
         tail = tail[tail.find("\n") + 1 :]
     announced = [*re.finditer(r"(?i)\banswer\s*+(?:is|:)[:\s*]*+", tail)]
     if announced:
@@ -80,13 +104,27 @@ def find_answer(completion: str) -> Answer:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...}; None without one."""
+    r"""Returns the content of the last ``\boxed{...}``.
+
+    Args:
+        text: any text.
+
+    Returns:
+        The content without the box, or None if no box is complete.
+    """
     boxes = _scan_boxes(text)[0]
     return boxes[-1][2] if boxes else None
 
 
 def last_hashes(text: str) -> str | None:
-    """What follows the last `####`, the mark of GSM8K's final answers, on its line."""
+    """Returns the rest of the last line that has text after `####`, GSM8K's mark of a final answer.
+
+    Args:
+        text: any text.
+
+    Returns:
+        The text after the mark, or None if no mark has text after it.
+    """
     for rest in reversed(text.split("####")[1:]):
         line = rest.lstrip("# \t").partition("\n")[0].strip()
         if line:
@@ -95,16 +133,24 @@ def last_hashes(text: str) -> str | None:
 
 
 def gold_text(gold: str) -> str:
-    r"""The bare gold answer in `72`, `... #### 72`, `$72$`, `\boxed{72}` or a solution that ends in one of these."""
+    r"""Extracts the bare gold answer from a value of the column `answer`.
+
+    Args:
+        gold: ``72``, ``... #### 72``, ``$72$``, ``\boxed{72}``, or a solution that ends in one of these.
+
+    Returns:
+        The answer in the spelling of `normalize_answer`: here ``72``.
+    """
     boxes = _scan_boxes(gold)[0]
     in_boxes = ", ".join(dict.fromkeys(content for _, _, content in _runs(gold, boxes)[-1])) if boxes else ""
     return normalize_answer(last_hashes(gold) or in_boxes or gold)
 
 
 def _scan_boxes(text: str) -> tuple[list[Span], bool]:
-    r"""The complete, outermost \boxed{...} and \fbox{...}, braces balanced, and whether a box is never closed.
+    r"""Returns the outermost complete ``\boxed{...}`` and ``\fbox{...}``, and whether some box is never closed.
 
-    `\boxed 5`, which MATH has too, ends at the next space or `$`. One pass: the stack holds what is open.
+    ``\boxed 5``, which the MATH data set also has, ends at the next space or ``$``. The text is read once; the stack
+    holds the open boxes and braces.
     """
     boxes: list[Span] = []
     stack: list[re.Match[str]] = []
@@ -115,13 +161,13 @@ def _scan_boxes(text: str) -> tuple[list[Span], bool]:
             stack.append(token)
         elif token[0] == "}" and stack and (opened := stack.pop())["box"]:
             while boxes and boxes[-1][0] > opened.start():
-                boxes.pop()  # it was inside
+                boxes.pop()  # this box lies inside the one that just closed
             boxes.append((opened.start(), token.end(), text[opened.end() : token.start()].strip()))
     return boxes, any(opened["box"] for opened in stack)
 
 
 def _formulas(text: str) -> Iterator[Span]:
-    r"""Yields every $...$, $$...$$, \(...\) and \[...\], with a percent sign or a unit that stands behind it. Short."""
+    r"""Yields every ``$...$``, ``$$...$$``, ``\(...\)`` and ``\[...\]`` with the percent sign or unit after it."""
     for found in _FORMULA.finditer(text):
         content = "".join(group for group in found.group(2, 3, 4, 5) if group)
         behind = found["behind"]
@@ -132,7 +178,7 @@ def _formulas(text: str) -> Iterator[Span]:
 
 
 def _runs(text: str, spans: Sequence[Span]) -> list[list[Span]]:
-    """Boxes or formulas, those together which only separators stand between."""
+    """Groups boxes or formulas into runs: neighbours with nothing but separators between them."""
     runs: list[list[Span]] = []
     for span in spans:
         if runs and _JOINT.fullmatch(text, runs[-1][-1][1], span[0]):
@@ -143,7 +189,7 @@ def _runs(text: str, spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def _side_by_side(run: Sequence[Span]) -> Answer:
-    """The answers of a run; a repeated answer is one answer."""
+    """Returns the answers of a run as one list; a repeated answer counts once."""
     contents = list(dict.fromkeys(content for _, _, content in run))
     if not is_readable(", ".join(contents)):
         return Answer()
@@ -151,24 +197,38 @@ def _side_by_side(run: Sequence[Span]) -> Answer:
 
 
 def _in_clause(clause: str, prose: str, joint: re.Pattern[str]) -> Answer:
-    """The answer in a clause: a formula, "5 or 7", or a number among words, of which `joint` may join several."""
+    """Returns the answer in a clause: a formula, a number among words, or several numbers that `joint` separates."""
     if not is_readable(clause):
         return Answer()
     answer = normalize_answer(clause.rstrip("! "))
     places = [_NUMBER.findall(place) for place in joint.split(clause)]
-    offered = list(dict.fromkeys(numbers[-1] for numbers in places if numbers))  # of several in one place the last
+    offered = list(dict.fromkeys(numbers[-1] for numbers in places if numbers))  # the last number of each place
     if len(offered) > 1 and has_words(answer):
         return Answer(", ".join(offered))
     return Answer(answer, prose=to_latex(prose[:TAIL_CHARS]))
 
 
 def has_words(answer: str) -> bool:
-    """Whether an answer holds other words than "or", "and", LaTeX commands and units: "72 since", not "x = 5 km"."""
+    """Tells whether an answer has words other than "or", "and", LaTeX commands and units.
+
+    Args:
+        answer: in the spelling of `normalize_answer`.
+
+    Returns:
+        True for "72 since", False for "x = 5 km".
+    """
     return any(re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}", split_units(member)[0]) for member in split_list(answer))
 
 
 def is_readable(answer: str) -> bool:
-    """Whether an answer is within the limits of length and nesting."""
+    """Tells whether an answer is within `MAX_ANSWER_CHARS` and `MAX_DEPTH`.
+
+    Args:
+        answer: any text.
+
+    Returns:
+        False if the answer is too long, or its brackets are nested too deep.
+    """
     depths = accumulate(1 if bracket in "([{" else -1 for bracket in re.findall(r"[()\[\]{}]", answer))
     return len(answer) <= MAX_ANSWER_CHARS and max(depths, default=0) <= MAX_DEPTH
 
@@ -186,6 +246,6 @@ _FORMULA = re.compile(
     re.DOTALL,
 )
 _CLAUSE = re.compile(r"(?:\\.|[^.,;\n\\]|[.,](?=\d)|,(?=\s*(?:or\b|and\b|[-+]?\\?\$?\d)))*")
-_OR = re.compile(r"\bor\b(?!.*,(?!\d))")  # in the last clause of a sentence
+_OR = re.compile(r"\bor\b(?!.*,(?!\d))")  # only in the last clause of a sentence
 _OR_AND = re.compile(r"\bor\b|\band\b(?=\s*[-+]?\\?\$*\d)")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?")

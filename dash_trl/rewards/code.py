@@ -1,12 +1,16 @@
-"""The code reward: does the program in a completion pass its unit tests?
+"""`CodeReward`: runs the program in a completion against its unit tests.
+
+::
 
     completion ──► find_program ──► sandbox: the program and its tests, in a process each ──► 1.0 | 0.0, share passed
 
-The tests are scripts with asserts that call the program's functions, or inputs of a program that reads standard input,
-with the outputs that are expected (`load_code_dataset` makes them of the columns of MBPP, HumanEval, APPS and others).
-Programs are untrusted: `dash_trl.sandbox.Sandbox` says what holds them. No program, a program that does not run, too
-much CPU time or memory, one that sleeps: wrong (0.0). What says nothing about the program (a machine so busy that the
-clock ran out, tests that cannot be run, no sandbox) raises, and the row is unscored.
+A test is a script with asserts that calls the program's functions, or a pair of an input and the expected output of a
+program that reads standard input. `load_code_dataset` makes tests from the columns of MBPP, HumanEval, APPS and others.
+Programs are untrusted; `dash_trl.sandbox.Sandbox` lists the limits that hold them.
+
+A completion is wrong (0.0) if it has no program, or if the program does not run, exceeds its CPU time or memory, or
+sleeps. If the failure says nothing about the program (the machine was too busy, the tests cannot be run, there is no
+sandbox), the reward raises an exception and the row is unscored.
 """
 
 import re
@@ -20,21 +24,26 @@ from dash_trl.sandbox import ProgramSandbox, Sandbox, Test
 
 
 class CodeReward(AbstractContextManager["CodeReward"]):
-    """1.0 if all unit tests pass, else 0.0; and the share of them that pass, as the figure `passed`.
+    """Per-sample reward function: 1.0 if the program in a completion passes all of its unit tests, else 0.0.
 
-        trainer = DASHTrainer(reward_funcs=RewardRunner([CodeReward()]), train_dataset=load_code_dataset(...))
+    The share of tests that pass is logged as the metric `rewards/code/passed`.
 
-    Safe to call from many threads at once; so many programs run at a time as this process has CPUs.
+    Example::
+
+        trainer = DASHTrainer(..., reward_funcs=RewardRunner([CodeReward()]), train_dataset=load_code_dataset(...))
+
+    Many threads may call it at once. As many programs run at a time as this process has CPUs.
 
     Args:
-        sandbox: a `Sandbox` with other limits than the default ones, a server's (`SandboxFusion`), or your own.
+        sandbox: where programs run: a `Sandbox` with other limits than the default ones, a server (`SandboxFusion`), or
+            a `ProgramSandbox` of your own. None: a `Sandbox` with the default limits.
     """
 
-    __name__ = "code"  # of the metrics
+    __name__ = "code"  # TRL's metrics get this name
 
     def __init__(self, sandbox: ProgramSandbox | None = None):
         self.sandbox: ProgramSandbox = Sandbox() if sandbox is None else sandbox
-        self.max_concurrency = getattr(self.sandbox, "count", None)  # more would wait within their time limit
+        self.max_concurrency = getattr(self.sandbox, "count", None)  # further calls would wait within their time limit
 
     def __call__(
         self,
@@ -45,24 +54,35 @@ class CodeReward(AbstractContextManager["CodeReward"]):
         inputs: Sequence[str] | None = None,
         outputs: Sequence[str] | None = None,
     ) -> tuple[float, dict[str, float | str]]:
-        """The score of one completion, with the share of tests that pass and the reason of the first that does not.
+        """Scores one completion.
 
         Args:
-            completion: a text, or a conversation whose last message has it.
-            tests: one script, or several.
-            entry_point: the function that the tests call.
-            starter_code: what a completion without a program of its own continues, as in HumanEval.
-            inputs, outputs: more tests: what a program reads from standard input, and what it then has to print.
+            completion: a string, or a conversation whose last message has the program.
+            tests: one test script, or several.
+            entry_point: the name of the function that the tests call.
+            starter_code: the beginning of the program, as in HumanEval. A completion that does not define the function
+                continues it.
+            inputs: further tests: what the program reads from standard input, one string per test.
+            outputs: what the program has to print for each of the inputs.
+
+        Returns:
+            The reward, and its notes: `passed`, the share of tests that pass, and `explanation`, why the first failing
+            test failed, if one did.
+
         Raises:
-            ValueError: there are no tests, or none that could score a program.
-            TimeoutError, SandboxError: see `Sandbox.run`.
+            ValueError: there are no tests, the numbers of inputs and outputs differ, or no test can score a program.
+            TimeoutError: the machine was too busy to run the program, see `Sandbox.run`.
+            SandboxError: the program could not be confined or its tests not run, see `Sandbox.run`.
         """
         scripts: list[Test] = [tests] if isinstance(tests, str) else list(tests or ())
         if len(inputs or ()) != len(outputs or ()):
-            raise ValueError(f"this row has {len(inputs or ())} inputs and {len(outputs or ())} outputs: remove it")
+            raise ValueError(
+                f"this row has {len(inputs or ())} inputs and {len(outputs or ())} outputs, but each input needs one "
+                "output: remove the row or correct it"
+            )
         scripts += zip(inputs or (), outputs or (), strict=True)
         if not any(one if isinstance(one, tuple) else one.strip() for one in scripts):
-            raise ValueError("this row has no tests: remove it, or load the dataset by load_code_dataset")
+            raise ValueError("this row has no tests: remove it, or load the data set with load_code_dataset")
         program = find_program(completion_text(completion), entry_point, starter_code, reads=bool(inputs))
         if program is None:
             return 0.0, {"passed": 0.0, "explanation": "no program"}
@@ -73,7 +93,7 @@ class CodeReward(AbstractContextManager["CodeReward"]):
         return float(verdict.right), notes
 
     def close(self) -> None:
-        """Ends the sandbox's processes; they start again when they are needed."""
+        """Ends the processes of the sandbox. A later call starts them again."""
         if close := getattr(self.sandbox, "close", None):
             close()
 
@@ -83,7 +103,7 @@ class CodeReward(AbstractContextManager["CodeReward"]):
 
 # ------------------------------------------------------------------------------------------------ from text to program
 
-# By patterns alone: Python's parser can be crashed by a text, and this is the trainer's process.
+# Only patterns: a text can crash Python's parser, and this is the trainer's process.
 _PYTHON = ("", "python", "py", "python3", "python 3")
 _STATEMENT = re.compile(r"^(?:(?:async[ ]+)?def|class|import|from|@\w)|^\w+[ ]*=[^=]", re.MULTILINE)
 _READS = re.compile(r"\b(?:input|open)[ ]*\(|\bstdin\b")
@@ -92,15 +112,26 @@ _READS = re.compile(r"\b(?:input|open)[ ]*\(|\bstdin\b")
 def find_program(
     completion: str, entry_point: str | None = None, starter_code: str | None = None, *, reads: bool = False
 ) -> str | None:
-    """The program of a completion; None if there is none.
+    """Finds the program in a completion.
 
-    The last fenced block of Python that defines the entry point, since an example of its use often follows; else the
-    last one. A text without fences counts if it has a statement of a program, and so does the text before a fence
-    without a language, which may be the end of one that the prompt opened. Nothing within <think>…</think> counts.
-    With `reads`, the block has to read standard input instead of defining something. With `starter_code`, a block or
-    text that does not define the entry point continues it, as HumanEval's bodies do.
+    - It is the last fenced block of Python that defines the entry point, since an example of its use often follows;
+      else the last fenced block of Python.
+    - Text without fences counts if it has a statement such as `def` or `import`. So does the text before a fence
+      without a language: the fence may close a block that the prompt opened.
+    - Text within `<think>…</think>` does not count.
+
+    Args:
+        completion: the text of a completion.
+        entry_point: the name of the function that the tests call. None: any function or class.
+        starter_code: the beginning of the program. A block or text that does not define the entry point continues it,
+            like the function bodies of HumanEval.
+        reads: the block has to read standard input, instead of defining the entry point.
+
+    Returns:
+        The source of the program; None if the completion has none.
     """
-    text = re.sub(r"(?s)<think>.*?(?:</think>|\Z)", "", completion).rpartition("</think>")[2]  # the prompt may open one
+    # The prompt may have opened the last thought.
+    text = re.sub(r"(?s)<think>.*?(?:</think>|\Z)", "", completion).rpartition("</think>")[2]
     before, language, blocks = _split(text)
     continued = bool(starter_code and re.search(r"(?m)^[ \t]*return\b", before))
     raw = continued and before.lstrip("\n").startswith((" ", "\t"))
@@ -114,22 +145,23 @@ def find_program(
     rest = blocks[-1] if unfenced is None else unfenced
     if not starter_code:
         return whole[-1] if whole else textwrap.dedent(rest)
-    if whole:  # which may rely on the imports before the function that it writes anew
+    if whole:  # it redefines the function, and may need the imports of the starter code
         return f"{starter_code.rstrip()}\n    pass\n\n\n{whole[-1]}"
-    if not rest.lstrip("\n").startswith((" ", "\t")):  # a chat model's, without its indentation
+    if not rest.lstrip("\n").startswith((" ", "\t")):  # chat models often leave out the indentation
         rest = textwrap.indent(rest, "    ")
     return f"{starter_code.rstrip()}\n{rest}"
 
 
 def _split(text: str) -> tuple[str, str, list[str]]:
-    """The text before the first fence, that fence's language, and the fenced blocks of Python.
+    """Returns the text before the first fence, the language of that fence, and the fenced blocks of Python.
 
-    A fence begins a line and has at least three characters; its end has as many or more, or is the text's. Line by
-    line, since a pattern for all of it takes quadratic time over a model's endless "~~~~".
+    A fence begins a line and has at least three characters. The closing fence has at least as many; a block without one
+    ends with the text. The text is read line by line, since one pattern would take quadratic time over an endless
+    "~~~~".
     """
     before: list[str] = []
     blocks: list[tuple[str, list[str]]] = []
-    first = ""  # language
+    first = ""  # the language of the first fence
     fence = None
     lines = before
     for line in text.split("\n"):
@@ -139,7 +171,7 @@ def _split(text: str) -> tuple[str, str, list[str]]:
         if len(mark) < 3 or "`" in info:
             lines.append(line)
         elif fence is None or mark.startswith(fence) and len(blocks) == 1 and not first and info in _PYTHON[1:]:
-            if fence is not None:  # the first fence was the end of one that the prompt opened
+            if fence is not None:  # the first fence closed a block that the prompt had opened
                 blocks.clear()
             elif not blocks:
                 first = info
@@ -153,7 +185,7 @@ def _split(text: str) -> tuple[str, str, list[str]]:
 
 
 def _defines(program: str, name: str | None) -> bool:
-    """Whether it has a function or class of this name at its top, or of any where none is known."""
+    """Tells whether the program defines this name at its top level; with None, any function or class."""
     known = r"\w+" if name is None else re.escape(name)
     defined = rf"^[ \t]*(?:(?:async[ ]+)?def|class)[ ]+{known}\b|^[ \t]*{known}[ ]*=[^=]"
     return re.search(defined, textwrap.dedent(program), re.MULTILINE) is not None

@@ -1,8 +1,10 @@
-"""`EarlyRewards`: begins the rewards of a window while it is sampled, or waits to be trained on.
+"""Rewards that begin before their window is needed, and groups in the order in which their rewards come.
 
-`arrivals`: the groups of a window in the order in which their rewards come, in step on all ranks.
+`EarlyRewards` starts the reward functions of a window while the window is sampled, or waits to be trained on::
 
     begin: a window is going to be sampled ──► take: rows have come, their functions start ──► claim: the request
+
+`arrivals` returns the groups of a window as they are scored, the same number at a time on all ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,11 +26,12 @@ class _Window:
 
 
 class EarlyRewards:
-    """Rewards of windows whose rows come before they are needed.
+    """Starts the rewards of windows as their rows come, and keeps the requests until they are claimed.
 
     Args:
-        group_size: so many adjacent rows are completions of one prompt.
-        wanted: rewards begin early; else all methods do nothing.
+        team: the reward functions of the trainer.
+        group_size: number of adjacent rows that are completions of one prompt.
+        wanted: False: no reward begins early, and all methods do nothing.
     """
 
     def __init__(self, team: RewardTeam, group_size: int, *, wanted: bool):
@@ -37,54 +40,89 @@ class EarlyRewards:
         self._windows: dict[int, _Window] = {}
 
     def __len__(self) -> int:
-        """Windows whose rewards have begun and are not claimed."""
+        """Returns the number of windows whose rewards have begun and are not claimed."""
         return len(self._windows)
 
     def begin(self, window: int, examples: Sequence[Mapping[str, Any]]) -> None:
-        """A window is going to be sampled. `examples`: of all its rows."""
+        """Prepares the request of a window that is going to be sampled.
+
+        Args:
+            window: its number.
+            examples: the data set's columns of each of its rows.
+        """
         if self.wanted:
             self._windows[window] = _Window(self._team.begin(len(examples), self._group_size), examples)
 
     def take(
         self, window: int, first: int, prompts: list[Any], completion_ids: list[list[int]], completions: list[Any]
     ) -> None:
-        """Rows from `first` on have come; each comes once, in any order."""
+        """Starts the reward functions on rows that have come. Each row comes once; the rows come in any order.
+
+        Args:
+            window: the number of their window.
+            first: the index of the first of these adjacent rows in the window.
+            prompts: their prompts.
+            completion_ids: the token ids of their completions.
+            completions: their completions, decoded.
+        """
         if (one := self._windows.get(window)) is None:
             return
         examples = one.examples[first : first + len(completion_ids)]
         self._team.start(one.request, first, reward_rows(examples, prompts, completions, completion_ids))
 
     def claim(self, window: int) -> Request | None:
-        """The window's request, which has begun; None if there is none. Each is claimed once."""
+        """Hands out the request of a window, once.
+
+        Args:
+            window: its number.
+
+        Returns:
+            The request, whose functions may still run; None if no rewards of this window have begun.
+        """
         one = self._windows.pop(window, None)
         return None if one is None else one.request
 
     def forget(self) -> None:
-        """Cancel the rewards that have begun and are not claimed."""
+        """Cancels the rewards that have begun and are not claimed."""
         for one in self._windows.values():
             one.request.cancel()
         self._windows.clear()
 
 
 def reward_rows(examples: Sequence[Mapping[str, Any]], *known: Sequence[Any]) -> list[dict[str, Any]]:
-    """What per-sample functions get of each row: its columns, prompt, completion and completion ids."""
+    """Builds the rows that per-sample functions take their arguments from.
+
+    Args:
+        examples: the data set's columns of each row.
+        known: the prompts, completions and completion ids of the same rows, in this order.
+
+    Returns:
+        One dict per row with its columns, `prompt`, `completion` and `completion_ids`.
+    """
     return [{**example, **dict(zip(ROW, row, strict=True))} for example, *row in zip(examples, *known, strict=True)]
 
 
 def arrivals(
     request: Request, groups: int, least: Callable[[int], int], share: Callable[[], int]
 ) -> Iterator[tuple[Tensor, bool]]:
-    """The rows of the groups that have come since the last time, and whether they are the last of their share.
+    """Yields the rows of a window group by group, as their rewards come.
 
-    Waits for the first. A share is what one optimizer step takes: the batch, or a part of it (Mini).
+    Each step waits until at least one further group is scored on every rank. All ranks then take the same number of
+    groups: the number that the rank with the fewest scored groups has. So all ranks run the same collectives and model
+    passes, and each rank waits for the slowest.
 
-    All ranks hand out the same number of groups at a time, as many as the rank has that has the fewest, so that what
-    is done with them, collectives and model passes, is the same everywhere. So each waits for the slowest.
+    A share is what one optimizer step takes of a window: all of it, or a part of it (Mini). The groups of one step
+    belong to one share.
 
     Args:
-        request: of this rank's batch, of so many groups, no fewer than on any other rank.
-        least: the least of the numbers that all ranks call it with.
-        share: the groups of the next share, asked when it begins. It is at least one, and at most what is left.
+        request: the request of this rank's batch.
+        groups: number of groups in the batch; the same on all ranks.
+        least: returns the smallest of the numbers that the ranks call it with.
+        share: returns the number of groups in the next share; called when the share begins. The result is limited to
+            at least 1 and at most the groups that are left.
+
+    Yields:
+        The indices of the rows, and whether they are the last rows of their share.
     """
     here: list[int] = []
     while groups:

@@ -1,8 +1,8 @@
-"""Tells a reward that is "not applicable" from one that failed.
+"""Keeps "this reward does not apply" and "this reward failed" apart.
 
-TRL turns a returned `None` into NaN, after which it looks like a NaN that the function computed. A watched function
-remembers which rows failed (exception, timeout, NaN, ±inf), so that they can be unscored instead of counting as 0 or
-being scored by the other functions alone.
+TRL turns a returned `None` into NaN, which then looks like a NaN that the function computed. A watched function
+therefore records which rows failed (exception, time-out, NaN, ±inf). These rows become unscored: they neither count as
+0 nor get the scores of the other functions alone.
 """
 
 import logging
@@ -15,29 +15,50 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-WARN_ABOVE = 0.1  # of a window's rows: so many are hardly bad luck, and the others may be another kind of rows
-BROKEN_AFTER = 10  # batches in a row without one score: the first few may be an outage
+WARN_ABOVE = 0.1  # share of a window's rows: more are hardly chance, and the scored rows may differ from the lost ones
+BROKEN_AFTER = 10  # batches in a row without one score; a few of them may be a temporary outage
 
 
 def has_failed(reward: float | None) -> bool:
-    """Whether a function failed on a completion, which is NaN or ±inf here. None is "not applicable"."""
+    """Tells whether a reward means that its function failed.
+
+    Args:
+        reward: what a function gave for one completion. None means that it does not apply.
+
+    Returns:
+        True for NaN and ±inf.
+    """
     return reward is not None and not math.isfinite(reward)
 
 
 def unscored(rewards: Tensor, failed: Tensor) -> Tensor:
-    """[N, F] rewards, with NaN in every row in which a function failed, even if another one returned a number."""
+    """Unscores every row in which a function failed, even if another function returned a number.
+
+    Args:
+        rewards: [N, F], N rows and F reward functions.
+        failed: [N, F] bool; True = the function failed on the row.
+
+    Returns:
+        [N, F], the rewards with NaN in all columns of these rows.
+    """
     return rewards.masked_fill(failed.any(dim=1, keepdim=True), torch.nan)
 
 
 class WatchedReward:
-    """A reward function and what became of its last call.
+    """Calls a reward function and records how the last call failed.
+
+    Args:
+        func: a reward function of TRL's form.
+        name: its name in TRL's metrics.
 
     Attributes:
-        failed: one bool per row of the last call. raised: where by an exception.
-        failure: what went wrong in it, in words; empty if nothing did.
-        error: its exception, or the first one, if there was any.
-        mistake: what ends the run, as that it returned no list of rewards. It waits for `raise_mistakes`: raised within
-            TRL's method on one rank, it would leave the others in the collective that follows.
+        failed: one bool per row of the last call: the function failed on it.
+        raised: one bool per row of the last call: it failed by an exception.
+        failure: what went wrong in the last call, in words; empty if nothing did.
+        error: the first exception of the last call, if there was one.
+        mistake: an error of the user that ends the run, for example that the function returned no list of rewards.
+            `raise_mistakes` raises it later: raised on one rank within TRL's method, it would leave the other ranks
+            waiting in the next collective.
     """
 
     def __init__(self, func: Callable[..., Any], name: str):
@@ -51,10 +72,18 @@ class WatchedReward:
         self._warned = False
 
     def __call__(self, **kwargs: Any) -> list[float | None]:
+        """Calls the function with a batch.
+
+        Args:
+            kwargs: the batch as TRL passes it, with `completions`.
+
+        Returns:
+            One reward per row; None if the function does not apply or has failed.
+        """
         rows = len(kwargs["completions"])
         try:
             output = self.func(**kwargs)
-        except Exception as error:  # whatever a user's function may raise
+        except Exception as error:  # a user's function may raise anything
             return self._unscore(error, rows)
         return self._observe(output, rows)
 
@@ -62,14 +91,14 @@ class WatchedReward:
         self.error, self.failure, self.mistake, self.raised = None, "", None, [False] * rows
         try:
             output = list(output) if isinstance(output, Iterable) else output
-        except Exception as error:  # of a generator
+        except Exception as error:  # the function may have returned a generator that raises
             return self._unscore(error, rows)
         try:
             rewards = [None if value is None else float(value) for value in output]
             wrong = "" if len(rewards) == rows else f"{len(rewards)} rewards for {rows} completions"
         except (TypeError, ValueError, OverflowError) as error:
             self.error, wrong = error, f"{output!r:.200}, not a list of numbers ({error})"
-        except (Exception, SystemExit) as error:  # a value's own `__float__` may raise anything
+        except (Exception, SystemExit) as error:  # the `__float__` of a value may raise anything
             return self._unscore(error, rows)
         if wrong:
             self.failed = [True] * rows
@@ -92,17 +121,29 @@ class WatchedReward:
         self.failure = failure
         if not self._warned:
             logger.warning(
-                f"The reward function '{self.name}' {failure}. These rows are unscored: they leave the batch instead "
-                "of counting as 0. The metric filter/dropped_unscored counts them; this is said once.",
+                f"The reward function '{self.name}' {failure}. These rows are unscored: they are left out of training "
+                "and do not count as 0. The metric filter/dropped_unscored is the share of unscored rows. This warning "
+                "is shown once per function.",
                 exc_info=self.error,
             )
             self._warned = True
 
 
 class WatchedAsyncReward(WatchedReward):
-    """The same around a coroutine function; TRL runs these concurrently."""
+    """Awaits a reward function that is a coroutine function, and records how the last call failed.
+
+    TRL runs coroutine functions concurrently. Arguments and attributes are those of `WatchedReward`.
+    """
 
     async def __call__(self, **kwargs: Any) -> list[float | None]:  # type: ignore[override]
+        """Calls the function with a batch, like `WatchedReward`.
+
+        Args:
+            kwargs: the batch as TRL passes it, with `completions`.
+
+        Returns:
+            One reward per row; None if the function does not apply or has failed.
+        """
         rows = len(kwargs["completions"])
         try:
             output = await self.func(**kwargs)
@@ -112,8 +153,17 @@ class WatchedAsyncReward(WatchedReward):
 
 
 def watch(func: Any, name: str) -> Any:
-    """`func` watched; one that is, and a model (which has no way to say "not applicable"), is returned as it is."""
-    from trl.trainer.utils import is_async_callable  # here: importing trl takes seconds
+    """Wraps a reward function, so that its failures are recorded.
+
+    Args:
+        func: a reward function of TRL's form, or a reward model.
+        name: its name in TRL's metrics.
+
+    Returns:
+        The watched function. A function that is watched already is returned as it is, and so is a reward model, which
+        cannot say "not applicable".
+    """
+    from trl.trainer.utils import is_async_callable  # imported here, since importing trl takes seconds
 
     if isinstance(func, (torch.nn.Module, WatchedReward)):
         return func
@@ -121,22 +171,32 @@ def watch(func: Any, name: str) -> Any:
 
 
 def raise_mistakes(funcs: Sequence[Any]) -> None:
-    """Raise what a watched function returned in its last call in place of rewards, if it did."""
+    """Raises the first `mistake` of the last calls, if there is one.
+
+    Args:
+        funcs: reward functions, watched or not.
+
+    Raises:
+        Exception: the mistake, with the function's own exception as its cause.
+    """
     for func in funcs:
         if isinstance(func, WatchedReward) and func.mistake is not None:
             raise func.mistake from (None if func.error is func.mistake else func.error)
 
 
 def failed_rows(funcs: Sequence[Any], rewards: Tensor, gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """[N, F] bool each, the rows of all ranks in the last call: the function failed; it raised.
+    """Collects from all ranks on which rows the last calls failed.
 
     Args:
-        funcs: watched functions, or reward models (for which NaN and ±inf are failures).
+        funcs: F watched functions or reward models. NaN and ±inf of a reward model are failures.
         rewards: [N, F], the rows of all ranks; NaN = not applicable or failed.
-        gather: concatenates this rank's rows with those of the others.
+        gather: concatenates this rank's rows with those of the other ranks.
+
+    Returns:
+        Two [N, F] bool tensors: the function failed on the row; it failed by an exception.
     """
     watched = [i for i, func in enumerate(funcs) if isinstance(func, WatchedReward)]
-    failed, raised = ~rewards.isfinite(), torch.zeros_like(rewards, dtype=torch.bool)  # as it is for reward models
+    failed, raised = ~rewards.isfinite(), torch.zeros_like(rewards, dtype=torch.bool)  # right for reward models
     if watched:
         local = torch.tensor([*(funcs[i].failed for i in watched), *(funcs[i].raised for i in watched)])
         failed[:, watched], raised[:, watched] = gather(local.T.contiguous().to(rewards.device)).chunk(2, dim=1)
@@ -144,15 +204,18 @@ def failed_rows(funcs: Sequence[Any], rewards: Tensor, gather: Callable[[Tensor]
 
 
 class FailureWatch:
-    """The failures of all reward functions on all ranks, batch after batch: which rows they unscore, and when to stop.
+    """Unscores the rows that reward functions failed on, on all ranks, and ends the run if a function is broken.
 
-    A function is broken, not unlucky, that raised on every row of the first batch, or that failed on every row that it
-    applied to in `BROKEN_AFTER` batches in a row. A batch in which it applied to no row says nothing.
+    A function is broken if it raised an exception on every row of the first batch, or if it failed on every row that it
+    applied to in `BROKEN_AFTER` batches in a row. A batch in which it applied to no row does not count.
 
     Args:
-        funcs: as in `failed_rows`. names: TRL's, of each.
+        funcs: F watched functions or reward models.
+        names: [F], their names in TRL's metrics.
+
     Attributes:
-        failed: name → share of the last batch's completions that it failed on; of functions that ever failed.
+        failed: for each function that has ever failed: its name → the share of the last batch's completions on which it
+            failed.
     """
 
     def __init__(self, funcs: Sequence[Any], names: Sequence[str]):
@@ -160,29 +223,36 @@ class FailureWatch:
         self.failed: dict[str, float] = {}
         self._first = True
         self._warned: set[str] = set()
-        self._in_a_row = torch.zeros(len(self._funcs))  # batches in which a function failed wherever it applied
+        self._in_a_row = torch.zeros(len(self._funcs))  # [F] batches in a row without a score but with a failure
 
     def unscore(self, rewards: Tensor, gather: Callable[[Tensor], Tensor], *, counts: bool = True) -> Tensor:
-        """The rewards as `unscored` gives them.
+        """Unscores the failed rows of a batch.
 
         Args:
-            rewards, gather: as in `failed_rows`.
-            counts: towards a stop; a batch of an evaluation does not, nor does it excuse a function.
+            rewards: [N, F], the rows of all ranks; NaN = not applicable or failed.
+            gather: concatenates this rank's rows with those of the other ranks.
+            counts: whether this batch counts when broken functions are looked for. A batch of an evaluation counts
+                neither for nor against a function.
+
+        Returns:
+            [N, F], the rewards with NaN in every row in which a function failed.
+
         Raises:
-            RuntimeError: on all ranks, if a function is broken; its cause is what the function raised last, if it did.
+            RuntimeError: on all ranks, if a function is broken. Its cause is the function's last exception, if any.
         """
         failed, raised = failed_rows(self._funcs, rewards, gather)
         if counts:
             shares: dict[str, float] = {}
             for name, share in zip(self._names, failed.cpu().double().mean(dim=0).tolist(), strict=True):
-                shares[name] = max(share, shares.get(name, 0.0))  # functions may have the same name
+                shares[name] = max(share, shares.get(name, 0.0))  # two functions may have the same name
             self.failed = {name: share for name, share in shares.items() if share or name in self.failed}
             for name, share in shares.items():
                 if share > WARN_ABOVE and name not in self._warned:
                     self._warned.add(name)
                     logger.warning(
-                        f"The reward function '{name}' failed on {share:.0%} of a window's completions, which are "
-                        f"unscored: the others may be the easy ones. Watch rewards/{name}/failed; this is said once."
+                        f"The reward function '{name}' failed on {share:.0%} of a window's completions. They are "
+                        "unscored, so training sees only the others, which may be the easier ones. Watch the metric "
+                        f"rewards/{name}/failed. This warning is shown once per function."
                     )
             fails, scores = failed.any(dim=0).cpu(), rewards.isfinite().any(dim=0).cpu()
             self._in_a_row = torch.where(scores, 0, self._in_a_row + fails)
@@ -203,18 +273,26 @@ class FailureWatch:
         else:
             failure = f"returned {_named(rewards[:, i].tolist())}"
         raise RuntimeError(
-            f"The reward function '{self._names[i]}' failed on every completion {where}; at last it {failure}. Nothing "
-            "can be learned from it: correct it, or leave it out of reward_funcs."
+            f"The reward function '{self._names[i]}' failed on every completion {where}. Its last failure: it "
+            f"{failure}. Training cannot learn from it: correct it, or remove it from reward_funcs."
         ) from error
 
 
 def described(error: BaseException) -> str:
+    """Describes an exception in words that follow "it".
+
+    Args:
+        error: any exception, also one whose `__str__` fails.
+
+    Returns:
+        For example "raised KeyError: 'answer'".
+    """
     try:
         return f"raised {type(error).__name__}: {error}"
     except Exception:  # its own `__str__` fails
-        return f"raised {type(error).__name__}, which cannot be written"
+        return f"raised {type(error).__name__}, whose message cannot be printed"
 
 
 def _named(rewards: Sequence[float | None]) -> str:
-    """The failed ones among them, each once."""
+    """Lists the rewards that mean a failure, each once."""
     return ", ".join(sorted({str(value) for value in rewards if has_failed(value)}))

@@ -1,4 +1,7 @@
-r"""`FormatReward`: whether a completion has the asked form, a closed thought and then an answer, in one \boxed{}."""
+r"""`FormatReward`: tells whether a completion has the wanted format.
+
+The format is a closed thought followed by an answer, and optionally exactly one ``\boxed{}`` in the answer.
+"""
 
 import re
 from collections.abc import Sequence
@@ -8,32 +11,42 @@ from dash_trl.rewards.answers import _scan_boxes, final_text
 from dash_trl.rewards.math import completion_text
 
 OPEN, CLOSE = "<think>", "</think>"
-PARSED = ("reasoning_content", "thinking")  # where TRL puts a thought that the tokenizer's response template takes out
+PARSED = ("reasoning_content", "thinking")  # TRL puts a thought here if the tokenizer's response template removes it
 
 
 class FormatReward:
-    r"""Reward function for TRL: 1.0 for a completion of the asked form, 0.0 for any other.
+    r"""Reward function of TRL's form: 1.0 for a completion in the wanted format, 0.0 for any other.
 
-        reward_funcs=[MathAccuracyReward(), FormatReward(box=True)]         # with reward_weights=[1.0, 0.1], say
+    Example::
 
-    TRL's `think_format_reward` differs: it takes conversations only, gives 1.0 for a second `</think>` and for no
-    answer, and 0.0 to every model whose chat template opens the thought.
+        reward_funcs=[MathAccuracyReward(), FormatReward(box=True)]  # for example with reward_weights=[1.0, 0.1]
+
+    TRL's `think_format_reward` differs: it takes conversations only; it gives 1.0 for a second `</think>` and for a
+    missing answer; and it gives 0.0 to every completion of a model whose chat template opens the thought.
 
     Args:
-        think: the completion begins with `<think>`, a thought and `</think>`, each tag once; an answer follows. False:
-            only the box counts.
-        think_in_prompt: the chat template ends the prompt with `<think>` (DeepSeek-R1's, QwQ's), so that no completion
-            has it.
-        box: its answer (what stands behind the thought) has exactly one \boxed{}, closed and not empty.
+        think: the completion has to begin with `<think>`, a thought and `</think>`, each tag once, and an answer has to
+            follow. False: only the box counts.
+        think_in_prompt: set it if the chat template ends the prompt with `<think>`, as those of DeepSeek-R1 and QwQ
+            do: then no completion begins with the tag.
+        box: the answer (the text after the thought) has to have exactly one ``\boxed{}``, closed and not empty.
     """
 
-    __name__ = "format"  # TRL names its metrics after it
+    __name__ = "format"  # TRL's metrics get this name
 
     def __init__(self, *, think: bool = True, think_in_prompt: bool = False, box: bool = False):
         self._think, self._think_in_prompt, self._box = think, think_in_prompt, box
 
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        """One of 1.0 and 0.0 per completion, a string or a conversation."""
+        """Scores a batch.
+
+        Args:
+            completions: [N] strings or conversations.
+            kwargs: the other columns that TRL passes; unused.
+
+        Returns:
+            [N] rewards in the same order: 1.0 or 0.0.
+        """
         return [float(self._has_form(completion)) for completion in completions]
 
     def _has_form(self, completion: Any) -> bool:

@@ -1,19 +1,17 @@
-"""The forms of reward functions that a user may write, told apart by their signatures.
+"""The forms of reward functions that a user may write. The names of the parameters tell them apart.
 
-| form | signature | called |
-|---|---|---|
-| TRL's | `reward(completions, **columns) -> list` | once with the whole batch, by keyword |
-| per sample | `reward(completion, answer) -> score` | for each completion, with what it names |
-| verl's | `compute_score(data_source, solution_str, ground_truth, extra_info=None) -> score` | for each completion |
-| stateful | an object, or its class, with a method `compute_score` of one of the last two forms | for each completion |
+- **TRL's form**, ``reward(completions, **columns) -> list``, is called once with the whole batch, by keyword.
+- **Per sample**, ``reward(completion, answer) -> score``, is called for each completion, with the arguments that it
+  names: any of `prompt`, `completion`, `completion_ids` and the columns of the data set. A function with ``**columns``
+  gets all of them.
+- **verl's form**, ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> score``, is called for
+  each completion. `solution_str` is the text of the completion, `ground_truth` the column of that name or else
+  `answer`, `data_source` the column of that name or else None, `extra_info` the column of that name or else the row.
+- **A stateful object**, or its class, has a method `compute_score` of the per-sample form or of verl's. It may have
+  ``post_process_scores(scores) -> scores``, which gets the scores of a whole group; `close()`; and an attribute
+  `max_concurrency`, the number of calls that it takes at a time: further calls wait before their time limit begins.
 
-A per-sample function names any of `prompt`, `completion`, `completion_ids` and the data set's columns; one with
-`**columns` gets them all. In verl's, `solution_str` is the completion's text, `ground_truth` the column of that name or
-`answer`, `data_source` the column of that name or None, `extra_info` the row. A stateful object may have
-`post_process_scores(scores) -> scores`, for the scores of a whole group, and `close()`. An object's `max_concurrency`
-is how many calls it takes at a time, so that none waits within its time limit.
-
-`load_reward`: one of these from a user's file.
+`load_reward` loads one of these from a user's file.
 """
 
 import importlib.util
@@ -28,23 +26,23 @@ import cloudpickle
 
 from dash_trl.rewards.math import completion_text
 
-DEFAULT_NAME = "compute_score"  # in a file of `load_reward`
-ROW = ("prompt", "completion", "completion_ids")  # of a completion, beside the data set's columns
+DEFAULT_NAME = "compute_score"  # what `load_reward` looks for in a file
+ROW = ("prompt", "completion", "completion_ids")  # arguments of a row beside the data set's columns
 FORMS = (
-    "A reward function is one of: reward(completions, **columns) -> list, called with the batch as in TRL; "
-    "reward(completion, answer, ...) -> score, called for each completion with the columns that it names; "
-    "compute_score(data_source, solution_str, ground_truth, extra_info) -> score; or an object with such a method "
-    "compute_score."
+    "A reward function has one of these forms: reward(completions, **columns) -> list, called with the whole batch as "
+    "in TRL; reward(completion, answer, ...) -> score, called for each completion with the columns that it names; "
+    "compute_score(data_source, solution_str, ground_truth, extra_info) -> score, called for each completion; or an "
+    "object with a method compute_score of one of the last two forms."
 )
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a reward function says of one completion.
+    """The score of one completion by one reward function.
 
     Attributes:
-        value: None = it does not apply to this one.
-        notes: what it says beside: numbers, which become metrics, and texts, which are kept with logged completions.
+        value: the reward; None if the function does not apply to this completion.
+        notes: further results by name: numbers become metrics, strings become columns of the logged completions.
     """
 
     value: float | None
@@ -52,13 +50,17 @@ class Score:
 
 
 def read_score(returned: Any) -> Score:
-    """What a per-sample function may return, read.
+    """Reads what a per-sample function returned.
 
-    A number or None; beside it, in a tuple, a dict of notes, or the prompt and the explanation of a judge, or all of
-    these; or one dict, with the number as `score` (verl's).
+    Args:
+        returned: a number or None; a tuple of it and a dict of notes; a tuple of it, the prompt and the explanation of
+            a judge, and optionally a dict of notes; or one dict of notes with the number as `score` (verl's form).
+
+    Returns:
+        The score with its notes. NaN and ±inf are numbers here; later they unscore the row.
 
     Raises:
-        ValueError: for anything else. NaN and ±inf are numbers here; they leave the completion unscored.
+        ValueError: the function returned anything else.
     """
     notes: dict[str, Any] = {}
     if isinstance(returned, Mapping):
@@ -75,16 +77,16 @@ def read_score(returned: Any) -> Score:
         elif beside:
             raise ValueError(f"returned {returned!r:.200}: neither (score, notes) nor (score, prompt, explanation)")
         returned = value
-    score = None if returned is None else _number(returned, f"{returned!r:.200}, which is no score")
+    score = None if returned is None else _number(returned, f"{returned!r:.200}, which is not a score")
     return Score(score, {str(name): _note(name, value) for name, value in notes.items()})
 
 
 def _number(value: Any, wrong: str) -> float:
-    """Raises ValueError: what a function `returned` is `wrong`."""
+    """Converts a value to a number; else raises a ValueError that says "returned" and then `wrong`."""
     try:
         if not isinstance(value, (str, bytes)):
             return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with several elements
         pass
     raise ValueError(f"returned {wrong}")
 
@@ -92,23 +94,23 @@ def _number(value: Any, wrong: str) -> float:
 def _note(name: Any, value: Any) -> float | str:
     if value is None or isinstance(value, str):
         return value or ""
-    return _number(value, f"the note {name!r} = {value!r:.100}, neither a number nor a text")
+    return _number(value, f"the note {name!r} = {value!r:.100}, which is neither a number nor a string")
 
 
 @dataclass(frozen=True)
 class RewardForm:
-    """A reward function and how it is called.
+    """Describes how a reward function is called.
 
     Attributes:
-        name: TRL names its metrics after it.
-        function: what is called.
-        batch: it is TRL's, and gets the whole batch.
+        name: its name in TRL's metrics.
+        function: the function or method that is called.
+        batch: it has TRL's form and gets the whole batch.
         asynchronous: it is a coroutine function.
-        names: by which a per-sample function takes its arguments; None: it takes all.
-        required: those of the names that have no default.
-        post_process: of a group's scores, if it has one.
-        close: ends what it holds, if it has one.
-        max_concurrency: calls at a time in this process, where the object has an attribute of that name.
+        names: the arguments that a per-sample function takes; None if it takes all.
+        required: those of `names` without a default.
+        post_process: the object's method `post_process_scores`, if it has one.
+        close: the object's method `close`, if it has one.
+        max_concurrency: the number of calls at a time in this process, if the object has an attribute of that name.
     """
 
     name: str
@@ -122,20 +124,23 @@ class RewardForm:
     max_concurrency: int | None = None
 
     def arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Of one call.
+        """Selects the arguments for one call.
 
         Args:
-            known: of a completion, its prompt, completion, completion_ids and columns.
+            known: the row of a completion: `prompt`, `completion`, `completion_ids` and the data set's columns.
+
+        Returns:
+            The arguments that the function takes, by name.
 
         Raises:
-            ValueError: if it names a column that there is not.
+            ValueError: the function requires a column that the row does not have.
         """
         if self.names is None:
             return dict(known)
         row = {**_as_in_verl(known), **known} if "solution_str" in self.names else known
         for name in self.required:
             if name not in row:
-                wanted = "'answer' (its ground_truth)" if name == "ground_truth" else repr(name)
+                wanted = "'answer' (for its parameter ground_truth)" if name == "ground_truth" else repr(name)
                 columns = sorted(one for one in known if one not in ROW[1:])
                 raise ValueError(
                     f"The reward function '{self.name}' asks for {wanted}, but the data set has the columns {columns}. "
@@ -144,11 +149,19 @@ class RewardForm:
         return {name: row[name] for name in self.names if name in row}
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Raises a ValueError if it names a column that the data set does not have."""
+        """Checks that the data set has the columns that the function requires.
+
+        Args:
+            columns: the names of the data set's columns.
+
+        Raises:
+            ValueError: a required column is missing.
+        """
         self.arguments(dict.fromkeys((*columns, *ROW), ""))
 
 
 def _as_in_verl(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of verl's form for a row that has no columns of these names."""
     found = {
         "data_source": None,
         "solution_str": completion_text(row["completion"]),
@@ -158,10 +171,16 @@ def _as_in_verl(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def form_of(function: Any) -> RewardForm:
-    """How a reward function is called, from its signature.
+    """Finds out from a function's signature how it is called.
+
+    Args:
+        function: a reward function, a stateful object, or its class.
+
+    Returns:
+        The form, with the function and its name.
 
     Raises:
-        ValueError: if it has none of the forms.
+        ValueError: the function has none of the forms.
     """
     owner = function
     if isinstance(owner, type):
@@ -169,13 +188,14 @@ def form_of(function: Any) -> RewardForm:
             owner = function = owner()
         except TypeError as error:
             raise ValueError(
-                f"The reward class {owner.__name__} cannot be made without arguments ({error}): pass an object of it."
+                f"The reward class {owner.__name__} cannot be created without arguments ({error}): pass an instance "
+                "instead of the class."
             ) from error
     name = getattr(owner, "__name__", None) or type(owner).__name__
     stateful = hasattr(owner, "compute_score")
     function = getattr(owner, "compute_score", function)
     if not callable(function):
-        raise ValueError(f"{function!r:.100} is no reward function. {FORMS}")
+        raise ValueError(f"{function!r:.100} is not a reward function. {FORMS}")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -202,12 +222,19 @@ def form_of(function: Any) -> RewardForm:
 
 
 def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
-    """What a Python file calls `name`: a reward function of any form, a class, or a `RewardRunner`.
+    """Loads a reward from a Python file: a function of any form, an object or its class, or a `RewardRunner`.
 
     Worker processes get it by value: they need not be able to import the file.
 
+    Args:
+        path: the Python file.
+        name: the name that the file gives to the reward.
+
+    Returns:
+        What the file calls `name`.
+
     Raises:
-        ValueError: if there is no such file or name, or if the file fails.
+        ValueError: there is no such file or name, or the file raises an exception when it is run.
     """
     file = Path(path).expanduser()
     spec = importlib.util.spec_from_file_location(f"reward_file_{file.stem}", file)
@@ -215,7 +242,7 @@ def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
         raise ValueError(f"reward_path={str(path)!r} is no Python file, looked for at {file.absolute()}.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(file.parent.absolute()))  # as for a script: it may import its neighbours
+    sys.path.insert(0, str(file.parent.absolute()))  # as for a script, so that it can import the files beside it
     try:
         spec.loader.exec_module(module)
     except Exception as error:

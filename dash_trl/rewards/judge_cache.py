@@ -1,4 +1,4 @@
-"""`AnswerCache`: what a judge answered, on disk, for all ranks of a host and for later runs."""
+"""`AnswerCache`: keeps a judge's answers on disk, for all ranks of a host and for later runs."""
 
 import logging
 import platform
@@ -9,19 +9,19 @@ from dash_trl._cache import cache_folder
 
 logger = logging.getLogger(__name__)
 
-LOCK_SECONDS = 5.0  # for which a call waits for another process's write; one takes less than a millisecond
+LOCK_SECONDS = 5.0  # how long a call waits for another process's write, which takes less than a millisecond
 
 
 class AnswerCache:
-    """Answers by the hash of their request, in an SQLite file.
+    """Stores answers by the hash of their request, in an SQLite file.
 
-    There is one file per host, since SQLite's locks fail on some network file systems, and a home folder is often on
-    one. If the cache fails (no room, not writable, locked, no SQLite file), one warning says so, and this process does
-    not use it any more: that costs requests, but no score.
+    Each host has its own file: SQLite's locks fail on some network file systems, and a home folder is often on one. If
+    the cache fails (disk full, not writable, locked, not an SQLite file), one warning says so and this process stops
+    using it. That costs further requests to the judge, but no score.
 
     Args:
-        folder: of the files, made when it is first used. None: `judge` in the user's cache folder. It may be deleted
-            between runs.
+        folder: where the files are; created at the first use. It may be deleted between runs. None: the folder `judge`
+            in the user's cache folder.
     """
 
     def __init__(self, folder: str | Path | None = None):
@@ -31,10 +31,24 @@ class AnswerCache:
         self._broken = False
 
     def get(self, key: bytes) -> str | None:
+        """Looks an answer up.
+
+        Args:
+            key: the hash of the request.
+
+        Returns:
+            The answer; None if there is none, or if the cache has failed.
+        """
         rows = self._execute("SELECT answer FROM answers WHERE key = ?", key)
         return rows[0][0] if rows else None
 
     def put(self, key: bytes, answer: str) -> None:
+        """Stores an answer; does nothing if the cache has failed.
+
+        Args:
+            key: the hash of the request.
+            answer: the answer to it.
+        """
         self._execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", key, answer)
 
     def _execute(self, statement: str, *values: object) -> list[tuple]:
@@ -43,12 +57,12 @@ class AnswerCache:
         try:
             if self._connection is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self.file.touch(0o600)  # explanations tell of prompts and completions
-                # Autocommit, and any thread: event loops have their own, and the module serialises the calls.
+                self.file.touch(0o600)  # private: explanations quote prompts and completions
+                # Autocommit. Each event loop calls from its own thread; sqlite3 serialises the calls.
                 self._connection = sqlite3.connect(
                     self.file, LOCK_SECONDS, isolation_level=None, check_same_thread=False
                 )
-                self._connection.execute("PRAGMA synchronous = OFF")  # no wait for the disk, if the host crashes
+                self._connection.execute("PRAGMA synchronous = OFF")  # do not wait for the disk: a crash may lose rows
                 self._connection.execute(
                     "CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, answer TEXT) WITHOUT ROWID"
                 )
@@ -56,7 +70,7 @@ class AnswerCache:
         except (sqlite3.Error, OSError) as error:
             self._broken = True
             logger.warning(
-                f"The judge's cache {self.file} cannot be used ({error}): this process goes on without it. Delete the "
-                "file if it is damaged, or name another folder by JudgeReward(cache=...)."
+                f"The judge's cache {self.file} cannot be used ({error}). This process continues without it. Delete "
+                "the file if it is damaged, or set another folder with JudgeReward(cache=...)."
             )
             return []

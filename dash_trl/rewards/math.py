@@ -1,29 +1,34 @@
-r"""The accuracy reward: is the final answer of a completion mathematically equal to the gold answer?
+r"""`MathAccuracyReward`: tells whether the final answer of a completion equals the gold answer mathematically.
+
+::
 
     completion ──► find_answer ──► same text? ──► math-verify in a worker process ──► 1.0 | 0.0 | NaN
     gold ────────► parse_gold (cached) ──┘
 
-NaN means "could not be scored" (unreadable gold, exception, time-out, crash) and is never 0: the trainer unscores such
-a row. `answers.py` finds the answer, `spelling.py` spells it. The comparison is math-verify's
-(https://github.com/huggingface/Math-Verify), with these deviations:
+NaN means that the row could not be scored (unreadable gold answer, exception, time-out, crash). It never counts as 0:
+the trainer unscores the row. `answers.py` finds the answer, `spelling.py` brings it to one spelling. math-verify
+(https://github.com/huggingface/Math-Verify) compares the two answers, with these deviations:
 
-- it reads the word "silent" as s*i*l*e*n*t, which equals "listen"; answers in words are compared as text here;
-- it ignores the base of a number, so that 52_8 = 52_9, and units, so that 5 km = 5 m; where both sides name a base, or
-  a unit that is known here, these must agree. Nothing is converted: 5000 m is not 5 km;
-- it takes the first of 3 = 5 or 5 \approx 7, or the last; here the plain numbers of such a chain must agree, rounded as
-  they are written, else it is false and wrong. The last member counts, and every plain number: 1/3 \approx 0.333 is
-  right for 1/3 and for 0.333;
-- an inequality equals the set of its solutions, also where the gold answer is the set;
-- 50 and 0.5 both equal 50\%, as there, but so do 12.5 and 0.125 equal 12.5\%;
-- its own timeouts use SIGALRM, count as a wrong answer and fail outside the main thread; here see below.
+- **Words.** math-verify reads "silent" as ``s*i*l*e*n*t``, which equals "listen". Here, answers in words are compared
+  as text.
+- **Bases and units.** math-verify ignores the base of a number, so that 52_8 = 52_9, and units, so that 5 km = 5 m.
+  Here, if both sides have a base, or a unit in `UNITS`, these must agree. Nothing is converted: 5000 m is not 5 km.
+- **Chains.** Of ``3 = 5`` or ``5 \approx 7`` math-verify takes the first member or the last. Here, the plain numbers of
+  a chain must agree, up to the rounding that their digits show; else the answer is wrong. The last member and every
+  plain number count: ``1/3 \approx 0.333`` is right for 1/3 and for 0.333.
+- **Inequalities.** An inequality equals the set of its solutions, also if the gold answer is the set.
+- **Percent.** 50 and 0.5 both equal ``50\%``, as in math-verify; here 12.5 and 0.125 also equal ``12.5\%``.
+- **Time-outs.** math-verify's own time-outs use SIGALRM, count as a wrong answer, and fail outside the main thread.
+  They are switched off here; see "Limits" below.
 
-math-verify decides that floats agree to 6 decimals, that an equation ending in 5 (2x = 5) equals 5, that lists have no
-order, and which of (a,b), {a,b} and "a, b" are the same: the problem says which is meant.
+These decisions are math-verify's: floats are equal if they agree to 6 decimals; an equation that ends in 5 (2x = 5)
+equals 5; lists have no order; and which of (a,b), {a,b} and "a, b" are the same, since only the problem says which one
+is meant.
 
-**Limits.** A completion whose answer takes more than `CPU_SECONDS` to read and compare, more memory or recursion than a
-worker has, or is longer or deeper than the limits in `answers.py`, is wrong (0.0). If comparing the gold answer alone
-costs as much, the row is NaN. CPU time counts no other process, so a busy machine makes no right answer wrong; the
-time-out by the clock ends what no signal can (gmpy2's operations), and leaves NaN.
+**Limits.** A completion is wrong (0.0) if its answer takes more than `CPU_SECONDS` to read or to compare, needs more
+memory or recursion than a worker has, or exceeds the limits of `answers.py`. If comparing the gold answer with a plain
+number already exceeds them, the row is NaN. CPU time does not include other processes, so a busy machine makes no right
+answer wrong. The time-out by the clock ends what no signal can interrupt (operations of gmpy2), and gives NaN.
 """
 
 import functools
@@ -49,20 +54,30 @@ from dash_trl.workers import OutOfWork, call_all, default_workers, run_within, s
 
 logger = logging.getLogger(__name__)
 
-CPU_SECONDS = 4.0  # to read or to compare one answer; of some hundred answers, the dearest took 0.7 s, the next 0.25 s
-TIMEOUT = 30.0  # seconds by the clock for a row: more than twice the CPU time that reading, comparing and judging take
+CPU_SECONDS = 4.0  # to read or to compare one answer; the slowest of some hundred took 0.7 s, the next one 0.25 s
+TIMEOUT = 30.0  # seconds by the clock per row: over twice the CPU time of reading, comparing and trying the gold answer
 
 
 # -------------------------------------------------------------------------------------------------- scoring one row
 
 
 class UnreadableGold(ValueError):
-    """The gold answer means nothing to math-verify and is not words: only its own text can be scored against it."""
+    """Raised for a gold answer that math-verify cannot read and that is not text.
+
+    Only an answer with exactly the same text can be scored against it.
+    """
 
 
 @dataclass(frozen=True)
 class Gold:
-    """A gold answer: as `gold_text` gives it, its value and units (see `split_units`), what math-verify reads in it."""
+    """A gold answer that has been read.
+
+    Attributes:
+        text: the answer as `gold_text` returns it.
+        value: the answer without units, see `split_units`.
+        units: its units.
+        expressions: what math-verify reads in `value`.
+    """
 
     text: str
     value: str
@@ -71,11 +86,18 @@ class Gold:
 
 
 def score_answer(completion: str, gold: str) -> float:
-    """1.0 if the completion's final answer equals the gold answer, else 0.0. Runs in a worker's main thread.
+    """Scores the final answer of one completion. Runs in the main thread of a worker process.
+
+    Args:
+        completion: the text of a completion.
+        gold: the gold answer, in any form that `gold_text` reads.
+
+    Returns:
+        1.0 if the final answer equals the gold answer, else 0.0.
 
     Raises:
-        UnreadableGold: see `parse_gold`; not for an answer of the same text.
-        Exception: whatever sympy raises while it compares; the row is then unscored.
+        UnreadableGold: see `parse_gold`. An answer with the same text as the gold answer is scored nevertheless.
+        Exception: whatever sympy raises while it compares. The row is then unscored.
     """
     bare, answer = gold_text(gold), find_answer(completion)
     if same_text(answer.text, bare):
@@ -86,29 +108,35 @@ def score_answer(completion: str, gold: str) -> float:
     try:
         return float(run_within(CPU_SECONDS, _compare, known, answer))
     except TOO_MUCH_WORK:
-        try:  # whether the gold answer is to blame: beside a plain number
+        try:  # if even a plain number takes too long, the gold answer is the cause
             run_within(CPU_SECONDS, _verify, known, _read_formula("104729"))
         except TOO_MUCH_WORK as error:
-            raise UnreadableGold(f"the gold answer {bare!r} is too much work to compare with: {error}") from error
+            raise UnreadableGold(f"comparing with the gold answer {bare!r} takes too much work: {error}") from error
         return 0.0
 
 
-@functools.lru_cache(maxsize=1024)  # a gold answer comes once per completion of its group
+@functools.lru_cache(maxsize=1024)  # each completion of a group asks for the same gold answer
 def parse_gold(bare: str) -> Gold:
-    """A gold answer, read.
+    """Reads a gold answer with math-verify.
+
+    Args:
+        bare: the gold answer as `gold_text` returns it.
+
+    Returns:
+        The gold answer with its value, units and expressions.
 
     Raises:
-        UnreadableGold: if math-verify finds nothing in it, or only beyond the limits of work.
+        UnreadableGold: math-verify finds no expression in it, or needs more than the limits allow.
     """
     value, units = split_units(bare)
     try:
         expressions = run_within(CPU_SECONDS, _read_formula, value) if is_readable(bare) else []
     except TOO_MUCH_WORK as error:
-        raise UnreadableGold(f"the gold answer {bare!r} is too much work to read: {error}") from error
+        raise UnreadableGold(f"reading the gold answer {bare!r} takes too much work: {error}") from error
     if not expressions:
         raise UnreadableGold(
-            f"the gold answer {bare!r:.100} ({len(bare)} characters) is neither an expression that math-verify reads "
-            f"nor words, or it has more than {MAX_ANSWER_CHARS} characters or brackets nested deeper than {MAX_DEPTH}"
+            f"the gold answer {bare!r:.100} ({len(bare)} characters) is not an expression that math-verify can read, "
+            f"and not text; or it has more than {MAX_ANSWER_CHARS} characters, or more than {MAX_DEPTH} nested brackets"
         )
     return Gold(bare, value, frozenset(units), tuple(expressions))
 
@@ -123,7 +151,7 @@ def _compare(gold: Gold, answer: Answer) -> bool:
 
 
 def _is_right(answer: str, equals: Callable[[str], bool]) -> bool:
-    """Whether an answer is the gold answer, or each member of its list is (1/2 or 0.5)."""
+    """Tells whether an answer equals the gold answer, or each member of its list does (1/2 or 0.5)."""
     members = split_list(answer)
     return equals(answer) or len(members) > 1 and all(map(equals, members))
 
@@ -137,7 +165,7 @@ def _equals(gold: Gold, answer: str) -> bool:
     if _INTEGER.fullmatch(value) and _INTEGER.fullmatch(gold.value):
         return int(value.replace(",", "")) == int(gold.value.replace(",", ""))
     if len(gold.text) == 1 and gold.text.isalpha() and same_words(gold.text, answer):
-        return True  # the choice "A"
+        return True  # a choice such as "A"
     members = split_list(value)
     if not all(map(_is_true, members)):
         return False
@@ -149,7 +177,7 @@ def _equals(gold: Gold, answer: str) -> bool:
 
 
 def _is_true(chain: str) -> bool:
-    r"""Whether the plain numbers in a = b \approx c agree, as far as they are written."""
+    r"""Tells whether the plain numbers of a chain ``a = b \approx c`` agree to the digits that are written."""
     numbers = [member for member in split_chain(chain) if _PLAIN_NUMBER.fullmatch(member)]
     if len(numbers) < 2:
         return True
@@ -159,23 +187,26 @@ def _is_true(chain: str) -> bool:
 
 
 def _agree(one: float | None, digit: float, other: float | None, other_digit: float) -> bool:
-    """Whether one number is the other, rounded or cut at its last digit."""
+    """Tells whether one number is the other, rounded or cut off at its last digit."""
     if one is None or other is None or math.isclose(one, other):
         return True
-    excess, within = abs(one) - abs(other), 1 - 1e-9  # a whole digit is no rounding: 4.9 is not 5
+    excess, within = abs(one) - abs(other), 1 - 1e-9  # numbers a whole digit apart are not rounded: 4.9 is not 5
     is_cut = 0 < excess < within * other_digit or 0 < -excess < within * digit
     return is_cut or abs(one - other) <= max(digit, other_digit) / 2
 
 
 def _number(plain: str) -> float | None:
-    """The value of a plain number; None for what is none after all, like the root of -1."""
+    """Returns the value of a plain number, or None if it has no real value, such as the root of -1."""
     with suppress(IndexError, TypeError):
         return float(_read_formula(plain)[0].evalf())
     return None
 
 
 def _last_digit(written: str, is_rounded: bool) -> float:
-    r"""What the last digit counts: 0.01 in 3.14, 1000 in 1.2 \times 10^4; 0 in 1/3, and in 3 without an \approx."""
+    r"""Returns the place value of the last digit; 0 for an exact number.
+
+    0.01 for 3.14 and 1000 for ``1.2 \times 10^4``; 0 for 1/3, and for 3 if the chain has no ``\approx``.
+    """
     found = _DECIMAL.fullmatch(written)
     if not found or not (is_rounded or found["decimals"] or found["exponent"]):
         return 0.0
@@ -190,9 +221,9 @@ def _verify(gold: Gold, answer: Sequence[Any]) -> bool:
 
 
 def _read_formula(formula: str) -> list[Any]:
-    r"""As LaTeX only: in "? 5", which is none, math-verify would find the number.
+    r"""Reads a formula as LaTeX only. By its other patterns math-verify would find a number in "? 5", too.
 
-    Of 50\% it gives the share and the number, of inequalities joined by "or" also the set of their solutions.
+    ``50\%`` gives both the share and the number; inequalities joined by "or" also give the set of their solutions.
     """
     from math_verify import LatexExtractionConfig
     from sympy import FiniteSet, Rel, Union
@@ -204,7 +235,7 @@ def _read_formula(formula: str) -> list[Any]:
     if re.search(r"\bor\b", formula) and values and isinstance(values[0], FiniteSet):
         relations = values[0].args
         if all(isinstance(one, Rel) for one in relations):
-            with suppress(NotImplementedError):  # of several variables, say
+            with suppress(NotImplementedError):  # for example several variables
                 values.append(Union(*(one.as_set() for one in relations)))
     return values
 
@@ -212,7 +243,7 @@ def _read_formula(formula: str) -> list[Any]:
 def _parse(text: str, **options: Any) -> list[Any]:
     from math_verify import parse
 
-    # No timeout of its own: it would turn into "no answer".
+    # math-verify's own time-out would return "no answer" instead of raising an error.
     return parse(text, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True, **options)
 
 
@@ -241,8 +272,8 @@ _BASE = re.compile(r"^-?[0-9A-Za-z]+_\{?(?:\\text\{)?(\d+)\}*\$?$")
 
 
 def _prepare_worker() -> None:
-    """Pays for the imports and the patterns before the first task."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that we switched its timeouts off
+    """Imports math-verify and compiles its patterns before the first task, so that no task pays for it."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its time-outs are switched off
     score_answer(r"So $x=\boxed{\frac{1}{2}}$", "0.25")
 
 
@@ -250,23 +281,29 @@ def _prepare_worker() -> None:
 
 
 class MathAccuracyReward:
-    r"""Reward function for TRL: 1.0 for a right final answer, 0.0 for a wrong or missing one, NaN if that is unknown.
+    r"""Reward function of TRL's form that compares the final answer of a completion with the gold answer.
+
+    1.0 for a right answer, 0.0 for a wrong or missing one, NaN if the row could not be scored; NaN unscores the row.
+
+    Example::
 
         trainer = DASHTrainer(..., reward_funcs=[MathAccuracyReward()])
 
-    The data set's column `answer` holds the gold answers: numbers, LaTeX, words, or solutions that end in `#### 72` or
-    \boxed{72}. A completion's answer is its last box, else its last `####` line, else "... the answer is 72", else the
-    last formula or number (see `find_answer`), outside `<think>...</think>`.
+    The column `answer` of the data set holds the gold answers: numbers, LaTeX, words, or solutions that end in
+    ``#### 72`` or ``\boxed{72}``. The answer of a completion is its last box, else its last `####` line, else what
+    follows "the answer is", else its last formula or number; text within `<think>...</think>` does not count (see
+    `find_answer`).
 
     Args:
-        timeout: seconds by the clock that one row may take before its worker is killed and the row is NaN. Less than
-            three times `CPU_SECONDS` can make wrong rows, and on a busy machine right ones, NaN.
-        workers: processes; default: this process's share of the CPUs, at most 8. Rewards with the same number share
-            them. They start at the first call (~1 s) and stop at `close()` of the last reward or at exit.
+        timeout: seconds by the clock for one row. If a row takes longer, its worker is killed and the row is NaN. With
+            less than three times `CPU_SECONDS`, wrong rows can become NaN, and on a busy machine right ones, too.
+        workers: number of worker processes. By default this process's share of the CPUs, at most 8. Rewards with the
+            same number share their workers. They start with the first call, which takes about 1 s, and stop at
+            `close()` of the last reward that uses them, or at exit.
     """
 
-    __name__ = "math_accuracy"  # TRL names its metrics after it
-    score = staticmethod(score_answer)  # of one row, in a worker
+    __name__ = "math_accuracy"  # TRL's metrics get this name
+    score = staticmethod(score_answer)  # scores one row, in a worker process
 
     def __init__(self, *, timeout: float = TIMEOUT, workers: int | None = None):
         self.timeout = timeout
@@ -274,14 +311,15 @@ class MathAccuracyReward:
         self._told: set[type] = set()
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float]:
-        """Scores a batch; may be called from any thread.
+        """Scores a batch. Any thread may call it.
 
         Args:
-            completions: strings, or conversations `[{"role": "assistant", "content": ...}]`.
-            answer: the gold answers, one per completion.
-            kwargs: TRL's other columns, unused.
+            completions: [N] strings, or conversations `[{"role": "assistant", "content": ...}]`.
+            answer: [N] gold answers, in the same order.
+            kwargs: the other columns that TRL passes; unused.
+
         Returns:
-            One of 1.0, 0.0 and NaN per completion, in order.
+            [N] rewards in the same order: 1.0, 0.0 or NaN.
         """
         arguments = [
             {"completion": completion_text(completion), "gold": "" if gold is None else str(gold)}
@@ -290,26 +328,34 @@ class MathAccuracyReward:
         workers = shared_workers(self.workers, _prepare_worker, self)
         calls = call_all(workers.submit, self.score, arguments, timeout=self.timeout)
         for call in calls:
-            if call.error is not None and type(call.error) not in self._told:  # the trainer's metrics count them all
+            if call.error is not None and type(call.error) not in self._told:  # the trainer's metrics count all of them
                 self._told.add(type(call.error))
                 logger.warning(
-                    f"An answer could not be scored and is NaN: {type(call.error).__name__}, {call.error!s:.300} (gold "
-                    f"answer {call.arguments['gold']!r:.100}, completion ends in "
-                    f"{call.arguments['completion'][-100:]!r}). Further failures of this kind are not reported."
+                    f"An answer could not be scored, so its reward is NaN and its row is unscored: "
+                    f"{type(call.error).__name__}, {call.error!s:.300} (gold answer {call.arguments['gold']!r:.100}, "
+                    f"the completion ends in {call.arguments['completion'][-100:]!r}). Further failures of this type "
+                    "are not reported."
                 )
         return [call.value if call.error is None else math.nan for call in calls]
 
     def close(self) -> None:
-        """Stops the worker processes unless another reward uses them. A later call starts them again."""
+        """Stops the worker processes, unless another reward uses them. A later call starts them again."""
         shared_workers(self.workers, _prepare_worker, self).leave(self)
 
 
 def completion_text(completion: Any) -> str:
-    """The text of a completion: itself, or the content of the last message that the assistant wrote."""
+    """Returns the text of a completion.
+
+    Args:
+        completion: a string, or a list of messages.
+
+    Returns:
+        The string itself, or the text of the last message that the assistant wrote; empty if there is none.
+    """
     if isinstance(completion, str):
         return completion
     messages = [m for m in completion or [] if m.get("role", "assistant") == "assistant"]
     content = messages[-1].get("content") if messages else None
-    if isinstance(content, list):  # multi-modal parts
+    if isinstance(content, list):  # the parts of a multi-modal message
         content = "".join(part.get("text") or "" for part in content)
     return content or ""

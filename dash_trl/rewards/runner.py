@@ -1,12 +1,14 @@
-"""`RewardRunner`: reward functions that run side by side, each completion on its own, whatever fails.
+"""`RewardRunner`: runs reward functions side by side and scores each completion on its own.
+
+::
 
     RewardRunner([f, g]) ──► .rewards, which TRL calls one after another
        the first call    ──► submit: all rows of all functions ──► backends (threads, an event loop, processes, Ray)
                                           outcomes, in any order ──► Request, at their rows ──► complete groups
        each call         ──► waits for the request, returns its function's column
 
-A call ends with a score, or with the reason why there is none; it never takes another one along. All of it happens
-beside the main thread, on which alone TRL's logs are written.
+Each call ends with a score, or with an exception that explains why there is none. A call that fails affects no other
+call. Calls run beside the main thread; only TRL's logs are written on the main thread.
 """
 
 from __future__ import annotations
@@ -42,36 +44,49 @@ from dash_trl.workers import (
 )
 
 BACKENDS = ("thread", "asyncio", "process", "ray")
-BATCH_SECONDS = 1200.0  # at most for a function of TRL's form: less than the 30 minutes for which other ranks wait
+BATCH_SECONDS = 1200.0  # most for a function of TRL's form; below the 30 minutes for which other ranks wait
 ON_ERROR = ("unscore", "raise")
-Lane = tuple[str, int | None]  # functions with the same backend and limit share one
+Lane = tuple[str, int | None]  # kind of backend and limit; functions with equal ones share a backend
 
 
 class RewardRunner:
-    """Reward functions of any form (see `dash_trl.rewards.forms`), for `reward_funcs` of `DASHTrainer`.
+    """Runs reward functions of any form side by side, with time limits and retries.
+
+    Pass it as `reward_funcs` of `DASHTrainer`. `dash_trl.rewards.forms` describes the forms of functions.
+
+    Example::
 
         trainer = DASHTrainer(..., reward_funcs=RewardRunner([right, polite], timeout=20, retry_on=(ConnectionError,)))
 
-    Functions that want other settings get a runner of their own: `reward_funcs=[RewardRunner([judge], rate_limit=50),
-    RewardRunner([unit_tests], backend="process"), MathAccuracyReward()]`.
+    Functions that need different settings get different runners::
+
+        reward_funcs=[
+            RewardRunner([judge], rate_limit=50),
+            RewardRunner([unit_tests], backend="process"),
+            MathAccuracyReward(),
+        ]
 
     Args:
-        functions: reward functions; reward models (modules, or their names) are left to TRL.
-        backend: "thread" and "asyncio" are for functions that wait for others, "process" for those that compute, whose
-            worker is killed when they take too long, "ray" for a cluster. Default: coroutine functions on asyncio,
-            others on threads.
-        timeout: seconds by the clock for a completion, from the start of the call; one of TRL's form has so much for
-            each of its completions, in all 20 minutes at most, or `timeout` if that is longer.
-        max_concurrency: calls at a time, of each backend, in the whole run; processes are at most this rank's share of
-            the CPUs, and 8.
-        rate_limit: starts per second of the whole run; of threads and asyncio.
+        functions: one reward function, or a list of them. Reward models (modules, or their names) are left to TRL.
+        backend: where calls run. "thread" and "asyncio" are for functions that wait, for example for a server;
+            "process" is for functions that compute, and kills the worker of a call that takes too long; "ray" is for a
+            cluster. None: coroutine functions run on asyncio, others on threads.
+        timeout: seconds by the clock for one completion, from the start of its call. A function of TRL's form has this
+            time for each completion of its batch, but at most 20 minutes, or `timeout` if that is longer.
+        max_concurrency: number of calls at a time in the whole run, for each backend that the runner uses. Worker
+            processes are also limited to this rank's share of the CPUs, and to 8.
+        rate_limit: number of calls started per second in the whole run; for threads and asyncio only.
         retry_on: exceptions after which a call is made again, such as `(ConnectionError, TimeoutError)`.
-        retries: how often at most, after random, exponentially growing pauses.
-        on_error: "unscore": a completion that a function fails on is left out of training; "raise": it ends the run.
+        retries: number of further attempts, after random pauses that grow exponentially.
+        on_error: "unscore": if a function fails on a completion, the completion is left out of training; "raise": the
+            first failure ends the run.
+
     Attributes:
-        rewards: what TRL calls, in the order of the functions.
+        rewards: the reward functions that TRL calls, in the order of `functions`.
+
     Raises:
-        ValueError: for a function of no known form, and settings that cannot be.
+        ValueError: a function has none of the forms, a setting has no valid value, or a function does not go with the
+            backend.
     """
 
     def __init__(
@@ -102,15 +117,15 @@ class RewardRunner:
                 _check_backend(one.form, backend)
                 self.own.append(one)
             self.rewards.append(one)
-        self.team = RewardTeam(self.own)  # a trainer makes one of all the functions that it uses
-        self.ranks = 1  # processes of the run, whose limits these are
-        self._backends: dict[tuple[int, Lane], Backend] = {}  # by process: in a forked one they have no threads
+        self.team = RewardTeam(self.own)  # a trainer replaces it by one for all the functions that it uses
+        self.ranks = 1  # processes of the run, which share the limits
+        self._backends: dict[tuple[int, Lane], Backend] = {}  # by process: threads do not survive a fork
         self._closes = dict.fromkeys(one.form.close for one in self.own if one.form.close is not None)
-        self._open = dict(self._closes)  # of functions that may have been used since they were closed
-        weakref.finalize(self, _end, self._backends, self._open)  # with the runner, and at the latest with the process
+        self._open = dict(self._closes)  # for functions that may have been used since they were closed
+        weakref.finalize(self, _end, self._backends, self._open)  # at the end of the runner or of the process
 
     def close(self) -> None:
-        """Ends threads, processes, and what functions hold. A later call starts them again."""
+        """Ends threads and worker processes, and closes stateful functions. A later call starts them again."""
         _end(self._backends, self._open)
 
     def __enter__(self) -> RewardRunner:
@@ -122,11 +137,17 @@ class RewardRunner:
     # ------------------------------------------------------------------------------------------------ a batch
 
     def submit(self, rows: Sequence[Mapping[str, Any]], *, group_size: int = 1) -> Request:
-        """Starts all functions on all rows, without waiting: for use without a trainer.
+        """Starts all functions on all rows and does not wait. Use it to score completions without a trainer.
 
         Args:
-            rows: of each completion its `prompt`, `completion`, `completion_ids` and columns.
-            group_size: so many adjacent rows are completions of one prompt.
+            rows: one mapping per completion, with `prompt`, `completion`, `completion_ids` and the data set's columns.
+            group_size: number of adjacent rows that are completions of one prompt.
+
+        Returns:
+            The request, which gets the outcomes; `wait()` waits until all are there.
+
+        Raises:
+            ValueError: a function has TRL's form.
         """
         for one in self.own:
             if one.form.batch:
@@ -138,11 +159,12 @@ class RewardRunner:
     def start(
         self, request: Request, functions: Mapping[RunnerReward, int], first: int, rows: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Starts the per-sample functions among some of the runner's on some rows, without waiting.
+        """Starts per-sample functions on some rows and does not wait. Functions of TRL's form are skipped.
 
         Args:
-            request: gets the outcomes, at the rows from `first` on.
-            functions: with their numbers in the request.
+            request: gets the outcomes.
+            functions: functions of this runner → their indices in the request.
+            first: the index of the first of these adjacent rows in the request.
             rows: see `submit`.
         """
         calls: dict[Lane, list[Call]] = {}
@@ -155,7 +177,7 @@ class RewardRunner:
             for row, known in enumerate(rows, first):
                 try:
                     arguments = one.form.arguments(known)
-                except ValueError as error:  # a column that only some rows have
+                except ValueError as error:  # only some rows have the column
                     self._put(request, one.form, number, row, [error])
                     continue
                 done = partial(row_done, row)
@@ -164,9 +186,15 @@ class RewardRunner:
             self._start(lane, made)
 
     def start_batch(self, request: Request, functions: Mapping[RunnerReward, int], batch: Mapping[str, Any]) -> None:
-        """As `start`, the functions of TRL's form on the whole batch, as TRL calls them.
+        """Starts functions of TRL's form on a whole batch and does not wait. Per-sample functions are skipped.
 
-        TRL's logs belong to the main thread: what a function writes there on another one is kept until then.
+        Only the main thread may write TRL's logs. A function runs on another thread, so its calls of `log_extra` and
+        `log_metric` are recorded, and made later.
+
+        Args:
+            request: gets the outcomes.
+            functions: functions of this runner → their indices in the request.
+            batch: the arguments that TRL passes to a reward function.
         """
         rows = len(batch["completions"])
         for one, number in functions.items():
@@ -188,7 +216,7 @@ class RewardRunner:
         self._put(request, form, number, 0, [outcome] * rows)
 
     def _put(self, request: Request, form: RewardForm, number: int, first: int, outcomes: Sequence[Any]) -> None:
-        """A stateful function may look at the scores of a group once more, before it is complete."""
+        """Stores outcomes; a group that has all of them is complete, or is post-processed first."""
         for group in request.put(number, first, outcomes):
             if form.post_process is None:
                 request.complete(number, group)
@@ -217,9 +245,9 @@ class RewardRunner:
         return self.backend or ("asyncio" if form.asynchronous else "thread"), form.max_concurrency
 
     def _timeout(self, request: Request, of: int = 1) -> float:
-        """Of a call that is about so many completions; the request waits for it."""
+        """Returns the time limit of a call on `of` completions, and raises the request's patience to it."""
         timeout = min(self.timeout * of, max(self.timeout, BATCH_SECONDS))
-        most = max(ROWS_AHEAD, 1 + self.retries) * timeout  # until a task of Ray ends, or the last attempt
+        most = max(ROWS_AHEAD, 1 + self.retries) * timeout  # until a task of Ray, or the last attempt, has ended
         request.patience = max(request.patience, LAST_SECONDS + most)
         return timeout
 
@@ -243,7 +271,7 @@ class RewardRunner:
 
 
 def _end(backends: dict[tuple[int, Lane], Backend], opened: dict[Callable[[], Any], None]) -> None:
-    while backends:  # a call that is ended may start another one, on a backend that is not there yet
+    while backends:  # the end of a call may start a further call, on a new backend
         (process, _), backend = backends.popitem()
         if process == os.getpid():
             backend.close()
@@ -252,33 +280,36 @@ def _end(backends: dict[tuple[int, Lane], Backend], opened: dict[Callable[[], An
 
 
 class RewardTeam:
-    """Functions of runners that begin together; a group is complete when all of them have spoken of it.
+    """Starts the functions of several runners together.
 
-    The other functions of these runners are not called.
+    A group is complete when all functions of the team have scored it, or failed on it. Functions of these runners that
+    are not in the team are not called.
 
     Args:
-        functions: as TRL calls them with a batch. One that is there twice makes its calls once, for both.
-        ranks: processes of the run. group_size: of the batches that TRL calls the functions with.
+        functions: the functions, in the order in which TRL calls them with a batch. A function that is listed twice
+            makes each call once, for both places.
+        ranks: number of processes of the run.
+        group_size: returns the number of adjacent rows that are completions of one prompt in TRL's next batch.
     """
 
     def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1, group_size: Callable[[], int] = lambda: 1):
         self._group_size = group_size
-        self._numbers: dict[RewardRunner, dict[RunnerReward, int]] = {}  # in a request
+        self._numbers: dict[RewardRunner, dict[RunnerReward, int]] = {}  # each function's index in a request
         for number, one in enumerate(dict.fromkeys(functions)):
             self._numbers.setdefault(one.runner, {})[one] = number
         self._calls = [self._number(one) for one in functions]
         self._request: Request | None = None
-        self._completions: Any = None  # of the batch that the request is for
-        self._left: list[int] = []  # the calls that TRL has not made with it
+        self._completions: Any = None  # the completions of the request's batch
+        self._left: list[int] = []  # the functions that TRL has not yet called with this batch
         self._ranks = ranks
         self._begun: weakref.WeakSet[Request] = weakref.WeakSet()
         self.join()
 
     def join(self, group_size: int | None = None) -> None:
-        """The runners are this team's from now on; another trainer's may have used them in between.
+        """Makes the runners work for this team. Another trainer's team may have used them in between.
 
         Args:
-            group_size: of the next batch, if it is another than the team's.
+            group_size: number of adjacent rows that are completions of one prompt in the next batch. None: the team's.
         """
         for runner in self._numbers:
             runner.team, runner.ranks = self, self._ranks
@@ -286,27 +317,48 @@ class RewardTeam:
                 one.group_size = self._group_size if group_size is None else lambda: group_size
 
     def begin(self, rows: int, group_size: int) -> Request:
-        """Of so many rows, whose functions are started by `start`, and of TRL's form by the call that TRL makes."""
+        """Creates a request without starting anything.
+
+        `start` starts the per-sample functions. Functions of TRL's form start when TRL calls them.
+
+        Args:
+            rows: number of rows.
+            group_size: number of adjacent rows that are completions of one prompt.
+
+        Returns:
+            The request.
+        """
         request = Request(len(set(self._calls)), rows, group_size)
         self._begun.add(request)
         return request
 
     def cancel(self) -> None:
-        """Nobody waits for what has begun."""
+        """Cancels all requests of this team that are not complete."""
         for request in self._begun:
             if request.pending:
                 request.cancel()
 
     def start(self, request: Request, first: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Starts all per-sample functions on some rows of a request, from row `first` on, without waiting."""
+        """Starts all per-sample functions on some rows of a request and does not wait.
+
+        Args:
+            request: gets the outcomes.
+            first: the index of the first of these adjacent rows in the request.
+            rows: see `RewardRunner.submit`.
+        """
         for runner, functions in self._numbers.items():
             runner.start(request, functions, first, rows)
 
     def rewards(self, request: Request, functions: Sequence[RunnerReward], rows: Sequence[int]) -> Tensor:
-        """[rows, F] float32 of rows whose groups are complete. NaN = does not apply; a row where one failed is NaN.
+        """Reads the rewards of rows whose groups are complete.
 
         Args:
-            functions: F, the columns, in any order; each is one of the team's.
+            request: the request of these rows.
+            functions: [F] functions of the team, in the order of the columns.
+            rows: [R] indices of rows in the request.
+
+        Returns:
+            [R, F] float32. NaN = the function does not apply. If a function failed on a row, the whole row is NaN.
         """
         columns = [request.outcomes[self._number(one)] for one in functions]
         scores = [[score_of(outcomes[row]) for outcomes in columns] for row in rows]
@@ -314,15 +366,28 @@ class RewardTeam:
         return unscored(values, torch.tensor([[has_failed(one) for one in row] for row in scores]))
 
     def hand_over(self, request: Request, completions: Any) -> None:
-        """The functions that TRL calls with these completions take their outcomes from a request that has begun."""
+        """Sets the request from which the functions take their outcomes when TRL calls them with a batch.
+
+        Args:
+            request: a request that has begun.
+            completions: the completions of the batch, the same object that TRL passes.
+        """
         self._request, self._completions, self._left = request, completions, self._calls.copy()
 
     def _number(self, one: RunnerReward) -> int:
-        return self._numbers[one.runner][one.runner.own[one.number]]  # of a copy, too
+        return self._numbers[one.runner][one.runner.own[one.number]]  # `one` may be a copy
 
     def outcomes(self, one: RunnerReward, batch: Mapping[str, Any]) -> list[Any]:
-        """Of a function, when all are there. The first that TRL calls with a batch starts all of them."""
-        if one.runner.own[one.number] not in self._numbers[one.runner]:  # a trainer uses others of the runner
+        """Waits for the outcomes of a function. The first function that TRL calls with a batch starts all functions.
+
+        Args:
+            one: the function that TRL calls.
+            batch: the arguments that TRL passes.
+
+        Returns:
+            [N] outcomes: scores or exceptions; for a function of TRL's form, its only outcome N times.
+        """
+        if one.runner.own[one.number] not in self._numbers[one.runner]:  # the trainer uses others of the runner
             return RewardTeam(one.runner.own).outcomes(one, batch)
         request, number = self._request, self._number(one)
         if request is None or self._completions is not batch["completions"] or number not in self._left:
@@ -340,7 +405,7 @@ class RewardTeam:
 
 
 def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of what TRL calls a function with: of each completion, its prompt, itself and the data set's columns."""
+    """Returns the rows of a batch: for each completion its prompt, the completion and the data set's columns."""
     count = len(batch["completions"])
     columns = {name: values for name, values in batch.items() if isinstance(values, list) and len(values) == count}
     columns["completion"], columns["prompt"] = columns.pop("completions"), columns.pop("prompts")
@@ -348,7 +413,15 @@ def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def unpack(reward_funcs: Any) -> Any:
-    """The list of reward functions that TRL takes: runners give theirs, and forms unknown to TRL get a runner."""
+    """Turns `reward_funcs` into the list of reward functions that TRL takes.
+
+    Args:
+        reward_funcs: a reward function of any form, a reward model, a `RewardRunner`, or a list of these.
+
+    Returns:
+        The functions of the runners, TRL's functions and models as they are, and each function of another form in a
+        runner of its own; None for None.
+    """
     if reward_funcs is None:
         return None
     found: list[Any] = []
@@ -363,7 +436,14 @@ def unpack(reward_funcs: Any) -> Any:
 
 
 def is_reward_model(function: Any) -> bool:
-    """A module, or the name of one: TRL's, computed on the main thread."""
+    """Tells whether a reward is a model, which TRL calls on the main thread.
+
+    Args:
+        function: one of `reward_funcs`.
+
+    Returns:
+        True for a module, and for a string, which is the name of a model.
+    """
     return isinstance(function, (nn.Module, str))
 
 
@@ -374,24 +454,28 @@ def _check(backend: str | None, timeout: float, max_concurrency: int, rate_limit
     limits = {"timeout": timeout, "max_concurrency": max_concurrency, "rate_limit": rate_limit}
     for name, limit in limits.items():
         if limit is not None and not limit > 0:
-            raise ValueError(f"{name}={limit} lets no call come to its end: give more than 0.")
+            raise ValueError(f"{name}={limit} would let no call finish: it must be greater than 0.")
     if rate_limit is not None and backend in ("process", "ray"):
-        raise ValueError(f"rate_limit={rate_limit} is not kept by backend={backend!r}: leave it out, or use threads.")
+        raise ValueError(
+            f"rate_limit={rate_limit} has no effect with backend={backend!r}: leave it out, or use backend='thread'."
+        )
     if backend == "ray" and importlib.util.find_spec("ray") is None:
-        raise ValueError("backend='ray', but Ray is not installed: pip install 'dash_trl[ray]', or use processes.")
+        raise ValueError(
+            "backend='ray', but Ray is not installed: pip install 'dash_trl[ray]', or use backend='process'."
+        )
 
 
 def _check_backend(form: RewardForm, backend: str | None) -> None:
     if backend is None:
         return
     if form.asynchronous != (backend == "asyncio"):
-        is_it = "a coroutine function: it needs" if form.asynchronous else "no coroutine function, as needed for"
+        is_it = "a coroutine function, which needs" if form.asynchronous else "not a coroutine function, as needed by"
         raise ValueError(
             f"backend={backend!r}, but '{form.name}' is {is_it} backend='asyncio'. Leave backend out, or give the "
             "function a runner of its own."
         )
     if form.batch and backend in ("process", "ray"):
         raise ValueError(
-            f"backend={backend!r} takes completions one by one, but '{form.name}' has TRL's form and gets the whole "
+            f"backend={backend!r} scores completions one by one, but '{form.name}' has TRL's form and gets the whole "
             "batch. Write it per sample: reward(completion, answer, ...)."
         )

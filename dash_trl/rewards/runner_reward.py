@@ -1,4 +1,4 @@
-"""`RunnerReward`: one of a runner's functions as TRL calls it, on the main thread, with the whole batch."""
+"""`RunnerReward`: wraps a function of a `RewardRunner` for TRL, which calls it on the main thread with a batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -9,21 +9,31 @@ from dash_trl.rewards.forms import RewardForm, Score
 from dash_trl.rewards.outcomes import score_of, scored, scored_async, scored_elsewhere
 from dash_trl.workers import GivenUp
 
-LOGS = ("log_extra", "log_metric")  # TRL's, handed to reward functions; neither may be called from other threads
+LOGS = ("log_extra", "log_metric")  # TRL passes them to reward functions; only the main thread may call them
 
 
 def scores_alone(reward: Any) -> bool:
-    """Whether it scores one completion at a time, beside the trainer."""
+    """Tells whether a reward function scores one completion at a time, in a runner.
+
+    Args:
+        reward: a reward function as TRL gets it.
+
+    Returns:
+        True for a function of a runner that does not have TRL's form.
+    """
     return isinstance(reward, RunnerReward) and not reward.form.batch
 
 
 class RunnerReward(WatchedReward):
-    """Waits for the runner's outcomes of a batch and returns its column.
+    """Waits for the runner's outcomes of a batch and returns the rewards of its function.
 
     Args:
-        runner: the `RewardRunner`. number: of the function, among the runner's.
+        form: the reward function and how it is called.
+        runner: its `RewardRunner`.
+        number: the index of the function among the runner's functions.
+
     Attributes:
-        group_size: of the batches that TRL calls it with.
+        group_size: returns the number of adjacent rows that are completions of one prompt in TRL's next batch.
         score: calls a per-sample function and reads its score.
     """
 
@@ -33,12 +43,22 @@ class RunnerReward(WatchedReward):
         self.group_size: Callable[[], int] = lambda: 1
         here = scored_async if form.asynchronous else scored
         self.score = partial(scored_elsewhere if runner.backend in ("process", "ray") else here, form.function)
-        self._texts: set[str] = set()  # columns of the logged completions: once there, they are written always
+        self._texts: set[str] = set()  # columns of the logged completions; once used, a column is written every time
 
     def __call__(self, /, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:
+        """Returns the rewards of a batch and writes the function's notes to TRL's logs.
+
+        Args:
+            log_extra: TRL's function that logs a column of the completions.
+            log_metric: TRL's function that logs a number.
+            batch: the other arguments that TRL passes, with `prompts` and `completions`.
+
+        Returns:
+            One reward per row; None if the function does not apply or has failed.
+        """
         try:
             outcomes = self.runner.team.outcomes(self, batch)
-        except Exception as error:  # of what runs the calls, as a cluster that does not answer
+        except Exception as error:  # a backend failed, for example a cluster does not answer
             rewards = self._unscore(error, len(batch["completions"]))
             self.mistake = error
             return rewards
@@ -59,7 +79,7 @@ class RunnerReward(WatchedReward):
         errors = [one if isinstance(one, BaseException) else None for one in outcomes]
         values = [score_of(one) for one in outcomes]
         self.mistake, self.failure = None, ""
-        # One that was not even called tells most.
+        # A GivenUp comes first: it says why calls are no longer made at all.
         self.error = next(filter(None, sorted(errors, key=lambda error: not isinstance(error, GivenUp))), None)
         self.raised = [error is not None for error in errors]
         self.failed = [has_failed(value) for value in values]
@@ -67,11 +87,11 @@ class RunnerReward(WatchedReward):
             first = self.failed.index(True)
             error = errors[first]
             why = f"returned {values[first]}" if error is None else described(error)
-            self._warn(f"failed on {sum(self.failed)} of {len(values)} completions; on the first it {why}")
+            self._warn(f"failed on {sum(self.failed)} of {len(values)} completions; on the first of them it {why}")
         return [None if has_failed(value) else value for value in values]
 
     def _log(self, outcomes: Sequence[Score | BaseException], log_extra: Any, log_metric: Any) -> None:
-        """Numbers beside the scores as metrics, texts with the logged completions."""
+        """Logs the notes: numbers as metrics, strings as columns of the logged completions."""
         notes: list[Mapping[str, Any]] = [{} if isinstance(one, BaseException) else one.notes for one in outcomes]
         for name, value in (note for one in notes for note in one.items()):
             if isinstance(value, str):
@@ -83,11 +103,15 @@ class RunnerReward(WatchedReward):
                 log_extra(f"{self.name}/{name}", [str(one.get(name, "")) for one in notes])
 
     def _end_the_run(self) -> None:
-        """Where it has to: on all ranks, after TRL's method (see `WatchedReward.mistake`)."""
+        """Records an error that ends the run, if the function hangs or `on_error` is "raise".
+
+        The error is raised later, on all ranks (see `WatchedReward.mistake`).
+        """
         if isinstance(self.error, GivenUp):
             self.mistake = RuntimeError(
-                f"The reward function '{self.name}' hangs: {self.error}. A thread cannot be ended. Give the function a "
-                "time limit of its own, or run it in processes, which can: RewardRunner(..., backend='process')."
+                f"The reward function '{self.name}' hangs: {self.error}. A hanging thread cannot be ended. Give the "
+                "function a time limit of its own, or run it in worker processes, which are killed when they take too "
+                "long: RewardRunner(..., backend='process')."
             )
         elif self.runner.on_error == "raise" and any(self.failed):
             self.mistake = RuntimeError(f"The reward function '{self.name}' {self.failure} (on_error='raise').")

@@ -1,21 +1,29 @@
-r"""One spelling for answers, and their parts: text only, no mathematics.
+r"""Brings answers to one spelling and splits them into parts. This module reads text and does no mathematics.
 
-For single answers, whose length `answers.py` limits; `to_latex` alone meets longer text, and is linear in it.
+The functions here are for single answers, whose length `answers.py` limits. Only `to_latex` also gets longer text, and
+takes time linear in its length.
 """
 
 import re
 import unicodedata
 
-MIN_WORD_LETTERS = 4  # a bare run of letters this long with a vowel is a word, a shorter one may be a product like xyz
+MIN_WORD_LETTERS = 4  # of a word, which also has a vowel; a shorter run of letters may be a product such as xyz
 
 # ------------------------------------------------------------------------------------------- one spelling for answers
 
 
 def normalize_answer(answer: str) -> str:
-    r"""An answer in the spelling that math-verify reads.
+    r"""Brings an answer to the spelling that math-verify reads.
 
-    Unicode becomes LaTeX (see `to_latex`), 1e3 `1 \times 10^{3}`, pi `\pi`, percent `\%`; dollars that delimit a
-    formula, bold print, a full stop and an "=" in front go; numbers and "or" leave their \text{...}.
+    - Unicode becomes LaTeX (see `to_latex`), 1e3 becomes ``1 \times 10^{3}``, pi ``\pi`` and percent ``\%``.
+    - Dollars that delimit a formula, bold print, a full stop at the end and an "=" at the start are removed.
+    - Numbers and "or" are taken out of ``\text{...}``.
+
+    Args:
+        answer: the text of an answer.
+
+    Returns:
+        The same answer in LaTeX.
     """
     answer = re.sub(r"(?<!\\)\$|\*\*", "", to_latex(answer))
     if re.search("[a-zA-Z]", answer):
@@ -23,16 +31,24 @@ def normalize_answer(answer: str) -> str:
             answer = pattern.sub(spelling, answer)
     answer = answer.lstrip("= \t\n")
     bare = answer.rstrip(".,;: \t\n")
-    return answer[: len(bare) + 1].strip() if bare.endswith("\\") else bare.strip()  # of `5\,` the comma is no stop
+    return answer[: len(bare) + 1].strip() if bare.endswith("\\") else bare.strip()  # the comma of `5\,` is LaTeX
 
 
 def to_latex(text: str) -> str:
-    r"""Unicode's mathematics as LaTeX: ½ → \frac{1}{2}, √2 → \sqrt{2}, x² → x^{2}, 90° → 90^\circ, fullwidth ５ → 5."""
+    r"""Writes Unicode's mathematical characters as LaTeX.
+
+    Args:
+        text: any text, also a long one.
+
+    Returns:
+        The text with ``\frac{1}{2}`` for ½, ``\sqrt{2}`` for √2, ``x^{2}`` for x², ``90^\circ`` for 90° and 5 for the
+        fullwidth ５.
+    """
     if text.isascii():
         return text
     text = re.sub(r"[\u00b2\u00b3\u00b9\u2070\u2071\u2074-\u207f]+", lambda run: f"^{{{_plain(run[0])}}}", text)
     text = re.sub(r"[\u2080-\u208e\u2090-\u209c]+", lambda run: f"_{{{_plain(run[0])}}}", text)
-    text = re.sub(r"(?![0-9])\d", lambda digit: str(int(digit[0])), text)  # of any script
+    text = re.sub(r"(?![0-9])\d", lambda digit: str(int(digit[0])), text)  # digits of other scripts
     text = _plain(text.translate(_SYMBOLS))
     return _ROOT.sub(lambda root: f"{_ROOTS[root[1]]}{{{root[2]}}}" if root[2] else _ROOTS[root[1]], text)
 
@@ -75,7 +91,7 @@ _SPELLINGS = [
         (rf"{_TEXT}\s*{_PERCENT}\s*\}}|(?<![a-zA-Z\\]){_PERCENT}(?![a-zA-Z])", r"\\%"),
         (r"(?<![a-zA-Z\\])(alpha|beta|gamma|delta|theta|lambda|mu|pi|sigma|phi|omega)(?![a-zA-Z])", r"\\\1 "),
         (r"\\?\bsqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        # math-verify takes the c of \frac1c for a unit
+        # math-verify would read the c of \frac1c as a unit
         (r"\\[dt]?frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])", r"\\frac{\1}{\2}"),
         (r"\\(?:lor|vee)(?![a-zA-Z])", " or "),
     )
@@ -83,7 +99,14 @@ _SPELLINGS = [
 
 
 def squeeze(answer: str) -> str:
-    r"""Without spacing, `\left`, `\right` and the size of a fraction, which never change a value."""
+    r"""Removes what never changes a value: spaces, ``\left`` and ``\right``, and the size of a fraction.
+
+    Args:
+        answer: in the spelling of `normalize_answer`.
+
+    Returns:
+        The answer, with one space left between two words or numbers, and ``\frac`` for ``\dfrac`` and ``\tfrac``.
+    """
     answer = re.sub(r"\\(?:left|right)(?![a-zA-Z])|(?<!\\)\\[ ,;!]", "", answer)
     answer = re.sub(r"\\[dt]frac(?![a-zA-Z])", r"\\frac", answer)
     return re.sub(r" (?![a-zA-Z0-9])|(?<![a-zA-Z0-9]) ", "", " ".join(answer.split()))
@@ -93,12 +116,26 @@ def squeeze(answer: str) -> str:
 
 
 def split_list(answer: str) -> list[str]:
-    r"""The members of "1, 2 or 3", outside brackets; thousands stay together."""
+    r"""Splits a list such as "1, 2 or 3" into its members.
+
+    Args:
+        answer: in the spelling of `normalize_answer`.
+
+    Returns:
+        The members. Separators within brackets and the commas of thousands do not split.
+    """
     return _split(answer, _LIST)
 
 
 def split_chain(answer: str) -> list[str]:
-    r"""The members of `x = 2 + 3 = 5` and `\pi \approx 3.14`, outside brackets."""
+    r"""Splits a chain of equations such as ``x = 2 + 3 = 5`` or ``\pi \approx 3.14`` into its members.
+
+    Args:
+        answer: in the spelling of `normalize_answer`.
+
+    Returns:
+        The members that are not empty. Signs within brackets do not split.
+    """
     return [member for member in _split(answer, _CHAIN) if member]
 
 
@@ -114,9 +151,14 @@ def _split(answer: str, separators: re.Pattern[str]) -> list[str]:
 
 
 def split_units(answer: str) -> tuple[str, set[str]]:
-    r"""(answer without units, its units): `5\text{ kilometers}` → ("5", {"km"}), `25 cm^2` → ("25", {"cm^2"}).
+    r"""Separates an answer from its units.
 
-    Words that are no unit known here are removed, too ("72 apples"), and count for nothing.
+    Args:
+        answer: in the spelling of `normalize_answer`.
+
+    Returns:
+        The answer without units, and the set of its units: ("5", {"km"}) for ``5\text{ kilometers}``, ("25", {"cm^2"})
+        for ``25 cm^2``. Words that are not in `UNITS` are removed, too, and not in the set ("72 apples").
     """
     members = [_split_unit(member) for member in split_list(answer)]
     without = ", ".join(value for value, _ in members) if any(unit is not None for _, unit in members) else answer
@@ -124,7 +166,7 @@ def split_units(answer: str) -> tuple[str, set[str]]:
 
 
 def _split_unit(answer: str) -> tuple[str, str | None]:
-    """(value, unit); the unit is "" where it is unknown and None where there is none."""
+    """Returns (value, unit) of one member; the unit is "" if it is not in `UNITS`, and None if there is none."""
     currency = _CURRENCY.match(answer)
     if currency:
         value = _split_unit(answer[currency.end() :])[0]
@@ -138,7 +180,7 @@ def _split_unit(answer: str) -> tuple[str, str | None]:
         power = _POWERS[words.pop(0)]
     name = UNITS.get(" ".join(words), "")
     if found.re is _BARE_UNIT:
-        is_letter = len(found["unit"]) == 1 and found["unit"].isalpha()  # 3x + 2h is no number of hours
+        is_letter = len(found["unit"]) == 1 and found["unit"].isalpha()  # the h of 3x + 2h does not mean hours
         if is_letter and not re.fullmatch(r"[-+\d.,/ ]+", found["value"]) or not name and not all(map(_is_word, words)):
             return answer, None
     return found["value"].strip(), f"{name}^{power}" if name and power else name
@@ -207,16 +249,28 @@ _NUMBER_WORDS = set("hundred thousand million billion trillion dozen half halves
 
 
 def normalize_text(text: str) -> str:
-    r"""One spelling for answers in words: `\text{(C)}.` → "c", `$\textbf{No  solution}$` → "no solution"."""
+    r"""Brings an answer in words to one spelling.
+
+    Args:
+        text: an answer.
+
+    Returns:
+        Its words in lower case, without LaTeX: "c" for ``\text{(C)}.``, "no solution" for ``$\textbf{No  solution}$``.
+    """
     text = re.sub(r"\\[ ,;!]|[$*~]", " ", re.sub(rf"{_TEXT}|[{{}}]", "", text))
     text = " ".join(text.split()).rstrip(". ")
     return re.sub(r"^\( ?([^()]*?) ?\)$", r"\1", text).casefold()
 
 
 def is_text_answer(gold: str) -> bool:
-    r"""Whether a gold answer is words, to be compared as text: \text{Evelyn}, No solution, \text{(C)}.
+    r"""Tells whether a gold answer is made of words, so that it is compared as text.
 
-    Not xy (a product), x (a variable, or the choice X: `score_answer` tries both), 5\text{ cm} (a number).
+    Args:
+        gold: a gold answer, as `gold_text` returns it.
+
+    Returns:
+        True for ``\text{Evelyn}``, ``No solution`` and ``\text{(C)}``. False for ``xy`` (a product), ``x`` (a variable
+        or the choice X: `score_answer` tries both) and ``5\text{ cm}`` (a number).
     """
     words = normalize_text(gold)
     is_wrapped = not re.sub(rf"{_TEXT}[^{{}}]*\}}|[ ,;$]", "", gold)
@@ -225,13 +279,29 @@ def is_text_answer(gold: str) -> bool:
 
 
 def same_words(one: str, other: str) -> bool:
-    """Whether two answers are the same words, in any order of a list."""
+    """Tells whether two answers have the same words; the members of a list may be in any order.
+
+    Args:
+        one: an answer.
+        other: another answer.
+
+    Returns:
+        True if they are equal after `normalize_text`.
+    """
     one, other = normalize_text(one), normalize_text(other)
     return sorted(split_list(one)) == sorted(split_list(other))
 
 
 def same_text(one: str, other: str) -> bool:
-    """Whether two answers are spelled alike, in any order of a list, and say something."""
+    """Tells whether two answers have the same spelling; the members of a list may be in any order.
+
+    Args:
+        one: an answer, in the spelling of `normalize_answer`.
+        other: another answer, in the same spelling.
+
+    Returns:
+        True if they are equal after `squeeze` and have at least one letter or digit.
+    """
     one, other = squeeze(one), squeeze(other)
     return sorted(split_list(one)) == sorted(split_list(other)) and any(char.isalnum() for char in one)
 

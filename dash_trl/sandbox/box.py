@@ -268,8 +268,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             else:
                 raise SandboxError(
                     f"programs cannot be confined on this machine: {causes}. Use a machine that allows user namespaces "
-                    "or whose kernel has Landlock (5.13 or newer); see docs/rewards.md. For programs that you trust "
-                    "there is isolation='rlimits', which protects no files."
+                    "or whose kernel has Landlock (5.13 or newer); see docs/reference/rewards.md. For programs that you "
+                    "trust there is isolation='rlimits', which protects no files."
                 )
             if causes:
                 _warn(self._starter.kind, json.dumps(causes))
@@ -415,5 +415,6 @@ def _warn(kind: str, causes: str) -> None:
     """Warn that the best kind of isolation is not available."""
     logger.warning(
         f"Programs are confined by {kind}, because this machine supports nothing better ({causes}). This limits or "
-        f"protects: {', '.join(PROTECTS[kind])}. See docs/rewards.md, or use a machine that allows user namespaces."
+        f"protects: {', '.join(PROTECTS[kind])}. See docs/reference/rewards.md, or use a machine that allows user "
+        "namespaces."
     )

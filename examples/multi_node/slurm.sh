@@ -5,7 +5,7 @@
 #   MODEL=Qwen/Qwen2.5-1.5B-Instruct SERVER_NODES=2 sbatch --nodes 6 examples/multi_node/slurm.sh …
 #
 # Submit it from the project's root, in the environment where dash_trl is installed, in a folder that all nodes share. The
-# arguments are a training script and its flags. docs/several_nodes.md explains networks, ports and failures.
+# arguments are a training script and its flags. docs/howto/several-nodes.md explains networks, ports and failures.
 #SBATCH --job-name=dash
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -7,7 +7,7 @@
 
 Samples responses, cuts them at episode boundaries, and completes every prefix K times: the mean reward is the truth.
 What it will cost is said first. Writes OUTPUT_DIR/value_quality.json and .png, and all samples: the same command goes
-on where an interrupted one was, and with other values it samples nothing that is there. docs/process_rewards.md has
+on where an interrupted one was, and with other values it samples nothing that is there. docs/concepts/credit.md has
 the rest.
 
     problems ──► responses ──► boundaries ──► K completions of each, rewarded ──► truth ──────┐
