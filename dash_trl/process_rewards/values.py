@@ -150,8 +150,8 @@ class AnswerLogProbValue:
             thought is open at the boundary, ``"</think>\\n"`` comes before it. A thought is open if the last tag in
             prompt and completion is `<think>`. A prefix that ends within a tag is cut before the tag. A force prompt of
             your own is used unchanged at every boundary; models with other tags for thoughts need one.
-        closing: text after the answer that is scored, too, such as "}" or "<|im_end|>". With it, the answer "4" does
-            not profit from a policy that would write "42".
+        closing: text after the answer that is scored, too, such as ``"}"`` or ``"<|im_end|>"``. With it, the answer "4"
+            does not profit from a policy that would write "42".
         space: "log", or "probability" for exp(V), the geometric mean of the tokens' probabilities.
         max_tokens_per_pass: budget of one model pass. It counts all tokens, prompts included, and 32 for each scored
             token. A tree that is larger gets a pass of its own.

@@ -115,7 +115,7 @@ def interval(groups: Tensor, figure: Callable[[Tensor], Tensor]) -> tuple[float,
 
 
 def student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t, by the Cornish-Fisher expansion (A&S 26.7.5); within 0.5 % from 6 degrees on."""
+    """The 97.5 % quantile of Student's t by the Cornish-Fisher expansion (A&S 26.7.5), within 0.5 % from 6 on."""
     z = NormalDist().inv_cdf(0.975)
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     return z + first / degrees + second / degrees**2
