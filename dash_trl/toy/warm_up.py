@@ -64,7 +64,7 @@ class WarmUp:
 
 CONTEXT = 2048  # has room for problems of other datasets, which this tokenizer encodes byte by byte
 INITIALIZER_RANGE = 0.08  # with the usual 0.02, a model this narrow needs twice the steps to learn the sums
-# Fits texts of about 50 tokens. The usual 10,000 leaves most frequencies unused, and the sums took twice as long to learn.
+# Fits texts of about 50 tokens. The usual 10,000 leaves most frequencies unused: learning the sums took twice as long.
 ROPE_THETA = 100.0
 
 
