@@ -1,18 +1,22 @@
-"""What `async_level` buys: a real vLLM server on one core, the trainer on another, long-tailed lengths.
+"""Measures the gain of `async_level`: a real vLLM server on one core, the trainer on another, long-tailed lengths.
 
     python benchmarks/async_overlap.py --json async_overlap.json          # ~4 minutes on 2 cores
 
-The server samples windows of 16 groups of 8 completions, whose lengths are lognormal (a group's is the same in every
-run; the longest is 6 times the median); the trainer learns from all of their rows. On a machine where one takes much
-longer than the other, `--iterations` makes training longer: the gain is largest where they are equal. Runs
-with k = 0, 1, 2 take turns; a window's seconds are those between two ends of windows, medians after the first k + 2
-windows. From the run with k = 0, where stages follow each other: `generation`: that the trainer waits for a window's
-rollouts; `weights`: that a weight sync takes; `training`: the rest of the window. `max_stage`: the longer of generation
-and of the trainer's own share, training and weights, to which the sum would shrink if all overlapped;
-`over_limit`: k = 1 over it.
+The server samples windows of 16 groups of 8 completions with lognormal lengths. The longest is 6 times the median, and
+a group has the same lengths in every run. The trainer learns from all rows. The gain is largest if sampling and
+training take equally long. On a machine where sampling takes much longer, `--iterations` makes training longer.
 
-TRL's experimental AsyncGRPOTrainer is not beside it: it takes FlashAttention 3 kernels from the hub, and sends weights
-by NCCL only, neither of which a CPU has.
+Runs with k = 0, 1, 2 alternate. The seconds of a window are those between the ends of two windows: medians, without the
+first k + 2 windows. The other figures come from the run with k = 0, where the stages follow each other:
+
+- `generation`: time for which the trainer waits for the rollouts of a window.
+- `weights`: time of a weight sync.
+- `training`: the rest of the window.
+- `max_stage`: the larger of `generation` and `training` + `weights`: what a window takes if everything overlaps.
+- `over_limit`: the time with k = 1 over `max_stage`.
+
+TRL's experimental AsyncGRPOTrainer is not compared: it takes FlashAttention 3 kernels from the hub and sends weights
+only by NCCL, and a CPU has neither.
 """
 
 import math

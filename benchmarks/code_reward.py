@@ -1,14 +1,14 @@
-"""The code reward on MBPP+: does each solution pass its tests, and no other's; solutions per second.
+"""Checks the code reward on MBPP+ and measures its speed: each solution must pass its own tests and no others.
 
     python benchmarks/code_reward.py --json code_reward.json          # about 4 minutes on 2 cores
 
-Each of the 378 solutions is scored by its own tests, and by the next problem's, under the name that these call. Beside
-it what the sandbox costs: the time for a program of one line and one test, against starting Python twice, as a sandbox
-without a waiting process would; and the CPU time of the solutions themselves.
+Each of the 378 solutions is scored by its own tests, and by the tests of the next problem, under the function name that
+these call. The benchmark also measures what the sandbox costs: the time for a program of one line with one test,
+compared with starting Python twice, as a sandbox without a waiting process would do; and the CPU time of the solutions.
 
-Programs that return a constant or their first argument earn nothing: each is scored by every problem's tests, and by
-the comparison of the hub's MBPP+ over the same inputs. `constant_passes` counts those that pass although the solution
-returns another value for some input.
+Programs that return a constant or their first argument must earn nothing. Each is scored by the tests of every problem,
+and by the comparison of the hub's MBPP+ over the same inputs. `constant_passes` counts those that pass although the
+solution returns another value for some input.
 """
 
 import ast

@@ -1,11 +1,11 @@
-"""A task whose errors are confident: chains as of the toy task, by a model that is sure where it is wrong.
+"""A task with confident errors: the chains of the toy task, with a model that is sure when it is wrong.
 
-    python benchmarks/confident.py          # makes the model, and checks that it is so; ~2 minutes on 2 cores
+    python benchmarks/confident.py          # makes the model and checks this property; ~2 minutes on 2 cores
 
-Each step is written in one of two equally likely forms, `7+5=12` or `7+5:12`. For seven of the 18 operations, as +5,
-one of them always leads to one wrong number, at p ≈ 1, and the other to the right one. So neither the log-probs nor the
-entropies of a line tell a wrong one from a right one, and a value that is made of them has nothing to go by. What the
-policy has to learn is which form of which operation to avoid.
+Each step is written in one of two equally likely forms, `7+5=12` or `7+5:12`. For seven of the 18 operations, such as
++5, one form always leads to one wrong number with p ≈ 1, and the other form to the right number. So neither log-probs
+nor entropies tell a wrong line from a right one, and a value that is made of them has no information. The policy has to
+learn which form of which operation to avoid.
 """
 
 import hashlib

@@ -1,32 +1,35 @@
-"""Does credit per episode learn faster? Outcome only against estimators and values on long chains of small sums.
+"""Tests whether credit per episode learns faster than the outcome alone, on long chains of small sums.
 
     python benchmarks/credit_learning.py --runs slips.jsonl --json slips.json                          # ~60 minutes
     python benchmarks/credit_learning.py --runs confident.jsonl --json confident.json --task confident  # ~150 minutes
     python benchmarks/credit_learning.py --runs forced.jsonl --methods "centered_return, forced answer"
 
-Chains of 7 to 9 numbers, a model warmed up on them, 128 rows in groups of 8 per step. Two tasks: *slips*, errors that
-are unlikely tokens, and *confident* ones (`confident.py`). Two more, of which only pilots were run (`credit_tasks.py`):
-*unsolved*, where most groups fail at first, and *padded*, where any line may come again. Each method has a learning
-rate of its own, of three the one with the best mean final accuracy with two other seeds, on problems that are not
-reported. Then every method runs with the task's seeds (the same problems in the same order); at six points the sampled
-accuracy on 256 held-out problems is measured. Mean and 95 % interval (Student's t over seeds) against samples and
-seconds, those of the process's CPU, in which other processes do not count; they include V, not the measuring. The
-intervals of the gains hold together, for all methods (Bonferroni); of "unsolved" and "padded", for all but the method
-that the task names first. The comparison of that one is fixed beforehand: the gain of the curve in accuracy
-("unsolved"), and the tokens at the end ("padded").
+A problem is a chain of 7 to 9 numbers. The model is warmed up on such chains; a step has 128 rows in groups of 8. There
+are two tasks: *slips*, whose errors are unlikely tokens, and *confident* errors (`confident.py`). For two more tasks
+(`credit_tasks.py`) only pilots were run: *unsolved*, where most groups fail at first, and *padded*, where any line may
+be repeated.
 
-`paired_gain`, `paired_gain_of_curve`: accuracy at the end, and its mean over the curve, minus outcome-only's of the
-same seed. `samples_ratio`: samples until the mean curve reaches outcome-only's final accuracy, relative to the whole
-run; null if it never does; with the 95 % interval of a bootstrap over seeds, in which "never" is infinite. Entropy (per
-token) and the share of responses with "Wait" are those of the windows that are trained on.
+Each method has its own learning rate: of three rates, the one with the best mean final accuracy with two other seeds,
+on problems that are not reported. Then every method runs with the seeds of the task, so with the same problems in the
+same order. At six points the sampled accuracy on 256 held-out problems is measured. The figures are means with 95 %
+intervals (Student's t over seeds) against samples and seconds. Seconds are CPU seconds of the process, so other
+processes do not count. They include V, but not the measuring. The intervals of the gains hold together for all methods
+(Bonferroni). For "unsolved" and "padded", the method that the task names first is not part of this correction: its
+comparison is fixed beforehand, as the gain of the curve in accuracy ("unsolved") or the tokens at the end ("padded").
 
-Values: `OutcomeValue` unless the name says otherwise; "true V" puts the truth of the *untrained* model in its place,
-which the model leaves as it learns. Controls: "shuffled" permutes the outcomes within their groups before the fit, so
-that a gain comes from something else than what V knows; "Σ log p" is no fit at all; "without own tokens" values a
-prefix by what came before its last episode, so that no token is paid for its own log-prob.
+- `paired_gain`: accuracy at the end, minus that of outcome-only with the same seed.
+- `paired_gain_of_curve`: the same for the mean accuracy over the curve.
+- `samples_ratio`: number of samples until the mean curve reaches outcome-only's final accuracy, relative to the whole
+  run; null if it never does. Its 95 % interval is a bootstrap over seeds, in which "never" is infinite.
+- Entropy (per token) and the share of responses with "Wait" are those of the windows that are trained on.
 
-With `--runs`, each run is written there as it ends, and one that is there is not made again: a study may be
-interrupted, or shared by processes with other `--seeds`.
+The value is `OutcomeValue` unless the method's name says otherwise. With "true V" it is the truth of the *untrained*
+model, which becomes wrong as the model learns. There are controls: "shuffled" permutes the outcomes within their groups
+before the fit, so a gain cannot come from what V knows. "Σ log p" is not fitted. "without own tokens" values a prefix
+without its last episode, so no token is paid for its own log-prob.
+
+With `--runs`, each run is written to the file when it ends, and runs in the file are not repeated. So a study may be
+interrupted, or shared by processes with different `--seeds`.
 """
 
 import json

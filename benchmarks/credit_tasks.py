@@ -1,4 +1,4 @@
-"""The tasks of `credit_learning.py`, the truths that stand in for V there, and its methods."""
+"""Tasks, methods and true values for `credit_learning.py`."""
 
 import math
 import random

@@ -1,15 +1,15 @@
-"""Which weight of an anchored V leaves the least noise in the gradient? By simulation, on a task whose truth is known.
+"""Simulates which weight of an anchored V leaves the least noise in the gradient, on a task with known truth.
 
     python benchmarks/credit_variance.py --json credit_variance.json          # ~3 minutes on one core
 
-A response is 6 to 8 lines and an answer; each line has an operation and one of two forms, equally likely. For 7 of 18
-operations one form leads to a wrong answer. What is learned is a number per operation, so that the gradient has 18
-entries. V at each line is 0.25, and `gain` times what the truth there differs from the truth at the beginning, and
-noise. A window is 16 groups of 8; what V is worth comes from the 8 windows before, as in a run (`worth.Watch`).
+A response has 6 to 8 lines and an answer. Each line has an operation and one of two equally likely forms. For 7 of 18
+operations, one form leads to a wrong answer. The policy has one parameter per operation, so the gradient has 18
+entries. V at a line is 0.25, plus `gain` times the change of the truth since the beginning, plus noise. A window has 16
+groups of 8. The worth of V is measured on the previous 8 windows, as in a run (`worth.Watch`).
 
-The figure is |E g|² / tr Var(g) over the windows, by `centered_return`: of two estimators of one gradient, the one with
-the larger figure needs fewer rows. "r²" is the weight of earlier versions: the squared correlation of V and outcome,
-beside a full weight of the outcome. "slope, silent" pays nothing in groups whose outcomes are alike.
+The figure is |E g|² / tr Var(g) over the windows, for `centered_return`. Of two estimators of the same gradient, the
+one with the larger figure needs fewer rows. "r²" is the weight of earlier versions: the squared correlation of V and
+outcome, beside a full weight of the outcome. "slope, silent" pays nothing in groups whose outcomes are all the same.
 """
 
 from typing import Any

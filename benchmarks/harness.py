@@ -1,6 +1,6 @@
-"""What the benchmarks share: the command line, trainers, clocks, memory, a server beside the trainer, intervals.
+"""Shared by the benchmarks: the command line, trainers, clocks, memory, a server beside the trainer, and intervals.
 
-A benchmark imports it before transformers, which reads the environment that is set here.
+Import it before transformers, which reads environment variables that are set here.
 """
 
 import argparse

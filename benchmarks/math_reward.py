@@ -1,13 +1,13 @@
-r"""Does the accuracy reward read the gold answers of GSM8K and MATH-500 in every form, and how fast is it?
+r"""Checks that the accuracy reward reads the gold answers of GSM8K and MATH-500 in every form, and measures its speed.
 
     python benchmarks/math_reward.py --json math_reward.json        # ~12 s on 2 cores
 
-Every gold answer X (7,473 + 1,319 + 500) is put into completions of every form in `FORMS` and scored against itself,
-which must give 1, and in some of them against a different gold answer of another problem, which must give 0. Most forms
-leave the same text, which needs no math-verify; in "equation" it has to read and compare. Two golds are different if
-`canonical` differs, which shares no code with the reward or with math-verify.
+Every gold answer (7,473 + 1,319 + 500) is put into completions of every form in `FORMS`. Scored against itself it must
+give 1. In some forms it is also scored against a different gold answer of another problem, which must give 0. In most
+forms both sides are the same text, which needs no math-verify; in the form "equation", math-verify has to read and
+compare. Two gold answers are different if `canonical` differs; it shares no code with the reward or with math-verify.
 
-Then the cases that the tests hold (`tests/math_cases.py`), by topic: what is right, wrong and unscored.
+Then it scores the cases of the tests (`tests/math_cases.py`) by topic: right, wrong and unscored.
 """
 
 import json

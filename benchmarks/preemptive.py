@@ -1,13 +1,13 @@
-"""End to end: the paper's GRPO baseline, which samples in every micro-step, against DASH, which samples once per step.
+"""Compares the paper's GRPO baseline, which samples in every micro-step, with DASH, which samples once per step.
 
     python benchmarks/preemptive.py --json preemptive.json          # ~5 minutes on 2 cores
 
-Both train the toy arithmetic model at 8 rows per micro-step, with 16 and 32 accumulation steps and identical
-settings otherwise. The baseline is TRL's GRPOTrainer with `steps_per_generation=1`: by default TRL samples once per
-optimizer step, as DASH does, so the table has that row, too; and one with a token budget, as large as TRL's largest
-micro-batch of 8 padded rows, in place of 8 rows. Sampling is transformers' `generate` (no vLLM), every completion runs
-to its end or to 64 tokens. `ms/token` is the time of one decoding step of a whole batch: where it grows with the batch,
-the machine computes to capacity and larger batches gain no more. Medians of the counted optimizer steps after one that
+Both train the toy model with 8 rows per micro-step and 16 or 32 accumulation steps; the other settings are identical.
+The baseline is TRL's GRPOTrainer with `steps_per_generation=1`. By default TRL samples once per optimizer step, as DASH
+does, so the table has that row, too. Another row replaces the 8 rows by a token budget as large as TRL's largest
+micro-batch of 8 padded rows. Sampling is by transformers' `generate` (no vLLM), and every completion runs to its end or
+to 64 tokens. `ms/token` is the time of one decoding step of a whole batch. If it grows with the batch, the machine is
+at capacity and larger batches gain nothing more. The figures are medians of the counted optimizer steps, after one that
 is not counted.
 """
 

@@ -1,17 +1,21 @@
-"""One optimizer step of a real shape, Qwen2.5-0.5B with random weights: TRL's GRPOTrainer against DASHTrainer.
+"""Compares one optimizer step of TRL's GRPOTrainer and DASHTrainer for Qwen2.5-0.5B's shape with random weights.
 
     python benchmarks/qwen.py --json qwen.json                # on a CPU: 8 rows of ≤ 256 tokens, float32; ~12 minutes
     python benchmarks/qwen.py --shares 0.75 --steps 1         # a part of it
     python benchmarks/qwen.py --shares 0 --steps 1 --prompt_tokens 512    # groups of 4 that share a few-shot prompt
 
-On a GPU: the paper's batch (256 rows of ≤ 2,048 tokens, two to a pass), bfloat16 with FlashAttention where it is
-installed.
+On a GPU it takes the paper's batch (256 rows of ≤ 2,048 tokens, two per pass), in bfloat16, with FlashAttention if that
+is installed.
 
-Completions and rewards are scripted, so that no step samples: hidden size 896, 24 layers, 14 heads, 2 of keys and
-values, vocabulary 151,936. Each trainer is a process of its own. `trl_s`, `dash_s`: the medians of its counted steps;
-`trl_gb`, `dash_gb`: memory at its highest during these beyond the weights (resident on a CPU, allocated on a GPU).
-`rel_param_diff`: the largest difference of a parameter after one step of SGD without clipping, relative to the largest
-update, on a CPU in float32. With `--prompt_tokens` one group makes a pass, and `plain` is DASH without sharing.
+Completions and rewards are scripted, so no step samples. The model has hidden size 896, 24 layers, 14 heads, 2
+key-value heads and a vocabulary of 151,936. Each trainer runs in its own process.
+
+- `trl_s`, `dash_s`: medians of the counted steps.
+- `trl_gb`, `dash_gb`: peak memory in these steps beyond the weights (resident on a CPU, allocated on a GPU).
+- `rel_param_diff`: the largest difference of a parameter after one step of SGD without clipping, relative to the
+  largest update, on a CPU in float32.
+
+With `--prompt_tokens`, one group makes a pass, and `plain` is DASH without shared prompts.
 """
 
 from concurrent.futures import ProcessPoolExecutor

@@ -1,22 +1,27 @@
-"""What is left of the waiting for slow rewards: the experiment of the asynchronous reward agent, at 1/100 of its scale.
+"""Measures how much waiting for slow rewards remains: the experiment of the asynchronous reward agent at 1/100 scale.
 
     python benchmarks/reward_overlap.py --json reward_overlap.json                 # ~2 minutes on 2 cores
     python benchmarks/reward_overlap.py --accuracy --json reward_accuracy.json     # + accuracy, 3 seeds: ~15 minutes
 
-Each completion's reward takes 10 to 400 ms, drawn uniformly and the same in every run (in the experiment, 1 to 40 s,
-GSM8K, 8 H20). The toy model; 8 groups of 4 completions, all rewards at once. In one run, in turn:
+The reward of a completion takes 10 to 400 ms, drawn uniformly and the same in every run. (In the original experiment it
+is 1 to 40 s, with GSM8K on 8 H20.) The toy model samples 8 groups of 4 completions, and all rewards run at once. In one
+run, these strategies alternate:
 
     baseline     the update waits for all rewards
-    pipeline     `reward_pipeline`: it begins on the groups that are scored
+    pipeline     `reward_pipeline`: the update begins with the groups that are scored
     one_step     `async_level=1`: the next window is sampled while the rewards of this one are awaited
-    both         and both with `loss_type="decoupled_ppo"`
+    both         the last two together, with `loss_type="decoupled_ppo"`
 
-First with generation in process, then ("server") with a real vLLM server on one core and the trainer on the other.
-Seconds per window are medians. From the baseline: `generation`, `training` (the rest), `rewards` (what is waited for).
-`bound`: max(generation + training, rewards) in process, max(generation, training, rewards) with a server. `reduction` =
-(baseline − both) / baseline; `hidden_share` = (baseline − both) / (baseline − bound), above 1 where the rewards of two
-windows are on their way at once, which the bound leaves out. `accuracy`: on held-out problems
-after as many samples with each strategy; rewards take no time there, which changes no update.
+First the trainer's process samples; then ("server") a real vLLM server on one core, with the trainer on the other.
+Seconds per window are medians. The parts come from the baseline: `generation`, `rewards` (waiting for rewards), and
+`training` (the rest).
+
+- `bound`: max(generation + training, rewards) in process, max(generation, training, rewards) with a server.
+- `reduction`: (baseline − both) / baseline.
+- `hidden_share`: (baseline − both) / (baseline − bound). It exceeds 1 if the rewards of two windows run at the same
+  time, which the bound does not consider.
+- `accuracy`: on held-out problems, after the same number of samples with each strategy. Rewards take no time there,
+  which changes no update.
 """
 
 import hashlib

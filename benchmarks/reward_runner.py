@@ -1,11 +1,13 @@
-"""What the reward runner costs: scores per second of a function that takes no time, by each backend, and one alone.
+"""Measures the cost of the reward runner: scores per second of a function that takes no time, with each backend.
 
     python benchmarks/reward_runner.py --json reward_runner.json          # ~1 minute on 2 cores
 
-`per_second`: 100,000 scores in one batch, groups of 8. `latency_ms`: the median of 100 single ones, workers warm.
-`memory_mb`: by which the process has grown from the first batch to the fifth, its peak resident set; it counts what a
-batch itself holds only where the first was smaller. `waiting`: 2,000 scores that each wait for 0.1 s, at 256 at a time:
-seconds over 0.1 s × 2,000 / 256, which is the least.
+- `per_second`: 100,000 scores in one batch, groups of 8.
+- `latency_ms`: the median of 100 single scores with started workers.
+- `memory_mb`: growth of the process's peak resident set from the first batch to the fifth. The memory of a batch itself
+  counts only if the first batch was smaller.
+- `waiting`: 2,000 scores that each wait 0.1 s, 256 at a time: the seconds over the possible minimum of
+  0.1 s × 2,000 / 256.
 """
 
 import asyncio

@@ -1,16 +1,17 @@
-"""Sampling through real vLLM servers: what a preemptive batch gains, what the pool costs, how long a weight sync takes.
+"""Measures sampling from real vLLM servers: gain of a preemptive batch, overhead of the pool, time of a weight sync.
 
     python benchmarks/sampling.py --json sampling.json          # ~6 minutes on 2 cores
 
-One server with the toy model (0.5 M parameters), 64 tokens per completion, float32 on a CPU.
+One server has the toy model (0.5 M parameters); completions have 64 tokens; all in float32 on a CPU.
 
-- `preemptive_ratio_N`: completions per second of one batch of N rows over those of 8 rows at a time (a micro-step's),
-  both through the pool, by turns; median of 5 rounds.
-- `overhead`: wall time of a batch of 256 in the pool over the server's own time for it, the mean latency of its
-  requests by /metrics: all rows are sampled side by side from the first token to the last. `bare_overhead`: the same of
-  a bare client by turns with it, which sends these requests at once and reads the bytes of the answers.
-- `sync_…`: a weight sync by file (gather, checksum, write, load, verify) for 1 M and 50 M parameters, over the time of
-  copying a file of as many bytes.
+- `preemptive_ratio_N`: completions per second of one batch of N rows, relative to batches of 8 rows (a micro-step).
+  Both go through the pool and alternate; median of 5 rounds.
+- `overhead`: time of a batch of 256 in the pool over the server's own time. The latter is the mean latency of the
+  requests by /metrics, since all rows are sampled together from the first token to the last.
+- `bare_overhead`: the same for a bare client, which alternates with the pool. It sends these requests at once and reads
+  the bytes of the answers.
+- `sync_…`: time of a weight sync by file (gather, checksum, write, load, verify) for 1 M and 50 M parameters, over the
+  time of copying a file of the same size.
 """
 
 import asyncio

@@ -1,16 +1,16 @@
-"""What DASH does beside the model passes: seconds and memory against the number of rows and of ranks.
+"""Measures the work of DASH beside model passes: seconds and memory by the number of rows and of ranks.
 
     python benchmarks/scaling.py --json scaling.json        # about two minutes
 
-Filter and pack: a rank filters its own rows, then plans the passes of all ranks. Half of the rows survive; 32
-micro-steps; the row budget, a token budget, and the padded layout.
+**Filter and pack.** A rank filters its own rows and then plans the passes of all ranks. Half of the rows survive; there
+are 32 micro-steps. It is measured with a row budget, with a token budget, and in the padded layout.
 
-The whole way: from the sampled rows of a rank (1,024 columns, about 300 tokens, 7 values each) by process rewards,
-filter and plan to the inputs of every pass (32 rows per micro-step, 8,192 tokens per pass). Memory is what a stage
-takes at its peak beyond what was there before it.
+**The whole way.** From the sampled rows of a rank (1,024 columns, about 300 tokens, 7 values each) through process
+rewards, filter and plan to the inputs of every pass (32 rows per micro-step, 8,192 tokens per pass). Memory is the peak
+of a stage beyond what was allocated before.
 
-Of all ranks: what each rank computes for the rows of all, 1,024 of each rank, half of which survive. Gathered tables
-are simulated, the functions are the trainer's. The other stages of the whole way concern a rank's own rows.
+**All ranks.** What each rank computes for the rows of all ranks: 1,024 rows per rank, half of which survive. Gathered
+tables are simulated; the functions are the trainer's. The other stages of the whole way concern a rank's own rows.
 """
 
 import time

@@ -1,9 +1,9 @@
 """The pure parts of `signal_sampling.py`: when a run reaches its target, paired ratios, and the simulation.
 
-The simulation is that of `simulate_async.py` (64 groups of 8 responses in a window, lognormal lengths, 4 servers of 64
-seats) with the rounds of dynamic sampling: `DynamicSampling` says how large a round is, `places_in_window` which groups
-are trained on. A group is constant with a fixed probability. Training a full window takes half the time in which the
-servers generate one alone, and less where fewer groups are kept.
+The simulation is that of `simulate_async.py` (windows of 64 groups of 8 responses, lognormal lengths, 4 servers with 64
+seats) with the rounds of dynamic sampling. `DynamicSampling` decides the size of a round, and `places_in_window` the
+groups that are trained on. A group is constant with a fixed probability. Training a full window takes half of the time
+in which the servers alone generate one, and less if fewer groups are kept.
 """
 
 import math

@@ -1,36 +1,37 @@
-"""Does it pay to sample where there is signal? Time to a target: plain DASH, refill, skip, both.
+"""Tests whether it pays to sample where there is signal: the time to a target for plain DASH, refill, skip and both.
 
     python benchmarks/signal_sampling.py --runs benchmarks/signal_runs.jsonl --json signal.json
     python benchmarks/signal_sampling.py --simulate --json simulation.json          # no model; 2 minutes
 
-The toy model and its arithmetic, with three kinds of problems. *learned*: chains of 3 to 5 numbers in which the
-model slips, as in the demo; a first number above 4 is what such a problem is known by. *solved*: chains with another
-first number, for which the warm-up had no slips: the model solves them nearly always from the start. *unsolved*: sums
-of numbers above 30, of which it knows none. Tasks:
+The toy model works on three kinds of problems. *learned*: chains of 3 to 5 numbers in which the model slips, as in the
+demo; their first number is above 4. *solved*: chains with another first number, for which the warm-up had no slips, so
+the model solves nearly all of them from the beginning. *unsolved*: sums of numbers above 30, of which the model knows
+none. The tasks:
 
-    mixed     32 problems of each kind: two thirds of the groups are constant at the start
-    even      96 learned ones: a sixth of the groups are
+    mixed     32 problems of each kind: two thirds of the groups are constant at the beginning
+    even      96 learned problems: a sixth of the groups are constant at the beginning
 
-A step has 16 groups of 4. An epoch is 6 steps of plain DASH, so that a run has several: only a prompt that was sampled
-before can be passed over.
+A step has 16 groups of 4. An epoch has 6 steps of plain DASH, so that a run has several epochs: only a prompt that was
+sampled before can be skipped.
 
-Variants: plain DASH; refill, `max_num_gen_batches=4`; skip, `max_skipped_epochs=3`; both. Each has a learning rate of
-its own, of `LEARNING_RATES` the one with the least CPU seconds to the target with `TUNING_SEEDS`, on problems that are
-not reported. The rate is constant: a schedule would depend on when a run ends. Then all variants run with the same
-`SEEDS`: the same problems in the same order. Every `EVERY` optimizer steps the sampled accuracy is measured on held-out
-problems of those kinds that can be solved, always with the same random numbers. A run ends when it reaches the task's
-target, or after `MAX_STEPS`.
+The variants are plain DASH; refill, `max_num_gen_batches=4`; skip, `max_skipped_epochs=3`; and both. Each variant has
+its own learning rate: of `LEARNING_RATES`, the one that needs the fewest CPU seconds to the target with `TUNING_SEEDS`,
+on problems that are not reported. The rate is constant, since a schedule would depend on the end of a run. Then all
+variants run with the same `SEEDS`, so with the same problems in the same order. Every `EVERY` optimizer steps, the
+sampled accuracy is measured on held-out problems of the kinds that can be solved, always with the same random numbers.
+A run ends when it reaches the target of the task, or after `MAX_STEPS`.
 
-Cost of the target, interpolated between the two measurements around it: seconds of the process's CPU on one thread
-(`cpu_seconds`; other processes do not count in it), seconds on the clock, optimizer steps, and sampled completions.
-Measuring costs nothing here. Skip is judged by samples and seconds, refill by optimizer steps and seconds. Medians;
-ratios of the sums over seeds to plain DASH's with 95 % intervals of a bootstrap over pairs of runs.
+The cost of the target is interpolated between the two measurements around it: CPU seconds of the process on one thread
+(`cpu_seconds`, without other processes), seconds on the clock, optimizer steps, and sampled completions. The time of
+measuring does not count. Skip is judged by samples and seconds, refill by optimizer steps and seconds. The figures are
+medians, and ratios to plain DASH of the sums over seeds, with 95 % intervals of a bootstrap over pairs of runs.
 
-The constants below were chosen by some 18 pilot runs with `TUNING_SEEDS` and committed before the first run with
-`SEEDS` that is reported. Groups of 4 were chosen after pilots of all variants: with groups of 8, plain DASH needs fewer
-than 3 epochs, and skip hardly acts. So a gain of skip holds for runs of several epochs. With `--runs`, each run is
-written there as it ends, and one that is there is not made again: a study may be cut off at any time, or shared by
-processes with other `--seeds`.
+The constants below were chosen by about 18 pilot runs with `TUNING_SEEDS` and committed before the first reported run
+with `SEEDS`. Groups of 4 were chosen after pilots of all variants: with groups of 8, plain DASH needs fewer than 3
+epochs, and skip has hardly any effect. So a gain of skip holds for runs of several epochs.
+
+With `--runs`, each run is written to the file when it ends, and runs in the file are not repeated. So a study may be
+interrupted at any time, or shared by processes with different `--seeds`.
 """
 
 import json

@@ -1,33 +1,35 @@
-"""What it buys that sampling runs ahead, and where: a simulation that drives the trainer's own state machines.
+"""Simulates what sampling ahead gains, and where. The simulation drives the trainer's own state machines.
 
     python benchmarks/simulate_async.py --json simulate_async.json --plot docs/async.png         # a minute, on one core
 
-`RunAhead` says which windows are submitted, `Backlog` and `Fleet` which job goes to which server; only trainer, servers
-and time are simulated, by events:
+`RunAhead` decides which windows are submitted; `Backlog` and `Fleet` decide which job goes to which server. Only the
+trainer, the servers and time are simulated, by events:
 
-- A window is 64 groups of 8 responses, a group one request. Lengths in tokens are lognormal, median 500, σ 0.8, half of
-  the variance between prompts, and cut at 4,096; they are the same for every k.
-- A server writes one token of each running response in a decoding step of 10 ms × (1 + running / 128): Qwen2.5-7B reads
-  15 GB of weights in each, and for each response 57 kB × 2,000 tokens of KV cache, so that 132 of them double it. It
-  runs as many at once as it has seats, and is given as many; what has no seat (a group larger than that) waits there.
+- A window has 64 groups of 8 responses; a group is one request. Lengths in tokens are lognormal with median 500 and
+  σ 0.8, cut at 4,096. Half of the variance lies between prompts. The lengths are the same for every k.
+- A server writes one token of each running response per decoding step. A step takes 10 ms × (1 + running / 128):
+  Qwen2.5-7B reads 15 GB of weights in a step, and for each response 57 kB × 2,000 tokens of KV cache, so 132 responses
+  double it. A server runs as many responses at once as it has seats, and gets as many. Responses without a seat (of a
+  group that is larger than the number of seats) wait there.
 - A *stage* is the mean time in which these servers generate a window alone, k = 0. Training a window takes as long, or
-  half of it. New weights are sent before each window, while trainer and servers stand still for a share of a stage.
+  half as long. New weights are sent before each window; trainer and servers stand still meanwhile, for a share of a
+  stage.
 
-The tables say the time per window, in stages, over the middle 20 of 32 windows, beside the bound: the longer stage and
-the sending; the file has it in seconds, beside the shares of the time in which the trainer does not train
-(`trainer_idle`) and a server has no response running (`servers_idle`), and of the seats that are taken
-(`seats_filled`).
-Differences of 0.02 are those between 20 windows and others.
+The tables show the time per window in stages, over the middle 20 of 32 windows, and the bound: the longer stage plus
+the sending. The file has seconds, and the share of the time in which the trainer does not train (`trainer_idle`), the
+share in which a server has no running response (`servers_idle`), and the share of the seats that are taken
+(`seats_filled`). Differences of 0.02 also occur between different sets of 20 windows.
 
-1. 1 to 64 servers of 1 to 1,024 seats.
-2. What sending weights costs.
-3. Windows of the groups that are finished first, whatever window they were submitted for, which favours the short ones:
-   by how much those in the first 1, 8, 32 windows are shorter than all, and how many groups are older than k permits
-   (mean of 8 seeds). Such a run goes on submitting to its end, and loses what is not finished then.
-4. More responses in flight than seats. A group counts whole until its longest response ends, so that a server that is
-   given no more than it can seat has free seats which nobody may take.
-5. How many servers: one of 64 seats and a trainer take P seconds per window, of which training takes T. By the rule
-   P / T servers keep up with the trainer. In seconds, with so many and k = 1, 2; and what it takes with twice as many.
+1. 1 to 64 servers with 1 to 1,024 seats.
+2. The cost of sending weights.
+3. Windows made of the groups that are finished first, whatever window they were submitted for. This favours short
+   groups: the table shows by how much those in the first 1, 8, 32 windows are shorter than all, and how many groups are
+   older than k permits (mean of 8 seeds). Such a run keeps submitting to its end, and loses what is not finished then.
+4. More responses in flight than seats. A group counts as a whole until its longest response ends. So a server that gets
+   no more than its seats has free seats which nobody may take.
+5. The number of servers: with one server of 64 seats, a window takes P seconds, of which training takes T. By the rule
+   P / T, that many servers keep up with the trainer. The table shows seconds for this number of servers and k = 1, 2,
+   and for twice as many.
 """
 
 import heapq

@@ -1,24 +1,29 @@
-"""What staleness costs each loss: the toy task with rollouts of exactly k windows ago, and no servers.
+"""Measures what staleness costs each loss, on the toy task with rollouts that are exactly k windows old; no servers.
 
     python benchmarks/staleness_learning.py --json staleness_learning.json          # ~16 minutes on 2 cores
-    python benchmarks/staleness_learning.py --seeds 2 --levels 8 --rates 6e-4       # a look, 3 minutes
+    python benchmarks/staleness_learning.py --seeds 2 --levels 8 --rates 6e-4       # a quick look, 3 minutes
 
-Before each window the policy's weights are copied; a second model samples the window with the copy of k windows ago (of
-the first weights in the first k windows) and reports the log-probs μ that it sampled with. A window is one optimizer
-step, so that a rollout is exactly k steps old. With the same seed all losses and all k have the same problems in the
-same order, the same first weights and the same random numbers in sampling. The losses (docs/concepts/staleness.md):
+Before each window the policy's weights are copied. A second model samples the window with the copy of k windows ago (in
+the first k windows, with the first weights) and reports the log-probs μ that it sampled with. A window is one optimizer
+step, so a rollout is exactly k steps old. With the same seed, all losses and all k have the same problems in the same
+order, the same first weights and the same random numbers for sampling. The losses (docs/concepts/staleness.md):
 
-    dapo             TRL's default without a correction: what k weights ago wrote counts as written by these
+    dapo             TRL's default without correction: tokens of older weights count as those of the current weights
     sequence_mask    dapo with TRL's default correction: sequences with Π π_prox/μ > 3 are left out
-    ppo              dapo with μ as the old log-probs, PPO's clip at 0.2 around the sampler: AReaL's "naive PPO"
+    ppo              dapo with μ as the old log-probs, so PPO's clip at 0.2 is around the sampler: AReaL's "naive PPO"
     decoupled_ppo, aipo, aipo_detached
 
-At k = 0 all of them have dapo's gradient, so that dapo alone is run there, for all.
-`accuracy` is sampled, at temperature 1, after the last step: 256 held-out problems, 4 completions each. `change`: minus
-the accuracy at k = 0 with the same seed. Means and 95 % intervals (Student's t over seeds). `clipped`: the share of the
-survivors' tokens that the loss truncates or masks (`off_policy/clipped_share`; ppo: TRL's clip ratio, of all tokens);
-`kl`: `off_policy/kl`; means over the steps. Learning rates decay to 0, as in the toy run: 6e-4, with which k = 0
-still learns about as well, and, with the largest k only, the toy run's own.
+At k = 0 all losses have the gradient of dapo, so only dapo is run there. The figures are means with 95 % intervals
+(Student's t over seeds):
+
+- `accuracy`: sampled at temperature 1 after the last step, on 256 held-out problems with 4 completions each.
+- `change`: accuracy minus the accuracy at k = 0 with the same seed.
+- `clipped`: share of the survivors' tokens that the loss truncates or masks (`off_policy/clipped_share`; for ppo, TRL's
+  clip ratio over all tokens), mean over the steps.
+- `kl`: `off_policy/kl`, mean over the steps.
+
+Learning rates decay to 0, as in the toy run. The rate is 6e-4, with which k = 0 still learns about as well; with the
+largest k, the rate of the toy run is used, too.
 """
 
 import multiprocessing

@@ -1,22 +1,25 @@
-"""What it buys that rows of several turns go on by themselves: tools of long-tailed times, a real vLLM server.
+"""Measures the gain if rows of several turns proceed independently, with long-tailed tool times and a real vLLM server.
 
     python benchmarks/tool_overlap.py --json tool_overlap.json          # ~6 minutes on 2 cores
 
-A window is 8 groups of 8 rows. A row has 1 to 5 turns, 3 on average; a turn is lognormal in tokens, and ends with the
-call of a tool, but for the last. A tool sleeps for a lognormal time, whose median is a share of the time that the
-server takes for a median turn while all rows run. Turns and times are drawn for each row and turn, and the same for
-both ways, which sample each window in turn:
+A window has 8 groups of 8 rows. A row has 1 to 5 turns, 3 on average. The length of a turn is lognormal in tokens.
+Every turn except the last ends with a tool call. A tool sleeps for a lognormal time; its median is a share of the time
+that the server takes for a median turn while all rows run. Turns and times are drawn for each row and turn. They are
+the same for both ways, which alternate:
 
     by row       `TurnsOnServers`: each row asks the server again as soon as its own tool has answered
-    rounds       `Rounds`: all rows that wait sample together, then their tools run side by side
+    rounds       `Rounds`: all rows that wait sample together, then their tools run concurrently
 
-The toy model writes the tokens, and its random text takes the way of real turns: it is parsed, then the call is
-put in its place, and the answer is rendered by the chat template of Qwen2.5. The server has one core, all else another.
+The toy model writes the tokens, and its random text is treated like real turns: it is parsed, then replaced by the
+call, and the answer is rendered by the chat template of Qwen2.5. The server has one core, everything else has another.
 Nothing is trained. Seconds per window are those of `time/generate`, medians.
 
-`bound`: a simulation of the same rows, in which only tools and the server's decoding steps take time, each step as long
-as on this server before, by the number of responses that run: requests, prefills and the chat template are free.
-`rounds_bound`: likewise. `gain`: rounds over by row. `of_bound`: `bound` over by row.
+- `bound`: a simulation of the same rows in which only tools and the server's decoding steps take time. A step takes as
+  long as measured on this server for the number of running responses. Requests, prefills and the chat template are
+  free.
+- `rounds_bound`: the same for rounds.
+- `gain`: the time of rounds over that of by row.
+- `of_bound`: `bound` over the time of by row.
 """
 
 import heapq

@@ -1,8 +1,9 @@
-"""The demo's learning: the toy model before and after, for 3 seeds, with DASH and with TRL's own trainer.
+"""Measures what the demo learns: the toy model before and after, for 3 seeds, with DASH and with TRL's own trainer.
 
     python benchmarks/toy.py --json toy.json          # ~10 minutes on 2 cores
 
-Accuracy on 256 held-out problems; sampled: two completions each at temperature 1. `after` and `seconds` are DASH's.
+Accuracy is on 256 held-out problems; the sampled one is of two completions each at temperature 1. `after` and `seconds`
+are those of DASH.
 """
 
 from typing import Any

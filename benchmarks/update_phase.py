@@ -1,18 +1,18 @@
-"""The update phase of TRL's GRPOTrainer and of DASHTrainer on the same completions and rewards.
+"""Compares the update phase of TRL's GRPOTrainer and of DASHTrainer on the same completions and rewards.
 
     python benchmarks/update_phase.py --json update_phase.json            # ~10 minutes on one core
 
-Rollouts are scripted (`rollout_func`), so that only scoring, packing, passes and the optimizer are timed. Each share of
-constant groups and each beta gets three counted steps of each trainer, in turn, after one that is not counted. `limit`
-is the ratio of tokens: those that TRL processes, padding included, to the real ones of the survivors. Attention costs
-more than linearly in the padded length, so the limit can be exceeded. `rel_param_diff` is the largest parameter
-difference after one step of SGD (learning rate 1, no clipping), relative to the largest update.
+Rollouts are scripted (`rollout_func`), so only scoring, packing, passes and the optimizer are timed. For each share of
+constant groups and each beta, the trainers alternate; each makes three counted steps after one that is not counted.
+`limit` is a ratio of tokens: those that TRL processes, with padding, over the survivors' real tokens. The gain may
+exceed it, since the cost of attention grows faster than the padded length. `rel_param_diff` is the largest difference
+of a parameter after one step of SGD (learning rate 1, no clipping), relative to the largest update.
 
     python benchmarks/update_phase.py --prompts 32 256 768                # ~10 minutes more
 
-Groups of 8 whose prompts have so many tokens: shared (`share_prompts=True`) against `plain` packing and TRL, in turn,
-on 1 thread, all rows with signal. `tokens` and `flops` are the ratios of plain packing to shared prompts, by counting:
-sharing saves neither the attention of a completion to its prompt nor the LM head.
+Here groups of 8 have prompts with this many tokens. Shared prompts (`share_prompts=True`) are compared with `plain`
+packing and TRL, alternating, on 1 thread, with signal in all rows. `tokens` and `flops` are the ratios of plain packing
+to shared prompts, by counting: sharing saves neither the attention of a completion to its prompt nor the LM head.
 """
 
 import math

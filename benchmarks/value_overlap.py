@@ -1,15 +1,17 @@
-"""How much of V(prefix) is hidden: found as each group comes, or when all of them are there. A real vLLM server.
+"""Measures how much time of V(prefix) is hidden if it is computed while a real vLLM server samples.
 
     python benchmarks/value_overlap.py --json value_overlap.json          # ~6 minutes on 2 cores
 
-A window is 16 groups of 4 completions of lognormal lengths, which the toy model writes past its end tokens, with
-an episode every 16 tokens. The trainer's model (`AnswerLogProbValue`), or the server (`ServerValue`), gives the
-log-prob of the answer at each boundary. Windows take both ways in turn, with the same lengths; nothing is learned
-(learning rate 0). The server has one core, the trainer another. Seconds of a window, medians:
+Values are computed either as each group arrives, or after all groups are there. A window has 16 groups of 4 completions
+with lognormal lengths, which the toy model writes past its end tokens, and an episode every 16 tokens. Either the
+trainer's model (`AnswerLogProbValue`) or the server (`ServerValue`) gives the log-prob of the answer at each boundary.
+The two ways alternate, with the same lengths. Nothing is learned (learning rate 0). The server has one core, the
+trainer another. Seconds of a window, medians:
 
-    sample   `time/generate`. values   `time/values`, as the trainer waits for them.
-    hidden   of the seconds that the values take afterwards, the share by which sampling and values together are shorter
-             where they begin early.
+    sample   `time/generate`
+    values   `time/values`, for which the trainer waits
+    hidden   the seconds by which sampling and values together are shorter if values begin early, as a share of the
+             seconds that the values take afterwards
 """
 
 import math

@@ -1,13 +1,15 @@
-"""Is V(prefix) worth anything? Against Monte Carlo success on the toy tasks, where truth is cheap.
+"""Measures how well V(prefix) predicts success, against Monte Carlo estimates on the toy tasks, where truth is cheap.
 
     python benchmarks/value_quality.py --json value_quality.json                       # 2 to 4 minutes on one core
     python benchmarks/value_quality.py --task confident --json confident.json        # a model sure of its errors
 
-What `python examples/value_quality` measures, for more values: 4 responses of each of 64 problems (of 32 longer ones
-of the second task), cut at their lines; from every boundary K = 32 completions are sampled with the model itself, and
-their share of right answers is the truth. The figures are of the inner boundaries.
-The rows: the boundary's number (the rival); force prompts; `OutcomeValue` by the number of rollouts, of other problems,
-that it is fitted to; and, with all of these, by the numbers that it is fitted with; last, what a perfect V would reach.
+It measures the same as `python examples/value_quality`, for more values. 4 responses of each of 64 problems (in the
+second task, 32 longer ones) are cut at their lines. From every boundary the model itself samples K = 32 completions,
+and their share of right answers is the truth. The figures are those of the inner boundaries.
+
+The rows of the table are the boundary's number (the baseline); force prompts; `OutcomeValue` fitted to different
+numbers of rollouts of other problems; `OutcomeValue` fitted to all of these with different features; and what a perfect
+V would reach.
 """
 
 import logging

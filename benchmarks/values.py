@@ -1,10 +1,11 @@
-"""V(prefix) at N boundaries of a response: one pass per prefix (naive), tree-packed, and one plain pass to compare.
+"""Compares ways to compute V(prefix) at N boundaries: a pass per prefix (naive) and a tree pass; also a plain pass.
 
     python benchmarks/values.py --json values.json          # ~2 minutes on 2 cores
 
-Qwen2 with hidden 256 and 6 layers, fp32, 2 threads; one response of L tokens, 12 tokens of force prompt and answer per
-boundary, of which the last 4 are scored. All sides compute logits at scored positions only (the plain pass at as many).
-Best of 5, in turn. `ratio` = naive / tree, `forwards` = tree / plain, `max_error` = largest |tree − naive| of V.
+The model is a Qwen2 with hidden size 256 and 6 layers, fp32, 2 threads. One response has L tokens, and each boundary 12
+tokens of force prompt and answer, of which the last 4 are scored. Logits are computed at scored positions only (in the
+plain pass, at as many). Times are the best of 5, alternating. `ratio` = naive / tree, `forwards` = tree / plain,
+`max_error` = the largest |tree − naive| of V.
 """
 
 import random

@@ -1,14 +1,18 @@
-"""Weights to a vLLM server, only what changed against all of them, after real AdamW steps of Qwen2.5-0.5B's shape.
+"""Compares sending only changed weights to a vLLM server with sending all, after AdamW steps of Qwen2.5-0.5B's shape.
 
     python benchmarks/weight_difference.py --json weight_difference.json          # ~15 minutes on 2 cores, 12 GB
 
-Random weights, float32 in the trainer and bfloat16 on one server of this machine; the loss is that of `ROWS` random
-sequences, other ones in each step. Medians of the steps after the first one, by learning rate:
+Weights are random, in float32 in the trainer and in bfloat16 on one server of this machine. The loss is that of `ROWS`
+random sequences, new ones in each step. Figures are medians of the steps after the first one, by learning rate:
 
-- `share`: of the bfloat16 values, those that a step has changed. `bytes`: of the difference; `whole_bytes`: of all.
-- `make_s`: comparing and packing, with the checksum. `load_s`: until the server holds the weights and has reported its
-  checksum; of this `send_s` is the way of the bytes alone, and `checksum_s` the report alone.
-- `write_s`, `read_s`: the same for all weights by a file on the local disk. `http_s`: for all of them over HTTP.
+- `share`: share of the bfloat16 values that a step has changed.
+- `bytes`: size of the difference.
+- `whole_bytes`: size of all weights.
+- `make_s`: seconds of comparing and packing, with the checksum.
+- `load_s`: seconds until the server has the weights and has reported its checksum. `send_s` of these are the transfer
+  of the bytes, and `checksum_s` the report.
+- `write_s`, `read_s`: the same for all weights by a file on the local disk.
+- `http_s`: the same for all weights over HTTP.
 """
 
 import tempfile

@@ -1,11 +1,11 @@
-"""Where what was made once is kept."""
+"""The folder for cached files."""
 
 import os
 from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/dash_trl` or `~/.cache/dash_trl`."""
+    """Returns `$XDG_CACHE_HOME/dash_trl`, or `~/.cache/dash_trl` if the variable is not set."""
     configured = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path there is invalid and to be ignored.
+    # By the XDG specification, a relative path is invalid and must be ignored.
     return (Path(configured) if os.path.isabs(configured) else Path.home() / ".cache") / "dash_trl"

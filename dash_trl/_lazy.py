@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used (PEP 562), so that a light room stays light."""
+"""Imports the names of a package when they are first used (PEP 562), so that importing the package stays cheap."""
 
 import ast
 import sys
@@ -9,9 +9,12 @@ from typing import Any
 
 
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package, from the imports below its `if TYPE_CHECKING:`.
+    """Returns `__getattr__`, `__dir__` and `__all__` of a package, from the imports under its `if TYPE_CHECKING:`.
 
-    Type checkers and readers see ordinary imports, and no name is listed twice.
+    Type checkers and readers see ordinary imports, and no name is written twice.
+
+    Args:
+        package: its `__name__`.
     """
     module = sys.modules[package]
     tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
@@ -23,7 +26,7 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], l
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(homes[name]), name)
-        setattr(module, name, value)  # found at once the next time
+        setattr(module, name, value)  # so that `__getattr__` is not called again for it
         return value
 
     return get, lambda: sorted({*vars(module), *homes}), sorted(homes)

@@ -1,13 +1,13 @@
 """Train, sample and measure with one command; `python -m dash_trl` is the same.
 
-    dash_trl doctor                              what works on this machine, and what does not
-    dash_trl train                               examples/train_math.py; without flags a tiny model, offline
-    dash_trl sft                                 examples/sft.py
-    dash_trl serve MODEL --servers 2             python -m dash_trl.serve
-    dash_trl eval MODEL                          python -m dash_trl.evaluation
+    dash_trl doctor shows what works on this machine
+    dash_trl train runs examples/train_math.py; without flags a tiny model, offline
+    dash_trl sft runs examples/sft.py
+    dash_trl serve MODEL --servers 2 runs python -m dash_trl.serve
+    dash_trl eval MODEL runs python -m dash_trl.evaluation
 
-`dash_trl COMMAND --help` lists the flags of a command. `train` and `sft` are launched by accelerate and take, beside
-their own flags, --accelerate_config (ddp, zero2, zero3, zero3_offload, fsdp2, single_process, cpu, or a file),
+`dash_trl COMMAND --help` lists the flags of a command. accelerate launches `train` and `sft`. Beside their own flags
+they take --accelerate_config (ddp, zero2, zero3, zero3_offload, fsdp2, single_process, cpu, or a file),
 --num_processes, --gpu_ids, --num_machines, --machine_rank, --main_process_ip and --main_process_port.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 SCRIPTS = {"train": "train_math.py", "sft": "sft.py"}
-# Flags of `accelerate launch`. No script has one of the same name; all other flags are the script's.
+# Flags for `accelerate launch`; no script has a flag of the same name. All other flags go to the script.
 LAUNCH = ("num_processes", "gpu_ids", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="dash_trl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("command", choices=[*SCRIPTS, "serve", "eval", "doctor"])
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the command")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the command")
     arguments = parser.parse_args(argv)
     command, flags = arguments.command, arguments.flags
     if command in SCRIPTS:
@@ -47,18 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch(script: str, flags: Sequence[str]) -> None:
-    """`accelerate launch` of a script of examples/, in processes of its own; ends this one if it fails."""
+    """Runs a script of examples/ by `accelerate launch`, in new processes; ends this process if it fails."""
     from accelerate.commands.launch import launch_command, launch_command_parser
 
-    # --quiet: the script's own error comes last, not the launcher's.
+    # With --quiet, the last error shown is that of the script and not that of the launcher.
     launch_command(launch_command_parser().parse_args(["--quiet", *launch_arguments(script, flags)]))
 
 
 def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:
-    """What follows `accelerate launch`: its own flags, the script, the script's flags.
+    """Returns the arguments of `accelerate launch`: its own flags, the script, and the script's flags.
 
+    Args:
+        script: file name in examples/.
+        flags: flags of both, in any order.
     Raises:
-        ValueError: for a configuration of accelerate that does not exist.
+        ValueError: if the configuration of accelerate does not exist.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--accelerate_config")
@@ -76,7 +79,7 @@ def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:
 
 
 def accelerate_config(config: str) -> str:
-    """The path of a file, or of one of accelerate_configs/ by its name."""
+    """Returns the path of a configuration, given as a file or as a name in accelerate_configs/."""
     folder = files("accelerate_configs")
     for path in (Path(config), folder / f"{config}.yaml"):
         if path.is_file():
@@ -86,6 +89,6 @@ def accelerate_config(config: str) -> str:
 
 
 def files(folder: str) -> Path:
-    """A folder of the project: within the package where it was installed from a wheel, else beside it."""
+    """Returns a folder of the project, which lies within an installed package, or beside the package in its source."""
     carried = PACKAGE / folder
     return carried if carried.is_dir() else PACKAGE.parent / folder

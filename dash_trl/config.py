@@ -101,8 +101,8 @@ class DASHConfig(GRPOConfig):
             The number of generation windows that servers may sample ahead of training. Window n is trained on rollouts
             of the weights with which window n − `async_level` began, or of newer ones. A value above 0 needs servers
             and a loss for older rollouts (`"aipo"`, `"decoupled_ppo"`); see docs/howto/async.md. `0`: a window is
-            sampled when training needs it. `1` without servers: this process samples the next window while it waits for the
-            rewards of a `RewardRunner`.
+            sampled when training needs it. `1` without servers: this process samples the next window while it waits
+            for the rewards of a `RewardRunner`.
         max_num_gen_batches (`int`, defaults to `1`):
             Dynamic sampling (DAPO; the option has verl's name). While a window has fewer groups with signal than a
             generation batch has groups, more prompts are sampled, until this number of generation batches is reached.

@@ -1,28 +1,42 @@
-r"""Math and programming problems as TRL wants them: data sets with the columns that training reads, and no others.
+r"""Loads math and programming problems for TRL, as data sets with exactly the columns that training reads::
 
     hub name | file | directory | save_to_disk  ──► datasets.Dataset ──► problem, answer columns ──► prompt, answer
                                                                     └──► problem, tests columns ──► prompt, tests, …
-                                                     completion=True ──► and the solution by a human, as `completion`
+                                                     completion=True ──► and the human solution, as `completion`
 
-The layouts that are recognised (column names in any case):
+The following layouts are recognised. Upper and lower case of column names do not matter.
 
-| data set | problem | answer | solution |
-|---|---|---|---|
-| GSM8K (arXiv:2110.14168) | `question` | `answer`, what follows `####`, without thousands separators | `answer` |
-| MATH (arXiv:2103.03874), MATH-500, AIME | `problem` | `answer`, else the last \boxed{} of `solution` | `solution` |
-| OlympiadBench (arXiv:2402.14008) | `question` | `final_answer`, a list | `solution`, the first of a list |
-| ready-made | `prompt`, a string or a conversation, kept as it is | as of MATH | `completion`, kept as it is |
+=======================================  ==========================  ==============================  ===================
+data set                                 problem                     answer                          solution
+=======================================  ==========================  ==============================  ===================
+GSM8K (arXiv:2110.14168)                 `question`                  `answer`: what follows `####`,  `answer`
+                                                                     without thousands separators
+MATH (arXiv:2103.03874), MATH-500, AIME `problem` `answer`, else the last `solution`
+                                                                     ``\boxed{}`` of `solution`
+OlympiadBench (arXiv:2402.14008) `question` `final_answer`, a list `solution`, the
+                                                                                                     first of a list
+ready-made `prompt`, a string or a as in MATH `completion`,
+                                         conversation, unchanged unchanged
+=======================================  ==========================  ==============================  ===================
 
-| data set | problem | tests | solution |
-|---|---|---|---|
-| MBPP (arXiv:2108.07732), MBPP+ | `text` or `prompt`, with the first assert | `test` or `test_list`, scripts | `code` |
-| HumanEval (arXiv:2107.03374), HumanEval+ | `prompt`, a program's start | `test`, a `check` | `canonical_solution` |
-| APPS (arXiv:2105.09938), TACO | `question` | `input_output`, JSON: inputs, outputs, `fn_name` | |
-| CodeContests (arXiv:2203.07814) | `description` | `public_tests`, `private_tests`, `generated_tests` | |
-| ready-made | `prompt`, kept as it is | `tests`, scripts, or `inputs` and `outputs` | `completion`, kept as it is |
+========================================  =======================  ===============================  ====================
+data set                                  problem                  tests                            solution
+========================================  =======================  ===============================  ====================
+MBPP (arXiv:2108.07732), MBPP+            `text` or `prompt`, and  `test` or `test_list`, scripts   `code`
+                                          the first assert
+HumanEval (arXiv:2107.03374), HumanEval+ `prompt`, the beginning `test`, a `check` `canonical_solution`
+                                          of a program
+APPS (arXiv:2105.09938), TACO `question` `input_output`, JSON: inputs,
+                                                                   outputs, `fn_name`
+CodeContests (arXiv:2203.07814) `description` `public_tests`, `private_tests`
+                                                                   and `generated_tests`
+ready-made `prompt`, unchanged `tests`, scripts, or `inputs` `completion`,
+                                                                   and `outputs` unchanged
+========================================  =======================  ===============================  ====================
 
-MBPP+ has one split of 378 problems. Here it has two, as in the paper: 264 in "train" and 114 in "test", by
-`MBPP_PLUS_SEED`, since the paper's own are not published; "train+test" or "all" is all of them.
+MBPP+ is published as one split of 378 problems. Here it has two, as in the paper: 264 problems in "train" and 114 in
+"test". They are drawn by `MBPP_PLUS_SEED`, since the paper's own splits are not published. "train+test" or "all" is the
+whole data set.
 """
 
 from __future__ import annotations
@@ -47,9 +61,9 @@ logger = logging.getLogger(__name__)
 
 PROMPT_TEMPLATES = {
     "plain": "{problem}",
-    # The wording of Qwen2.5-Math's and DeepSeek-R1's model cards, which many models were trained on.
+    # From the model cards of Qwen2.5-Math and DeepSeek-R1; many models were trained on this wording.
     "boxed": "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
-    # For base models, which continue a text rather than follow an instruction.
+    # For base models, which continue a text but do not follow instructions.
     "question-answer": "Question: {problem}\nAnswer:",
     "code": "{problem}\n\nPut the whole program into one block that begins with ```python and ends with ```.",
 }
@@ -60,20 +74,20 @@ BEGINS = "\n\nYour program should define what begins like this:\n\n"
 
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "final_answer", "solution")
-SOLUTION_COLUMNS = ("completion", "solution", "answer")  # an answer without its way is none
+SOLUTION_COLUMNS = ("completion", "solution", "answer")  # an `answer` must also have the way to it
 TEXT_COLUMNS = ("prompt", "text", "question", "description")
 PROGRAM_COLUMNS = ("completion", "code", "canonical_solution", "solution")
 SCRIPT_COLUMNS = ("tests", "test", "test_list")
 CONTEST_COLUMNS = ("public_tests", "private_tests", "generated_tests")
 TEST_COLUMNS = (*SCRIPT_COLUMNS, "inputs", "input_output", *CONTEST_COLUMNS)
-READY = ("tests", "inputs")  # columns of a data set whose prompts stay as they are
+READY = ("tests", "inputs")  # a data set with one of these columns is ready-made: its prompts stay unchanged
 SETUP_COLUMNS = ("test_setup_code", "test_imports")
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-ONLY_SPLIT = "train"  # of a single file, or a saved `Dataset`, as `datasets` calls it
+ONLY_SPLIT = "train"  # the split of a single file or a saved `Dataset`, named as in `datasets`
 MBPP_PLUS_COLUMNS = {"task_id", "prompt", "code", "test_list", "test"}
 MBPP_PLUS_ROWS, MBPP_PLUS_TRAIN = 378, 264  # Section 4.1 of the paper
 MBPP_PLUS, MBPP_PLUS_SEED = ("train", "test"), 0
-EXCERPT_CHARS = 200  # of a row that an error shows
+EXCERPT_CHARS = 200  # length of the part of a row that an error shows
 
 
 def load_math_dataset(
@@ -87,27 +101,28 @@ def load_math_dataset(
     problem_column: str | None = None,
     answer_column: str | None = None,
 ) -> Dataset:
-    r"""Loads math problems with gold answers, for `DASHTrainer(train_dataset=...)` and `MathAccuracyReward`.
+    r"""Loads math problems with gold answers, for `DASHTrainer(train_dataset=...)` and `MathAccuracyReward`::
 
         load_math_dataset("openai/gsm8k", config="main", chat=tokenizer.chat_template is not None)
 
     Args:
-        name_or_path: a data set on the hub; or a .json, .jsonl, .csv or .parquet file; a directory of these, named
+        name_or_path: a data set on the hub; a .json, .jsonl, .csv or .parquet file; a directory of such files, named
             after their splits (train.jsonl, test.jsonl); or a directory that `save_to_disk` wrote.
         config: the hub's name for a part of the data set.
-        split: such as "test" or "train[:1000]". A single file, or a saved `Dataset`, has the one split "train".
-        prompt_template: a name in `PROMPT_TEMPLATES`, or a text with `{problem}` in it. None: "boxed", but a column
-            `prompt` stays as it is.
+        split: such as "test" or "train[:1000]". A single file or a saved `Dataset` has only the split "train".
+        prompt_template: a name in `PROMPT_TEMPLATES`, or a text that contains `{problem}`. None: "boxed", but a column
+            `prompt` stays unchanged.
         chat: make each prompt a conversation of one user message, for a tokenizer with a chat template.
-        completion: add the solutions, for supervised fine-tuning. GSM8K's lose their <<calculator marks>>; one whose
-            final answer is not in a box gets a last sentence with it, boxed if the prompt asks for that.
-        problem_column: where the problems are, if not in one of `PROBLEM_COLUMNS`.
-        answer_column: where the gold answers are, if not in one of `ANSWER_COLUMNS`.
+        completion: add the solutions, for supervised fine-tuning. The <<calculator marks>> of GSM8K are removed. A
+            solution whose final answer is not in a box gets a last sentence with the answer, boxed if the prompt asks
+            for that.
+        problem_column: the column with the problems, if it is not one of `PROBLEM_COLUMNS`.
+        answer_column: the column with the gold answers, if it is not one of `ANSWER_COLUMNS`.
     Returns:
-        Columns `prompt` (string or conversation), `answer` (string) and, if asked for, `completion` (of the prompt's
-        form), in the order of the source.
+        A data set with the columns `prompt` (string or conversation), `answer` (string) and, if asked for, `completion`
+        (in the form of the prompt), in the order of the source.
     Raises:
-        ValueError: if the path, split, template or columns do not exist, or rows lack a problem, an answer or a
+        ValueError: if the path, split, template or a column does not exist, or a row lacks a problem, an answer or a
             solution.
     """
     template = None if prompt_template is None else resolve_template(prompt_template)
@@ -144,25 +159,32 @@ def load_code_dataset(
     chat: bool = False,
     completion: bool = False,
 ) -> Dataset:
-    r"""Loads programming problems with unit tests, for `DASHTrainer(train_dataset=...)` and `CodeReward`.
+    r"""Loads programming problems with unit tests, for `DASHTrainer(train_dataset=...)` and `CodeReward`::
 
         load_code_dataset("google-research-datasets/mbpp", chat=tokenizer.chat_template is not None)
 
-    The problems are in the first of `TEXT_COLUMNS` that there is, the tests in the first of `TEST_COLUMNS` that has
-    some, row by row, the solutions in the first of `PROGRAM_COLUMNS`.
+    The problems come from the first of `TEXT_COLUMNS` that exists, and the solutions from the first of
+    `PROGRAM_COLUMNS`. The tests of each row come from the first of `TEST_COLUMNS` that has any in this row.
 
     Args:
-        name_or_path, config, split, chat: as of `load_math_dataset`; MBPP+ has the splits "train" and "test".
-        prompt_template: a name in `PROMPT_TEMPLATES`, or a text with `{problem}` in it. None: "code", which asks for a
-            fenced block; but HumanEval's prompts without `chat`, and ready-made ones, stay as they are.
-        completion: add the solutions, for supervised fine-tuning: in a fence, where the prompt asks for one.
+        name_or_path: see `load_math_dataset`.
+        config: see `load_math_dataset`.
+        split: see `load_math_dataset`; MBPP+ has the splits "train" and "test".
+        prompt_template: a name in `PROMPT_TEMPLATES`, or a text that contains `{problem}`. None: "code", which asks for
+            a fenced block; but ready-made prompts, and HumanEval's without `chat`, stay unchanged.
+        chat: see `load_math_dataset`.
+        completion: add the solutions, for supervised fine-tuning; in a fence if the prompt asks for one.
     Returns:
-        Columns `prompt` (string or conversation), `tests` (scripts), `entry_point` (the function's name, or None) and,
-        of HumanEval, `starter_code` (the prompt as a program), and, if asked for, `completion` (of the prompt's form),
-        in the order of the source. Of problems whose programs read standard input, `inputs` and `outputs`, lists of
-        strings, beside or in place of `tests`.
+        A data set in the order of the source, with these columns:
+
+        - `prompt`: string or conversation.
+        - `tests`: scripts; or, for programs that read standard input, `inputs` and `outputs`, lists of strings; or all
+          three.
+        - `entry_point`: the name of the function, or None.
+        - `starter_code`: the prompt as a program; for HumanEval only.
+        - `completion`: the solution in the form of the prompt, if asked for.
     Raises:
-        ValueError: as `load_math_dataset`; for rows without tests, and for tests that are no Python.
+        ValueError: as in `load_math_dataset`; also if a row has no tests, or tests that are not Python.
     """
     template = None if prompt_template is None else resolve_template(prompt_template)
     source = str(name_or_path)
@@ -213,8 +235,15 @@ def load_code_dataset(
 
 
 def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence[str]) -> dict[str, Any]:
-    """What training reads of a row: `problem`, `tests`, `inputs`, `outputs`, `entry_point`, `starter_code`; None or
-    empty where there are none."""
+    """Turns a row of any known layout into the fields that training reads.
+
+    Args:
+        row: the row.
+        problem_column: the column with the problem.
+        test_columns: the columns that may have tests, best first.
+    Returns:
+        `problem`, `tests`, `inputs`, `outputs`, `entry_point` and `starter_code`; None or empty if there is none.
+    """
     fields = {name.lower(): value for name, value in row.items()}
     problem, name, starter = row[problem_column], fields.get("entry_point"), fields.get("starter_code")
     written = [(column.lower(), _scripts(row[column])) for column in test_columns if column.lower() in SCRIPT_COLUMNS]
@@ -223,7 +252,7 @@ def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence
     outputs: list[str] = []
     if column in ("test", "test_list"):
         listed = _scripts(fields.get("test_list"))
-        shown = [one for one in listed if "assert" in one]  # MBPP+ lists imports, too
+        shown = [one for one in listed if "assert" in one]  # MBPP+ also lists imports
         setup = [one for key in SETUP_COLUMNS for one in _scripts(fields.get(key))]
         setup += [one for one in listed if "assert" not in one]
         tests = shown if column == "test_list" else tests
@@ -244,7 +273,7 @@ def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence
             inputs, outputs = [_as_text(one) for one, _ in pairs], [_as_text(one) for _, one in pairs]
         if not fields.get("inputs") and isinstance(problem, str) and problem.strip():
             problem = problem.rstrip() + (f"{BEGINS}{starter.rstrip()}" if starter else READS if inputs else "")
-            starter = None  # of APPS: no program that a completion continues
+            starter = None  # APPS' starter code is not a program that a completion continues
     return {
         "problem": problem,
         "tests": tests or None,
@@ -256,7 +285,7 @@ def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence
 
 
 def _contest_tests(fields: Mapping[str, Any]) -> tuple[list[tuple[Any, Any]], str | None]:
-    """Pairs of inputs and outputs, and the function's name if they are its arguments and what it returns."""
+    """Pairs of inputs and outputs. If they are arguments and results of a function, also its name."""
     written = fields.get("input_output") or {}
     both = json.loads(written) if isinstance(written, str) else written
     parts = [(one.get("inputs"), one.get("outputs")) for one in (fields, both)]
@@ -269,8 +298,8 @@ def _as_text(value: Any) -> str:
 
 
 def _call_test(name: str, function: str, arguments: Any, expected: Any) -> str:
-    """A script of one test, as lenient as APPS: a tuple is a list, and the expected value may be in a list."""
-    if isinstance(arguments, str):  # LiveCodeBench's: JSON, an argument in each line
+    """A script with one test. As in APPS, a tuple counts as a list, and the expected value may be in a list."""
+    if isinstance(arguments, str):  # in LiveCodeBench: JSON with one argument per line
         arguments, expected = [json.loads(line) for line in arguments.split("\n")], json.loads(expected)
     call = "Solution()." * (name != function) + function
     return f"{_PLAIN}found, wanted = plain({call}(*{arguments!r})), {expected!r}\nassert wanted in (found, [found])\n"
@@ -284,16 +313,16 @@ def plain(value):
 
 
 def _scripts(value: Any) -> list[str]:
-    """The scripts in a column: one, or several."""
+    """The scripts in a column's cell, which holds one or several."""
     values = [value] if isinstance(value, str) else list(value if value is not None else [])
     return [one for one in values if isinstance(one, str) and one.strip() and not _NO_INPUTS.search(one)]
 
 
-_NO_INPUTS = re.compile(r"^inputs = \[\]$", re.MULTILINE)  # EvalPlus's script for Mbpp/88, which anything passes
+_NO_INPUTS = re.compile(r"^inputs = \[\]$", re.MULTILINE)  # EvalPlus's script for Mbpp/88, which all programs pass
 
 
 def _entry_point(tests: Sequence[str], solution: Any) -> str | None:
-    """The function that the first test calls, the solution's own before others."""
+    """The name of the function that the first test calls; preferably one that the solution defines."""
     try:
         calls = [node.func for node in ast.walk(ast.parse(tests[0])) if isinstance(node, ast.Call)] if tests else []
         own = {node.name for node in ast.parse(str(solution or "")).body if isinstance(node, ast.FunctionDef)}
@@ -305,7 +334,12 @@ def _entry_point(tests: Sequence[str], solution: Any) -> str | None:
 
 
 def other_definitions(program: str, name: str) -> str:
-    """A program without its function `name`: imports and helpers, which tests may use, too. Empty for no program."""
+    """Returns a program without its function `name`: imports and helpers, which tests may also use.
+
+    Args:
+        program: the program; if it is not valid Python, the result is empty.
+        name: of the function to leave out.
+    """
     try:
         tree = ast.parse(program)
     except SyntaxError:
@@ -315,7 +349,13 @@ def other_definitions(program: str, name: str) -> str:
 
 
 def resolve_template(template: str) -> str:
-    """The text of a named template, or the given text if it has a place for the problem."""
+    """Returns the text of a template, given by its name or as a text.
+
+    Args:
+        template: a name in `PROMPT_TEMPLATES`, or a text that contains `{problem}`.
+    Raises:
+        ValueError: if the text does not contain `{problem}`.
+    """
     text = PROMPT_TEMPLATES.get(template, template)
     if "{problem}" not in text:
         raise ValueError(
@@ -326,27 +366,36 @@ def resolve_template(template: str) -> str:
 
 
 def make_prompt(problem: Any, template: str | None, chat: bool) -> str | list[dict[str, str]] | None:
-    """The prompt for one problem; None for an empty one. A conversation is returned as it is."""
+    """Makes the prompt for one problem; None if the problem is empty.
+
+    Args:
+        problem: a text, or a conversation, which is returned unchanged.
+        template: a text that contains `{problem}`. None: the problem itself is the prompt.
+        chat: make a conversation of one user message.
+    """
     if isinstance(problem, Sequence) and not isinstance(problem, str):
         return list(problem) or None
     if problem is None or not str(problem).strip():
         return None
-    # Not str.format: a problem is full of LaTeX's braces, and so is a template that mentions \boxed{}.
+    # str.format would fail: problems have LaTeX's braces, and so has a template with \boxed{}.
     text = str(problem) if template is None else template.replace("{problem}", str(problem))
     return [{"role": "user", "content": text}] if chat else text
 
 
 def make_completion(solution: Any, prompt: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
-    """A solution in the form of its prompt: a text, or a conversation of one message by the assistant."""
+    """Brings a solution into the form of its prompt: a text, or a conversation of one assistant message."""
     if isinstance(prompt, str):
         return completion_text(solution)
     return [{"role": "assistant", "content": solution}] if isinstance(solution, str) else list(solution)
 
 
 def math_solution(solution: str, prompt: str | list[dict[str, str]], answer: str) -> str:
-    r"""A solution without GSM8K's calculator marks, that ends in the answer as the prompt asks for it.
+    r"""Removes GSM8K's calculator marks from a solution and lets it end in the answer, in the form of the prompt.
 
-    One with a \boxed{} is left as it is. Behind a prompt that is a text it begins with a space.
+    Args:
+        solution: the solution; if it has a ``\boxed{}``, its end stays unchanged.
+        prompt: after a prompt that is a text, the solution begins with a space.
+        answer: the gold answer.
     """
     text = _CALCULATOR.sub("", solution).strip()
     if last_boxed(text) is None:
@@ -358,8 +407,15 @@ def math_solution(solution: str, prompt: str | list[dict[str, str]], answer: str
 
 
 def code_solution(solution: str, prompt: str | list[dict[str, str]], starter_code: str | None) -> str:
-    """A program, in a fence if the prompt asks for one; the rest of the program that a text ends with, as it is."""
-    text = "\n".join(solution.splitlines()).strip("\n")  # MBPP's lines end in \r\n
+    """Makes the completion of a programming problem: the program, in a fence if the prompt asks for one.
+
+    Args:
+        solution: a program, or the rest of one that begins with `starter_code`. If the prompt is that beginning, the
+            rest is returned unchanged.
+        prompt: the prompt.
+        starter_code: the beginning of the program, or None.
+    """
+    text = "\n".join(solution.splitlines()).strip("\n")  # lines in MBPP end in \r\n
     if starter_code and text[:1].isspace():
         if prompt == starter_code:
             return text
@@ -375,9 +431,9 @@ def _text(prompt: str | list[dict[str, str]]) -> str:
 
 
 def _gap(prompt: str | list[dict[str, str]], gap: str) -> str:
-    """What stands between a prompt and its completion, if the prompt is a text that does not end in white space.
+    """The text between a prompt and its completion; empty unless the prompt is a text without white space at its end.
 
-    A space begins a token, where a newline would be the end of the token of the punctuation mark before it.
+    For math it is a space: tokens often begin with a space, but a newline would join the punctuation mark before it.
     """
     return gap if isinstance(prompt, str) and not prompt[-1:].isspace() else ""
 
@@ -386,7 +442,12 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
 def find_answer(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
-    """The gold answer of one row, from the first of the columns that has one."""
+    """Returns the gold answer of a row, from the first of the columns that has one; None if there is none.
+
+    Args:
+        row: the row.
+        columns: the columns to look at, best first.
+    """
     for column in columns:
         value = row[column]
         if isinstance(value, Sequence) and not isinstance(value, str):  # OlympiadBench's
@@ -398,11 +459,11 @@ def find_answer(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
 
 
 def final_answer(value: Any, *, marked: bool = False) -> str | None:
-    r"""The bare answer in a GSM8K answer, a solution with a \boxed{}, or an answer; None if there is none.
+    r"""Extracts the answer from a GSM8K answer, a solution with a ``\boxed{}``, or a bare answer; None = none found.
 
     Args:
         value: what a column holds.
-        marked: accept only an answer marked by `####` or \boxed{}: the rest of a solution is prose.
+        marked: accept only an answer marked by `####` or ``\boxed{}``, since the rest of a solution is prose.
     """
     text = "" if value is None else str(value).strip()
     hashes = last_hashes(text)
@@ -414,7 +475,7 @@ def final_answer(value: Any, *, marked: bool = False) -> str | None:
     return boxed or None
 
 
-_DOLLAR = re.compile(r"(?<!\\)\$")  # around formulas, each of several answers its own
+_DOLLAR = re.compile(r"(?<!\\)\$")  # around formulas; each of several answers has its own
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -422,7 +483,7 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def _load(source: str, config: str | None, split: str) -> Dataset:
-    """The rows of a split, of which there is at least one."""
+    """The rows of a split. Raises a `ValueError` if there are none."""
     rows = select_split(_splits(source, config), split, source)
     if len(rows) == 0:
         raise ValueError(f"{source!r}, split {split!r}, has no rows: there is nothing to train on.")
@@ -451,10 +512,14 @@ def _splits(source: str, config: str | None) -> dict[str, Dataset]:
 
 
 def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Dataset:
-    """A split or a part of it, as `datasets` writes it ("test", "train[:100]"); or "all" of them.
+    """Selects a split, a part of a split, or all splits.
 
     Args:
-        source: of the data, for the error.
+        splits: the data by split.
+        split: in the notation of `datasets`, such as "test" or "train[:100]"; or "all".
+        source: name of the data, for the error.
+    Raises:
+        ValueError: if the split does not exist.
     """
     from datasets import ReadInstruction, concatenate_datasets
 
@@ -472,7 +537,7 @@ def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Data
 
 
 def _split_mbpp_plus(splits: dict[str, Dataset]) -> dict[str, Dataset]:
-    """MBPP+ in two, by the hashes of its problems' numbers; anything else as it is."""
+    """Splits MBPP+ in two by the hashes of its problems' numbers; returns other data unchanged."""
     rows = next(iter(splits.values()))
     if len(splits) > 1 or len(rows) != MBPP_PLUS_ROWS or not MBPP_PLUS_COLUMNS <= set(rows.column_names):
         return splits
@@ -484,7 +549,7 @@ def _split_mbpp_plus(splits: dict[str, Dataset]) -> dict[str, Dataset]:
 
 
 def _find_columns(what: str, wanted: str | None, known: Sequence[str], dataset: Dataset, source: str) -> list[str]:
-    """The columns to read, best first."""
+    """The columns to read, best first. Raises a `ValueError` if there is none."""
     by_lower_name = {column.lower(): column for column in dataset.column_names}
     names = known if wanted is None else [wanted.lower()]
     found = [by_lower_name[name] for name in names if name in by_lower_name]
@@ -497,7 +562,7 @@ def _find_columns(what: str, wanted: str | None, known: Sequence[str], dataset: 
 
 
 def _solutions(dataset: Dataset, known: Sequence[str], source: str) -> tuple[list[Any], bool]:
-    """The solutions, and whether they are completions already."""
+    """The solutions, and whether they come from a column `completion` and are used unchanged."""
     column = _find_columns("solution", None, known, dataset, source)[0]
     bare = column.lower() == "answer"
     found = [_solution(value, bare) for value in dataset[column]]
@@ -507,7 +572,7 @@ def _solutions(dataset: Dataset, known: Sequence[str], source: str) -> tuple[lis
 
 
 def _solution(value: Any, marked: bool) -> Any:
-    """What a column holds, if that is a solution, else None; `marked`: if something stands before its #### or box."""
+    """A column's value if it is a solution, else None. With `marked`, it needs #### or a box, and text before that."""
     if isinstance(value, Sequence) and value and isinstance(value[0], str) and not isinstance(value, str):
         value = value[0]  # OlympiadBench's
     text = completion_text(value)
@@ -525,10 +590,15 @@ def _require_all(values: Sequence[Any], dataset: Dataset, what: str, source: str
 
 
 def has_tests(name_or_path: str | Path, *, config: str | None = None) -> bool:
-    """Whether it is a data set of programming problems, for `load_code_dataset`, by its columns; else it is of math.
+    """Tells by its columns whether a data set has programming problems (`load_code_dataset`) or math problems.
 
+    Args:
+        name_or_path: see `load_math_dataset`.
+        config: see `load_math_dataset`.
+    Returns:
+        True for programming problems.
     Raises:
-        ValueError: it has the columns of neither.
+        ValueError: if it has the columns of neither.
     """
     columns = next(iter(_splits(str(name_or_path), config).values())).column_names
     known = {column.lower() for column in columns}

@@ -1,9 +1,9 @@
-"""`dash_trl doctor`: versions, GPUs, vLLM and the sandbox of this machine; what will work here and what will not.
+"""`dash_trl doctor` shows versions, GPUs, vLLM and the sandbox of this machine, and what will work here.
 
     look() ──► Machine: what was found ──► findings(machine): what follows from it ──► printed
 
-It loads no model and starts no server: "yes" for vLLM means that an installed version fits this machine. The trainer is
-imported and the sandbox started, for real. Ends with 1 if training does not work.
+It imports the trainer and starts the sandbox, but loads no model and starts no server: "yes" for vLLM means that the
+installed version fits this machine. The exit status is 1 if training does not work.
 """
 
 import argparse
@@ -23,22 +23,26 @@ from dash_trl.versions import bounds, fits, installed
 
 NEEDED = ("torch", "trl", "transformers", "accelerate", "datasets", "math-verify")
 EXTRAS = {"vllm": "vllm", "deepspeed": "deepspeed", "peft": "peft", "ray": "ray", "openai": "judge"}  # package: extra
-PLUGINS = "vllm.general_plugins"  # of vLLM's entry points
+PLUGINS = "vllm.general_plugins"  # the group of entry points that vLLM loads
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found here.
+    """What was found on a machine.
 
     Attributes:
-        versions: of `NEEDED`, of `EXTRAS` and of dash_trl; None: not installed.
-        asked: which versions fit.
-        gpus: a name each, as torch sees them. bf16: whether they compute in it.
-        torch_build: "CPU", or the platform for which torch was built.
-        driver: nvidia-smi is there.
-        vllm_program, vllm_modules, vllm_plugin: `vllm` can be called, imported, and finds dash_trl's plugin.
-        broken: why the trainer cannot be imported, if so.
-        sandbox: the isolation that programs get; None: none, for the reason `no_sandbox`.
+        versions: of `NEEDED`, `EXTRAS` and dash_trl by package; None = not installed.
+        asked: the required versions by package.
+        gpus: the names of the GPUs that torch sees.
+        bf16: whether they support bf16.
+        torch_build: "CPU", or the platform that torch was built for.
+        driver: whether nvidia-smi exists.
+        vllm_program: whether the command `vllm` can be called.
+        vllm_modules: whether `vllm` can be imported.
+        vllm_plugin: whether vLLM finds dash_trl's plugin.
+        broken: why the trainer cannot be imported; empty if it can.
+        sandbox: the isolation that programs get; None = there is no sandbox.
+        no_sandbox: why there is none.
     """
 
     versions: Mapping[str, str | None]
@@ -57,7 +61,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that works here ("yes"), does not ("no"), or does with a reservation ("but"), and why."""
+    """Whether something works here, and why.
+
+    Attributes:
+        what: what it is.
+        works: "yes", "no", or "but": it works with a reservation.
+        why: the reason, and the remedy.
+    """
 
     what: str
     works: str
@@ -68,7 +78,7 @@ class Finding:
 
 
 def look() -> Machine:
-    """This machine. torch is imported, and the sandbox starts and ends."""
+    """Examines this machine; imports torch and the trainer, and starts and ends the sandbox."""
     names = ["dash_trl", *NEEDED, *EXTRAS]
     extras = {name: bounds("trl" if name == "vllm" else "dash_trl", extra) for name, extra in EXTRAS.items()}
     asked = bounds() | {name: found[name] for name, found in extras.items() if name in found}
@@ -102,10 +112,10 @@ def _torch() -> dict:
 
 
 def _broken() -> str:
-    """By trying: what the metadata say may not be all that is needed."""
+    """Why the trainer cannot be imported. It is tried, since the metadata of packages may not list everything."""
     try:
         import dash_trl.trainer  # noqa: F401
-    except Exception as error:  # whatever a broken installation raises
+    except Exception as error:  # a broken installation may raise anything
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -129,11 +139,11 @@ def _sandbox() -> tuple[str | None, str]:
         return None, str(error)
 
 
-# ---------------------------------------------------------------------------------------- what follows from it
+# ------------------------------------------------------------------------------------------------ conclusions
 
 
 def findings(machine: Machine) -> list[Finding]:
-    """What works on a machine, training first."""
+    """Returns what works on a machine, with training first."""
     return [*_training(machine), *_on_several(machine), *_vllm(machine), _programs(machine), *_packages(machine)]
 
 
@@ -143,10 +153,11 @@ def _fits(machine: Machine, name: str) -> bool:
 
 
 def wrong_versions(machine: Machine) -> list[str]:
-    """Of the packages that are needed, those that are missing or do not fit."""
+    """Lists the needed packages that are missing or have an unsuitable version."""
     found = {name: machine.versions[name] for name in NEEDED if not _fits(machine, name)}
     return [
-        f"{name} {one} ({machine.asked[name]} was run)" if one else f"{name} is missing" for name, one in found.items()
+        f"{name} {one} ({machine.asked[name]} was tested)" if one else f"{name} is missing"
+        for name, one in found.items()
     ]
 
 
@@ -159,7 +170,7 @@ def _training(machine: Machine) -> Iterator[Finding]:
     if missing:
         yield Finding("training", "no", f"{'; '.join(wrong)}. Run `pip install dash_trl`.")
     elif wrong:
-        yield Finding("training", "but", f"{'; '.join(wrong)}: nobody has run that. Install a version that was run.")
+        yield Finding("training", "but", f"{'; '.join(wrong)}: this was never tested. Install a tested version.")
     if not missing and machine.gpus and machine.bf16:
         yield Finding("training on a GPU", "yes", f"{', '.join(machine.gpus)}, in bf16")
     elif not missing and machine.gpus:
@@ -167,11 +178,11 @@ def _training(machine: Machine) -> Iterator[Finding]:
             "training on a GPU", "but", f"{', '.join(machine.gpus)}, not in bf16: add --bf16 false, or --fp16 true"
         )
     elif machine.driver:
-        why = "nvidia-smi is here, but torch sees no GPU"
+        why = "nvidia-smi exists, but torch sees no GPU"
         remedy = (
-            "install the build of your CUDA"
+            "install the build for your CUDA version"
             if machine.torch_build == "CPU"
-            else "look at the driver and CUDA_VISIBLE_DEVICES"
+            else "check the driver and CUDA_VISIBLE_DEVICES"
         )
         yield Finding("training on a GPU", "no", f"{why} (its build: {machine.torch_build}): {remedy}.")
     else:
@@ -180,7 +191,7 @@ def _training(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "training on the CPU",
             "yes",
-            "--use_cpu true --bf16 false (`dash_trl train` without a model does so itself)",
+            "--use_cpu true --bf16 false (`dash_trl train` without a model sets these itself)",
         )
 
 
@@ -202,29 +213,29 @@ def _vllm(machine: Machine) -> Iterator[Finding]:
             if machine.gpus
             else "without a GPU vLLM needs its CPU build (docs/howto/vllm.md)"
         )
-        half = "" if found is None else f" (the metadata of {found} are there, its modules are not)"
+        half = "" if found is None else f" (the metadata of {found} exist, but its modules do not)"
         yield Finding(what, "no", f"not installed{half}: {how}")
     elif not machine.gpus and not cpu_build:
-        yield Finding(what, "no", f"{found} needs a GPU; for a CPU there is a build of its own (docs/howto/vllm.md)")
+        yield Finding(what, "no", f"{found} needs a GPU; a CPU needs another build (docs/howto/vllm.md)")
     elif not _fits(machine, "vllm"):
-        yield Finding(what, "but", f"{found}, and TRL asks for {machine.asked['vllm']}")
+        yield Finding(what, "but", f"{found}, but TRL asks for {machine.asked['vllm']}")
     elif not machine.vllm_program:
         yield Finding(
-            what, "but", f"{found}, --use_vllm only: the command `vllm` is not on the PATH, so nothing can serve"
+            what, "but", f"{found}, for --use_vllm only: the command `vllm` is not on the PATH, so no server can start"
         )
     elif not machine.vllm_plugin:
         why = f"{found} does not find dash_trl's plugin: install dash_trl in this environment"
         yield Finding(what, "but", f"{why}{', else a server on a CPU ignores new weights' if cpu_build else ''}")
     else:
         slow = ", on the CPU although there are GPUs" if machine.gpus and cpu_build else ""
-        yield Finding(what, "but" if slow else "yes", f"{found}{slow}; installed, not tried")
+        yield Finding(what, "but" if slow else "yes", f"{found}{slow}; installed, but not started here")
 
 
 def _programs(machine: Machine) -> Finding:
     what = "programs in a sandbox (CodeReward)"
     if machine.sandbox is None:
         return Finding(what, "no", machine.no_sandbox)
-    holds = f"confined by {machine.sandbox}. What holds: {', '.join(PROTECTS[machine.sandbox])}"
+    holds = f"confined by {machine.sandbox}. Enforced limits: {', '.join(PROTECTS[machine.sandbox])}"
     return Finding(what, "yes" if machine.sandbox == "namespaces" else "but", holds)
 
 
@@ -239,12 +250,12 @@ def _package(machine: Machine, name: str, what: str) -> Finding:
     if found is None:
         return Finding(what, "no", f"{name} is not installed: {install}")
     if not _fits(machine, name):
-        return Finding(what, "but", f"{name} {found}, and {machine.asked[name]} was run: {install}")
+        return Finding(what, "but", f"{name} {found}, but {machine.asked[name]} was tested: {install}")
     return Finding(what, "yes", f"{name} {found}")
 
 
 def report(machine: Machine) -> str:
-    """All of it, for a person."""
+    """Returns all findings as a text."""
     versions = [f"  {name} {found or '–'}" for name, found in machine.versions.items() if found or name in NEEDED]
     return "\n".join(
         [

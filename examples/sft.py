@@ -1,17 +1,17 @@
-"""Supervised fine-tuning, the baseline of RL: on solutions by humans (SFT-H), or on a teacher's traces (SFT-M).
+"""Supervised fine-tuning, the baseline for RL: on human solutions (SFT-H), or on a teacher's solutions (SFT-M).
 
     accelerate launch examples/sft.py                          # no arguments: a tiny model reads sums that skip steps
 
     python examples/traces.py toy && accelerate launch examples/sft.py --completions outputs/traces.jsonl
 
     accelerate launch --config_file accelerate_configs/zero3_offload.yaml examples/sft.py \\
-        --config examples/configs/sft_h_qwen2.5-0.5b.yaml      # a run of the paper; sft_m_… after its traces
+        --config examples/configs/sft_h_qwen2.5-0.5b.yaml      # a run of the paper; sft_m_… needs its traces first
 
     accelerate launch examples/sft.py --model_name_or_path MODEL --dataset_name evalplus/mbppplus      # programs
 
-Every field of `SupervisedArguments`, TRL's `SFTConfig` and `ModelConfig` is a flag and a YAML key. The loss is on the
-completions alone. The problems and prompts are those of `train_math.py` and, where there are tests, `train_code.py`, so
-that all their models are measured alike. `--dataset_name toy_code` are the toy programs.
+Every field of `SupervisedArguments`, TRL's `SFTConfig` and `ModelConfig` is a flag and a YAML key. The loss is only on
+the completions. Problems and prompts are those of `train_math.py` or, if there are tests, of `train_code.py`, so that
+all their models can be compared. `--dataset_name toy_code` selects the toy programs.
 """
 
 import logging

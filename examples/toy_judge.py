@@ -1,8 +1,8 @@
-"""The judge of the toy run: an OpenAI-compatible server whose model is a rule.
+"""The judge of the toy run: an OpenAI-compatible server with a rule in place of a language model.
 
-POST /v1/chat/completions ──► the problem and the marked completion in the message ──► marks for each right step
+    POST /v1/chat/completions ──► the problem and the marked completion in the message ──► marks for each right step
 
-All but the model is what a real judge is asked through: HTTP, the message's frame, the schema.
+It is called in the same way as a real judge: by HTTP, with the same message frame and the same schema.
 """
 
 import json

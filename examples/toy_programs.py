@@ -1,7 +1,9 @@
-"""The programming problems: functions of one line, from two of their values; with unit tests, as MBPP has them.
+"""Toy programming problems: one-line functions, given by two of their values, with unit tests in the form of MBPP.
 
-problem f(0) == 37   ──► the model writes   def f(x): return x + 37   ──► reward 1 if all tests pass, of which these
-        f(1) == 38                                                        two are shown and three are not
+    problem f(0) == 37   ──► the model writes   def f(x): return x + 37   ──► reward 1 if all five tests pass
+            f(1) == 38
+
+The prompt shows two of the tests; the other three are hidden.
 """
 
 import random

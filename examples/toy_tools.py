@@ -1,10 +1,10 @@
-"""The problems for a calculator: sums and differences of three-digit numbers, which the tiny model cannot do itself.
+"""Toy problems for a calculator: sums and differences of three-digit numbers, too hard for the tiny model itself.
 
-problem 512-91+204 ──► the model calls   calculator(expression="512-91")   ──► the tool answers   421
-                                         calculator(expression="421+204")                         625
-                       and writes        The answer is 625                 ──► reward 1 if that is right
+    problem 512-91+204 ──► the model calls   calculator(expression="512-91")   ──► the tool answers   421
+                                             calculator(expression="421+204")                         625
+                           and writes        The answer is 625                 ──► reward 1 if that is right
 
-It was taught to guess the answer now and then instead, and to call with a wrong number.
+The warm-up also teaches the model two errors: to guess the answer sometimes, and to call with a wrong number.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""A teacher's solutions for supervised fine-tuning (SFT-M): sampled, and kept if the reward calls them correct.
+"""Samples a teacher's solutions for supervised fine-tuning (SFT-M) and keeps those that the reward calls correct.
 
     python examples/traces.py toy                         # the toy model after RL, on the toy problems
 
@@ -8,9 +8,9 @@
 
     accelerate launch examples/sft.py --completions outputs/traces.jsonl                              # learns from them
 
-This is `python -m dash_trl.evaluation TEACHER` on the training split. Its correct samples become the file OUTPUT, with
-the columns `prompt` and `completion`. All samples and the teacher's accuracy are in OUTPUT_DIR, where an interrupted
-run goes on. The flags are those of the evaluation.
+This is `python -m dash_trl.evaluation TEACHER` on the training split, with the same flags. The correct samples go to
+the file OUTPUT, with the columns `prompt` and `completion`. All samples and the teacher's accuracy are in OUTPUT_DIR;
+an interrupted run continues from there.
 """
 
 import io

@@ -6,8 +6,8 @@
         --model_name_or_path Qwen/Qwen2.5-Coder-0.5B-Instruct --dataset_name google-research-datasets/mbpp \\
         --use_vllm --vllm_mode colocate --output_dir outputs/mbpp
 
-`train_math.py` with other toy problems: its flags and YAML keys. The dataset is a hub name or a local path, with
-the columns of MBPP, HumanEval, APPS, …, or with `prompt` and `tests` (docs/howto/code-rewards.md).
+This is `train_math.py` with other toy problems; it has the same flags and YAML keys. The dataset is a hub name or a
+local path, with the columns of MBPP, HumanEval, APPS, …, or with `prompt` and `tests` (docs/howto/code-rewards.md).
 """
 
 import sys

@@ -8,8 +8,9 @@
     accelerate launch examples/train_judge.py … --judge_model Qwen/Qwen3-8B --judge_url http://127.0.0.1:8000/v1 \\
         --judge_template $'Task:\\n{prompt}\\n\\nAnswer:\\n{completion}'                       # without the gold answer
 
-`train_math.py` with a `JudgeReward`: its flags and YAML keys, and those of `JudgeArguments`. Without a judge, a model
-and a data set, a rule on this machine takes the judge's place, and is asked as a judge is.
+This is `train_math.py` with a `JudgeReward`; it has the same flags and YAML keys, and those of `JudgeArguments`. If
+there is no judge, model and data set, a rule on this machine takes the place of the judge and is called in the same
+way.
 """
 
 import sys

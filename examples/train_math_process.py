@@ -1,4 +1,4 @@
-"""Train with process rewards: every episode of a completion gets the credit of its progress.
+"""Train with process rewards: every episode of a completion gets credit for its progress.
 
     accelerate launch examples/train_math_process.py           # no arguments: the toy model, offline
 
@@ -7,7 +7,8 @@
     accelerate launch examples/train_math_process.py --value outcome
     accelerate launch examples/train_math_process.py --value model --value_model outputs/prm      # see train_prm.py
 
-`train_math.py` with a `ProcessRewardCallback`: its flags and YAML keys, and those of `ProcessArguments`.
+This is `train_math.py` with a `ProcessRewardCallback`; it has the same flags and YAML keys, and those of
+`ProcessArguments`.
 """
 
 import sys

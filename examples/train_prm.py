@@ -1,10 +1,10 @@
-"""Train a process reward model: is a step right? On the toy problems, offline, in two minutes on a CPU.
+"""Train a process reward model, which tells whether a step is right: on the toy problems, offline, in two CPU minutes.
 
     python examples/train_prm.py --output_dir outputs/prm
     accelerate launch examples/train_math_process.py --value model --value_model outputs/prm
 
-The toy model gets a head that classifies tokens. Its data are solutions of which some steps are wrong, made from
-the right ones; the last token of each step has the label, 1 = right, as `ProcessRewardModel` reads it. A process reward
+The toy model gets a head that classifies tokens. The data are solutions with some wrong steps, made from right ones.
+The last token of each step has the label, 1 = right, which is where `ProcessRewardModel` reads it. A process reward
 model for other problems is trained in the same way, on steps that people or completions have judged.
 """
 

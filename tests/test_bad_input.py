@@ -193,7 +193,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sampling ahead by a rollout_func": (
         {"settings": {"async_level": 2, **SERVER}, "rollout_func": lambda prompts, trainer: {}},
-        "async_level=2 with a rollout_func, which gets the trainer in its hands",
+        "async_level=2 does not work with a rollout_func: it gets the trainer",
     ),
     "aipo without a sampler's log-probs": (
         {"settings": AIPO},

@@ -149,7 +149,7 @@ def test_callbacks_see_each_round(tiny_model, tmp_path):
     trainer = run(DASHTrainer, tiny_model, tmp_path, rollouts=rollouts, **settings)
     assert seen.rows == [GROUP * len(one) for one in rollouts.rounds] and len(seen.rows) > 1
     assert trainer.state.log_history[0]["grad_norm"] > 0
-    with pytest.raises(ValueError, match="max_num_gen_batches=8 hands over some groups.*Seen does not say"):
+    with pytest.raises(ValueError, match="max_num_gen_batches=8 passes on some groups.*Seen does not say"):
         Seen.per_group = False
         try:
             run(DASHTrainer, tiny_model, tmp_path, rollouts=rollouts, **{**settings, "callbacks": [Seen()]})

@@ -205,7 +205,7 @@ def test_short_episodes_are_merged():
         ({"min_episode_tokens": 129}, "1 <= min <= max / 2"),
         ({"final_answer": ""}, "final_answer='' matches an empty text"),
         ({"final_answer": "(answer: )?"}, "matches an empty text"),
-        ({"final_answer": "\boxed"}, r"final_answer='\\x08oxed' holds a control character.* raw text"),
+        ({"final_answer": "\boxed"}, r"final_answer='\\x08oxed' holds a control character.* raw string"),
         ({"final_answer": r"\boxed\{"}, r"looks for 'oxed' at the beginning of a word.* Write \\\\boxed"),
     ],
 )
@@ -215,7 +215,7 @@ def test_impossible_settings_are_refused(arguments, said):
 
 
 def test_a_slow_tokenizer_is_refused():
-    with pytest.raises(ValueError, match="ByT5Tokenizer is no fast tokenizer"):
+    with pytest.raises(ValueError, match="ByT5Tokenizer is not a fast tokenizer"):
         Segmenter(ByT5Tokenizer())
 
 

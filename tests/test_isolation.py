@@ -195,7 +195,7 @@ def test_values_of_a_model_without_trees(tiny_model, tmp_path, caplog):
     estimator = AnswerLogProbValue(" = ")
     for _ in range(2):
         values = estimator.score(requests, model, tokenizer)
-    assert caplog.text.count("takes no trees") == 1
+    assert caplog.text.count("cannot do tree passes") == 1
     for request, row in zip(requests, values, strict=True):
         assert row == pytest.approx(by_prefix(model, tokenizer, request, " = ", -10.0), abs=1e-5)
 

@@ -216,7 +216,7 @@ def test_trls_correction_is_off_with_a_word_about_it(tiny_model, tmp_path, monke
     with caplog.at_level("WARNING", logger="dash_trl"):
         run(Built, tiny_model, tmp_path, loss_type="aipo", **settings)
     said = [record.getMessage() for record in caplog.records if record.name.startswith("dash_trl")]
-    assert ["is off here: loss_type='aipo' weighs tokens by" in one for one in said] == [True] * correction
+    assert ["has no effect with loss_type='aipo', which itself" in one for one in said] == [True] * correction
 
 
 class Built(DASHTrainer):

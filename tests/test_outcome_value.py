@@ -139,8 +139,8 @@ def test_values_are_missing_until_there_is_enough_of_both_kinds(settings, window
 
 def test_without_both_kinds_it_is_said_once(caplog):
     taught(*[rollouts(seed, wrong=0.0) for seed in range(7)], num_windows=3)
-    assert caplog.text.count("nothing to tell good prefixes from bad ones") == 1
-    assert "of the 72 rollouts of the last 3 generation windows, 0 of 0 problems have a reward above" in caplog.text
+    assert caplog.text.count("cannot tell good prefixes from bad ones yet") == 1
+    assert "of the 72 rollouts of the last 3 generation windows, 0 from 0 problems have a reward above" in caplog.text
 
 
 def test_unknown_prefixes_are_missing_and_counted_and_a_row_that_is_not_asked_for_has_no_values():
@@ -160,7 +160,7 @@ def test_unknown_prefixes_are_missing_and_counted_and_a_row_that_is_not_asked_fo
 def test_rewards_that_are_no_probabilities(reward):
     requests, outcomes = rollouts(0)
     outcomes[5] = reward
-    said = rf"weighted reward {reward:g}, which is none. Pass OutcomeValue\(space='reward'"
+    said = rf"weighted reward {reward:g}, which is not a probability. Pass OutcomeValue\(space='reward'"
     with pytest.raises(ValueError, match=said):
         taught((requests, outcomes))
     value, trainer = taught((requests, outcomes), rollouts(1), space="reward")
@@ -184,12 +184,12 @@ def test_a_state_of_other_features_is_refused():
 
 def test_a_state_of_rewards_is_refused_where_probabilities_are_fitted():
     value, _ = taught((rollouts(0)[0], [3.0 * one for one in rollouts(0)[1]]), space="reward")
-    with pytest.raises(ValueError, match="weighted reward 3, which is none"):
+    with pytest.raises(ValueError, match="weighted reward 3, which is not a probability"):
         small().load_state_dict(value.state_dict())
 
 
-CRITIC = "estimator='gae' takes OutcomeValue for its critic at once"
-FREE = ("anchored=False with OutcomeValue, which learns while it pays",)
+CRITIC = "estimator='gae' uses OutcomeValue as its critic from the beginning"
+FREE = ("anchored=False with OutcomeValue, which learns during the run",)
 FREELY = {"anchored": False, "settings": CreditSettings(process_weight=0.5)}
 
 

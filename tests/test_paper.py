@@ -132,7 +132,7 @@ def test_it_says_first_what_it_takes(tmp_path, capsys):
     [
         (["table3", "--scale", "paper", "--quick"], "--quick is for --scale toy"),
         (["table3", "--seeds", *map(str, range(11))], "11 seeds: give at most 10"),
-        (["table3", "--scale", "paper"], "The runs take 6 GPUs, and 0 are visible. --dry_run prints the commands"),
+        (["table3", "--scale", "paper"], "The runs take 6 GPUs, but 0 are visible. --dry_run prints the commands"),
     ],
 )
 def test_mistakes(arguments, message, tmp_path, monkeypatch):
@@ -288,7 +288,7 @@ def test_a_signal_stops_what_was_started(tmp_path, monkeypatch, handlers, moment
         return started[0]
 
     monkeypatch.setattr(runner, "Command", start)
-    with pytest.raises(SystemExit, match="Stopped. The same command goes on."):
+    with pytest.raises(SystemExit, match="Stopped. Run the same command again to continue."):
         runner.main([*QUICK, str(tmp_path)])
     first = tmp_path / "runs" / "no_gf_rows4_seed0"
     assert not started[0].running and (first / "begun.json").is_file() and not runner.is_done(first)
@@ -336,7 +336,7 @@ def test_a_table_is_made_from_its_beginning_to_its_end(tmp_path, monkeypatch, ha
     half = one.home(runner.Run("dash_rows4", "0.5", 0))
     monkeypatch.setattr(runner.Work, "_call", call)
     monkeypatch.setattr(problems, "write_problems", lambda folder: None)
-    with pytest.raises(SystemExit, match="Interrupted. The same command goes on."):
+    with pytest.raises(SystemExit, match="Interrupted. Run the same command again to continue."):
         runner.main([*QUICK, str(tmp_path)])
     assert (half / "half").exists() and (half / "begun.json").exists() and not runner.is_done(half)
     runner.main([*QUICK, str(tmp_path)])

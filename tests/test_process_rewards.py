@@ -256,7 +256,7 @@ def an_estimator(rewards, settings):
 AUTO = CreditSettings(process_weight="auto")
 MISTAKES = [
     # the value
-    (dict(value="text"), "value='text' cannot estimate V.* words before an answer are AnswerLogProbValue"),
+    (dict(value="text"), "value='text' cannot estimate V.* a force prompt into AnswerLogProbValue"),
     (dict(value=MonteCarloValue), "MonteCarloValue'> cannot estimate V.* another instance"),
     # the estimator
     (dict(estimator="ppo"), "estimator='ppo' is unknown: use one of centered_return, grpo, "),
@@ -300,7 +300,7 @@ def test_mistakes_are_said_at_once(arguments, said):
 @pytest.mark.parametrize(
     ("part", "arguments", "said"),
     [
-        (AnswerLogProbValue, dict(force_prompt="The answer is \boxed{"), "holds a control character.* raw text"),
+        (AnswerLogProbValue, dict(force_prompt="The answer is \boxed{"), "holds a control character.* raw string"),
         (AnswerLogProbValue, dict(space="logarithm"), "space='logarithm' is unknown"),
         (CreditSettings, dict(scale_floor=0), "scale_floor=0, .* is out of range"),
         (CreditSettings, dict(process_weight=-1.0), "process_weight=-1.0, .* is out of range"),

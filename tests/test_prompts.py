@@ -212,7 +212,7 @@ def test_a_run_that_is_stopped_lets_go_of_what_was_read_ahead(tiny_model, tmp_pa
 def test_a_stream_that_is_over_before_its_first_step_is_refused(tiny_model, tmp_path):
     """Transformers would read it again and again, sample from it, and never take a step."""
     for rows, ends in ((4, 4), (1, 0)):
-        with pytest.raises(ValueError, match=f"ends after {ends} micro-.*_steps=6, .* 2 prompts make 2 micro-batches"):
+        with pytest.raises(ValueError, match=f"ends after {ends} micro-.*_steps=6. .* 2 prompts make 2 micro-batches"):
             walks(tiny_model, tmp_path, **{**SMALL, "gradient_accumulation_steps": 6}, dataset=stream(rows))
 
 

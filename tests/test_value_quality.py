@@ -376,7 +376,7 @@ def test_a_fitted_value_gets_what_training_gets(flags, entropies):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("constant", "All 30 responses have the reward 1: there is no better"),
+        ("constant", "All 30 responses have the reward 1, so there are no better"),
         ("broken", "The reward failed on all 30"),
     ],
 )

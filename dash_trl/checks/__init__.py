@@ -1,4 +1,4 @@
-"""What a user can get wrong, said before it costs time: a `ValueError` with value, reason, remedy."""
+"""Finds users' mistakes before they cost time: each is a `ValueError` with the value, the reason and the remedy."""
 
 from typing import TYPE_CHECKING
 

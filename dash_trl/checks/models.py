@@ -1,4 +1,4 @@
-"""Models that are not there, or cannot be trained as text generators."""
+"""Checks the model: it must exist and be a causal language model that can be trained."""
 
 from typing import Any
 
@@ -8,12 +8,20 @@ from transformers import AutoConfig
 
 from dash_trl.config import DASHConfig
 
-# Of `model_init_kwargs`, those that say where a config is; the others are for the weights.
+# The entries of `model_init_kwargs` that say where the config is. The others concern the weights.
 WHERE = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
 
 def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
-    """Refuse a model that cannot be trained as a text generator, before any weight is loaded."""
+    """Checks, before any weight is loaded, that a model can be trained to generate text.
+
+    Args:
+        model: a name, a directory, or a model.
+        args: the configuration.
+        peft_config: as given to `DASHTrainer`; with it, a model without trainable parameters is right.
+    Raises:
+        ValueError: if the model does not exist, is not a causal language model, or has no trainable parameter.
+    """
     if isinstance(model, str):
         settings = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
         where = {name: settings[name] for name in WHERE if name in settings}
@@ -26,7 +34,7 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
                 "network and your access."
             ) from error
         name = (config.architectures or [""])[0]
-        kind = getattr(transformers, name, None)  # None: it comes with code of its own, and loads as a causal LM
+        kind = getattr(transformers, name, None)  # None: the model has code of its own, and is loaded as a causal LM
     else:
         config = model.config
         text_model = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's wrapper
@@ -35,7 +43,7 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
     if hasattr(config, "vision_config") or config.is_encoder_decoder or not generates:
         raise ValueError(
             f"The model is a {name}, but DASHTrainer trains decoders of text with a language modeling head. Use a "
-            "causal language model (transformers.AutoModelForCausalLM); for one that sees images, trl.GRPOTrainer."
+            "causal language model (transformers.AutoModelForCausalLM). For vision-language models use trl.GRPOTrainer."
         )
     if not isinstance(model, str) and peft_config is None and not any(one.requires_grad for one in model.parameters()):
         raise ValueError(
@@ -46,7 +54,13 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
 
 
 def check_tied_adapter(model: Any) -> None:
-    """Refuse an adapter that gives a model with tied embeddings two weights in their place: vLLM has one for both."""
+    """Checks that an adapter keeps tied embeddings tied, since vLLM has one weight for both.
+
+    Args:
+        model: the model, with or without an adapter.
+    Raises:
+        ValueError: if the adapter trains only one of the two, or a weight for each.
+    """
     if not is_peft_model(model) or not model.config.get_text_config().tie_word_embeddings:
         return
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -56,8 +70,8 @@ def check_tied_adapter(model: Any) -> None:
     weights = {id(getattr(end, "weight", None)) for end in ends}
     if len(weights) > 1 or any(isinstance(end, BaseTunerLayer) for end in ends):
         raise ValueError(
-            f"The adapter trains the embeddings or the LM head of a {type(base).__name__} in which they are one weight "
-            "(tie_word_embeddings=True). vLLM has one for both, so that it would sample from another policy. Leave "
+            f"The adapter trains the embeddings or the LM head of a {type(base).__name__}, where both are one weight "
+            "(tie_word_embeddings=True). vLLM keeps one weight for both, so it would sample from another policy. Leave "
             "them out of target_modules and modules_to_save, or set modules_to_save=['embed_tokens'] and "
             "ensure_weight_tying=True, which trains one weight for both."
         )

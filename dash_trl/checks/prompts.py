@@ -1,4 +1,4 @@
-"""Datasets, their prompts, and what a `rollout_func` makes of these."""
+"""Checks datasets, their prompts, and what a `rollout_func` returns."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,24 +10,26 @@ from dash_trl.update import OFF_POLICY_LOSSES
 
 
 def check_dataset(dataset: Any, name: str, own_rollouts: bool, *, environments: bool = False) -> None:
-    """Refuse a dataset that is empty, has images, or has no `prompt` column, or no prompt in its first row.
-
-    The other rows are checked as they are sampled.
+    """Checks the columns and the first prompt of a dataset. Other prompts are checked when they are sampled.
 
     Args:
-        own_rollouts: there is a `rollout_func`, which may make of the prompts what it likes.
-        environments: there are environments, whose observations may be the whole prompts.
+        dataset: a dataset, a mapping of splits, or None.
+        name: what errors call it.
+        own_rollouts: there is a `rollout_func`, which may take prompts of any form.
+        environments: there are environments, so the dataset needs no prompts: observations may take their place.
+    Raises:
+        ValueError: if the dataset is empty, has images or no `prompt` column, or its first prompt cannot be used.
     """
     if isinstance(dataset, Mapping):
         for split, part in dataset.items():
             check_dataset(part, f"{name}[{split!r}]", own_rollouts, environments=environments)
     if not isinstance(dataset, Dataset | IterableDataset):
         return  # None, or a type that TRL refuses itself
-    columns = dataset.column_names or ["prompt"]  # a stream's may be unknown
+    columns = dataset.column_names or ["prompt"]  # the columns of a stream may be unknown
     if "prompt" not in columns and not environments:
         raise ValueError(
             f"{name} has the columns {columns}, but no 'prompt'. Rename the column with the problem, or load the data "
-            "with dash_trl.load_math_dataset, which knows GSM8K's and MATH's columns."
+            "with dash_trl.load_math_dataset, which knows the columns of GSM8K and MATH."
         )
     if images := {"image", "images"} & set(columns):
         raise ValueError(
@@ -44,18 +46,32 @@ def check_dataset(dataset: Any, name: str, own_rollouts: bool, *, environments: 
 
 
 def check_conversations(dataset: Any, name: str) -> None:
-    """Refuse prompts that are texts, in which a chat template cannot name tools."""
+    """Checks that prompts are conversations: a chat template cannot add tools to a text.
+
+    Args:
+        dataset: a dataset, a mapping of splits, or None.
+        name: what the error calls it.
+    Raises:
+        ValueError: if the first prompt of a dataset is a text.
+    """
     for part in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
         if isinstance(part, Dataset) and "prompt" in part.column_names and isinstance(part[0]["prompt"], str):
             raise ValueError(
                 f"{name} has texts as prompts (row 0: {part[0]['prompt']!r:.80}), but tools and environments need "
-                "conversations, to which the chat template adds the tools. Write each prompt as "
+                "conversations: the chat template adds the tools to them. Write each prompt as "
                 "[{'role': 'user', 'content': '…'}]."
             )
 
 
 def check_prompt(prompt: Any, place: str) -> None:
-    """Refuse what is neither a text nor a conversation, or is empty: TRL would fail on it deep in a tokenizer."""
+    """Checks that a prompt is a text or a conversation and not empty; TRL would fail later, in the tokenizer.
+
+    Args:
+        prompt: the prompt.
+        place: where it is, for the error.
+    Raises:
+        ValueError: if it is neither.
+    """
     right = all(map(_is_message, prompt)) if isinstance(prompt, list) else isinstance(prompt, str)
     if not (right and prompt):
         raise ValueError(
@@ -69,40 +85,53 @@ def _is_message(message: Any) -> bool:
 
 
 def check_prompt_lengths(prompt_ids: list[list[int]], context: int | None) -> None:
-    """Refuse a prompt that leaves no room for an answer in the model's context.
+    """Checks that each prompt leaves room for a completion in the model's context.
 
     Args:
-        context: `max_position_embeddings`; `None` = unknown.
+        prompt_ids: token ids of the prompts.
+        context: `max_position_embeddings`; None = unknown.
+    Raises:
+        ValueError: if a prompt fills the context.
     """
     longest = max(map(len, prompt_ids))
     if context is not None and longest >= context:
         raise ValueError(
             f"A prompt has {longest} tokens, but the model's context is {context}, so nothing can be sampled after it. "
-            "Drop or shorten such prompts (e.g. `dataset.filter`), or use a model with a longer context."
+            "Drop such prompts (e.g. with `dataset.filter`) or shorten them, or use a model with a longer context."
         )
 
 
 def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: Any) -> dict[str, Any]:
-    """What a user's `rollout_func` returns, if TRL can use it."""
+    """Calls a user's `rollout_func` and checks what it returns.
+
+    Args:
+        rollout_func: as given to `DASHTrainer`.
+        prompts: its first argument.
+        trainer: its second argument.
+    Returns:
+        What `rollout_func` returned.
+    Raises:
+        ValueError: if it lacks rows, tokens or log-probs, or its fields have different lengths.
+    """
     output = rollout_func(prompts, trainer)
     for name in ("prompt_ids", "completion_ids"):
         if len(output[name]) != len(prompts) or not all(map(len, output[name])):
             raise ValueError(
                 f"rollout_func returned {len(output[name])} {name} for {len(prompts)} prompts, or an empty one: return "
-                "at least one token for each, such as the end-of-sequence token."
+                "at least one token for each prompt, such as the end-of-sequence token."
             )
     log_probs, loss = output["logprobs"], trainer.args.loss_type
     correct = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     if log_probs is None and (loss in OFF_POLICY_LOSSES or correct):
         cause = f"loss_type={loss!r}" if loss in OFF_POLICY_LOSSES else "vllm_importance_sampling_correction=True"
         raise ValueError(
-            f"{cause} needs the sampler's log-probs, but rollout_func returned none: return those of every completion "
-            "token as 'logprobs', or use another loss and correction."
+            f"{cause} needs the sampler's log-probs, but rollout_func returned none: return the log-probs of all "
+            "completion tokens as 'logprobs', or use another loss and correction."
         )
     if log_probs is not None and list(map(len, log_probs)) != list(map(len, output["completion_ids"])):
         raise ValueError(
             "rollout_func returned logprobs of other lengths than completion_ids: return one for each token of each "
-            "completion, NaN where it is not known."
+            "completion, NaN where it is unknown."
         )
     mask = output.get("env_mask")
     if mask is not None and (
@@ -111,17 +140,24 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
     ):
         raise ValueError(
             "rollout_func returned an env_mask that does not fit completion_ids: return 1 for each token that the "
-            "policy wrote and 0 for each of its environment, in as many rows and of the same lengths."
+            "policy wrote and 0 for each token of its environment, with the same number and lengths of rows."
         )
     return output
 
 
 def check_batch(dataset: Any, args: DASHConfig) -> None:
-    """Refuse a dataset with fewer prompts than one generation batch needs: TRL would train on nothing."""
+    """Checks that the training dataset can fill a window; with too few prompts, TRL would train on nothing.
+
+    Args:
+        dataset: the training dataset.
+        args: the configuration.
+    Raises:
+        ValueError: if it has too few prompts, or `max_skipped_epochs` is set for a stream.
+    """
     if args.max_skipped_epochs and not isinstance(dataset, Dataset):
         raise ValueError(
-            f"max_skipped_epochs={args.max_skipped_epochs} remembers what came of each row of train_dataset, and a "
-            "stream's rows have no numbers. Pass a datasets.Dataset, or leave the option out."
+            f"max_skipped_epochs={args.max_skipped_epochs} remembers each row of train_dataset by its number, but the "
+            "rows of a stream have no numbers. Pass a datasets.Dataset, or leave the option out."
         )
     if isinstance(dataset, Dataset):
         needed = args.generation_batch_size // args.num_generations
@@ -134,16 +170,19 @@ def check_batch(dataset: Any, args: DASHConfig) -> None:
 
 
 def check_first_step(batches: int, args: DASHConfig) -> None:
-    """Refuse a stream that is over before its first optimizer step: Transformers would read it again and again for one.
+    """Checks that a stream does not end before the first optimizer step; Transformers would read it again forever.
 
     Args:
-        batches: a rank's micro-batches for that step.
+        batches: number of micro-batches that a rank got for that step.
+        args: the configuration.
+    Raises:
+        ValueError: if there are fewer than `gradient_accumulation_steps`.
     """
     if batches < args.gradient_accumulation_steps:
         raise ValueError(
-            f"train_dataset, a stream, ends after {batches} micro-batches, but an optimizer step takes "
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps}, and Transformers takes none with the "
-            f"rest of a stream: there would never be one. {args.generation_batch_size // args.num_generations} prompts "
-            f"make {args.steps_per_generation * args.num_iterations} micro-batches. Use more prompts (or "
+            f"train_dataset is a stream that ends after {batches} micro-batches, but an optimizer step takes "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}. Transformers makes no step from fewer, "
+            f"so there would never be one. {args.generation_batch_size // args.num_generations} prompts make "
+            f"{args.steps_per_generation * args.num_iterations} micro-batches. Use more prompts (or "
             "`dataset.repeat(None)`), or lower gradient_accumulation_steps."
         )

@@ -1,4 +1,4 @@
-"""Reward functions, before a weight is loaded."""
+"""Checks reward functions before weights are loaded."""
 
 from typing import Any
 
@@ -7,10 +7,17 @@ from dash_trl.rewards import RunnerReward, scores_alone
 
 
 def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any, own_rollouts: bool = False) -> None:
-    """Refuse functions that ask for columns which there are not, or for groups that no rank has whole.
+    """Checks that reward functions fit the datasets and the configuration.
 
     Args:
-        rewards: as `dash_trl.rewards.unpack` gives them.
+        rewards: the functions, as `dash_trl.rewards.unpack` returns them.
+        args: the configuration.
+        train_dataset: as given to `DASHTrainer`.
+        eval_dataset: as given to `DASHTrainer`.
+        own_rollouts: there is a `rollout_func`, which may add columns.
+    Raises:
+        ValueError: if a function needs a column that does not exist, needs whole groups where a rank has parts of
+            groups, or scores a whole batch where `reward_pipeline` or `async_level` needs single completions.
     """
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     check_async(args, own_rollouts, all(map(scores_alone, rewards or [None])))
@@ -41,6 +48,6 @@ def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any
 def _check_groups(name: str, rows: int, options: str, size: int) -> None:
     if rows % size:
         raise ValueError(
-            f"'{name}' has post_process_scores for whole groups, but a process has {rows} completions ({options}), no "
-            f"multiple of num_generations={size}: change one of them."
+            f"'{name}' has post_process_scores for whole groups, but a process has {rows} completions ({options}), "
+            f"which is no multiple of num_generations={size}: change one of them."
         )

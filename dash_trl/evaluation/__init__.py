@@ -1,4 +1,4 @@
-"""How good is a model? Samples of it, what a reward says of them, accuracy and pass@k with their intervals.
+"""Measures a model: accuracy and pass@k with their intervals, from samples that a reward function scores::
 
     prompts ──► sampler ──► reward ──► records (one line per problem) ──► figures ──► table, plot
 

@@ -1,4 +1,4 @@
-"""A model by its name: whether it is there, what it is, and its weights, with a LoRA adapter merged into them."""
+"""Finds and loads a model by its name; a LoRA adapter is merged into the weights."""
 
 import hashlib
 import json
@@ -10,23 +10,27 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-ADAPTER = "adapter_config.json"  # peft's, in the directory of an adapter
+ADAPTER = "adapter_config.json"  # peft's file in the directory of an adapter
 WEIGHT_FILES = (".safetensors", ".bin", ".pt")
-TOY = "toy"  # the tiny model of `dash_trl.toy`, in place of a path
+TOY = "toy"  # the name of the tiny model of `dash_trl.toy`
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model by its directory or its name on the hub, or the directory of a LoRA adapter on one.
+    """A model by its directory or its name on the hub, or a LoRA adapter by its directory.
 
+    The constructor reads the config, but no weights.
+
+    Args:
+        name: the directory or the name.
     Raises:
-        ValueError: on construction, if there is no such model; no weights are read.
+        ValueError: if there is no such model.
     """
 
     name: str
 
     def __post_init__(self) -> None:
-        self.config  # noqa: B018 (read now, so that a model which is not there is an error now)
+        self.config  # noqa: B018 (read now, so that a missing model is an error now)
 
     @property
     def is_adapter(self) -> bool:
@@ -34,7 +38,7 @@ class Checkpoint:
 
     @cached_property
     def base(self) -> str:
-        """Where the config and the weights are: of an adapter, the model that it was trained on."""
+        """The name or directory with the config and weights; for an adapter, the model that it was trained on."""
         if not self.is_adapter:
             return str(Path(self.name).expanduser()) if Path(self.name).expanduser().is_dir() else self.name
         return str(json.loads((Path(self.name).expanduser() / ADAPTER).read_text()).get("base_model_name_or_path"))
@@ -60,28 +64,33 @@ class Checkpoint:
     def generation_config(self) -> Any:
         try:
             return GenerationConfig.from_pretrained(self.base)
-        except OSError:  # it has none of its own
+        except OSError:  # the model has no generation_config.json
             return GenerationConfig.from_model_config(self.config)
 
     def load(self, dtype: Any, device: str = "cpu") -> Any:
-        """The model for inference, adapters merged."""
+        """Loads the model for inference, with an adapter merged.
+
+        Args:
+            dtype: of the weights.
+            device: where to put it.
+        """
         model = AutoModelForCausalLM.from_pretrained(self.base, dtype=dtype)
         if self.is_adapter:
-            from peft import PeftModel  # here: most runs have no adapter
+            from peft import PeftModel  # imported here, since most runs have no adapter
 
             model = PeftModel.from_pretrained(model, str(Path(self.name).expanduser())).merge_and_unload()
         return model.to(device).eval()
 
     def load_here(self) -> Any:
-        """On a GPU in its own dtype; on a CPU in float32, where half precision is slow if it is there at all."""
+        """Loads the model on a GPU in its own dtype, or on a CPU in float32, since half precision is slow there."""
         on_gpu = torch.cuda.is_available()
         return self.load("auto" if on_gpu else torch.float32, "cuda" if on_gpu else "cpu")
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with the weights: a commit on the hub, else a hash of the files.
+        """A text that changes with the weights: from the commit on the hub, or from a hash of the files.
 
-        Samples of a directory that was trained further are no samples of the same model.
+        If a directory's model was trained further, old samples do not belong to it.
         """
         digest = hashlib.sha256()
         for source in dict.fromkeys([self.name, self.base]):

@@ -8,8 +8,8 @@
     python -m dash_trl.serve Qwen/Qwen2.5-0.5B-Instruct --servers 2              # from servers, for models of one shape
     python -m dash_trl.evaluation … --vllm_server_urls http://127.0.0.1:8000 http://127.0.0.1:8001
 
-Writes OUTPUT_DIR/<model>.jsonl (all samples), <model>.json (the figures) and pass_at_k.png. The same command again goes
-on where an interrupted one was, and samples nothing that is there. docs/howto/evaluate.md has the rest.
+Writes OUTPUT_DIR/<model>.jsonl (all samples), <model>.json (the figures) and pass_at_k.png. To continue an interrupted
+command, run it again: it samples only what is missing. For more see docs/howto/evaluate.md.
 """
 
 import json
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EvaluationArguments(TaskArguments):
-    """How often each problem is tried, and where the results go."""
+    """Arguments of the command: how often each problem is sampled, and where the results go."""
 
     num_samples: int = field(default=16, metadata={"help": "Completions of each problem."})
     k: list[int] | None = field(
@@ -48,7 +48,7 @@ class EvaluationArguments(TaskArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Draw(self.num_samples, self.temperature, 1, self.seed)  # what is wrong with it shows now
+        Draw(self.num_samples, self.temperature, 1, self.seed)  # raises now if the settings contradict each other
         self.k = sorted(set(self.k or (2**i for i in range(self.num_samples.bit_length()))))
         if not 1 <= self.k[0] <= self.k[-1] <= self.num_samples:
             raise ValueError(
@@ -59,7 +59,7 @@ class EvaluationArguments(TaskArguments):
 
 @dataclass(frozen=True)
 class Job:
-    """One model: its problems, in the form that its tokenizer takes, and its samples."""
+    """One model with its problems, in the form that its tokenizer takes, and its samples."""
 
     label: str
     checkpoint: Checkpoint
@@ -68,6 +68,7 @@ class Job:
 
     @property
     def left(self) -> bool:
+        """Whether samples are missing."""
         return len(self.records.rows) < len(self.problems)
 
 
@@ -81,9 +82,15 @@ def main(argv: Sequence[str]) -> None:
 
 
 def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> dict[str, dict[str, Any]]:
-    """Each model's figures by its label, which are also printed, written and drawn.
+    """Measures models; prints, writes and plots their figures, and returns them by label.
 
-    What can be wrong with models, problems, reward and files is said before any weight is loaded.
+    Models, problems, reward function and files are checked before any weight is loaded.
+
+    Args:
+        models: directories, hub names, or "toy".
+        arguments: of the command.
+    Raises:
+        ValueError: if one of them does not exist or does not fit.
     """
     task = arguments.task(models)
     folder = Path(arguments.output_dir)
@@ -123,7 +130,7 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
 def _jobs(
     models: Sequence[str], task: Task, arguments: EvaluationArguments, folder: Path, stack: ExitStack
 ) -> Iterator[Job]:
-    """Opens the files of all models, and says of each what is wrong with it."""
+    """Checks all models and opens their files."""
     shared = {**arguments.settings(task), "num_samples": arguments.num_samples}
     checkpoints = [Checkpoint(model_of(model, task)) for model in models]
     for model, label, checkpoint in zip(models, labels(models), checkpoints, strict=True):
@@ -138,7 +145,7 @@ def _jobs(
 
 
 def labels(models: Sequence[str]) -> list[str]:
-    """Short names for files and plots: the last part of each, with as many before it as tell them apart."""
+    """Returns short names for files and plots: the last parts of the paths, as many as tell them apart."""
     parts = [Path(os.path.abspath(model) if os.path.isdir(model) else model).parts for model in models]
     for length in range(1, max(map(len, parts)) + 1):
         short = ["-".join(one[-length:]).strip("/.-~") for one in parts]
@@ -148,7 +155,7 @@ def labels(models: Sequence[str]) -> list[str]:
 
 
 def _sample(job: Job, reward: Reward, arguments: EvaluationArguments, length: int, folder: Path) -> None:
-    """Samples and scores what the file of a model lacks."""
+    """Samples and scores the problems that are missing in the file of a model."""
     done = set(job.records.rows)
     with (
         arguments.open_sampler(job.checkpoint, folder) as sampler,

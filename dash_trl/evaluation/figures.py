@@ -1,7 +1,7 @@
-"""From scored samples to figures: accuracy and pass@k with their intervals, lengths, truncated and failed shares.
+"""Computes figures from scored samples: accuracy and pass@k with intervals, lengths, truncated and failed shares.
 
-A sample that its reward failed on counts neither way. Where that is more than one in a hundred, the figures are of
-other samples than those asked for, and are marked.
+A sample whose reward failed counts neither as correct nor as wrong. If more than one in a hundred failed, the figures
+are marked, since they describe other samples than those that were asked for.
 
 Letters: P problems, n scored samples of a problem, c correct ones among them, k <= n.
 """
@@ -13,20 +13,22 @@ from typing import Any
 import numpy as np
 
 CORRECT_ABOVE = 0.5  # a completion with a greater reward is correct: the middle of a 0/1 reward
-LEVEL = 0.95  # of an interval
-RESAMPLES = 10_000  # so many that the interval's ends are known to a hundredth of its width
-CHUNK = 1 << 22  # indices drawn at a time: 32 MiB
-MARKED_ABOVE = 0.01  # share of failed rewards
+LEVEL = 0.95  # confidence level of an interval
+RESAMPLES = 10_000  # gives the ends of an interval to a hundredth of its width
+CHUNK = 1 << 22  # number of indices drawn at a time: 32 MiB
+MARKED_ABOVE = 0.01  # figures are marked if more than this share of the rewards failed
 MARK = "*"
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The unbiased estimate of the probability that at least one of k samples is correct.
+    """Returns the unbiased estimate of the probability that at least one of k samples is correct::
 
         pass@k = 1 - C(n - c, k) / C(n, k)      (Chen et al. 2021, arXiv 2107.03374, equation 1)
 
     Args:
-        n: samples drawn. c: correct ones among them, 0 <= c <= n. k: 1 <= k <= n.
+        n: number of samples.
+        c: number of correct ones among them, 0 <= c <= n.
+        k: 1 <= k <= n.
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
@@ -34,18 +36,18 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def bootstrap_interval(
     values: Sequence[float], weights: Sequence[float] | None = None, *, seed: int = 0
 ) -> tuple[float, float]:
-    """The 95 % percentile interval of Σ values / Σ weights under resampling of the problems (Efron 1979).
+    """Returns the 95 % percentile interval of Σ values / Σ weights by a bootstrap over the problems (Efron 1979).
 
-    The problems are the sample, since another test set has other problems; the samples of one problem stay together.
-    Where all values are equal, and so where there is one problem only, the interval has no width: it says nothing of
-    what was never seen.
+    Problems are resampled, since another test set has other problems. The samples of a problem stay together. If all
+    values are equal, for instance because there is only one problem, the interval has no width: it cannot tell what was
+    never seen.
 
     Args:
-        values: [P], e.g. pass@k of each problem, or its number of correct samples.
-        weights: [P], of each problem; e.g. its number of scored samples. None: 1 each, the mean of the values.
+        values: [P], such as pass@k of each problem, or its number of correct samples.
+        weights: [P], such as the number of scored samples of each problem. None: 1 each, for the mean of the values.
         seed: of the resampling.
     Returns:
-        (low, high), both NaN without a problem.
+        The lower and the upper end; both are NaN if there is no problem.
     """
     value = np.asarray(values, dtype=np.float64)
     weight = np.ones_like(value) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -63,18 +65,26 @@ def bootstrap_interval(
 
 
 def figures_of(rows: Sequence[Sequence[Mapping[str, Any]]], ks: Sequence[int], *, seed: int = 0) -> dict[str, Any]:
-    """The figures, as JSON; None where nothing could be estimated.
+    """Computes the figures of a model, as JSON.
 
     Args:
-        rows: per problem its samples, each with `reward` (None: failed), `tokens` and `truncated`.
-        ks: at most the samples of a problem.
+        rows: for each problem its samples, each with `reward` (None = failed), `tokens` and `truncated`.
+        ks: the k of pass@k; at most the number of samples of a problem.
         seed: of the intervals.
     Returns:
-        accuracy: correct samples among the scored ones, with accuracy_interval.
-        pass_at: k (a string) → [mean over problems, low, high]; of problems with k scored samples.
-        left_out: k (a string) → problems that have fewer.
-        problems, samples: their numbers. failed, truncated: shares of the samples. mean_length: tokens.
-        marked: more than 1 % of the rewards failed.
+        A dictionary with these entries, None where nothing could be estimated:
+
+        - `accuracy`: share of correct samples among the scored ones.
+        - `accuracy_interval`: its lower and upper end.
+        - `pass_at`: for each k (a string), the mean over the problems with k scored samples, and its interval, as
+          [mean, low, high].
+        - `left_out`: for each k (a string), the number of problems with fewer scored samples.
+        - `problems`: number of problems.
+        - `samples`: number of samples.
+        - `failed`: share of the samples whose reward failed.
+        - `truncated`: share of the truncated samples.
+        - `mean_length`: mean number of tokens.
+        - `marked`: True = more than 1 % of the rewards failed.
     """
     samples = [sample for row in rows for sample in row]
     scored = [[sample["reward"] for sample in row if sample["reward"] is not None] for row in rows]
@@ -113,15 +123,20 @@ def differences(
     *,
     seed: int = 0,
 ) -> dict[str, list[float] | None]:
-    """By how much a model is better than another one on the same problems: "accuracy", "pass@k" → [mean, low, high].
+    """Computes by how much a model is better than another one on the same problems.
 
-    Paired by problem: what makes a problem hard is in both models' figures, and cancels. So these intervals are
-    narrower than those of the two models suggest. Problems that lack scored samples of either are left out.
+    The models are compared problem by problem. The difficulty of a problem is in both models' figures and cancels, so
+    these intervals are narrower than those of the two models suggest. A problem is left out if either model has too few
+    scored samples of it.
 
     Args:
-        rows, others: of the model and of the other one, as for `figures_of`, the problems in the same order.
+        rows: samples of the model, as for `figures_of`.
+        others: samples of the other model, with the problems in the same order.
+        ks: the k of pass@k.
+        seed: of the intervals.
     Returns:
-        The differences of the mean over problems; None where no problem is left.
+        For "accuracy" and each "pass@k", the mean difference over the problems and its interval as [mean, low, high];
+        None if no problem is left.
     """
 
     def estimates(found: Sequence[Sequence[Mapping[str, Any]]], k: int) -> list[float | None]:
@@ -140,7 +155,13 @@ def differences(
 
 
 def comparison(name: str, other: str, found: Mapping[str, list[float] | None]) -> str:
-    """A line: `differences` in percentage points."""
+    """Writes `differences` as one line, in percentage points.
+
+    Args:
+        name: of the model.
+        other: name of the other model.
+        found: of `differences`.
+    """
     cells = [
         f"{what} {100 * one[0]:+.1f} [{100 * one[1]:+.1f}, {100 * one[2]:+.1f}]" for what, one in found.items() if one
     ]
@@ -148,7 +169,7 @@ def comparison(name: str, other: str, found: Mapping[str, list[float] | None]) -
 
 
 def remarks(name: str, figures: Mapping[str, Any]) -> list[str]:
-    """What has to be said beside the figures of a model."""
+    """Returns warnings about the figures of a model: failed rewards, and problems that are left out."""
     said = []
     if figures["marked"]:
         said.append(
@@ -165,7 +186,7 @@ def remarks(name: str, figures: Mapping[str, Any]) -> list[str]:
 
 
 def table(models: Mapping[str, Mapping[str, Any]], ks: Sequence[int]) -> str:
-    """A line per model; shares in per cent, the 95 % intervals in brackets."""
+    """Writes the figures as a table with one line per model: shares in per cent, 95 % intervals in brackets."""
     rows = [["model", "accuracy", *(f"pass@{k}" for k in ks), "tokens", "truncated", "failed"]]
     for name, figures in models.items():
         mark = MARK if figures["marked"] else ""

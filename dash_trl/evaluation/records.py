@@ -1,10 +1,10 @@
-"""A JSONL file that an interrupted run goes on with: its settings in the first line, then a line per problem.
+"""A JSONL file by which an interrupted run continues: the settings in the first line, then one line per problem::
 
     {"settings": {"model": …, "seed": 0}}
     {"index": 0, …}
-    {"index": 1, …}                       ◄── the half line that an interrupt leaves at the end is dropped
+    {"index": 1, …}                       ◄── if an interrupt leaves an incomplete line at the end, it is dropped
 
-A file of other settings, or of another form, is refused: nothing is overwritten.
+If a file has other settings or another form, it is an error and nothing is overwritten.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Records(AbstractContextManager["Records"]):
-    """The rows of such a file by their index; a context manager that closes it.
+    """The rows of such a file by their index; a context manager that closes it::
 
         with Records("samples.jsonl", {"model": model, "seed": 0}) as records:
             for index, samples in sampler.sample(prompts, seed=0, done=records.rows):
@@ -28,17 +28,17 @@ class Records(AbstractContextManager["Records"]):
             records.sort()
 
     Args:
-        path: of the file; it and its directory are made where they do not exist.
-        settings: all that a row depends on, as JSON; what differs from the file's is named in the error.
+        path: of the file. The file and its directory are made if they do not exist.
+        settings: everything that a row depends on, as JSON. The error names the settings that differ from the file's.
     Attributes:
-        rows: index → row, of the file and of what was added since.
+        rows: the rows by index, of the file and those added since.
     Raises:
-        ValueError: a file of other settings, of another form, or one that another process writes.
+        ValueError: if the file has other settings or another form, or another process writes it.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any]):
         self.path = Path(path)
-        self.settings: dict[str, Any] = json.loads(_line(settings))  # tuples are lists there
+        self.settings: dict[str, Any] = json.loads(_line(settings))  # in JSON, tuples become lists
         self.rows: dict[int, dict[str, Any]] = {}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a+b")
@@ -49,12 +49,17 @@ class Records(AbstractContextManager["Records"]):
             raise
 
     def add(self, index: int, row: Mapping[str, Any]) -> None:
-        """A row, which is in the file when this returns."""
+        """Adds a row; it is in the file when this returns.
+
+        Args:
+            index: of the row.
+            row: its content, as JSON.
+        """
         self._append({"index": index, **row})
         self.rows[index] = dict(row)
 
     def sort(self) -> None:
-        """The file's rows by their index, once all are there: servers finish them in any order."""
+        """Sorts the file's rows by index; call it when all are there, since servers finish them in any order."""
         sorted_path = self.path.with_name(f".{self.path.name}.sorted")
         lines = [{"settings": self.settings}, *({"index": i, **self.rows[i]} for i in sorted(self.rows))]
         sorted_path.write_bytes(b"".join(map(_line, lines)))
@@ -74,7 +79,7 @@ class Records(AbstractContextManager["Records"]):
 
     def _read(self) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, by whatever
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until the file is closed
         except BlockingIOError as error:
             raise ValueError(f"Another process is writing {self.path}: wait for it, or choose another file.") from error
         self._file.seek(0)
@@ -91,7 +96,7 @@ class Records(AbstractContextManager["Records"]):
                 f"{self.path} is no file of records, with settings in the first line, then rows with an `index` "
                 f"({error}): choose another file or directory, or move that one away; nothing is overwritten."
             ) from error
-        if self.rows:  # else nothing was done with their settings
+        if self.rows:  # without rows, the settings of the file do not matter
             self._compare(theirs)
         if half:
             logger.warning(f"{self.path} ends with half a line, of a run that was interrupted: it is dropped.")

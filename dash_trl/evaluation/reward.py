@@ -1,6 +1,6 @@
-"""One reward function that says what is correct, called for the samples of one problem after the other.
+"""Scores samples by one reward function, problem by problem.
 
-By it `evaluate` and `accuracy` measure a loaded model, as a training script does.
+`evaluate` and `accuracy` measure a loaded model with it, for instance in a training script.
 """
 
 import logging
@@ -16,17 +16,17 @@ from dash_trl.rewards import RewardRunner, raise_mistakes
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 120.0  # seconds for a completion; the sandbox ends a program in one minute
-BROKEN_AFTER = 10  # problems in a row on which a reward function raised for every sample
+PATIENCE = 120.0  # seconds for the reward of a completion; the sandbox ends a program after one minute
+BROKEN_AFTER = 10  # an evaluation ends if the reward function raised for every sample of so many problems in a row
 
 
 class Reward(AbstractContextManager["Reward"]):
-    """One reward function of any form, as training calls it; a context manager that ends its workers.
+    """Calls one reward function in the same way as training; a context manager that ends its workers.
 
     Args:
-        function: of any form (`dash_trl.rewards.forms`), or a `RewardRunner` of one.
+        function: a reward function of any form (`dash_trl.rewards.forms`), or a `RewardRunner` with one function.
     Raises:
-        ValueError: for several functions, or a reward model.
+        ValueError: if there are several functions, or a reward model.
     """
 
     def __init__(self, function: Any):
@@ -40,16 +40,21 @@ class Reward(AbstractContextManager["Reward"]):
         self._raised = 0  # problems in a row
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Raises a ValueError if the function asks for a column that there is not."""
+        """Raises a `ValueError` if the function needs a column that does not exist."""
         if not self._function.form.batch:
             self._function.form.check_columns(columns)
 
     def scores(self, row: Mapping[str, Any], samples: Sequence[SampledCompletion]) -> list[float | None]:
-        """Of the samples of one problem; None where it failed (an exception, None, NaN, ±inf).
+        """Scores the samples of one problem.
 
+        Args:
+            row: the problem.
+            samples: its samples.
+        Returns:
+            One reward per sample; None where it failed (an exception, None, NaN, ±inf).
         Raises:
-            ValueError: it returned no list of numbers.
-            RuntimeError: it raised on every sample of `BROKEN_AFTER` problems in a row; the cause is the last error.
+            ValueError: if the function does not return a list of numbers.
+            RuntimeError: if it raised on every sample of `BROKEN_AFTER` problems in a row; the last error is the cause.
         """
         chat = not isinstance(row["prompt"], str)
         self._function.group_size = lambda: len(samples)
@@ -75,11 +80,15 @@ class Reward(AbstractContextManager["Reward"]):
 def scored_samples(
     sampler: Sampler, problems: Any, reward: Reward, **sampling: Any
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(index of a problem, its `prompt`, `answer`, if it has one, and `samples`), in the order in which they are done.
+    """Samples and scores problems; yields them in the order in which they are done.
 
     Args:
-        problems: rows with a `prompt` and the columns that the reward reads.
+        sampler: samples the completions.
+        problems: rows with a `prompt` and the columns that the reward function reads.
+        reward: scores the completions.
         sampling: arguments of `Sampler.sample`.
+    Yields:
+        The index of a problem, and a row with its `prompt`, its `answer` if it has one, and its `samples`.
     """
     for index, samples in sampler.sample([row["prompt"] for row in problems], **sampling):
         problem: Mapping[str, Any] = problems[index]
@@ -104,17 +113,18 @@ def evaluate(
 ) -> dict[str, Any]:
     """Samples every prompt of a data set, scores the samples, and returns their figures (see `figures_of`).
 
-    A reward that is None, NaN or infinite, or an exception of the function, has failed: it is left out of the accuracy
-    and counted in `failed`, never taken for 0.
+    A reward failed if it is None, NaN or infinite, or if the function raised an exception. A failed reward is left out
+    of the accuracy and counted in `failed`. It never counts as 0.
 
     Args:
-        model: a causal language model on any device; unwrapped (`trainer.accelerator.unwrap_model`). Its mode and the
-            global random state are afterwards what they were before.
-        dataset: rows with a `prompt`; its other columns go to the reward function, as in TRL.
-        reward_func: of any form, or a `RewardRunner` of one.
-        k: of pass@k; at most `num_samples`.
-        batch_size: rows that are sampled side by side; the samples depend on it.
-        sampling: `num_samples`, `temperature`, `max_new_tokens` and `seed`, see `Sampler.sample`.
+        model: a causal language model on any device, unwrapped (`trainer.accelerator.unwrap_model`). Its mode and the
+            global random state are unchanged afterwards.
+        tokenizer: its tokenizer.
+        dataset: rows with a `prompt`; the other columns go to the reward function, as in TRL.
+        reward_func: a reward function of any form, or a `RewardRunner` with one function.
+        k: the k of pass@k; at most `num_samples`.
+        batch_size: number of rows that are sampled together; the samples depend on it.
+        sampling: `num_samples`, `temperature`, `max_new_tokens` and `seed`; see `Sampler.sample`.
     """
     with Reward(reward_func) as reward:
         rows = dict(scored_samples(LocalSampler(model, tokenizer, batch_size), dataset, reward, **sampling))
@@ -122,7 +132,7 @@ def evaluate(
 
 
 def accuracy(model: Any, tokenizer: Any, dataset: Any, reward_func: Any, **sampling: Any) -> float:
-    """The accuracy of `evaluate`, NaN where every reward failed; a warning says which share of them did, if any."""
+    """Returns the accuracy of `evaluate`, or NaN if all rewards failed; warns if any failed."""
     figures = evaluate(model, tokenizer, dataset, reward_func, **sampling)
     if figures["failed"]:
         logger.warning("%.1f %% of the rewards failed and are left out of the accuracy.", 100 * figures["failed"])

@@ -1,9 +1,11 @@
-"""What samplers have in common: prompts in, decoded completions out, and who draws them is a subclass.
+"""The base class of samplers: prompts in, decoded completions out; a subclass draws the tokens::
 
     sample(prompts) ──► token ids ──► _draw: transformers | vLLM here | vLLM servers ──► (index, its completions)
 
-Letters: P prompts, S samples of each. Samples come from the model's own distribution at the given temperature: top-k,
-top-p and repetition penalties that a model's `generation_config` may ask for are switched off, as in TRL.
+Samples come from the model's own distribution at the given temperature. As in TRL, top-k, top-p and repetition
+penalties of the model's `generation_config` are switched off.
+
+Letters: P prompts, S samples of each.
 """
 
 import hashlib
@@ -22,8 +24,9 @@ class SampledCompletion:
     """One completion.
 
     Attributes:
-        text: without special tokens. token_ids: up to and including the first end token.
-        truncated: it reached `max_new_tokens` before an end token.
+        text: without special tokens.
+        token_ids: up to and including the first end token.
+        truncated: True = it reached `max_new_tokens` without an end token.
     """
 
     text: str
@@ -33,8 +36,15 @@ class SampledCompletion:
 
 @dataclass(frozen=True)
 class Draw:
-    """How completions are drawn: `num_samples` of each prompt, at a temperature (0: greedy), of `max_new_tokens`, which
-    may be another number for each prompt.
+    """How completions are drawn.
+
+    Args:
+        num_samples: S.
+        temperature: 0 = greedy decoding, with one sample.
+        max_new_tokens: limit of a completion; one number, or one for each prompt.
+        seed: of all random numbers.
+    Raises:
+        ValueError: if the numbers do not fit together.
     """
 
     num_samples: int
@@ -50,20 +60,20 @@ class Draw:
             )
 
     def room(self, index: int) -> int:
-        """The most tokens of a completion of this prompt."""
+        """Returns the limit of tokens for completions of the prompt with this index."""
         return self.max_new_tokens if isinstance(self.max_new_tokens, int) else self.max_new_tokens[index]
 
     def stream(self, number: int) -> int:
-        """The seed of one of its streams (a batch, a request): those of neighbouring seeds have nothing in common."""
+        """Returns the seed of one batch or request; streams of neighbouring seeds or numbers are independent."""
         return int.from_bytes(hashlib.sha256(f"{self.seed} {number}".encode()).digest()[:8]) >> 1  # fits into int64
 
 
 class Sampler(AbstractContextManager["Sampler"]):
-    """A model that completes prompts; a context manager that gives back what it holds.
+    """A model that completes prompts; a context manager that frees its resources.
 
     Args:
-        tokenizer: with a chat template if prompts are conversations.
-        end_tokens: ids that end a completion.
+        tokenizer: needs a chat template if prompts are conversations.
+        end_tokens: token ids that end a completion.
     """
 
     def __init__(self, tokenizer: Any, end_tokens: Sequence[int]):
@@ -80,11 +90,18 @@ class Sampler(AbstractContextManager["Sampler"]):
         seed: int = 0,
         done: Collection[int] = (),
     ) -> Iterator[tuple[int, list[SampledCompletion]]]:
-        """(index of a prompt, its `num_samples` completions), in the order in which they are done.
+        """Samples completions; yields them in the order in which they are done.
 
         Args:
-            done: indices of prompts that are not needed any more. What is drawn for the others is what would be drawn
-                for them without it, so that an interrupted run goes on with all prompts and those that it has.
+            prompts: P texts or conversations.
+            num_samples: S.
+            temperature: 0 = greedy decoding, with one sample.
+            max_new_tokens: limit of a completion.
+            seed: of all random numbers.
+            done: indices of prompts that are not needed any more. The samples of the other prompts do not depend on it,
+                so an interrupted run continues with all prompts and the indices that it has.
+        Returns:
+            An iterator over the index of a prompt and its S completions.
         """
         ids = [prompt_ids(prompt, self.tokenizer) for prompt in prompts]
         return self.continuations(ids, Draw(num_samples, temperature, max_new_tokens, seed), done=done)
@@ -92,12 +109,21 @@ class Sampler(AbstractContextManager["Sampler"]):
     def continuations(
         self, prefixes: Sequence[Sequence[int]], draw: Draw, *, done: Collection[int] = ()
     ) -> Iterator[tuple[int, list[SampledCompletion]]]:
-        """`sample` of token ids, such as prompts with the beginning of a completion: what comes behind each of them."""
+        """Samples continuations of token ids, such as prompts with the beginning of a completion.
+
+        Args:
+            prefixes: P lists of token ids.
+            draw: how to draw.
+            done: see `sample`.
+        Returns:
+            See `sample`; the completions do not contain the prefix.
+        """
         left = set(range(len(prefixes))).difference(done)
         drawn = self._draw(list(map(list, prefixes)), draw, left) if left else iter(())
         return ((index, self.completions(rows)) for index, rows in drawn)
 
     def completions(self, rows: Sequence[list[int]]) -> list[SampledCompletion]:
+        """Decodes the token ids of completions."""
         return [
             SampledCompletion(text, ids, truncated=not ids or ids[-1] not in self.end_tokens)
             for text, ids in zip(self.tokenizer.batch_decode(rows, skip_special_tokens=True), rows, strict=True)
@@ -105,23 +131,24 @@ class Sampler(AbstractContextManager["Sampler"]):
 
     @abstractmethod
     def _draw(self, prompts: list[list[int]], draw: Draw, left: set[int]) -> Iterator[Drawn]:
-        """(index, token ids of its completions) of those that are left, at least one, as they are done."""
+        """Yields (index, token ids of its completions) for the indices in `left`, at least one, as they are done."""
 
-    def close(self) -> None:  # noqa: B027 (one that holds nothing has nothing to give back)
-        """Gives back what it holds."""
+    def close(self) -> None:  # noqa: B027 (a sampler without resources has nothing to do here)
+        """Frees the sampler's resources."""
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
+    """Returns the token ids of a prompt, by the chat template if it is a conversation."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
-    """The tokenizer's end of sequence and those that the model declares, as TRL takes them."""
+    """Returns the end tokens as in TRL: those of the model's generation config, and the tokenizer's."""
     declared = generation_config.eos_token_id
     declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

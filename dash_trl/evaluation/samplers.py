@@ -1,4 +1,4 @@
-"""The samplers: transformers' `generate`, vLLM in this process, vLLM servers; `open_sampler` makes one by its name."""
+"""The samplers: transformers' `generate`, vLLM in this process, and vLLM servers; `open_sampler` makes one by name."""
 
 import math
 import os
@@ -22,14 +22,16 @@ BACKENDS = ("transformers", "vllm")
 
 
 class LocalSampler(Sampler):
-    """Samples in batches of fixed composition: the S rows of every prompt, in order, cut into `batch_size`.
+    """Samples by transformers' `generate`, in batches of fixed composition.
 
-    A batch draws all its rows from one stream of random numbers, its own. So a resumed run draws the batches whole that
-    hold a prompt which is left, and no other, and gets the same rows. The model's mode and the global random state are
-    between two batches what they were before.
+    The S rows of all prompts, in order, are cut into batches of `batch_size`. Each batch has its own stream of random
+    numbers. So a resumed run draws only the batches with missing prompts, as a whole, and gets the same rows. Between
+    two batches, the model's mode and the global random state are as before.
 
     Args:
-        model: a causal language model on any device; unwrapped (`trainer.accelerator.unwrap_model`).
+        model: a causal language model on any device, unwrapped (`trainer.accelerator.unwrap_model`).
+        tokenizer: its tokenizer.
+        batch_size: number of rows that are sampled together; the samples depend on it.
     """
 
     def __init__(self, model: Any, tokenizer: Any, batch_size: int = BATCH_SIZE):
@@ -54,12 +56,12 @@ class LocalSampler(Sampler):
     def _generate(self, batch: list[list[int]], draw: Draw, number: int) -> list[list[int]]:
         tokenizer, ends = self.tokenizer, self.end_tokens
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
-        # Neutral values, not absent ones: generate() fills absent ones from the model's generation_config.
+        # Neutral values must be given: generate() takes missing ones from the model's generation_config.
         sampling = {"do_sample": True, "temperature": draw.temperature, "top_k": 0, "top_p": 1.0, "min_p": None}
         if draw.temperature == 0:
             sampling = {"do_sample": False}
         width, device = max(map(len, batch)), self.model.device
-        # Of all devices, since manual_seed reaches all of them.
+        # Saves the random state of all devices, since manual_seed changes all of them.
         rng = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
         with evaluating(self.model), rng, torch.no_grad():
             torch.manual_seed(draw.stream(number))
@@ -79,7 +81,7 @@ class LocalSampler(Sampler):
 
 
 class VLLMSampler(Sampler):
-    """All prompts at once in vLLM's engine, each with a seed of its own."""
+    """Samples by vLLM in this process. All prompts enter the engine at once, each with its own seed."""
 
     def __init__(self, checkpoint: Checkpoint):
         super().__init__(checkpoint.tokenizer, end_tokens(checkpoint.generation_config, checkpoint.tokenizer))
@@ -93,7 +95,7 @@ class VLLMSampler(Sampler):
             options["tensor_parallel_size"] = math.gcd(len(gpus), *heads)
         else:  # as `dash_trl.serve` starts a server
             options |= {"dtype": "float32", "enforce_eager": True, "max_num_seqs": CPU_SEQUENCES}
-            options["enable_chunked_prefill"] = False  # with it and seeds the engine dies (`sampling.takes_seeds`)
+            options["enable_chunked_prefill"] = False  # together with seeds it would crash the engine (`takes_seeds`)
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)  # read by the engine's process
         with tempfile.TemporaryDirectory(prefix="dash_trl_merged_") as merged:
             path = checkpoint.base
@@ -135,16 +137,19 @@ class VLLMSampler(Sampler):
 
 
 class ServerSampler(Sampler):
-    """A request per prompt, with a seed of its own; a failed one is made again on another server.
+    """Samples from vLLM servers, by one request per prompt. A failed request is repeated on another server.
 
-    Not repeatable in spite of the seeds: which requests share a batch depends on timing, and so do the last bits of
-    the logits. Servers on a CPU get none (`takes_seeds`).
+    Each request has its own seed, but the samples are still not reproducible: timing decides which requests share a
+    batch, and this changes the last bits of the logits. Servers on a CPU get no seeds (`takes_seeds`).
 
     Args:
-        urls: servers of models of the checkpoint's shape. They keep its weights.
+        checkpoint: the model.
+        urls: servers with models of the checkpoint's shape. They get its weights and keep them.
         weight_dir: see `open_sampler`.
     Raises:
-        ValueError, PoolError, WeightMismatch: see `check_servers` and `load_checkpoint`.
+        ValueError: see `check_servers` and `load_checkpoint`.
+        PoolError: see `check_servers` and `load_checkpoint`.
+        WeightMismatch: see `load_checkpoint`.
     """
 
     def __init__(self, checkpoint: Checkpoint, urls: Sequence[str], *, weight_dir: str | Path | None = None):
@@ -165,7 +170,7 @@ class ServerSampler(Sampler):
         jobs = []
         for index in indices:
             sampling = {
-                # Neutral values of what a server would take from the model's generation_config.
+                # Neutral values for options that a server would else take from the model's generation_config.
                 "top_p": 1.0,
                 "top_k": 0,
                 "min_p": 0.0,
@@ -187,7 +192,7 @@ class ServerSampler(Sampler):
 
 
 def check_shapes(checkpoints: Sequence[Checkpoint], urls: Sequence[str]) -> None:
-    """Whether the servers can hold each of these models; raises as `check_servers`, before weights are loaded."""
+    """Checks, before weights are loaded, that servers can hold each of these models; raises as `check_servers` does."""
     pool = ServerPool(urls)
     for checkpoint in checkpoints:
         check_servers(pool, checkpoint.config, checkpoint.name)
@@ -201,7 +206,7 @@ def open_sampler(
     batch_size: int = BATCH_SIZE,
     weight_dir: str | Path | None = None,
 ) -> Sampler:
-    """A sampler of a model, as a context manager.
+    """Returns a sampler of a model, which is a context manager::
 
         with open_sampler("Qwen/Qwen2.5-0.5B-Instruct", server_urls=["http://127.0.0.1:8000"]) as sampler:
             for index, samples in sampler.sample(prompts, num_samples=16, max_new_tokens=1024):
@@ -210,13 +215,13 @@ def open_sampler(
     Args:
         model: a directory or hub name; the directory of a LoRA adapter; or "toy".
         backend: "transformers", or "vllm" within this process.
-        server_urls: vLLM servers (`python -m dash_trl.serve`) to sample from, in place of either. They get the model's
-            weights if they hold others of the same shape, and keep them.
-        batch_size: rows that transformers samples side by side; on the others it has no effect.
-        weight_dir: where the weights for servers are written, seen by them under the same path. None: a temporary
-            directory of this machine.
+        server_urls: vLLM servers (`python -m dash_trl.serve`) to sample from instead of a backend. If they have other
+            weights of the same shape, they get the model's weights and keep them.
+        batch_size: number of rows that transformers samples together; it has no effect on the other samplers.
+        weight_dir: where the weights for servers are written; servers must see it under the same path. None: a
+            temporary directory on this machine.
     Raises:
-        ValueError: no such model or backend; servers of a model of another shape.
+        ValueError: if the model or backend does not exist, or servers have a model of another shape.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} does not exist: choose one of {BACKENDS}, or give server_urls.")

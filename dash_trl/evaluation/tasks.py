@@ -1,8 +1,10 @@
-"""What a model is measured on, and who samples: the flags of every command that measures models.
+"""The flags that all commands share which measure models: the problems, the reward function, and the sampler.
 
-name of a data set ──► columns ──► answers: MathAccuracyReward
-                              └──► tests: CodeReward in its sandbox
-toy ──► the problems of the tiny model of `dash_trl.toy`
+The columns of the data set decide the reward function::
+
+    name of a data set ──► columns ──► answers: MathAccuracyReward
+                                  └──► tests: CodeReward in its sandbox
+    toy ──► the problems of the tiny model of `dash_trl.toy`
 """
 
 import argparse
@@ -27,15 +29,15 @@ from dash_trl.rewards import DEFAULT_NAME, CodeReward, MathAccuracyReward, load_
 from dash_trl.sampling import WEIGHT_DIR
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_model
 
-MAX_COMPLETION_LENGTH, TOY_LENGTH = 2048, 64  # tokens; the first is the paper's
+MAX_COMPLETION_LENGTH, TOY_LENGTH = 2048, 64  # in tokens; the first is the paper's
 
 
 @dataclass
 class Task:
-    """The problems, and the reward that says what is correct: the one that training uses, or one of your own.
+    """The problems, and the reward function that decides what is correct: the one of training, or your own.
 
     Raises:
-        ValueError: from its methods, for a data set, split or reward that is not there, or that does not fit.
+        ValueError: from its methods, if a data set, split or reward function does not exist or does not fit.
     """
 
     dataset_name: str | None = field(
@@ -64,6 +66,7 @@ class Task:
 
     @property
     def is_toy(self) -> bool:
+        """Whether the problems are those of the toy model."""
         return self.dataset_name == TOY
 
     @cached_property
@@ -72,11 +75,12 @@ class Task:
         return not self.is_toy and has_tests(str(self.dataset_name), config=self.dataset_config)
 
     def problems(self, chat: bool, split: str | None = None, completion: bool = False) -> Dataset:
-        """Rows with a `prompt`, and the columns that the reward reads.
+        """Loads the problems: rows with a `prompt` and the columns that the reward function reads.
 
         Args:
-            chat: conversations, for a tokenizer with a chat template. The toy problems always are.
-            split: None: the test split. completion: with solutions, for supervised fine-tuning.
+            chat: make prompts conversations, for a tokenizer with a chat template. Toy problems always are.
+            split: None: the test split.
+            completion: add solutions, for supervised fine-tuning.
         """
         split = split or self.dataset_test_split
         if self.is_toy:
@@ -92,6 +96,7 @@ class Task:
         )
 
     def reward(self) -> Reward:
+        """Returns the reward function, as a context manager."""
         if self.reward_path is not None:
             return Reward(load_reward(self.reward_path, self.reward_name))
         if self.has_tests:
@@ -99,7 +104,7 @@ class Task:
         return Reward(arithmetic_reward if self.is_toy else MathAccuracyReward())
 
     def reward_settings(self) -> dict[str, Any]:
-        """What the scores depend on beside the problems."""
+        """Returns everything that the scores depend on, except the problems; as JSON."""
         if self.reward_path is None:
             return {"reward": None}
         digest = hashlib.sha256(Path(self.reward_path).expanduser().read_bytes()).hexdigest()[:16]
@@ -108,7 +113,7 @@ class Task:
 
 @dataclass
 class TaskArguments(Task):
-    """A task, and how completions are sampled."""
+    """A task, and the options of the sampler."""
 
     temperature: float = field(default=1.0, metadata={"help": "0 decodes greedily, with one sample."})
     max_completion_length: int | None = field(
@@ -128,7 +133,7 @@ class TaskArguments(Task):
         return "servers" if self.vllm_server_urls else "vllm" if self.use_vllm else "transformers"
 
     def task(self, models: Sequence[str]) -> Self:
-        """These arguments, with the toy problems for the toy model."""
+        """Returns these arguments; if there is no data set and the models are the toy model, with the toy problems."""
         if self.dataset_name is not None:
             return self
         if others := [model for model in models if model != TOY]:
@@ -139,10 +144,11 @@ class TaskArguments(Task):
         return replace(self, dataset_name=TOY)
 
     def length(self, task: Task) -> int:
+        """Returns the limit of tokens for a completion."""
         return self.max_completion_length or (TOY_LENGTH if task.is_toy else MAX_COMPLETION_LENGTH)
 
     def settings(self, task: Task) -> dict[str, Any]:
-        """What the samples and their rewards depend on, beside the model and the problems; as JSON."""
+        """Returns everything that samples and rewards depend on, except the model and the problems; as JSON."""
         return {
             "dataset_name": task.dataset_name,
             "dataset_config": self.dataset_config,
@@ -157,9 +163,11 @@ class TaskArguments(Task):
         }
 
     def open_sampler(self, checkpoint: Checkpoint, folder: Path) -> Sampler:
-        """
+        """Returns the sampler that these arguments choose.
+
         Args:
-            folder: of the results; servers that get weights find them in it.
+            checkpoint: the model.
+            folder: the directory of the results; weights for servers are written there.
         """
         return open_sampler(
             checkpoint,
@@ -171,12 +179,12 @@ class TaskArguments(Task):
 
 
 def model_of(name: str, task: Task) -> str:
-    """The directory of a model; of the toy one where it is called "toy"."""
+    """Returns the name or directory of a model; for "toy", the directory of the toy model, made if necessary."""
     return toy_model() if name == TOY else name
 
 
 def hash_of(problems: Dataset) -> str:
-    """Of all rows: samples of other problems under the same name are not these samples."""
+    """Returns a hash of all rows, since a data set may change under the same name."""
     digest = hashlib.sha256()
     for row in problems:
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
@@ -184,7 +192,13 @@ def hash_of(problems: Dataset) -> str:
 
 
 def command_parser(arguments: type, module: str, description: str | None) -> HfArgumentParser:
-    """The parser of `python -m <module>`, whose log is printed from now on."""
+    """Returns the parser of `python -m <module>`, and prints the log of dash_trl from now on.
+
+    Args:
+        arguments: the dataclass of the flags.
+        module: name in the usage line.
+        description: text of the help.
+    """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("dash_trl").setLevel(logging.INFO)
     return HfArgumentParser(

@@ -1,4 +1,4 @@
-"""Process rewards: V(prefix) at episode boundaries → marginal utilities → an advantage per token."""
+"""Process rewards: the values V(prefix) at episode boundaries give each token an advantage of its own."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,8 @@
-"""`ProcessRewardCallback`: per-token credit by one entry in `DASHTrainer(..., callbacks=[...])`.
+"""`ProcessRewardCallback` replaces the advantages of a window by one advantage per token::
 
-rollouts ──► Segmenter ──► ValueEstimator ──► credit estimator ──► rollouts.advantages [B, T]
+    rollouts ──► Segmenter ──► ValueEstimator ──► credit estimator ──► rollouts.advantages [B, T]
+
+Letters: B rows of this rank, N rows that the credit estimator sees, T completion tokens, K boundaries per row.
 """
 
 import logging
@@ -41,21 +43,28 @@ from dash_trl.update import check_tensor, unknown_log_probs, weighted_rewards
 logger = logging.getLogger(__name__)
 
 
-# Estimators whose credit of a group depends on no other group of the window: `reward_pipeline` may hand over some.
+# Estimators whose credit for a group depends on no other group of the window. Only they work with `reward_pipeline`,
+# which passes on a part of the window at a time.
 PER_GROUP = ("centered_return", "episode", "grpo_process")
-WITHOUT_UTILITIES = ("gae", "grpo")  # those that use no U
+WITHOUT_UTILITIES = ("gae", "grpo")  # estimators that do not use the utilities U
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of a window that have come together: this rank's, or where groups lie across the ranks, those of all.
+    """One part of a window: the rows of this rank or, if groups are spread over several ranks, the rows of all ranks.
 
-    Letters: R rows, T completion tokens, K boundaries, G groups.
+    Letters: R rows, T tokens that the policy wrote, K boundaries, M groups.
 
     Attributes:
-        credit: [R, T]. boundaries: [R, K], padded with −1. values: [R, K], NaN where V is missing, or not asked for.
-        skipped: [R] bool. groups: [G] int64, their numbers. evidence: what they say of V.
-        entropy: [1, 2], sum and tokens of this rank's, as far as it is known. alone: the rows are this rank's.
+        rewards: what the credit estimator was given.
+        credit: [R, T], the advantages that it returned.
+        boundaries: [R, K] int, padded with −1.
+        values: [R, K], NaN where V is missing or was not asked for.
+        skipped: [R] bool, True = not valued: the row is unscored, has no token, or its group is solved.
+        groups: [M] int64, the numbers of the groups.
+        evidence: how well V predicted the outcomes of these groups.
+        entropy: [1, 2], the sum of the entropies and the number of tokens, of this rank; 0 where no entropy is known.
+        alone: True = the rows are those of this rank only.
     """
 
     rewards: Rewards
@@ -70,33 +79,40 @@ class _Part:
 
 
 class ProcessRewardCallback(DASHCallback):
-    """Replaces the advantages by per-token ones, from the values of each completion's prefixes.
+    """Replaces the advantages by one advantage per token, from the values of each completion's prefixes::
 
         trainer = DASHTrainer(..., callbacks=[ProcessRewardCallback()])
 
-    Values are computed once per rollout, in the sampling phase, before the filter. A problem that no completion solves
-    can still teach: its completions differ in progress, so the filter keeps them. Anchored values pay there in the unit
-    of the windows before (`credit._scaled`), and nothing while no group of these had different outcomes.
+    Values are computed once per completion, after sampling and before the filter. A problem that no completion solves
+    can still teach: if its completions differ in progress, their advantages are not 0 and the filter keeps them. With
+    anchored values, the scale of such a group comes from the previous windows (`credit._scaled`). As long as these have
+    no group with different outcomes, such a group gets no process reward.
 
     Args:
-        value: estimates V(prefix); default `AnswerLogProbValue()`.
-        estimator: name of the credit estimator, see `dash_trl.process_rewards.ESTIMATORS`.
-        settings: weights of outcome and process, floor of the scale, γ and λ. Default: `CreditSettings()`; for a value
-            that learns with process_weight="auto", so that it pays as much as it was worth, and nothing at first.
-        markers, max_episode_tokens, min_episode_tokens, final_answer: see `Segmenter`.
+        value: estimates V(prefix). Default: `AnswerLogProbValue()`.
+        estimator: name of the credit estimator, one of `dash_trl.process_rewards.ESTIMATORS`.
+        settings: weights of the outcome and the process part, floor of the scale, γ and λ. Default: `CreditSettings()`.
+            For a value that learns, it has `process_weight="auto"` if the estimator has weights and `anchored` is not
+            False: at first V has the weight 0, later the weight that its predictions have earned.
+        markers: see `Segmenter`.
+        max_episode_tokens: see `Segmenter`.
+        min_episode_tokens: see `Segmenter`.
+        final_answer: see `Segmenter`.
         answer_column: dataset column with the accepted answer, a text or a list of texts; for values that need it.
-        skip_solved: no values for groups whose completions all have one reward, at least `solved_reward`: nothing is
-            left to learn there. A value that learns, `OutcomeValue`, learns from them all the same.
-        solved_reward: weighted sum of the rewards of a solved completion. Default: the sum of the positive
-            `reward_weights` of the functions that apply to it (whose reward is not NaN), as of functions whose highest
-            reward is 1.
-        anchored: whether the outcome is the last value, so that all that V pays is outcome − V_0; see
-            `dash_trl.process_rewards.credit.anchor`. Default: with a value that learns, where it keeps a V that the
-            policy has learned to please from paying without an outcome; and for process_weight="auto".
+        skip_solved: compute no values for solved groups, since nothing is left to learn there. A group is solved if its
+            completions all have the same reward and this is at least `solved_reward`. A value that learns, such as
+            `OutcomeValue`, still learns from solved groups.
+        solved_reward: the weighted sum of rewards from which a completion counts as solved. Default: for each
+            completion, the sum of the positive `reward_weights` of the reward functions that apply to it (those whose
+            reward is not NaN). This default assumes that the highest reward of each function is 1.
+        anchored: make the outcome the last value, so that the process rewards of a row add up to outcome − V_0; see
+            `dash_trl.process_rewards.credit.anchor`. Then a policy that learns to please V earns nothing without a
+            better outcome. Default: True for a value that learns and for `process_weight="auto"`, if estimator and
+            value allow it.
     Raises:
-        ValueError: for an unknown estimator, and settings that it or the value does not bear; at the start of training
-            for impossible episodes; in training without the answer column or servers, and for values that a function of
-            yours got wrong.
+        ValueError: if the estimator is unknown or a setting does not fit the estimator or the value; when training
+            begins, if the lengths of episodes contradict each other; during training, if the answer column or the
+            servers are missing, or if a user's estimator returns values or advantages of the wrong form.
     """
 
     def __init__(
@@ -116,32 +132,32 @@ class ProcessRewardCallback(DASHCallback):
     ):
         if estimator not in ESTIMATORS:
             raise ValueError(
-                f"estimator={estimator!r} is unknown: use one of {', '.join(ESTIMATORS)}. One of your own needs a "
-                "name, too: dash_trl.process_rewards.ESTIMATORS['mine'] = function."
+                f"estimator={estimator!r} is unknown: use one of {', '.join(ESTIMATORS)}. Register your own under a "
+                "name: dash_trl.process_rewards.ESTIMATORS['mine'] = function."
             )
         self.value = AnswerLogProbValue() if value is None else value
         if isinstance(value, type) or not callable(self.value):
             raise ValueError(
                 f"value={value!r} cannot estimate V(prefix): pass AnswerLogProbValue(...), MonteCarloValue(...), "
-                "OutcomeValue(...) or another instance or function that takes (requests, trainer). A name of an "
-                "estimator is estimator='...', words before an answer are AnswerLogProbValue('...')."
+                "OutcomeValue(...) or another instance or function that takes (requests, trainer). The name of a "
+                "credit estimator goes into estimator='...', and a force prompt into AnswerLogProbValue('...')."
             )
         space = getattr(self.value, "space", None)
         in_its_unit = space in ("probability", "reward")
         if estimator == "gae" and not in_its_unit:
             raise ValueError(
-                "estimator='gae' compares values with the outcome, so they have to be in its unit: pass "
-                "value=AnswerLogProbValue(space='probability'), MonteCarloValue() or OutcomeValue(); one of your own "
+                "estimator='gae' compares values with the outcome, so both must have the same unit: pass "
+                "value=AnswerLogProbValue(space='probability'), MonteCarloValue() or OutcomeValue(). Your own value "
                 "says so by an attribute, space = 'probability' or 'reward'."
             )
         can_be_anchored = in_its_unit and estimator not in WITHOUT_UTILITIES
         if anchored and not can_be_anchored:
             raise ValueError(
                 f"anchored=True with estimator={estimator!r} and a value whose space is {space!r}: it makes the "
-                f"outcome the last value. Estimators that use no U ({', '.join(WITHOUT_UTILITIES)}) go without, and "
-                "the value has to be in the outcome's unit: pass OutcomeValue(), MonteCarloValue() or "
-                "AnswerLogProbValue(space='probability'); one of your own says so by an attribute, space = "
-                "'probability' or 'reward'."
+                "outcome the last value. Leave it out for estimators that do not use differences of values "
+                f"({', '.join(WITHOUT_UTILITIES)}). For the others, the value must have the unit of the outcome: pass "
+                "OutcomeValue(), MonteCarloValue() or AnswerLogProbValue(space='probability'). Your own value says so "
+                "by an attribute, space = 'probability' or 'reward'."
             )
         self._learns = hasattr(self.value, "learn")
         if settings is None:
@@ -152,15 +168,15 @@ class ProcessRewardCallback(DASHCallback):
         self.anchored = can_be_anchored and (self._learns or self._auto) if anchored is None else anchored
         if self._auto and not self.anchored:
             raise ValueError(
-                f"process_weight='auto' with anchored={anchored} and a value whose space is {space!r}: V earns its "
-                "weight by what it takes off the outcome's variance, so it has to be anchored, and in the outcome's "
-                "unit. Leave anchored out and pass OutcomeValue(), MonteCarloValue() or "
-                "AnswerLogProbValue(space='probability'), or give a weight as a number."
+                f"process_weight='auto' with anchored={anchored} and a value whose space is {space!r}: V earns this "
+                "weight by reducing the variance of the outcome, so it must be anchored and have the unit of the "
+                "outcome. Leave anchored out and pass OutcomeValue(), MonteCarloValue() or "
+                "AnswerLogProbValue(space='probability'), or give the weight as a number."
             )
         if self.anchored and settings.scale_floor is not None:
             raise ValueError(
-                f"scale_floor={settings.scale_floor} does nothing with anchored values, which are paid in the unit of "
-                "the outcome advantages. Leave it out."
+                f"scale_floor={settings.scale_floor} does nothing with anchored values, which have the scale of the "
+                "outcome advantages. Leave it out."
             )
         if settings.scale_floor is None:
             settings = replace(settings, scale_floor=FLOORS.get(str(space), FLOORS["log"]))
@@ -171,7 +187,7 @@ class ProcessRewardCallback(DASHCallback):
         self.needs_log_probs = getattr(self.value, "needs_log_probs", False)
         self._needs_answers = getattr(self.value, "needs_answers", True)
         self.watches_groups = hasattr(self.value, "begin") and not self.needs_log_probs
-        # Whose worth is watched: that of the same value in another space would be other numbers.
+        # A checkpoint's evidence counts only for the same value in the same space.
         self._watched = {"of": named(self.value), "space": space, "fields": [one.name for one in fields(Evidence)]}
         self.segmentation: dict[str, Any] = {
             "markers": markers,
@@ -180,10 +196,10 @@ class ProcessRewardCallback(DASHCallback):
             "final_answer": final_answer,
         }
         self.answer_column, self.skip_solved, self.solved_reward = answer_column, skip_solved, solved_reward
-        # Of the last generation batch, for a look at it: each row's boundaries and values.
+        # (boundaries, values) of each row of the last window, for inspection.
         self.last: list[tuple[tuple[int, ...], list[float]]] = []
-        self._weight = 0.0  # of the process part in this window, if it is "auto"
-        self._unit = 0.0  # the advantage of a reward of 1 in the windows before
+        self._weight = 0.0  # the weight of the process part in this window, if process_weight is "auto"
+        self._unit = 0.0  # the advantage that a reward of 1 had in the previous windows
         self._logged_entropy: float | None = None
         self._diagnostics = Diagnostics()
         self._watch = Watch()
@@ -191,21 +207,23 @@ class ProcessRewardCallback(DASHCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._parts: list[_Part] = []  # of a window, until it is whole; not those of a run that was interrupted
-        self._lessons: list[tuple[int, ValueRequest, float]] = []  # in them, if V learns: group, rollout, outcome
+        # Parts of the current window, until it is whole. They are emptied here since an interrupted run may leave some.
+        self._parts: list[_Part] = []
+        self._lessons: list[tuple[int, ValueRequest, float]] = []  # (group, request, outcome) for a value that learns
         self._segmenter = Segmenter(kwargs["processing_class"], **self.segmentation)
-        self._begun: dict[tuple[int, ...], Any] = {}  # what was begun while others were sampled, by all token ids
+        # What `begin` of the value returned, by the token ids of prompt and completion.
+        self._begun: dict[tuple[int, ...], Any] = {}
 
     def on_group_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, group: SampledGroup, **kwargs: Any
     ) -> None:
-        """Values begin, of solved groups, too: rewards are not known yet."""
+        """Starts the values of a group while others are sampled. Solved groups take part, since rewards are unknown."""
         trainer, requests = kwargs["trainer"], {}
         ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
         rows = zip(group.examples, map(tuple, group.prompt_ids), map(tuple, group.completion_ids), strict=True)
         for example, prompt, completion in rows:
             if trainer.mask_truncated_completions and completion[-1] not in ends:
-                continue  # no token of it counts
+                continue  # it is truncated and masked, so no token of it counts
             requests[prompt + completion] = ValueRequest(
                 prompt_ids=prompt,
                 completion_ids=completion,
@@ -218,7 +236,7 @@ class ProcessRewardCallback(DASHCallback):
 
     @property
     def _pays(self) -> bool:
-        """False while V is worth nothing and weighs what it is worth: this batch is as without the callback."""
+        """Whether V changes the advantages of this window. Not if its "auto" weight is 0."""
         return not self._auto or self._weight > 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,11 +248,14 @@ class ProcessRewardCallback(DASHCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         name = type(self.value).__name__
-        if (of_value := state.get(name)) is not None:  # not that of another value
+        if (of_value := state.get(name)) is not None:  # else the state is that of another value
             self.value.load_state_dict(of_value)  # type: ignore[attr-defined]
         elif hasattr(self.value, "state_dict"):
-            logger.warning(f"The checkpoint holds nothing that {name} has learned, but another value's state.")
-        worth = state.get("worth", {})  # it, or its evidence, is missing in one of an earlier version
+            logger.warning(
+                f"The checkpoint holds nothing that {name} has learned: it comes from a run with another value. "
+                "Learning starts anew."
+            )
+        worth = state.get("worth", {})  # checkpoints of earlier versions lack it or its evidence
         if {one: worth.get(one) for one in self._watched} == self._watched:
             self._watch.load_state_dict(worth.get("evidence", []))
             self._diagnostics.entropies = list(worth["entropies"])
@@ -247,7 +268,7 @@ class ProcessRewardCallback(DASHCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._logged_entropy = (logs or {}).get("entropy", self._logged_entropy)  # TRL's, of the rows trained on
+        self._logged_entropy = (logs or {}).get("entropy", self._logged_entropy)  # TRL's mean over the rows trained on
 
     def on_advantages(
         self,
@@ -259,31 +280,31 @@ class ProcessRewardCallback(DASHCallback):
     ) -> None:
         trainer, started = kwargs["trainer"], time.perf_counter()
         if not self._parts:
-            self.last, self._seconds = [], 0.0  # that the window's parts took
+            self.last, self._seconds = [], 0.0  # seconds that the values and the credit of this window take
             if self._auto:
                 self._weight = trainer.ranks.agree(self._watch.weight, from_main=True)
             if self.anchored:
                 self._unit = trainer.ranks.agree(self._watch.unit, from_main=True)
         part, credit = self._part(rollouts, trainer)
-        if self._pays:  # else they stay as they are, to the bit
+        if self._pays:  # else the advantages stay bitwise the same
             rollouts.advantages = credit.float()
         self._parts.append(part)
         self._seconds += time.perf_counter() - started
-        piped = getattr(args, "reward_pipeline", False)  # it hands over whole groups of a process
+        piped = getattr(args, "reward_pipeline", False)  # then a window comes in several parts
         if not piped or len(self.last) >= args.per_device_train_batch_size * args.steps_per_generation:
             self._end_window(trainer)
 
     def _part(self, rollouts: CreditedRollouts, trainer: Any) -> tuple[_Part, Tensor]:
-        """What V says of these rows, and [B, T], their credit."""
+        """Values these rows; returns them as a part of the window, and their credit [B, T]."""
         ranks, group_size = trainer.ranks, trainer.num_generations
-        # Groups lie within a rank as a rule: then each computes the credit of its own rows, else of the rows of all.
+        # If each rank has whole groups, as is usual, it computes the credit of its own rows, else of all ranks' rows.
         alone = len(rollouts) % group_size == 0
         gather = _as_it_is if alone else ranks.gather
         mine, columns = slice(None) if alone else ranks.own(len(rollouts)), rollouts.completion_ids.shape[1]
         width = max(columns, 1) if alone else max(1, *ranks.gather_object(columns))
 
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
-        # Credit sees only the tokens that the policy wrote: lengths, boundaries and columns count no others.
+        # The credit estimator sees only tokens that the policy wrote: lengths, boundaries and columns count no others.
         own = rollouts.loss_mask.bool()
         outcomes, lengths = gather(outcome), gather(own.sum(dim=1))
         skipped = self._skipped(outcomes, gather(self._highest(rollouts, trainer.reward_weights)), lengths, group_size)
@@ -327,10 +348,10 @@ class ProcessRewardCallback(DASHCallback):
         ), per_token
 
     def _end_window(self, trainer: Any) -> None:
-        """All its parts have come: V learns from it, and what V was worth in it is noted and logged."""
+        """When the window is whole: lets V learn from it, compares V with its outcomes, and logs the figures."""
         window, self._parts = joined(self._parts), []
         ready, started = getattr(self.value, "ready", True), time.perf_counter()
-        if self._learns:  # from the rows in the order of their groups, in whatever order those came
+        if self._learns:  # in the order of the groups' numbers, since rewards may arrive in any order
             lessons, self._lessons = sorted(self._lessons, key=lambda lesson: lesson[0]), []
             self.value.learn([one[1] for one in lessons], [one[2] for one in lessons], trainer)  # type: ignore[attr-defined]
         worth = self._judged(window, trainer.ranks)
@@ -346,14 +367,14 @@ class ProcessRewardCallback(DASHCallback):
             self._diagnostics.watch(worth, full=self._watch.full, entropy=mean)
 
     def _highest(self, rollouts: CreditedRollouts, weights: Tensor) -> Tensor:
-        """[B]: the weighted sum of a row's rewards that makes it a solved one."""
+        """[B]: the weighted sum of rewards from which each row counts as solved."""
         applies = ~rollouts.rewards.isnan()
         if self.solved_reward is not None:
             return torch.full(applies.shape[:1], float(self.solved_reward))
         return (applies * weights.to(applies.device).clamp(min=0)).sum(dim=1)
 
     def _skipped(self, outcomes: Tensor, highest: Tensor, lengths: Tensor, group_size: int) -> Tensor:
-        """[N] bool: unscored rows, rows without a token (masked completions), and rows of solved groups."""
+        """[N] bool, True = no V is needed: the row is unscored, has no token (is masked), or its group is solved."""
         groups, solved = (cells.view(-1, group_size) for cells in (outcomes, outcomes > highest - ALIKE))
         solved = (groups == groups[:, :1]).all(dim=1) & solved.all(dim=1) & self.skip_solved
         return solved.repeat_interleave(group_size) | outcomes.isnan() | (lengths == 0)
@@ -361,10 +382,10 @@ class ProcessRewardCallback(DASHCallback):
     def _values(
         self, rollouts: CreditedRollouts, skipped: Tensor, outcome: Tensor, trainer: Any
     ) -> tuple[list[ValueRequest], list[list[float]], Tensor]:
-        """What this rank asked for and found, and the entropies' [1, 2] sum and number, as far as known.
+        """Requests and values of this rank's rows, and [1, 2], the sum of the known entropies and their number.
 
-        A skipped row that V learns from has boundaries, too. From a row without a token it does not learn: no prefix of
-        such rows is known, so that their outcomes would be in V_0 alone.
+        A skipped row also has boundaries if V learns from it. V does not learn from rows without a token: they have no
+        prefix with known log-probs, so their outcomes would count in V_0 only.
         """
         learned = ~outcome.isnan() & rollouts.loss_mask.any(dim=1) & self._learns
         asked = ~skipped | learned
@@ -382,7 +403,7 @@ class ProcessRewardCallback(DASHCallback):
     def _requests(
         self, rollouts: CreditedRollouts, asked: Tensor, log_probs: Tensor | None, entropies: Tensor | None
     ) -> list[ValueRequest]:
-        """Of this rank's rows; without boundaries where V is not asked for."""
+        """One request for each row of this rank; without boundaries where V is not asked for."""
         requests, loss_mask = [], None if rollouts.tool_mask is None else rollouts.loss_mask
         for row, example in enumerate(rollouts.examples):
             tokens = rollouts.completion_mask[row].bool()
@@ -402,14 +423,14 @@ class ProcessRewardCallback(DASHCallback):
                     begun=self._begun.get(prompt + completion) if own is None else None,
                 )
             )
-        for request in requests:  # several rows may have the same tokens
+        for request in requests:  # only now, since several rows may have the same tokens
             self._begun.pop(request.prompt_ids + request.completion_ids, None)
         return requests
 
     def _judged(self, window: _Part, ranks: Ranks) -> dict[str, float]:
-        """What V and the policy have shown up to this window, on all ranks, in the order of the groups."""
+        """Adds the evidence of a window, in the order of its groups, and returns the figures, the same on all ranks."""
         of_ranks = ranks.gather_object((window.groups, window.evidence))
-        of_all = of_ranks if window.alone else of_ranks[:1]  # where a group lies on several ranks, each has all
+        of_all = of_ranks if window.alone else of_ranks[:1]  # if groups are spread over the ranks, each has all rows
         order = torch.cat([groups for groups, _ in of_all]).argsort(stable=True)
         self._watch.add(joined([evidence for _, evidence in of_all]).of_groups(order))
         worth = self._watch.figures()
@@ -419,9 +440,9 @@ class ProcessRewardCallback(DASHCallback):
         return {**worth, "process/weight": self._weight} if self._auto else worth
 
     def _credit(self, rewards: Rewards) -> Tensor:
-        """[N, T]: the estimator's."""
+        """[N, T]: the advantages by the chosen estimator."""
         if not self._pays:
-            return ESTIMATORS["grpo"](rewards, CreditSettings())  # for a look at it
+            return ESTIMATORS["grpo"](rewards, CreditSettings())  # for the logged figures
         settings = self.settings
         if self._auto:  # (1 − w)·outcome + w·(outcome − V) = outcome − w·V
             settings = replace(settings, outcome_weight=1 - self._weight, process_weight=self._weight)
@@ -431,26 +452,26 @@ class ProcessRewardCallback(DASHCallback):
         return credit
 
     def _warn_of_losses(self, anchored: bool | None) -> None:
-        """Of what pays a value that learns by more than it has shown to be worth."""
+        """Warns of settings that give a value that learns more weight than its predictions have earned."""
         name = named(self.value)
         if anchored is False and self.estimator not in WITHOUT_UTILITIES:
             logger.warning(
-                f"anchored=False with {name}, which learns while it pays: what it pays is bound to no outcome, and a "
-                "policy that learns to please V may lose all else. Leave it out."
+                f"anchored=False with {name}, which learns during the run: its process rewards are not tied to the "
+                "outcome, and a policy that learns to please V may lose everything else. Leave anchored out."
             )
         if self.estimator == "gae":
             logger.warning(
-                f"estimator='gae' takes {name} for its critic at once, whatever that is worth. 'centered_return' pays "
-                "what it was worth in the windows before."
+                f"estimator='gae' uses {name} as its critic from the beginning, however well that predicts outcomes. "
+                "'centered_return' gives it the weight that it earned in the previous windows."
             )
 
 
 def _is_weighed(estimator: str) -> bool:
-    return "process_weight" in SETTINGS.get(estimator, {"process_weight"})  # a user's own may use any setting
+    return "process_weight" in SETTINGS.get(estimator, {"process_weight"})  # a user's estimator may use any setting
 
 
 def _log_probs(rollouts: CreditedRollouts, rows: Tensor, trainer: Any) -> tuple[Tensor, Tensor | None]:
-    """[B, T] each: the sampler's log-probs, NaN where it did not report one; or the policy's, with the entropies."""
+    """[B, T], the sampler's log-probs, NaN = not reported; if it has none, the policy's, and its entropies [B, T]."""
     sampled, mask = rollouts.sampling_per_token_logps, rollouts.loss_mask
     if sampled is None:
         return trainer.log_probs_and_entropies(rollouts, rows)
@@ -459,15 +480,21 @@ def _log_probs(rollouts: CreditedRollouts, rows: Tensor, trainer: Any) -> tuple[
 
 
 def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
-    """The answers of a dataset row: a text, a number, or a list of either; what follows `####` in GSM8K's solutions.
+    """The accepted answers of a dataset row: of a GSM8K solution, what follows `####`.
 
-    None and NaN, which tables have for what is missing, are no answers.
+    None and NaN stand for missing cells of a table and are left out.
+
+    Args:
+        example: the dataset row.
+        column: the column with the answer: a text, a number, or a list of either.
+    Raises:
+        ValueError: if the column is missing or holds something else.
     """
     if column not in example:
         raise ValueError(
-            f"A dataset row has the columns {sorted(example)}, but not {column!r}, whose answer V(prefix) is the "
-            "probability of. Name the column with ProcessRewardCallback(answer_column=...), or use a value that needs "
-            "no answer, such as OutcomeValue() (examples/train_math_process.py: --value outcome)."
+            f"A dataset row has the columns {sorted(example)}, but not {column!r}, and V(prefix) is the probability of "
+            "the answer in it. Name the column with ProcessRewardCallback(answer_column=...), or use a value that "
+            "needs no answer, such as OutcomeValue() (examples/train_math_process.py: --value outcome)."
         )
     answers = example[column]
     answers = answers if isinstance(answers, list | tuple) else [answers]
@@ -476,7 +503,7 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
         if not isinstance(answer, str | Number):
             raise ValueError(
                 f"The column {column!r} has {answer!r}, a {type(answer).__name__}, in a dataset row. An answer is a "
-                "text or a number, several are a list of them: make one with dataset.map, and name it with "
+                "text or a number, or a list of these: make such a column with dataset.map, and name it with "
                 "ProcessRewardCallback(answer_column=...)."
             )
     texts = [str(answer).rsplit("####", 1)[-1].strip() for answer in answers]
@@ -484,22 +511,22 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
-    """Rows of different lengths → [B, K], int64 or float32 as the padding is: MPS, too, can gather these."""
+    """[B, K]: rows of different lengths, padded; int64 or float32 like `padding`, since MPS can gather these two."""
     dtype = torch.tensor(padding).dtype
     return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=padding)
 
 
 def _among_own(boundaries: Tensor, own: Tensor) -> Tensor:
-    """[B, K] positions in completions, padded with −1 → how many tokens before them the policy wrote; own: [B, T]."""
+    """[B, K]: for each boundary, how many tokens before it the policy wrote (`own`, [B, T] bool); −1 stays −1."""
     before = torch.nn.functional.pad(own.long().cumsum(dim=1), (1, 0))
     return before.gather(1, boundaries.clamp(min=0)).where(boundaries >= 0, boundaries)
 
 
 def _as_it_is(rows: Tensor, *, pad: float = 0) -> Tensor:
-    """In place of what ranks exchange, where they need nothing of each other."""
+    """Used in place of `gather` and of sums over ranks, if the ranks need nothing of each other."""
     return rows
 
 
 def _sum(ranks: Ranks, sums: Tensor) -> Tensor:
-    """Over the ranks, in float64, which not every device has: as objects."""
+    """The sum over the ranks in float64. It is exchanged as an object, since not every device has float64."""
     return torch.tensor(ranks.gather_object(sums.tolist()), dtype=torch.double).sum(dim=0)

@@ -1,11 +1,15 @@
-"""Does the process signal arrive? The three checks of "Training-Free Process Rewards for LLM RL", and its metrics.
+"""Checks whether process rewards reach the advantages, and computes the logged figures.
 
-    0. Are there values at all?
-    1. Does any row have more than one advantage?   2. Do the advantages change by the process part?
-    3. What does V cost?
-    4. Does V order rollouts better than chance?   5. Is the policy still unsure of anything, where V is its confidence?
+The checks 1 to 3 are those of "Training-Free Process Rewards for LLM RL".
 
-Each failed check is said once, with the remedy.
+0. Are there any values?
+1. Does any row have more than one advantage?
+2. Does the process part change the advantages?
+3. What does V cost?
+4. Does V order the completions of a problem better than chance?
+5. If V is made of the policy's own log-probs: does the policy still have any entropy?
+
+Each failed check is logged once as a warning that names the remedy.
 """
 
 import logging
@@ -20,22 +24,26 @@ from dash_trl.process_rewards.credit import Rewards, moments
 
 logger = logging.getLogger(__name__)
 
-# Estimators that give all tokens of a row one advantage, as they are defined.
+# Estimators that by definition give all tokens of a row the same advantage.
 SCALAR_ESTIMATORS = ("grpo", "rloo")
-DROWNED = 0.01  # the process part's share of the advantages' spread under which it is lost in the outcome
-DEAR = 0.5  # share of the time between two windows that V may take
-LOST = 0.1  # share of its entropy at first under which a policy has stopped to try anything else
-PATIENCE = 3  # windows in a row before a warning: one window may be an accident
+DROWNED = 0.01  # the process part is lost if its spread is below this share of the outcome advantages' spread
+DEAR = 0.5  # V is expensive if it takes more than this share of the time between two windows
+LOST = 0.1  # the policy has stopped exploring if its entropy falls below this share of the first windows' entropy
+PATIENCE = 3  # windows in a row with a failed check before the warning, since one window may be an accident
 
 
 Figures = dict[str, tuple[float, float]]  # name → mean and standard deviation; NaN where there is nothing to average
 
 
 def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: Tensor, *, skipped: Tensor) -> Figures:
-    """Figures of a generation batch, over all ranks: what is logged, under its name, and what the checks ask for.
+    """The figures of a window over all ranks: those that are logged, under their names, and those that the checks need.
 
     Args:
-        boundaries, values: [N, K], padded with −1 and NaN. credit: [N, T]. skipped: [N] bool, rows not asked for.
+        rewards: what the credit estimator was given; N rows, T completion tokens.
+        boundaries: [N, K] int, padded with −1.
+        values: [N, K], NaN = missing, or padding.
+        credit: [N, T], the advantages.
+        skipped: [N] bool, True = the row is not valued.
     """
     asked, valued = ~skipped, rewards.valued
     count, lengths = (boundaries >= 0).sum(dim=1), rewards.mask.sum(dim=1)
@@ -65,7 +73,7 @@ def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: 
 
 
 def process_metrics(figures: Figures) -> dict[str, float]:
-    """What is logged of them."""
+    """The figures of `batch_figures` that are logged."""
     numbers = {name: mean for name, (mean, _) in figures.items() if "/" in name}
     numbers["advantage/std"] = figures["advantage/mean"][1]
     numbers["advantage/std_outcome_only"] = figures["advantage/mean_outcome_only"][1]
@@ -73,18 +81,27 @@ def process_metrics(figures: Figures) -> dict[str, float]:
 
 
 def structured(credit: Tensor, mask: Tensor) -> Tensor:
-    """[N] bool: rows whose tokens have more than one advantage."""
+    """[N] bool, True = the tokens of the row have more than one advantage.
+
+    Args:
+        credit: [N, T], the advantages.
+        mask: [N, T] bool, True = a token of the completion.
+    """
     low, high = torch.where(mask, credit, credit[:, :1]).aminmax(dim=1)
     return high - low > 1e-6
 
 
 class Diagnostics:
-    """Runs the checks on each generation batch and warns once per check."""
+    """Runs the checks on each window and warns once per check, if it fails in `PATIENCE` windows in a row.
+
+    Attributes:
+        entropies: the policy's mean entropy per token in each of the first `PATIENCE` windows that V paid for.
+    """
 
     def __init__(self) -> None:
         self._failures = {"values": 0, "structure": 0, "scale": 0, "time": 0, "worth": 0, "entropy": 0}
-        self._last = -math.inf  # seconds, at the window before
-        self.entropies: list[float] = []  # of the first `PATIENCE` windows that were paid by V
+        self._last = -math.inf  # time of the previous window, in seconds
+        self.entropies: list[float] = []
 
     def check(
         self,
@@ -96,12 +113,15 @@ class Diagnostics:
         pays: bool = True,
         auto: bool = False,
     ) -> None:
-        """
+        """Runs the checks 0 to 3 on one window.
+
         Args:
-            figures: `batch_figures`. seconds: that the values took. estimator: its name.
-            ready: False while the value estimator has too little to go by, so that values are missing by intent.
-            pays: False while nothing is paid by V, by intent.
-            auto: V is paid what it is worth: a small weight is no mistake.
+            figures: of `batch_figures`.
+            seconds: the time that the values took.
+            estimator: name of the credit estimator.
+            ready: False while the value estimator has too little data, so that missing values are no mistake.
+            pays: False while V has the weight 0 on purpose.
+            auto: the weight of V is "auto", so that a small weight is no mistake.
         """
         now = time.perf_counter()
         between, self._last = now - self._last, now
@@ -112,47 +132,51 @@ class Diagnostics:
             self._note(
                 "values",
                 valued == 0,
-                "No row has a value at its beginning and its end, so that there is no process reward: are the answers "
-                "empty, or does the value estimator give NaN only? process/missing_values in the log is their share.",
+                "No row has a value at its beginning and its end, so there is no process reward. Are the answers "
+                "empty, or does the value estimator return only NaN? process/missing_values in the log is the share of "
+                "missing values.",
             )
-        # Where no token has an advantage, the filter's metrics say so.
+        # If no token has an advantage, the filter's metrics already show it.
         if pays and figures["advantage/mean"][1] > 0 and not math.isnan(several_structured):
             self._note(
                 "structure",
                 estimator in SCALAR_ESTIMATORS or several_structured == 0,
-                f"All tokens of every row have one advantage: estimator={estimator!r} loses the structure of the "
+                f"In every row, all tokens have one advantage: estimator={estimator!r} loses the structure of the "
                 "process rewards. Use 'centered_return', 'episode' or another per-token estimator.",
             )
         if pays and valued and not auto:
             self._note(
                 "scale",
                 process < DROWNED * outcome,
-                f"The process part changes the advantages by {process:.1e}, the outcome's spread is {outcome:.1e}: the "
-                "signal is drowned. Raise CreditSettings.process_weight, or lower scale_floor if V hardly moves.",
+                f"The process part changes the advantages by {process:.1e}, but the spread of the outcome advantages "
+                f"is {outcome:.1e}: the process part is drowned. Raise CreditSettings.process_weight, or lower "
+                "scale_floor if V hardly moves.",
             )
         self._note(
             "time",
             seconds > DEAR * between,
-            f"V(prefix) takes {seconds:.1f} s of the {between:.1f} s between two generation batches. Fewer, longer "
-            "episodes (min_episode_tokens) or a larger max_tokens_per_pass make it cheaper.",
+            f"V(prefix) takes {seconds:.1f} s of the {between:.1f} s between two generation windows. Fewer and longer "
+            "episodes (a larger min_episode_tokens) or a larger max_tokens_per_pass make it cheaper.",
         )
 
     def watch(self, figures: Mapping[str, float], *, full: bool, entropy: float | None) -> None:
-        """Of a window that was paid by V.
+        """Runs the checks 4 and 5 on a window that V paid for.
 
         Args:
-            figures: `Watch.figures`. full: whether they are of as many windows as are looked at.
-            entropy: mean of the policy's tokens, for a V that is made of its log-probs; None = not known, or another V.
+            figures: of `Watch.figures`.
+            full: they cover the full number of windows.
+            entropy: the policy's mean entropy per token, for a V that is made of the policy's log-probs;
+                None = unknown, or another V.
         """
         low = figures.get("process/concordance_low")
         if full and low is not None:
             self._note(
                 "worth",
                 low <= 0.5,
-                f"V orders the rollouts of a problem no better than chance: the better one has the larger V in "
+                "V orders the completions of a problem no better than chance: the better one has the larger V in "
                 f"{figures['process/concordance']:.1%} of the pairs, and the 95 % interval begins at {low:.1%}. Its "
-                "credit is noise. Use another value, CreditSettings(process_weight='auto'), which pays nothing while V "
-                "is worth nothing, or leave the callback out.",
+                "credit is noise. Use another value, or CreditSettings(process_weight='auto'), which gives V the "
+                "weight 0 until it predicts outcomes, or leave the callback out.",
             )
         if entropy is not None and len(self.entropies) < PATIENCE:
             self.entropies.append(entropy)
@@ -162,9 +186,9 @@ class Diagnostics:
                 "entropy",
                 entropy < LOST * first,
                 f"The policy's mean entropy per token has fallen to {entropy:.2g}, from {first:.2g} in the first "
-                "windows that V paid for. V is made of the policy's own log-probs, so that its credit may pay for "
-                "being sure, whatever is said; no figure of V's worth can see that. Look at the accuracy on held-out "
-                "problems. If it falls, use a smaller process_weight (0 ends it), or a value that is not made of "
+                "windows that V paid for. V is made of the policy's own log-probs, so its credit may reward confidence "
+                "in any text, and the logged figures of V cannot show this. Look at the accuracy on held-out problems. "
+                "If it falls, use a smaller process_weight (0 switches V off), or a value that is not made of "
                 "log-probs.",
             )
 

@@ -1,10 +1,10 @@
-"""Episodes: where in a completion V(prefix) is asked for.
+"""Cuts completions into episodes, at whose boundaries V(prefix) is estimated::
 
     token ids ──► bytes ──► text ──► markers, sentence ends, final answer ──► token positions b_0 = 0 < b_1 < … < b_n
 
-Episode i is the tokens b_{i−1} … b_i − 1; what follows b_n is the final answer. Positions in the text become positions
-of tokens through the bytes that each token stands for, so that a character made of several tokens, or a token that
-straddles a marker, moves no boundary off a token and loses nothing.
+Episode i consists of the tokens b_{i−1} … b_i − 1. The tokens from b_n on are the final answer. A position in the text
+becomes a token position through the bytes of each token. So every boundary lies between two tokens, even if several
+tokens make one character or a marker begins within a token.
 """
 
 import re
@@ -18,7 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dash_trl.process_rewards.arguments import check_escapes
 
-# Discourse markers with which a model turns to something else ("Training-Free Process Rewards for LLM RL").
+# Words with which a model begins a new thought ("Training-Free Process Rewards for LLM RL").
 EPISODE_MARKERS = (
     "Wait",
     "Alternatively",
@@ -38,7 +38,8 @@ EPISODE_MARKERS = (
     "Finally",
 )
 
-# Where the final answer begins; V_n is taken before it, since after it the answer is no longer forced but read off.
+# Where the final answer begins. V_n is taken before it: after it, the policy only copies an answer that is already
+# there.
 FINAL_ANSWER = r"(?i:\b(?:the\s+)?(?:final\s+)?answer\s+is)|\\boxed\b|####"
 
 _BOXED_AS_BOUNDARY = re.compile(r"(?<!\\)(?:\\\\)*\\boxed")
@@ -53,25 +54,31 @@ class Episodes:
     """The boundaries of one completion.
 
     Args:
-        boundaries: token positions 0 = b_0 < b_1 < … < b_n <= length. n = 0: it consists of its final answer alone.
-        length: tokens of the completion.
+        boundaries: token positions 0 = b_0 < b_1 < … < b_n <= length. If n = 0, the completion is a final answer only.
+        length: number of tokens of the completion.
     """
 
     boundaries: tuple[int, ...]
     length: int
 
     def slices(self) -> list[slice]:
-        """The n episodes and the final answer (which may be empty); laid end to end they are the completion."""
+        """The n episodes and the final answer, which may be empty. Together they cover the completion without gaps."""
         ends = [*self.boundaries[1:], self.length]
         return [slice(start, end) for start, end in zip(self.boundaries, ends, strict=True)]
 
 
 def token_bytes(tokenizer: Any) -> dict[int, bytes]:
-    """The bytes of each token of a fast tokenizer, by id: byte-level BPE (Qwen, Llama 3) or SentencePiece."""
+    """Maps each token id of a fast tokenizer to the bytes of its text.
+
+    Args:
+        tokenizer: byte-level BPE (Qwen, Llama 3) or SentencePiece.
+    Raises:
+        ValueError: if the tokenizer is not fast.
+    """
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
-            f"{type(tokenizer).__name__} is no fast tokenizer, so that the bytes of its tokens are not known. Process "
-            "rewards need one (AutoTokenizer.from_pretrained gives it where a model has it)."
+            f"{type(tokenizer).__name__} is not a fast tokenizer, so the bytes of its tokens are unknown. Process "
+            "rewards need a fast one: AutoTokenizer.from_pretrained loads it if the model has one."
         )
     byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -92,25 +99,28 @@ def token_bytes(tokenizer: Any) -> dict[int, bytes]:
 class Segmenter:
     """Cuts completions into episodes.
 
-    A new episode starts with the token that holds the first byte of a marker. Where none comes within
-    `max_episode_tokens`, the episode ends at its last sentence end, or, without one, at that length. The last boundary
-    is where the final answer begins. A completion without the answer's format, truncated or not, is one whose last
-    boundary is its end (before the end-of-sequence token): the forced answer then says how far it came.
+    A new episode starts with the token that holds the first byte of a marker. If no marker follows within
+    `max_episode_tokens`, the episode ends at its last sentence end or, if it has none, at that length. The last
+    boundary is the beginning of the final answer. If a completion has no final answer in the expected format, truncated
+    or not, its last boundary is its end (before the end-of-sequence token): V with the forced answer then shows how far
+    it came.
 
-    In a completion of several turns each turn of the policy begins an episode, however short the one before it is: a
-    call of a tool and the tool's answer belong to one episode. Markers and sentence ends are looked for in the policy's
-    own text alone, the final answer in its last turn.
+    In a completion of several turns, each turn of the policy begins an episode, however short the previous episode is.
+    So the call of a tool and the tool's answer belong to one episode. Markers and sentence ends are searched in the
+    policy's own text only, and the final answer in its last turn only.
 
     Args:
         tokenizer: a fast tokenizer.
-        markers: texts that begin an episode where they begin a word; or a function: text → character positions.
-        max_episode_tokens: before the fallback cuts. min_episode_tokens: a boundary nearer to the one before, or to
-            the final answer, is left out.
-        final_answer: regular expression; its last match begins the final answer, and with it those before that have no
-            word between them and the next one, or are nearer than `min_episode_tokens` to it: "The answer is
-            $\\boxed{72}$" begins at "The".
+        markers: texts that begin an episode where they begin a word; or a function that takes a text and returns
+            character positions.
+        max_episode_tokens: the largest length of an episode; a longer one is cut as described above.
+        min_episode_tokens: a boundary that is nearer than this to the previous one, or to the final answer, is left
+            out.
+        final_answer: regular expression for the beginning of the final answer; its last match counts. An earlier match
+            replaces it if no word lies between the two, or if they are nearer than `min_episode_tokens`: the final
+            answer ``The answer is $\\boxed{72}$`` begins at "The".
     Raises:
-        ValueError: for impossible settings, and a tokenizer that is not fast.
+        ValueError: if the settings contradict each other, or the tokenizer is not fast.
     """
 
     def __init__(
@@ -124,25 +134,27 @@ class Segmenter:
     ):
         if isinstance(markers, str) or not (callable(markers) or (markers and all(markers))):
             raise ValueError(
-                f"markers={markers!r} cannot begin an episode: pass a list of non-empty texts, a function from a text "
-                "to character positions, or leave it out for dash_trl.process_rewards.EPISODE_MARKERS."
+                f"markers={markers!r} cannot begin an episode: pass a list of non-empty texts, or a function that "
+                "takes a text and returns character positions, or leave it out to use "
+                "dash_trl.process_rewards.EPISODE_MARKERS."
             )
         if not 1 <= min_episode_tokens <= max_episode_tokens // 2:
             raise ValueError(
                 f"min_episode_tokens={min_episode_tokens} and max_episode_tokens={max_episode_tokens} cannot both "
-                "hold: an episode that is too long is split into two that are long enough, so 1 <= min <= max / 2."
+                "hold: an episode that is too long is split into two that are long enough, so 1 <= min <= max / 2 is "
+                "needed."
             )
         check_escapes("final_answer", final_answer)
         if _BOXED_AS_BOUNDARY.search(final_answer):
             raise ValueError(
-                f"final_answer={final_answer!r} looks for 'oxed' at the beginning of a word, since \\b is a word's "
-                "edge in a regular expression. Write \\\\boxed, with two backslashes in a raw text."
+                f"final_answer={final_answer!r} looks for 'oxed' at the beginning of a word, since \\b means the edge "
+                "of a word in a regular expression. Write \\\\boxed, with two backslashes in a raw string."
             )
         if re.search(final_answer, ""):
             raise ValueError(
-                f"final_answer={final_answer!r} matches an empty text, so that every answer would begin at its end. "
-                "Write what stands before your model's answers; r'(?!)' matches nothing, and values each completion at "
-                "its end."
+                f"final_answer={final_answer!r} matches an empty text, so every final answer would begin at the end. "
+                "Give an expression for the text before your model's answers, or r'(?!)', which matches nothing: then "
+                "the last boundary of each completion is its end."
             )
         self._bytes = token_bytes(tokenizer)
         self._special = set(tokenizer.all_special_ids)
@@ -154,10 +166,11 @@ class Segmenter:
             self._marker = re.compile(rf"(?<!\w)(?:{words})")
 
     def __call__(self, token_ids: Sequence[int], own: Sequence[int] | None = None) -> Episodes:
-        """The episodes of one completion (no padding; the end-of-sequence token may be there).
+        """Returns the episodes of one completion.
 
         Args:
-            own: for each token, 1 = the policy wrote it, 0 = a tool or an environment. None: the policy wrote all.
+            token_ids: of the completion, without padding; it may end with the end-of-sequence token.
+            own: for each token, 1 = the policy wrote it, 0 = a tool or an environment did. None: the policy wrote all.
         """
         turns = _turns([1] * len(token_ids) if own is None else own)
         boundaries = []
@@ -167,17 +180,17 @@ class Segmenter:
             if not is_last and len(found) > 1:
                 found = found[:-1]  # the episode goes on to the next turn
             boundaries += [turn.start + at for at in found]
-        return Episodes((0, *boundaries[1:]), len(token_ids))  # an environment may begin
+        return Episodes((0, *boundaries[1:]), len(token_ids))  # b_0 = 0, even if an environment begins
 
     def _of_turn(self, token_ids: Sequence[int], *, is_last: bool) -> tuple[int, ...]:
-        """The boundaries of a turn, its beginning and its end (or where the final answer begins) among them."""
+        """The boundaries of a turn, with its beginning and its end (or the beginning of the final answer)."""
         written = len(token_ids)
         while written and token_ids[written - 1] in self._special:
             written -= 1
-        # A model may have more embeddings than its tokenizer has tokens (Qwen2.5 has 271): those have no text.
+        # A model may have more embeddings than its tokenizer has tokens (Qwen2.5: 271 more). Their ids have no text.
         pieces = [self._bytes.get(token, b"") for token in token_ids[:written]]
-        starts = [0, *accumulate(map(len, pieces))]  # of each token, in bytes; the last one is the end
-        # A byte that is no UTF-8 (half a character at a truncated end) becomes one character of its own.
+        starts = [0, *accumulate(map(len, pieces))]  # the first byte of each token; the last entry is the end
+        # A byte that is not valid UTF-8, such as half a character at a truncated end, becomes a character of its own.
         text = b"".join(pieces).decode("utf-8", "surrogateescape")
 
         def token_at(character: int) -> int:
@@ -206,7 +219,7 @@ class Segmenter:
                 continue
             while cut - boundaries[-1] > self._longest:
                 start = boundaries[-1]
-                # The fallback, too, leaves a rest of at least the minimum.
+                # The rest of the episode must also have the minimal length.
                 latest = min(start + self._longest, cut - self._shortest)
                 at = bisect_right(sentences, latest) - 1
                 first = bisect_left(sentences, start + self._shortest)
@@ -216,7 +229,7 @@ class Segmenter:
 
 
 def _turns(own: Sequence[int]) -> list[slice]:
-    """The runs of tokens that the policy wrote; behind a tool's answer that ends the completion, an empty one."""
+    """The runs of tokens that the policy wrote. If a tool's answer ends the completion, an empty run follows it."""
     turns = [slice(*run.span()) for run in re.finditer(b"\x01+", bytes(own))]
     if not turns or turns[-1].stop < len(own):
         turns.append(slice(len(own), len(own)))
@@ -224,5 +237,5 @@ def _turns(own: Sequence[int]) -> list[slice]:
 
 
 def line_starts(text: str) -> list[int]:
-    """For `markers`: an episode per line."""
+    """The character positions at which lines begin; as `markers`, each line becomes an episode."""
     return [match.end() for match in re.finditer(r"\n+", text)]

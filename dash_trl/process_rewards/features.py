@@ -1,9 +1,9 @@
-"""What a prefix looks like: a few numbers made of the log-probs and entropies of its tokens, for `OutcomeValue`.
+"""Features of a prefix for `OutcomeValue`: a few numbers from the log-probs and entropies of its tokens::
 
-    log p_t, H_t of a completion's tokens, boundaries b_0 = 0 < b_1 < … ──► one row of numbers per boundary
+    log p_t, H_t of a completion's tokens, boundaries b_0 = 0 < b_1 < … ──► one row of features per boundary
 
-A row depends on the tokens before its boundary, and on the boundaries before it, alone: a value made of it has seen
-neither what the completion goes on with nor how it ends.
+A row depends only on the tokens and the boundaries before its boundary. So a value that is made of it does not know how
+the completion goes on or ends.
 
 Letters: K boundaries, F features.
 """
@@ -11,7 +11,7 @@ Letters: K boundaries, F features.
 from collections.abc import Sequence
 from itertools import pairwise
 
-# The numbers of a prefix, in this order; the last two only where entropies are known.
+# The features of a prefix in this order; the last two only if entropies are known.
 FEATURES = (
     "sum of log-probs",
     "minimum of log-probs",
@@ -30,16 +30,22 @@ def prefix_features(
     entropies: Sequence[float] | None = None,
     own: Sequence[int] | None = None,
 ) -> list[list[float]]:
-    """[K − 1, F], a row per boundary b behind b_0, which has no token to speak of; a = the boundary before b.
+    """Returns one row of features for each boundary after b_0, at which there is no token yet.
 
-    Σ_{t<b} log p_t, min_{t<b} log p_t, Σ_{a≤t<b} log p_t, min_{a≤t<b} log p_t, n, Σ_{t<b} H_t, max_{t<b} H_t; n = the
-    tokens before b that the policy wrote.
+    With a = the boundary before b, and n = the number of tokens before b that the policy wrote, the row of b is::
 
-    A number that is not known (NaN) makes its sum NaN, and with it the rows of every prefix that holds the token.
+        Σ_{t<b} log p_t, min_{t<b} log p_t, Σ_{a≤t<b} log p_t, min_{a≤t<b} log p_t, n, Σ_{t<b} H_t, max_{t<b} H_t
+
+    If the log-prob or entropy of a token is unknown (NaN), the sums in the rows of all prefixes with this token are
+    NaN.
 
     Args:
-        boundaries: 0 = b_0 < b_1 < …; log_probs, entropies: one per token of the completion, 0 for tokens that the
-            policy did not write. own: see `ValueRequest`.
+        boundaries: 0 = b_0 < b_1 < …, K token positions in the completion.
+        log_probs: log p_t of each token of the completion; 0 for tokens that the policy did not write.
+        entropies: H_t of each token, in the same form. None: leave out the last two features.
+        own: see `ValueRequest`.
+    Returns:
+        [K − 1, F] as nested lists.
     """
     rows = []
     total = lowest = disorder = highest = 0.0

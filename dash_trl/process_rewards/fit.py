@@ -1,6 +1,6 @@
-"""A fit of outcomes to the features of prefixes: logistic or linear, with squares and products, ridge, in float64.
+"""Fits outcomes to features of prefixes: logistic or linear regression with squares and products, and ridge.
 
-A function of its arguments alone: no random numbers, no order of passes, no tuning.
+The computation is in float64 and deterministic: it has no random numbers, and nothing has to be tuned.
 
 Letters: M prefixes, F features, R rollouts, P = 1 + F + F(F + 1)/2 columns.
 """
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Newton's method ends where no entry of the gradient, per rollout, is above this. It takes 5 to 10 steps; a step is
-# halved where it leads uphill.
+# Newton's method ends if no entry of the gradient, per rollout, is larger than this. It takes 5 to 10 steps. A step
+# that increases the objective is halved.
 GRADIENT = 1e-12
 MOST_STEPS = 100
 SHORTEST = 2.0**-30
@@ -20,11 +20,16 @@ SHORTEST = 2.0**-30
 
 @dataclass(frozen=True)
 class Fit:
-    """
+    """A fitted model: features of a prefix → expected outcome.
+
     Attributes:
         base: the mean outcome of the rollouts.
-        mean, scale, low, high: [F], of the features that it was made of.
-        weights: [P]. logistic: whether they give log-odds.
+        mean: [F], mean of each feature in the fitted data.
+        scale: [F], standard deviation of each feature.
+        low: [F], smallest value of each feature.
+        high: [F], largest value of each feature.
+        weights: [P], one per column.
+        logistic: True = the weights give log-odds, False = they give the outcome itself.
     """
 
     base: float
@@ -36,8 +41,16 @@ class Fit:
     logistic: bool
 
     def __call__(self, features: Tensor) -> list[float]:
-        """[M]: the expected outcome; NaN where a feature is. A prefix's is bitwise the same beside whatever others."""
-        # Sums over columns and torch's sigmoid may round a row otherwise where it lies otherwise in memory.
+        """Returns the expected outcome of each prefix.
+
+        The outcome of a prefix is bitwise the same, whatever other prefixes are computed with it.
+
+        Args:
+            features: [M, F] float64.
+        Returns:
+            M numbers; NaN where a feature is NaN.
+        """
+        # A matrix product and torch's sigmoid may round a row differently at another place in memory.
         columns = self.columns(features)
         scores = torch.zeros_like(columns[:, 0])
         for column, weight in zip(columns.unbind(1), self.weights.tolist(), strict=True):
@@ -45,9 +58,14 @@ class Fit:
         return [(1 + math.tanh(score / 2)) / 2 if self.logistic else score for score in scores.tolist()]
 
     def columns(self, features: Tensor) -> Tensor:
-        """[M, P]: 1, the standardised features, their squares and products.
+        """Returns 1, the standardised features, and their squares and products.
 
-        A feature beyond all that was seen is taken for the outermost: a square knows nothing of what lies there.
+        A feature outside the range of the fitted data is clamped to it, since squares do not extrapolate.
+
+        Args:
+            features: [M, F] float64.
+        Returns:
+            [M, P] float64.
         """
         z = (features.clamp(self.low, self.high) - self.mean) / self.scale
         row, column = torch.triu_indices(z.shape[1], z.shape[1])
@@ -55,14 +73,17 @@ class Fit:
 
 
 def fit_outcomes(features: Tensor, rollout: Tensor, outcomes: Tensor, *, logistic: bool, ridge: float) -> Fit:
-    """The minimum over w of Σ_m ω_m·ℓ(y_m, x_m·w) + ridge/2·Σ_{p>0} w_p², ω_m = 1 / (prefixes of m's rollout).
+    """Minimises Σ_m ω_m·ℓ(y_m, x_m·w) + ridge/2·Σ_{p>0} w_p² over the weights w.
 
-    ℓ is −y·s + log(1 + e^s) (logistic), or (y − s)²/2. Each rollout counts 1, whatever its number of prefixes; the
-    intercept w_0 is free.
+    ℓ(y, s) is −y·s + log(1 + e^s) in a logistic fit, else (y − s)²/2. ω_m = 1 / (number of prefixes of m's rollout), so
+    each rollout counts 1, however many prefixes it has. The intercept w_0 is not penalised.
 
     Args:
-        features: [M, F] float64, finite. rollout: [M] int64, whose prefix it is. ridge: > 0.
-        outcomes: [R] float64, of the rollouts; within 0 … 1 and not all 0 or all 1 for a logistic fit.
+        features: [M, F] float64, finite.
+        rollout: [M] int64, the rollout that each prefix belongs to.
+        outcomes: [R] float64, of the rollouts; for a logistic fit within 0 … 1, and neither all 0 nor all 1.
+        logistic: fit a logistic instead of a linear regression.
+        ridge: > 0.
     """
     share = 1 / rollout.bincount(minlength=len(outcomes)).double()[rollout]
     mean = (share.unsqueeze(1) * features).sum(dim=0) / share.sum()
@@ -70,7 +91,7 @@ def fit_outcomes(features: Tensor, rollout: Tensor, outcomes: Tensor, *, logisti
     low, high = features.aminmax(dim=0)
     constant = high == low
     scale = torch.where(constant, 1.0, spread)
-    mean = torch.where(constant, low, mean)  # exactly, so that its column is 0
+    mean = torch.where(constant, low, mean)  # exact, so that the column of a constant feature is exactly 0
     size = 1 + features.shape[1] * (features.shape[1] + 3) // 2
     fit = Fit(float(outcomes.mean()), mean, scale, low, high, torch.zeros(size, dtype=torch.double), logistic)
     x, y = fit.columns(features), outcomes[rollout]
@@ -85,7 +106,7 @@ def _linear(x: Tensor, y: Tensor, share: Tensor, penalty: Tensor) -> Tensor:
 
 
 def _logistic(x: Tensor, y: Tensor, share: Tensor, penalty: Tensor) -> Tensor:
-    """By Newton's method; the objective is convex, and strictly so where both outcomes are there."""
+    """Minimises by Newton's method. The objective is convex, and strictly convex if both outcomes occur."""
 
     def objective(weights: Tensor) -> Tensor:
         scores = x @ weights
@@ -104,7 +125,7 @@ def _logistic(x: Tensor, y: Tensor, share: Tensor, penalty: Tensor) -> Tensor:
         step, size = torch.linalg.solve(curvature, gradient), 1.0
         while not (found := objective(weights - size * step)) <= value and size > SHORTEST:
             size /= 2
-        if not found <= value:  # nothing is left but rounding
+        if not found <= value:  # only rounding errors are left
             break
         weights, value = weights - size * step, found
     return weights

@@ -1,9 +1,9 @@
-"""`MonteCarloValue`: V(prefix) as the mean reward of completions that begin with it.
+"""`MonteCarloValue` estimates V(prefix) by the mean reward of completions that begin with the prefix::
 
-    prefixes of all ranks ──► sorted, cut into calls ──► each rank finishes its share, K times ──► rewards ──► means
+    prefixes of all ranks ──► sorted, cut into calls ──► each rank finishes its part, K times ──► rewards ──► means
 
-A call is as large as the trainer's own generation batch. The ranks divide the prefixes of all of them: every rank makes
-the same calls, and none waits for one that has more to ask.
+A call samples at most as many rows as a window of the trainer. The ranks divide the prefixes of all ranks evenly: every
+rank makes the same number of calls, and none waits for a rank with more prefixes.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ from dash_trl.update import weighted_rewards
 
 @dataclass(frozen=True)
 class _Prefix:
-    """What row `row` of rank `rank` asks for at `boundary`; at most `room` tokens may follow."""
+    """One prefix to be valued: row `row` of rank `rank`, up to `boundary`. At most `room` tokens may follow it."""
 
     rank: int
     row: int
@@ -44,18 +44,18 @@ class _Prefix:
 class MonteCarloValue:
     """V(prefix) = mean reward of K completions of the prefix (VinePPO, arXiv 2410.01679, eq. 4).
 
-    Unbiased, in the unit of the reward, and dear: K rollouts per boundary. Sampled by the trainer's own sampler, in
-    batches of the size of its own, or of one prefix's K (vLLM servers get all at once), to no more than its own length;
-    scored by its reward functions, weighted by its reward weights. A rollout whose reward failed is left out, and
-    without any scored one the value is missing. What reward functions log of these rollouts is dropped.
+    It is unbiased and in the unit of the reward, but expensive: it takes K rollouts per boundary. The trainer's sampler
+    makes them, no longer than the trainer's own completions. A batch is as large as the trainer's, or has the K
+    rollouts of one prefix if these are more; vLLM servers get all prefixes at once. The trainer's reward functions and
+    reward weights score them. A rollout whose reward failed is left out; if all of a prefix failed, its value is
+    missing. The figures that reward functions log of these rollouts are dropped.
 
-    Rollouts have one turn. With tools or environments the value would be that of a policy that has none, so it is
-    refused.
+    A rollout has one turn. With tools or environments, V would belong to a policy that has none, so this is an error.
 
     Args:
         num_rollouts: K, at least 1.
     Raises:
-        ValueError: in training with tools, an environment, or an `env_mask` of a `rollout_func`.
+        ValueError: during training, if there are tools, an environment, or an `env_mask` of a `rollout_func`.
     """
 
     space = "reward"
@@ -84,9 +84,10 @@ class MonteCarloValue:
         return [[means[rank, row, boundary] for boundary in request.boundaries] for row, request in enumerate(requests)]
 
     def _calls(self, prefixes: list[_Prefix], trainer: Any) -> list[tuple[list[_Prefix], list[_Prefix]]]:
-        """The prefixes of all ranks, cut into calls of a size that the ranks can divide; and this rank's of each call.
+        """Cuts the prefixes of all ranks into calls; returns for each call all of its prefixes, and those of this rank.
 
-        In a call either all have room or none has, and the rooms are alike, since it takes as long as its longest row.
+        The size of a call is a multiple of the number of ranks. In a call either all prefixes have room or none has.
+        Prefixes with similar room share a call, since it takes as long as its longest row.
         """
         ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
         size = ranks * max(1, trainer.args.generation_batch_size // (ranks * self.num_rollouts))
@@ -101,7 +102,7 @@ class MonteCarloValue:
         return calls
 
     def _continuations(self, calls: list[tuple[list[_Prefix], list[_Prefix]]], trainer: Any) -> Iterator[list]:
-        """For each call, what is sampled after this rank's prefixes, K times each; it may be longer than their room."""
+        """For each call, K continuations of each of this rank's prefixes; they may be longer than the prefix's room."""
         pool = server_pool(trainer)
         asked = [prefix for _, mine in calls for prefix in mine if prefix.room]
         if pool is not None and asked:
@@ -128,13 +129,13 @@ def _check_turns(requests: Sequence[ValueRequest], trainer: Any) -> None:
         raise ValueError(
             "MonteCarloValue with "
             + ("a rollout_func that returns env_mask" if has_function else "tools or an environment")
-            + " would finish each prefix in one turn: a rollout that calls a tool gets no answer and is scored as it "
-            "is, so that V would be too low wherever a tool helps. Use AnswerLogProbValue() or OutcomeValue()."
+            + " would finish each prefix in one turn: a rollout that calls a tool gets no answer and is scored without "
+            "it, so V would be too low wherever a tool helps. Use AnswerLogProbValue() or OutcomeValue()."
         )
 
 
 def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:
-    """Where the trainer's own completions would end, at `max_completion_length` or with the context."""
+    """How many tokens may follow: the trainer's completions end at `max_completion_length` or with the context."""
     contexts = [length for length in (trainer.context_length, trainer.args.vllm_max_model_length) if length]
     left = [trainer.max_completion_length, *(length - len(request.prompt_ids) for length in contexts)]
     return max(0, min(left) - boundary)
@@ -142,7 +143,7 @@ def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:
 
 @contextmanager
 def _at_most(tokens: int, trainer: Any) -> Iterator[None]:
-    """Completions of the trainer's sampler are at most so long."""
+    """Limits the completions of the trainer's sampler to `tokens`."""
     if trainer.use_vllm:
         owner, name = trainer.vllm_generation, "max_completion_length"
     else:
@@ -156,7 +157,7 @@ def _at_most(tokens: int, trainer: Any) -> Iterator[None]:
 
 
 def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[int]], group_size: int) -> torch.Tensor:
-    """[N, F], the rows of all ranks, by TRL's own method; NaN = not applicable, a row of NaN is unscored."""
+    """[N, F], the rewards of all ranks' rows, by TRL's method; NaN = not applicable, a row of NaN is unscored."""
     examples = [row.request.example or {} for row in rows]
     prompts = [example["prompt"] for example in examples]
     prompt_ids = [list(row.request.prompt_ids) for row in rows]
@@ -168,7 +169,7 @@ def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[in
 
 @contextmanager
 def _unlogged(trainer: Any) -> Iterator[None]:
-    """What reward functions log is not taken for figures of the trainer's own rollouts."""
+    """Keeps what reward functions log here apart from the figures of the trainer's own rollouts."""
     names = ("_pending_extra_logs", "_pending_metrics")
     before = {name: getattr(trainer, name) for name in names}
     vars(trainer).update({name: defaultdict(list) for name in names})

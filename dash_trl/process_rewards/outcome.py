@@ -1,9 +1,9 @@
-"""`OutcomeValue`: V(prefix) fitted, while a run goes on, to how the completions of its last windows ended.
+"""`OutcomeValue` learns V(prefix) during a run, from the outcomes of the last windows::
 
-    a window's rollouts ──► features of their prefixes ──► V by the fit to the windows before
-                                     └── and outcomes ──► buffer of the last windows ──► the fit for the next one
+    a window's rollouts ──► features of their prefixes ──► V, by the fit to the previous windows
+                                     └── and outcomes ──► buffer of the last windows ──► the fit for the next window
 
-All ranks keep the same buffer, and the first one's fit is that of all.
+All ranks keep the same buffer and use the fit of rank 0.
 """
 
 import hashlib
@@ -25,16 +25,20 @@ from dash_trl.rollout import joined
 
 logger = logging.getLogger(__name__)
 
-ROUNDING = 1e-5  # by which a sum of rewards times weights, in float32, may miss 0 or 1
+ROUNDING = 1e-5  # a weighted sum of rewards is float32 and may miss 0 or 1 by this much
 
 
 @dataclass(frozen=True)
 class _Rollouts:
-    """What a window's R scored rollouts teach; only tensors, so that `torch.load(weights_only=True)` reads them.
+    """The data that the R scored rollouts of a window add to the buffer.
+
+    It holds tensors only, so that `torch.load(weights_only=True)` can read it.
 
     Attributes:
-        problem: [R] int64, a number for the prompt. outcome: [R] float64.
-        prefixes: [R] int64, how many of the rows of `features` are a rollout's. features: [M, F] float64, finite.
+        problem: [R] int64, a number that identifies the prompt.
+        outcome: [R] float64.
+        prefixes: [R] int64, how many rows of `features` belong to each rollout.
+        features: [M, F] float64, finite; one row per prefix, rollout by rollout.
     """
 
     problem: Tensor
@@ -44,34 +48,36 @@ class _Rollouts:
 
 
 class OutcomeValue:
-    """V(prefix) = E[outcome | what the log-probs up to it look like], fitted to the rollouts of the last windows.
+    """V(prefix) = E[outcome | features of the tokens' log-probs], fitted to the rollouts of the last windows.
 
-    It needs no answers and no reward model: the outcomes of a run's own rollouts, and the log-probs of their tokens,
-    as the sampler reports them. If it reports none (transformers' `generate`), log-probs and entropies come from one
-    forward pass over all scored rows, a third of what training on them costs. `process_rewards.features` has the
-    numbers, `process_rewards.fit` the fit: logistic with squares and products. All scored rows that have tokens teach,
-    those of solved groups too, and each rollout counts 1.
+    It needs neither answers nor a reward model. It uses the outcomes of the run's own rollouts and the log-probs of
+    their tokens as the sampler reports them. If the sampler reports none (transformers' `generate`), log-probs and
+    entropies come from one forward pass over all scored rows, which costs a third of training on them. The features are
+    those of `process_rewards.features`. `process_rewards.fit` fits them by logistic regression with squares and
+    products. All scored rows with tokens teach, including those of solved groups, and each rollout counts 1.
 
-    - A window is valued by a fit that has not seen its outcomes, and teaches afterwards.
-    - V(b_0) is the mean outcome of the buffer: the empty prefix has no log-probs, so that this is what a fit to it
-      would give. (The mean of the row's own group would tell outcomes of the window that is valued.) V knows nothing of
-      the problem: how hard it is shows from the first episode's log-probs on, and is paid there.
-    - Until the buffer has `min_rollouts` better than its mean and as many that are not, each from `min_problems`
-      problems, V is missing and rows keep their outcome advantage; a prefix with a token of unknown log-prob has none.
+    - A window is valued by a fit that has not seen its outcomes. Afterwards it is added to the buffer.
+    - V(b_0) is the mean outcome of the buffer: the empty prefix has no log-probs, so a fit to it would give the same.
+      (The mean of the row's own group would reveal outcomes of the window that is valued.) V knows nothing about the
+      problem. Its difficulty shows in the log-probs of the first episode, and is paid there.
+    - V is missing until the buffer holds `min_rollouts` rollouts above its mean outcome and as many others, both from
+      at least `min_problems` problems. Until then rows keep their outcome advantage.
+    - A prefix that contains a token with unknown log-prob has no value.
 
-    Beware: it trusts the policy's confidence. Errors of which a model is sure are not seen, and a policy that is paid
-    for its own log-probs may learn to be sure: watch entropy and accuracy.
+    V relies on the policy's confidence. It does not see errors of which the model is sure, and a policy that is paid
+    for its own log-probs may learn to be sure of everything. So watch entropy and accuracy.
 
     Args:
-        space: "probability" for outcomes in 0 … 1; "reward" for others, fitted by least squares.
-        num_windows: how many of the last generation windows are fitted.
-        ridge: weight of the squared coefficients against the rollouts, each of which counts 1.
-        min_rollouts, min_problems: see above.
+        space: "probability" for outcomes within 0 … 1; "reward" for other outcomes, fitted by least squares.
+        num_windows: the number of last windows in the buffer.
+        ridge: weight of the squared coefficients in the fit, compared with rollouts, each of which has the weight 1.
+        min_rollouts: see above.
+        min_problems: see above.
     Attributes:
         ready: whether there is a fit.
     Raises:
-        ValueError: for impossible settings; in training, for a reward that is no probability with that space, and for
-            a resumed state of another sampler.
+        ValueError: if a setting is out of range; during training, if a reward is outside 0 … 1 with
+            `space="probability"`, or if a resumed state has features of another sampler.
     """
 
     needs_answers = False
@@ -91,29 +97,35 @@ class OutcomeValue:
         if min(num_windows, min_rollouts, min_problems) < 1 or not ridge > 0:
             raise ValueError(
                 f"num_windows={num_windows}, min_rollouts={min_rollouts}, min_problems={min_problems} and "
-                f"ridge={ridge} give nothing to fit V to, or a fit without bounds: the first three are at least 1, "
-                "ridge is above 0."
+                f"ridge={ridge} give nothing to fit V to, or a fit without bounds: the first three must be at least 1, "
+                "and ridge must be above 0."
             )
         self.space = space
         self.num_windows, self.ridge = num_windows, ridge
         self.min_rollouts, self.min_problems = min_rollouts, min_problems
-        self._windows: list[_Rollouts] = []  # the last ones, the same on all ranks
+        self._windows: list[_Rollouts] = []  # the buffer, the same on all ranks
         self._fit: Fit | None = None
         self._outdated = False
-        self._said = False  # that there is nothing to fit to
+        self._said = False  # whether the warning about missing data was given
 
     @property
     def ready(self) -> bool:
         return self._fit is not None
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        if self._outdated:  # here, where the ranks are known: a resumed state is fitted, too
+        if self._outdated:  # fitted here, since the ranks are not known yet when a checkpoint is loaded
             self._fit = trainer.ranks.agree(partial(self._fitted, say=trainer.ranks.rank == 0), from_main=True)
             self._outdated = False
         return trainer.ranks.agree(partial(self._values, requests))
 
     def learn(self, requests: Sequence[ValueRequest], outcomes: Sequence[float], trainer: Any) -> None:
-        """Takes in a window that has been valued: this rank's scored rollouts, and their weighted rewards."""
+        """Adds a window that has been valued to the buffer. A collective.
+
+        Args:
+            requests: this rank's scored rollouts.
+            outcomes: their weighted rewards.
+            trainer: the trainer, for its ranks and its log.
+        """
         own, unknown = trainer.ranks.agree(partial(self._lessons, requests, outcomes))
         parts = [one for one in trainer.ranks.gather_object(own) if one is not None]
         if parts:
@@ -129,13 +141,14 @@ class OutcomeValue:
         )
 
     def learned_from(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the buffer has a rollout of this problem."""
+        """Whether the buffer has a rollout of the problem with these prompt tokens."""
         return any(_number(prompt_ids) in window.problem for window in self._windows)
 
     def state_dict(self) -> dict[str, Any]:
-        """The settings, and the buffer, of which the fit is a function; the same on all ranks.
+        """Returns the settings and the buffer, from which the fit follows; the same on all ranks.
 
-        A resumed run goes on with its own settings; those saved are for who has no others. The tensors never change.
+        A resumed run uses its own settings. The saved ones are for programs that have no others. The tensors are never
+        changed later.
         """
         settings = {
             "space": self.space,
@@ -168,15 +181,15 @@ class OutcomeValue:
         return prefix_features(request.boundaries, request.log_probs, request.entropies, request.own)
 
     def _columns(self, requests: Sequence[ValueRequest]) -> int:
-        """F of these requests, which is that of the buffer."""
+        """F of these requests. Raises a `ValueError` if they or the buffer have different F."""
         known = {len(FEATURES) if request.entropies is not None else WITHOUT_ENTROPIES for request in requests}
         known |= {window.features.shape[1] for window in self._windows[-1:]}
         if len(known) > 1:
             raise ValueError(
                 f"OutcomeValue has rollouts with {WITHOUT_ENTROPIES} numbers per prefix, and others with "
-                f"{len(FEATURES)}: a sampler reports log-probs alone, a pass of the trainer's model gives entropies, "
-                "too. Go on with the sampler that the run began with, or delete callback_states.pt of the checkpoint "
-                "to begin with an empty buffer."
+                f"{len(FEATURES)}: a sampler reports log-probs only, but a pass of the trainer's model also gives "
+                "entropies. Use the sampler that the run began with, or delete callback_states.pt of the checkpoint to "
+                "begin with an empty buffer."
             )
         return known.pop()
 
@@ -185,11 +198,12 @@ class OutcomeValue:
         if self.space == "probability" and wrong:
             raise ValueError(
                 f"OutcomeValue fits the probability of success, but a completion has the weighted reward {wrong[0]:g}, "
-                "which is none. Pass OutcomeValue(space='reward'), or bring rewards and reward_weights to 0 … 1."
+                "which is not a probability. Pass OutcomeValue(space='reward'), or scale rewards and reward_weights to "
+                "0 … 1."
             )
 
     def _lessons(self, requests: Sequence[ValueRequest], outcomes: Sequence[float]) -> tuple[_Rollouts | None, int]:
-        """What this rank's rollouts teach, None without any; and how many of their prefixes are unknown."""
+        """This rank's rollouts for the buffer, None if there are none; and how many of their prefixes are unknown."""
         self._check(outcomes)
         if not requests:
             return None, 0
@@ -216,12 +230,12 @@ class OutcomeValue:
             if say and not self._said and len(self._windows) == self.num_windows:
                 self._said = True
                 logger.warning(
-                    f"OutcomeValue has nothing to tell good prefixes from bad ones by: of the {len(better)} rollouts "
-                    f"of the last {self.num_windows} generation windows, {found[0]} of {found[1]} problems have a "
-                    f"reward above their mean and prefixes of known log-prob, {found[2]} of {found[3]} a "
-                    f"lower one. It takes {self.min_rollouts} of {self.min_problems} problems each. Rows keep their "
-                    "outcome advantage until then: problems of another difficulty, a larger num_windows, or smaller "
-                    "min_rollouts and min_problems end it sooner."
+                    f"OutcomeValue cannot tell good prefixes from bad ones yet: of the {len(better)} rollouts of the "
+                    f"last {self.num_windows} generation windows, {found[0]} from {found[1]} problems have a reward "
+                    f"above the mean and prefixes with known log-probs, and {found[2]} from {found[3]} problems a "
+                    f"lower reward. It needs {self.min_rollouts} from {self.min_problems} problems of each kind. Until "
+                    "then rows keep their outcome advantage. Easier or harder problems, a larger num_windows, or "
+                    "smaller min_rollouts and min_problems help."
                 )
             return None
         rollout = torch.arange(len(better)).repeat_interleave(buffer.prefixes)
@@ -231,5 +245,5 @@ class OutcomeValue:
 
 
 def _number(prompt_ids: Sequence[int]) -> int:
-    """For the same prompt the same, on every rank and in every run."""
+    """A number that identifies a prompt; the same on every rank and in every run."""
     return int.from_bytes(hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=7).digest(), "big")

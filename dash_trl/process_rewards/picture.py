@@ -1,4 +1,4 @@
-"""A completion with its credit, as HTML for a notebook or a page."""
+"""Draws a completion with its credit as HTML, for a notebook or a web page."""
 
 import html
 import math
@@ -13,13 +13,16 @@ def credit_html(
     *,
     title: str = "",
 ) -> str:
-    """A completion, each token shaded by its advantage (green > 0 > red), with V at its boundaries; as HTML.
+    """Returns HTML that shades each token by its advantage (green > 0 > red) and shows V at the boundaries.
 
-    In a notebook: `IPython.display.HTML(credit_html(...))`.
+    In a notebook, show it by `IPython.display.HTML(credit_html(...))`.
 
     Args:
-        tokens: their texts. advantages: one per token; the largest absolute one has the full color.
-        boundaries: token positions at which V is known. values: V at each; NaN = missing.
+        tokens: the texts of the tokens.
+        advantages: one per token; the largest absolute value gets the full color.
+        boundaries: token positions at which V is known.
+        values: V at each boundary; NaN = missing.
+        title: a heading.
     """
     strongest = max((abs(advantage) for advantage in advantages), default=0.0) or 1.0
     marks = dict(zip(boundaries, values, strict=True))

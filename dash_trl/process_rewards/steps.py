@@ -1,6 +1,6 @@
-"""`StepValue`: credit by a score of each episode, from a function or a process reward model.
+"""`StepValue` gives credit by a score of each episode, from a function or a process reward model::
 
-    completion ──► Segmenter ──► texts of the episodes ──► scores ──► V, whose differences are paid
+    completion ──► Segmenter ──► texts of the episodes ──► scores ──► V, whose differences are the process rewards
 
 Letters: n episodes of a completion.
 """
@@ -19,27 +19,33 @@ from dash_trl.update import evaluating
 
 
 class ScoreSteps(Protocol):
-    """Scores episodes, of some completions of this rank. A text may begin or end with white space."""
+    """A function that scores the episodes of some completions of this rank."""
 
     def __call__(
         self, prompts: list[str], steps: list[list[str]], **columns: list[Any]
     ) -> Sequence[Sequence[float | None] | None]:
-        """n numbers for each completion. `None` or NaN: not known, which leaves the completion to its outcome.
+        """Returns n numbers for each completion.
+
+        A `None` or NaN is an unknown score. A completion with one, or with `None` in place of its numbers, gets its
+        outcome advantage.
 
         Args:
-            prompts: as the policy read them, chat template and all. steps: n texts of each completion.
-            columns: of the dataset, but for `prompt`.
+            prompts: the prompts as the policy read them, including the chat template.
+            steps: the n texts of the episodes of each completion; they may begin or end with white space.
+            columns: the columns of the dataset without `prompt`.
         """
 
 
 class StepValue:
-    """V(prefix) whose differences are what a function gives each episode.
+    """V(prefix) from the scores that a function gives to the episodes.
 
     Args:
-        score: the function, such as a `ProcessRewardModel`; called on every rank with this rank's completions.
-        rewards: a score is the reward of its episode, as in PRIME (arXiv 2502.01456), and V is their sum so far. So a
-            completion with more episodes may earn more. False: a score is V itself, after its episode; then the first
-            episode earns nothing, since nothing scores the prompt alone.
+        score: the function, such as a `ProcessRewardModel`. It is called on every rank with this rank's completions.
+        rewards: if True, a score is the reward of its episode, as in PRIME (arXiv 2502.01456), and V is the sum of the
+            scores so far. Then a completion with more episodes may earn more. If False, a score is V after its episode.
+            Then the first episode earns nothing, since there is no score of the prompt.
+    Raises:
+        ValueError: if `score` is not a function; during training, if it returns other numbers of scores than steps.
     """
 
     space = "reward"
@@ -49,7 +55,7 @@ class StepValue:
         if isinstance(score, type) or not callable(score):
             raise ValueError(
                 f"score={score!r} cannot score episodes: pass ProcessRewardModel('…'), or a function (prompts, steps, "
-                "**columns) that returns a list of numbers for each completion, one for each of its steps."
+                "**columns) that returns a list with one number per step for each completion."
             )
         self.score, self.rewards = score, rewards
 
@@ -72,8 +78,8 @@ class StepValue:
         if [len(row or rest) for row, rest in zip(scores, steps, strict=False)] != list(map(len, steps)):
             raise ValueError(
                 f"{named(self.score)} returned {[None if row is None else len(row) for row in scores]} scores for "
-                f"completions of {list(map(len, steps))} steps. Return a list for each completion, with a number for "
-                "each of its steps, or None where it has no scores."
+                f"completions of {list(map(len, steps))} steps. Return for each completion a list with one number per "
+                "step, or None if it has no scores."
             )
         found = iter(scores)
         return [
@@ -93,19 +99,21 @@ def _pairs(boundaries: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class ProcessRewardModel:
-    """P(a step is right), by a model that classifies tokens: the last one of each step, with two labels.
+    """Scores a step by the probability that it is right, from a token classifier at the last token of the step.
 
-    As `AutoModelForTokenClassification` has it, trained in the form of TRL's former `PRMTrainer` or of Math-Shepherd
-    (arXiv 2312.08935): the prompt, then each step with a separator behind it, whose last token has the label.
+    The model is an `AutoModelForTokenClassification`, trained in the form of TRL's former `PRMTrainer` or of
+    Math-Shepherd (arXiv 2312.08935): it reads the prompt, then each step followed by a separator, and the last token of
+    the separator has the label.
 
     Args:
-        model: the name or folder of a checkpoint, which each rank loads; or a model, which stays where it is.
-        tokenizer: the model's; default: the checkpoint's.
-        separator: text behind a step; white space at a step's ends is left out.
-        label: the one whose probability is the score.
-        batch_size: completions of a pass.
+        model: the name or directory of a checkpoint, which each rank loads onto its device; or a model, which stays on
+            its device.
+        tokenizer: of the model. Default: the checkpoint's.
+        separator: the text after a step; white space at the ends of a step is removed.
+        label: the label whose probability is the score.
+        batch_size: number of completions in a pass.
     Raises:
-        ValueError: for a model of another kind, or a completion that is too long for it.
+        ValueError: if the model is of another kind, or a completion is too long for it.
     """
 
     def __init__(
@@ -124,12 +132,12 @@ class ProcessRewardModel:
             raise ValueError(
                 f"{type(model).__name__} with {labels} labels, label={label} and tokenizer={type(tokenizer).__name__} "
                 "cannot score steps. Pass a checkpoint of AutoModelForTokenClassification with its tokenizer, and the "
-                "label of a right step."
+                "label that means a right step."
             )
 
     def __call__(self, prompts: list[str], steps: list[list[str]], **columns: list[Any]) -> list[list[float]]:
         if self._moves:
-            self.model.to(PartialState().device)  # of this rank; it may not be known before
+            self.model.to(PartialState().device)  # here, since the rank's device may be unknown before
         rows = [self._row(*one) for one in zip(prompts, steps, strict=True)]
         scores: list[list[float]] = []
         for first in range(0, len(rows), self.batch_size):
@@ -137,7 +145,7 @@ class ProcessRewardModel:
         return scores
 
     def _row(self, prompt: str, steps: list[str]) -> tuple[list[int], list[int]]:
-        """Token ids, and the position of each step's last one."""
+        """The token ids, and the position of the last token of each step."""
         ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         ends = []
         for step in steps:
@@ -146,7 +154,7 @@ class ProcessRewardModel:
         longest = getattr(self.model.config, "max_position_embeddings", None)
         if longest is not None and len(ids) > longest:
             raise ValueError(
-                f"A completion has {len(ids)} tokens with its prompt, but the process reward model takes {longest}. "
+                f"A completion with its prompt has {len(ids)} tokens, but the process reward model takes {longest}. "
                 "Lower max_completion_length, or use another model."
             )
         return ids, ends

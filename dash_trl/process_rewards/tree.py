@@ -1,9 +1,10 @@
 """Tree-packed passes: a response once (the trunk) and many short continuations of its prefixes (the branches).
 
-One pass over trunk and branches gives what a pass per prefix would, for about the cost of the trunk: attention of the
-trunk is plain causal SDPA, only the few branch tokens need a mask (`dash_trl.update.trees`). Several trees share a row.
+One pass over trunk and branches gives the same log-probs as one pass per prefix, for about the cost of the trunk. The
+trunk's attention is plain causal SDPA; only the few branch tokens need a mask (`dash_trl.update.trees`). Several trees
+are packed into one sequence.
 
-Letters: L tokens of the packed row, Q branch tokens of a tree, S tokens of a tree.
+Letters: L tokens of the packed sequence, Q branch tokens of a tree, S tokens of a tree.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,12 +21,18 @@ from transformers.masking_utils import sdpa_mask
 from dash_trl.update import TreeShape, computing_dtype, isolation_flaw, tree_attention
 
 TREE_ATTENTION = "sdpa_trees"
-LOGITS_AT_ONCE = 64  # scored tokens whose log-softmax is taken at a time
+LOGITS_AT_ONCE = 64  # number of scored tokens whose log-softmax is computed at once, to bound memory
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Tokens that continue the first `attach` >= 1 tokens of a trunk; those from `scored` on are to be scored."""
+    """Tokens that continue a prefix of the trunk.
+
+    Args:
+        attach: number of trunk tokens before the branch, at least 1.
+        tokens: token ids of the branch.
+        scored: log-probs are wanted of the tokens from this index on.
+    """
 
     attach: int
     tokens: tuple[int, ...]
@@ -34,6 +41,8 @@ class Branch:
 
 @dataclass(frozen=True)
 class Tree:
+    """A trunk, as token ids, with its branches."""
+
     trunk: tuple[int, ...]
     branches: tuple[Branch, ...]
 
@@ -42,7 +51,7 @@ class Tree:
 
     @property
     def scored(self) -> int:
-        """Tokens whose log-probs are wanted, each by a row of logits."""
+        """Number of tokens whose log-probs are wanted; each needs one row of logits."""
         return sum(len(branch.tokens) - branch.scored for branch in self.branches)
 
 
@@ -59,16 +68,19 @@ def _attention(model: Any, name: str) -> Iterator[None]:
 
 
 def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]:
-    """log P of the scored tokens of every branch: [tree][branch][token], at temperature 1, by one pass.
+    """Computes log P of the scored tokens of all branches in one pass, at temperature 1.
 
     Args:
-        model: what is called (it may be wrapped or have adapters). base_model: the transformers model within, whose
-            attention is switched to `tree_attention` for this pass.
+        model: the model that is called; it may be wrapped or have adapters.
+        base_model: the transformers model in it. Its attention is switched to `tree_attention` for this pass.
+        trees: the trees, packed into one sequence.
+    Returns:
+        log P as [tree][branch][token].
     """
     ids: list[int] = []
     positions: list[int] = []
     shapes = []
-    predictors: list[int] = []  # the packed position whose logits predict a scored token
+    predictors: list[int] = []  # positions in the packed sequence whose logits predict a scored token
     targets: list[int] = []
     device = next(base_model.parameters()).device
     for tree in trees:
@@ -88,27 +100,31 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
         logits = model(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([positions], device=device),
-            # With none at all, transformers would find the restarting positions and build an L × L mask.
+            # Without a mask, transformers would notice that positions restart and build an L × L mask.
             attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
             logits_to_keep=torch.tensor(predictors, device=device),
             trees=tuple(shapes),
             use_cache=False,
         ).logits[0]
     wanted = torch.tensor(targets, device=device).unsqueeze(1).split(LOGITS_AT_ONCE)
-    parts = zip(logits.split(LOGITS_AT_ONCE), wanted, strict=True)  # not twice more as many as the model made
+    parts = zip(logits.split(LOGITS_AT_ONCE), wanted, strict=True)  # in parts, to save two copies of the logits
     log_probs = [part.float().log_softmax(dim=-1).gather(1, tokens) for part, tokens in parts]
     values = iter(torch.cat(log_probs).flatten().tolist())
     return [[[next(values) for _ in branch.tokens[branch.scored :]] for branch in tree.branches] for tree in trees]
 
 
 def tree_flaw(model: Any, base_model: Any) -> str | None:
-    """Why tree passes of a model would be wrong, as `isolation_flaw` finds by trying; None = they are right.
+    """Tries tree passes of a model (by `isolation_flaw`) and returns why they are wrong; None = they are right.
 
-    Arguments as in `tree_log_probs`, in evaluation mode; a collective under ZeRO-3 and FSDP.
+    Under ZeRO-3 and FSDP this is a collective.
+
+    Args:
+        model: see `tree_log_probs`; in evaluation mode.
+        base_model: see `tree_log_probs`.
     """
 
     def tree(sample: Sequence[int]) -> Tree:
-        """Half of the sample is the trunk; the rest are branches from its first token, its middle and its end."""
+        """Half of the sample is the trunk; the rest makes branches at its first token, its middle and its end."""
         half, part = len(sample) // 2, len(sample) // 6
         tokens = [tuple(sample[start : start + part]) for start in range(half, half + 3 * part, part)]
         attached = zip((1, half // 2, half), tokens, strict=True)
@@ -126,10 +142,10 @@ def tree_flaw(model: Any, base_model: Any) -> str | None:
 
 
 def branch_mask(tree: Tree) -> Tensor:
-    """[1, 1, Q, S] bool, True = attends: the branch tokens of a tree against all of its tokens."""
+    """[1, 1, Q, S] bool, True = attends: which tokens of the tree each branch token sees."""
     lengths = torch.tensor([len(branch.tokens) for branch in tree.branches], dtype=torch.long)
     attach = torch.tensor([branch.attach for branch in tree.branches], dtype=torch.long)
-    owner = torch.arange(len(lengths)).repeat_interleave(lengths)  # [Q], the branch of each token
+    owner = torch.arange(len(lengths)).repeat_interleave(lengths)  # [Q], the branch that each token belongs to
     to_trunk = torch.arange(len(tree.trunk)) < attach[owner].unsqueeze(1)
     order = torch.arange(len(owner))
     to_branch = (owner.unsqueeze(1) == owner) & (order.unsqueeze(1) >= order)
@@ -137,7 +153,12 @@ def branch_mask(tree: Tree) -> Tensor:
 
 
 def loop_log_probs(model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]:
-    """What `tree_log_probs` computes, by one pass per branch: for models that take no tree."""
+    """Computes the same as `tree_log_probs` with one pass per branch, for models that cannot do tree passes.
+
+    Args:
+        model: the model that is called.
+        trees: see `tree_log_probs`.
+    """
     device = next(model.parameters()).device
     results = []
     for tree in trees:

@@ -1,10 +1,10 @@
-"""V(prefix): how good is it to be here? Estimated at the boundaries of every episode, once per rollout.
+"""Value estimators: V(prefix) at the boundaries of the episodes, once per completion::
 
     request: prompt, completion, boundaries, answers ──► estimator ──► one value per boundary, NaN = missing
 
-`AnswerLogProbValue` asks the policy itself for the known answer, forced now; `monte_carlo.py` lets it finish K times;
-`outcome.py` fits the outcomes of the last windows to what the tokens' log-probs look like. A
-value that could not be computed is missing (NaN), never 0: log P = 0 would mean certainty.
+`AnswerLogProbValue` takes the policy's log-prob of the known answer after the prefix. `MonteCarloValue` lets the policy
+finish the prefix K times. `OutcomeValue` predicts the outcome from the tokens' log-probs, fitted to the last windows. A
+value that cannot be computed is missing (NaN), never 0: log P = 0 would mean certainty.
 """
 
 import logging
@@ -32,13 +32,13 @@ ASK = "\nThe answer is "
 END_THOUGHT = "</think>\n"
 _THOUGHT_TAG = re.compile("</?think>")
 
-# The logits of a scored token count as so many tokens: a pass over 8,192 tokens has those of 256, which for a
-# vocabulary of 152 thousand and float32 is 156 MB.
+# In the budget of a pass, the logits of one scored token count as this many tokens. So a pass over 8,192 tokens has the
+# logits of at most 256 tokens: 156 MB in float32 for a vocabulary of 152 thousand.
 LOGITS_TOKENS = 32
 
-FLOOR = -10.0  # lowest log-prob of a token of an answer: it bounds U
+FLOOR = -10.0  # the log-prob of an answer's token is raised to this, which bounds U
 
-DUMMY = Tree((0,), (Branch(1, (0,), 0),))  # for a rank that runs a pass only because others do
+DUMMY = Tree((0,), (Branch(1, (0,), 0),))  # for a rank without requests left that takes part in the passes of others
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,18 @@ class ValueRequest:
     """One completion whose prefixes are to be valued.
 
     Args:
-        prompt_ids, completion_ids: token ids without padding; at least one prompt token.
-        boundaries: positions in the completion; a prefix is the prompt and `completion_ids[:boundary]`. Empty: this
-            completion is not asked for.
+        prompt_ids: token ids without padding, at least one.
+        completion_ids: token ids without padding.
+        boundaries: positions in the completion. A prefix is the prompt and `completion_ids[:boundary]`. If there are
+            none, no value is asked for.
         answers: the accepted answers.
         example: the dataset row, for the reward functions of `MonteCarloValue`.
-        log_probs, entropies: of each token of the completion, by the policy that sampled it; NaN = not known, 0 = not
-            written by the policy. For an estimator that `needs_log_probs`; entropies where they are known.
-        own: for each token of the completion, 1 = the policy wrote it, 0 = a tool or an environment. None: the policy
-            wrote all.
-        begun: what the estimator's `begin` returned for it; None: it did not begin before.
+        log_probs: of each token of the completion, by the policy that sampled it; NaN = unknown, 0 = not written by the
+            policy. Only for an estimator that `needs_log_probs`.
+        entropies: in the same form, if they are known.
+        own: for each token of the completion, 1 = the policy wrote it, 0 = a tool or an environment did. None: the
+            policy wrote all.
+        begun: what the estimator's `begin` returned for this completion. None: it did not begin.
     """
 
     prompt_ids: tuple[int, ...]
@@ -72,31 +74,47 @@ class ValueRequest:
 class ValueEstimator(Protocol):
     """Values the prefixes of a rank's completions.
 
-    It may have, besides:
-        needs_answers: False if it does without `ValueRequest.answers`, and the dataset without a column of them.
-        needs_log_probs: True if it is to get `log_probs`.
-        ready: False while it has no values yet, so that it is no mistake that all are missing.
-        begin(requests, trainer, order): called as soon as a vLLM server has sampled a group, on the main thread of one
-            rank alone. What it returns for each completion, `__call__` gets as `ValueRequest.begun`: values, or what
-            they are awaited by; None: nothing was begun. `order` is the number of the group's generation batch.
-        learn(requests, outcomes, trainer): called once per generation window, after all of it was valued, on every rank
-            at the same point, with this rank's scored rows, their boundaries and weighted rewards.
-        state_dict(), load_state_dict(state): what a checkpoint keeps of it, as tensors, numbers, lists and dicts, the
-            same on all ranks and not changed later.
+    An estimator may also have these attributes and methods:
+
+    - `needs_answers`: False if it does not use `ValueRequest.answers`. Then the dataset needs no column with answers.
+    - `needs_log_probs`: True if it uses `ValueRequest.log_probs`.
+    - `ready`: False while it has no values yet, so that missing values are no mistake.
+    - `begin(requests, trainer, order)`: called as soon as a vLLM server has sampled a group, on the main thread of one
+      rank alone. For each request it returns values, or an object by which `__call__` awaits them, or None if it did
+      not begin. `__call__` gets this as `ValueRequest.begun`. `order` is the number of the group's window.
+    - `learn(requests, outcomes, trainer)`: called once per window, when the whole window has been valued, on every rank
+      at the same point. It gets this rank's scored rows with their boundaries, and their weighted rewards.
+    - `state_dict()` and `load_state_dict(state)`: its state for checkpoints, made of tensors, numbers, lists and dicts.
+      The state is the same on all ranks, and its tensors are never changed later.
     """
 
     space: str
-    """"log", "probability", or "reward"."""
+    """The unit of V: "log", "probability", or "reward"."""
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        """One list per request, one value per boundary; NaN = missing. Called on every rank at the same point."""
+        """Returns one list per request with one value per boundary; NaN = missing.
+
+        It is called on every rank at the same point.
+
+        Args:
+            requests: the completions of this rank.
+            trainer: the `DASHTrainer`.
+        """
 
 
 def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: Any) -> list[list[float]]:
-    """What an estimator returned, if it is one number for each boundary of each request.
+    """Checks that an estimator returned one number for each boundary of each request.
 
+    NaN is allowed: it is a missing value.
+
+    Args:
+        values: what the estimator returned.
+        requests: what it was asked for.
+        estimator: the estimator, which the error names.
+    Returns:
+        The values as lists of floats.
     Raises:
-        ValueError: names the estimator and what is wrong. NaN is no mistake: it is a missing value.
+        ValueError: if the values have another form.
     """
     try:
         numbers = [[float(value) for value in row] for row in values]
@@ -109,32 +127,37 @@ def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: Any
         reason = f"{found} values for requests that have {expected} boundaries"
     raise ValueError(
         f"What the value estimator {named(estimator)} returned cannot be used: {reason}. Return a list with one list "
-        "of numbers per request; a value that is not known is math.nan."
+        "of numbers per request, one number per boundary; a value that is not known is math.nan."
     )
 
 
 class AnswerLogProbValue:
-    """V(prefix) = mean_i log P(a_i | prefix + force prompt + a_<i) of the policy itself, at temperature 1.
+    """V(prefix) = mean_i log P(a_i | prefix + force prompt + a_<i), the policy's log-prob of the known answer.
 
-    The "log-probability approximation" of "Training-Free Process Rewards for LLM RL". Deviations: the force prompt and
-    the answer are tokenised together, so that the answer's tokens are those that the model would write; a token's
-    log-prob is floored at `FLOOR` before the mean, which bounds U without breaking its telescoping sum; several
-    accepted answers count together, as min(0, logsumexp of their means).
+    This is the "log-probability approximation" of "Training-Free Process Rewards for LLM RL", at temperature 1.
+    Deviations:
 
-    The mean makes long answers comparable with short ones, and V no log P(answer): exp(V) is the geometric mean of the
-    tokens' probabilities, above the answer's where it has several tokens.
+    - The force prompt and the answer are tokenised together, so that the answer's tokens are those that the model would
+      write.
+    - A token's log-prob is raised to `FLOOR` before the mean. This bounds U, and the U still add up to V_n − V_0.
+    - Several accepted answers count together, as min(0, logsumexp of their means).
+
+    With the mean over tokens, long and short answers are comparable, but V is not log P(answer): exp(V) is the
+    geometric mean of the tokens' probabilities. For an answer of several tokens it is above the answer's probability.
 
     Args:
-        force_prompt: text after the prefix, at whose end the answer is expected. By default `\\nThe answer is `, and
-            before it `</think>\\n` at the boundaries at which a thought is open: where the last tag of prompt and
-            completion is `<think>`. Prefixes end before half a tag. Other tags of thoughts need a force prompt of
-            their own, which is used as it is at every boundary.
-        closing: text after the answer that is scored, too, e.g. "}" or "<|im_end|>": "4" is then no good for "42".
-        space: "log", or "probability": exp(V), the geometric mean per token.
-        max_tokens_per_pass: budget of one model pass, prompts included, and 32 of each scored token; a larger tree gets
-            a pass of its own.
+        force_prompt: text after the prefix; the answer is expected at its end. Default: ``"\\nThe answer is "``. If a
+            thought is open at the boundary, ``"</think>\\n"`` comes before it. A thought is open if the last tag in
+            prompt and completion is `<think>`. A prefix that ends within a tag is cut before the tag. A force prompt of
+            your own is used unchanged at every boundary; models with other tags for thoughts need one.
+        closing: text after the answer that is scored, too, such as ``"}"`` or ``"<|im_end|>"``. With it, the answer "4"
+            does not profit from a policy that would write "42".
+        space: "log", or "probability" for exp(V), the geometric mean of the tokens' probabilities.
+        max_tokens_per_pass: budget of one model pass. It counts all tokens, prompts included, and 32 for each scored
+            token. A tree that is larger gets a pass of its own.
     Raises:
-        ValueError: for another space, and a force prompt in which a backslash was read as Python's.
+        ValueError: if `space` is unknown, or the force prompt holds a control character because Python read a backslash
+            as an escape.
     """
 
     def __init__(
@@ -152,7 +175,7 @@ class AnswerLogProbValue:
         self.closing = closing
         self.space = space
         self.max_tokens_per_pass = max_tokens_per_pass
-        self._flaws: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()  # model → why it takes no trees
+        self._flaws: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()  # model → why its tree passes are wrong
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         model = trainer.model
@@ -168,9 +191,17 @@ class AnswerLogProbValue:
         return [next(found) if request.begun is None else request.begun for request in requests]
 
     def begin(self, requests: Sequence[ValueRequest], trainer: Any, order: int) -> list[Any]:
-        """The values, by passes of this rank alone while it waits for servers; see `ValueEstimator`."""
+        """Computes the values by passes of this rank alone, while it waits for servers; see `ValueEstimator`.
+
+        Args:
+            requests: the completions of a group.
+            trainer: the `DASHTrainer`.
+            order: not used.
+        Returns:
+            The values of each request; None for all of them if passes of one rank alone are not possible now.
+        """
         model = trainer.model
-        sharded = trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled()  # a pass takes all ranks then
+        sharded = trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled()  # then all ranks take part in a pass
         if sharded or trainer.args.async_level or model not in self._flaws:
             return [None] * len(requests)
         base = model.get_base_model() if is_peft_model(model) else model
@@ -187,12 +218,17 @@ class AnswerLogProbValue:
         call: Any = None,
         passes_on_all_ranks: Callable[[int], int] = lambda passes: passes,
     ) -> list[list[float]]:
-        """The values with any model and tokenizer, outside a trainer.
+        """Computes the values with any model and tokenizer, without a trainer.
 
         Args:
-            model: a transformers model. call: what is called in its place, if it is wrapped.
-            passes_on_all_ranks: this rank's passes → the largest number of any rank; under ZeRO-3 and FSDP a pass is a
-                collective, so that ranks with fewer run dummies.
+            requests: the completions to be valued.
+            model: a transformers model.
+            tokenizer: its tokenizer.
+            call: the wrapper to call in place of `model`, if there is one.
+            passes_on_all_ranks: takes this rank's number of passes and returns the largest number of any rank. Under
+                ZeRO-3 and FSDP a pass is a collective, so ranks with fewer passes run dummy passes.
+        Returns:
+            One list per request with one value per boundary; NaN = missing.
         """
         return self._valued(
             requests, self._trees(requests, tokenizer), model, model if call is None else call, passes_on_all_ranks
@@ -210,9 +246,9 @@ class AnswerLogProbValue:
         call: Any,
         passes_on_all_ranks: Callable[[int], int],
     ) -> list[list[float]]:
-        """By a pass per bin of trees, or, if the model takes no trees, per branch; as many on every rank."""
+        """One pass per bin of trees or, if tree passes are wrong, per branch; equally many passes on every rank."""
         asked = [i for i, tree in enumerate(trees) if tree.branches]
-        branches: list[list[list[float]]] = [[] for _ in trees]  # of each tree, log-probs of the scored tokens
+        branches: list[list[list[float]]] = [[] for _ in trees]  # [tree][branch][scored token], log-probs
         with evaluating(call):
             if self._takes_trees(model, call, passes_on_all_ranks):
                 sizes = {i: max(len(trees[i]), LOGITS_TOKENS * trees[i].scored) for i in asked}
@@ -229,7 +265,7 @@ class AnswerLogProbValue:
         return [self._values(one, request) for one, request in zip(branches, requests, strict=True)]
 
     def _tree(self, request: ValueRequest, tokenizer: Any) -> Tree:
-        """Branches of boundary 0 with every answer, of boundary 1 with every answer, …"""
+        """The completion as trunk, with one branch per boundary and answer: all answers at b_0, all at b_1, …"""
         if not request.boundaries or not any(request.answers):
             return Tree((), ())
         ids = request.prompt_ids + request.completion_ids
@@ -244,7 +280,7 @@ class AnswerLogProbValue:
         return Tree(ids[: max(prefixes)], tuple(branches))
 
     def _answers(self, answers: Iterable[str], force_prompt: str, tokenizer: Any) -> list[tuple[tuple[int, ...], int]]:
-        """The tokens of the force prompt with each answer, and the first of them that belongs to the answer."""
+        """For each answer, the tokens of force prompt and answer, and the index of the first token of the answer."""
         texts = [force_prompt + answer + self.closing for answer in answers if answer]
         encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         found = []
@@ -271,30 +307,30 @@ class AnswerLogProbValue:
         return value if self.space == "log" else math.exp(value)
 
     def _takes_trees(self, model: Any, call: Any, most_on_all_ranks: Any) -> bool:
-        """Whether tree passes of this model are right: tried the first time it is seen, on all ranks together."""
+        """Whether tree passes of this model are right. All ranks try it together when they first see the model."""
         if model not in self._flaws:
             flaw: str | None = "its attention is not plain causal in every layer"
             if plain_causal_attention(model):
                 flaw = tree_flaw(call, model)
                 if most_on_all_ranks(int(flaw is not None)) and flaw is None:
-                    flaw = "of what another rank found"
+                    flaw = "tree passes are wrong on another rank"
             if flaw is not None:
                 logger.warning(
-                    f"{type(model).__name__} takes no trees, because {flaw}. V(prefix) takes one pass per boundary "
-                    "instead of one per batch of responses."
+                    f"{type(model).__name__} cannot do tree passes, because {flaw}. V(prefix) takes one pass per "
+                    "boundary instead of one per batch of responses."
                 )
             self._flaws[model] = flaw
         return self._flaws[model] is None
 
 
 def _open_thoughts(ids: Sequence[int], prefixes: Iterable[int], tokenizer: Any) -> list[tuple[int, bool]]:
-    """For each prefix, given by its number of tokens: that number without half a tag, and whether a thought is open.
+    """For each prefix, given by its number of tokens: the number without an incomplete tag, and if a thought is open.
 
-    A thought is open where the last tag is `<think>`, be it of the prompt, of the completion, one token or several.
+    A thought is open if the last tag in prompt and completion is `<think>`. A tag may be one token or several.
     """
-    # The tokens of fast tokenizers are written in alphabets in which a tag's characters stand for themselves.
+    # Fast tokenizers write tokens in alphabets of their own, but the characters of a tag stand for themselves in all.
     pieces = [token or "" for token in tokenizer.convert_ids_to_tokens(ids)]
-    starts = [0, *accumulate(map(len, pieces))]  # of each token, in characters; the last one is the end
+    starts = [0, *accumulate(map(len, pieces))]  # the first character of each token; the last entry is the end
     tags = list(_THOUGHT_TAG.finditer("".join(pieces)))
     found = []
     for prefix in prefixes:
@@ -306,18 +342,18 @@ def _open_thoughts(ids: Sequence[int], prefixes: Iterable[int], tokenizer: Any) 
 
 
 def server_pool(trainer: Any) -> Any:
-    """The trainer's vLLM servers, a `VLLMPool`; None if it samples in another way."""
+    """The `VLLMPool` of the trainer's vLLM servers; None if the trainer samples in another way."""
     sampler = getattr(trainer, "vllm_generation", None)
     return sampler if hasattr(sampler, "begin_scores") else None
 
 
 class ServerValue(AnswerLogProbValue):
-    """`AnswerLogProbValue` from the trainer's vLLM servers: a request per boundary and answer.
+    """Computes `AnswerLogProbValue` on the trainer's vLLM servers, by one request per boundary and answer.
 
-    A value is asked for as soon as a completion is there, while others are sampled. The servers hold the trainer's
-    weights of then. They read each prefix anew, where a tree reads it once: worth it where servers are many and the
-    trainer is the bottleneck. Their `--max-model-len` needs room for the force prompt and the answer behind the longest
-    completion.
+    The request for a completion starts as soon as the completion is sampled, while others are still sampled. The values
+    are those of the weights that the servers have then. A server reads each prefix anew, where a tree pass reads the
+    completion once. So this pays if there are many servers and the trainer is the bottleneck. The servers'
+    `--max-model-len` must have room for the force prompt and the answer after the longest completion.
     """
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
@@ -331,7 +367,15 @@ class ServerValue(AnswerLogProbValue):
         return trainer.ranks.agree(values)
 
     def begin(self, requests: Sequence[ValueRequest], trainer: Any, order: int = -1) -> list[tuple[Tree, Any]]:
-        """Asks for the log-probs of the requests' branches; see `ValueEstimator`."""
+        """Requests the log-probs from the servers, and does not wait for them; see `ValueEstimator`.
+
+        Args:
+            requests: the completions of a group.
+            trainer: the `DASHTrainer`.
+            order: number of the group's window; earlier windows are served first.
+        Returns:
+            For each request its tree, and what `__call__` awaits the log-probs by.
+        """
         found = []
         for tree in self._trees(requests, trainer._tokenizer):
             sequences = [[*tree.trunk[: branch.attach], *branch.tokens] for branch in tree.branches]
@@ -348,7 +392,7 @@ class ServerValue(AnswerLogProbValue):
         pool = server_pool(trainer)
         if pool is None:
             raise ValueError(
-                "ServerValue asks the vLLM servers that a run samples from, but this run has none: name them with "
-                "vllm_server_urls, or use AnswerLogProbValue, which asks the trainer's model."
+                "ServerValue uses the vLLM servers that a run samples from, but this run has none: name them with "
+                "vllm_server_urls, or use AnswerLogProbValue, which uses the trainer's model."
             )
         return pool

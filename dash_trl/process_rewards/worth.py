@@ -1,14 +1,16 @@
-"""What is V(prefix) worth? Evidence of the last generation windows, and the weight that it earns.
+"""Measures how well V(prefix) predicts outcomes, and derives its weight::
 
-    V and outcomes of a window ──► `Evidence`, sums per group ──► those of the last windows ──► figures, a weight
+    V and outcomes of a window ──► `Evidence`, sums per group ──► evidence of the last windows ──► figures, a weight
 
-Groups are the units: their rollouts share a problem, and the prefixes of a rollout an outcome. So a figure is a
-function of sums over groups, and its interval that of the jackknife which leaves out one group at a time (Tukey 1958),
-with Student's t. V of a window has to be made without its outcomes: then so is what is found here.
+Groups are the independent units: the rollouts of a group share a problem, and the prefixes of a rollout share an
+outcome. So each figure is a function of sums over groups. Its interval comes from the jackknife that leaves out one
+group at a time (Tukey 1958), with Student's t. V of a window must be computed without the outcomes of that window;
+otherwise the figures are biased.
 
-What is looked at are inner boundaries, b_1 … b_{n−1}: V_0 knows nothing of the rollout, and at b_n all is said.
+Only the inner boundaries b_1 … b_{n−1} count: V_0 knows nothing about the rollout, and at b_n nothing is left to
+decide.
 
-Letters: N rows (the G completions of a prompt adjacent), K boundaries per row, M = N / G groups.
+Letters: N rows (the G completions of a prompt are adjacent), K boundaries per row, M = N / G groups.
 """
 
 from __future__ import annotations
@@ -25,21 +27,25 @@ from torch import Tensor
 from dash_trl.process_rewards.credit import outcome_units
 from dash_trl.rollout import joined
 
-WINDOWS = 8  # the last ones that are looked at, as `OutcomeValue` fits
-LEAST_GROUPS = 8  # mixed ones, without which there is no interval, and no weight
-LEAST_WEIGHT = 0.02  # a smaller one is 0: it would move little but noise
+WINDOWS = 8  # the number of last windows that count; `OutcomeValue` is fitted to as many
+LEAST_GROUPS = 8  # an interval and a weight need at least this many groups with different outcomes
+LEAST_WEIGHT = 0.02  # a smaller weight becomes 0, since it would add little but noise
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Sums over each group's rollouts that are scored and have a known V at an inner boundary; float64.
+    """Sums over the rollouts of each group, in float64.
+
+    A rollout counts if it is scored and V is known at an inner boundary.
 
     Attributes:
-        pairs: [M], pairs of rollouts with different outcomes. won: [M], those in which the better outcome has the
-            larger V in the mean of its inner boundaries, ties half.
-        products: [M, 3], ΣΔV², ΣΔVΔy, ΣΔy² with Δ from the group's mean; 0 where outcomes do not differ. A rollout
-            counts 1, and so do all its boundaries together.
-        units: [M, 2], ΣAΔy, ΣΔy² over all scored rollouts with A the outcome advantage; 0 where outcomes are alike.
+        pairs: [M], number of pairs of rollouts with different outcomes.
+        won: [M], number of those pairs in which the better outcome has the larger V, as the mean over its inner
+            boundaries; a tie counts one half.
+        products: [M, 3], ΣΔV², ΣΔVΔy, ΣΔy² with Δ from the group's mean; 0 if the outcomes do not differ. All
+            boundaries of a rollout together count 1.
+        units: [M, 2], ΣAΔy, ΣΔy² over all scored rollouts, with the outcome advantage A; 0 if the outcomes do not
+            differ.
     """
 
     pairs: Tensor
@@ -48,29 +54,32 @@ class Evidence:
     units: Tensor
 
     def of_groups(self, groups: Tensor) -> Evidence:
-        """Of the given groups (indices), in that order."""
+        """The evidence of the groups with the given indices, in that order."""
         return Evidence(self.pairs[groups], self.won[groups], self.products[groups], self.units[groups])
 
 
 def evidence_of(
     boundaries: Tensor, values: Tensor, outcomes: Tensor, advantages: Tensor, *, group_size: int
 ) -> Evidence:
-    """What the groups of a window, or of a part of it, say of V.
+    """Computes the evidence of the groups of a window, or of a part of it.
 
     Args:
-        boundaries: [N, K] int, padded with −1. values: [N, K], NaN = missing. outcomes: [N], NaN = unscored.
+        boundaries: [N, K] int, padded with −1.
+        values: [N, K], NaN = missing.
+        outcomes: [N], NaN = unscored.
         advantages: [N], of the outcomes.
-        group_size: G, dividing N.
+        group_size: G, which divides N.
     """
     number, scored = torch.arange(boundaries.shape[1]), ~outcomes.isnan()
     inner = (number > 0) & (number < (boundaries >= 0).sum(dim=1, keepdim=True) - 1)
     known = inner & values.isfinite() & scored.unsqueeze(1)
     v, y = torch.where(known, values.double(), 0), torch.where(scored, outcomes.double(), 0)
-    share = known / known.sum(dim=1, keepdim=True).clamp(min=1).double()  # of a rollout's 1
+    # The weight of each boundary: those of a rollout sum to 1.
+    share = known / known.sum(dim=1, keepdim=True).clamp(min=1).double()
     # [M, G] each.
     used, v_mean, y_of = (cells.view(-1, group_size) for cells in (known.any(dim=1), (share * v).sum(dim=1), y))
 
-    # [M, G, G]: the first of a pair has the better outcome.
+    # [M, G, G]: True if the first of a pair has the better outcome.
     pairs = (y_of.unsqueeze(2) > y_of.unsqueeze(1)) & used.unsqueeze(2) & used.unsqueeze(1)
     order = (v_mean.unsqueeze(2) - v_mean.unsqueeze(1)).sign()
     won = (pairs * (order + 1) / 2).sum(dim=(1, 2))
@@ -88,12 +97,16 @@ def evidence_of(
 
 
 def interval(groups: Tensor, figure: Callable[[Tensor], Tensor]) -> tuple[float, float]:
-    """A figure of sums over groups, and half its 95 % interval: Student's t times the jackknife's standard error.
+    """Computes a figure from sums over groups, and the half-width of its 95 % interval.
 
-    σ² = (M − 1)/M·Σ_g (f_{−g} − f̄)², f_{−g} the figure without group g.
+    The half-width is Student's t times the jackknife's standard error σ, σ² = (M − 1)/M·Σ_g (f_{−g} − f̄)² with the
+    figure f_{−g} without group g.
 
     Args:
-        groups: [M, S], M >= 2. figure: sums [..., S] → [...].
+        groups: [M, S], S numbers per group, M >= 2.
+        figure: a function from sums [..., S] to figures [...].
+    Returns:
+        The figure and the half-width.
     """
     total, count = groups.sum(dim=0), len(groups)
     without = figure(total - groups)
@@ -102,28 +115,29 @@ def interval(groups: Tensor, figure: Callable[[Tensor], Tensor]) -> tuple[float,
 
 
 def student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t, by Cornish and Fisher's expansion (A&S 26.7.5); within 0.5 % from 6 on."""
+    """The 97.5 % quantile of Student's t by the Cornish-Fisher expansion (A&S 26.7.5), within 0.5 % from 6 on."""
     z = NormalDist().inv_cdf(0.975)
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     return z + first / degrees + second / degrees**2
 
 
 class Watch:
-    """The evidence of the last `WINDOWS` generation windows; the same on all ranks, which are given the same."""
+    """Keeps the evidence of the last `WINDOWS` windows. It is the same on all ranks, since all are given the same."""
 
     def __init__(self) -> None:
         self._windows: list[Evidence] = []
 
     @property
     def full(self) -> bool:
+        """Whether there is evidence of `WINDOWS` windows."""
         return len(self._windows) == WINDOWS
 
     def add(self, window: Evidence) -> None:
-        """One without evidence counts, too, so that what is old is forgotten."""
+        """Adds a window. One without evidence counts, too, so that old windows are dropped."""
         self._windows = [*self._windows, window][-WINDOWS:]
 
     def figures(self) -> dict[str, float]:
-        """What is logged of at least one window, without what there is no evidence of."""
+        """Returns the logged figures for which there is evidence; at least one window must have been added."""
         of_all = joined(self._windows)
         sums = torch.stack([of_all.won, of_all.pairs], dim=1)[of_all.pairs > 0]
         if not len(sums):
@@ -136,11 +150,12 @@ class Watch:
         return found
 
     def weight(self) -> float:
-        """The lower end of β, 0 … 1, the slope of the outcome over V, both centred in their group, over mixed groups.
+        """Returns the weight of V, within 0 … 1: the lower end of the interval of β.
 
-        V is a control variate of the outcome: of all (outcome − w·V), that with w = β varies least. A V that is right
-        has β = 1, and one that is noise has 0. Exactly 0 for fewer than `LEAST_GROUPS`, where the interval holds 0 or
-        lies below, and under `LEAST_WEIGHT`.
+        β is the slope of the outcome over V, both centred in their group, over the groups with different outcomes. V is
+        a control variate of the outcome: outcome − w·V has the smallest variance at w = β. A correct V has β = 1, and
+        noise has β = 0. The weight is exactly 0 if there are fewer than `LEAST_GROUPS` such groups, if the interval
+        reaches down to 0, or if the weight would be below `LEAST_WEIGHT`.
         """
         if not self._windows:
             return 0.0
@@ -153,14 +168,14 @@ class Watch:
         return low if low >= LEAST_WEIGHT else 0.0
 
     def unit(self) -> float:
-        """The advantage that a reward of 1 has had in groups of different outcomes; 0 without such a group."""
+        """The advantage that a reward of 1 had in the groups with different outcomes; 0 if there is no such group."""
         if not self._windows:
             return 0.0
         products, squares = joined(self._windows).units.sum(dim=0).tolist()
         return products / squares if squares else 0.0
 
     def state_dict(self) -> list[dict[str, Tensor]]:
-        """Its tensors are never changed."""
+        """The evidence of the windows; its tensors are never changed."""
         return [dict(vars(window)) for window in self._windows]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
@@ -168,12 +183,12 @@ class Watch:
 
 
 def _log_odds(sums: Tensor) -> Tensor:
-    """log odds of won pairs, whose interval is right where a share's would reach beyond 1; half a pair to each side."""
+    """Log-odds of won pairs, half a pair added to each side; unlike a share, its interval cannot reach beyond 1."""
     won, pairs = sums.unbind(-1)
     return ((won + 0.5) / (pairs - won + 0.5)).log()
 
 
 def _slope(sums: Tensor) -> Tensor:
-    """β; 0 where V does not move."""
+    """The slope β; 0 if V is constant."""
     vv, vy, _ = sums.unbind(-1)
     return (vy / vv).nan_to_num(0.0, 0.0, 0.0)

@@ -268,8 +268,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             else:
                 raise SandboxError(
                     f"programs cannot be confined on this machine: {causes}. Use a machine that allows user namespaces "
-                    "or whose kernel has Landlock (5.13 or newer); see docs/reference/rewards.md. For programs that you "
-                    "trust there is isolation='rlimits', which protects no files."
+                    "or whose kernel has Landlock (5.13 or newer); see docs/reference/rewards.md. For programs that "
+                    "you trust there is isolation='rlimits', which protects no files."
                 )
             if causes:
                 _warn(self._starter.kind, json.dumps(causes))

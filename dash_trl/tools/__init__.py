@@ -1,4 +1,4 @@
-"""Tools that the policy calls, and environments: rows of several turns."""
+"""Tools that the policy calls, and environments. With them, rows have several turns."""
 
 from typing import TYPE_CHECKING
 

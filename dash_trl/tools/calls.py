@@ -1,7 +1,9 @@
-"""`ToolCalls`: answers the tool calls of a message. `ProcessTool`: a tool that runs in worker processes.
+"""`ToolCalls` answers the tool calls of a message. `ProcessTool` is a tool that runs in worker processes.
 
-calls ──► a thread (functions), an event loop (coroutine functions), a worker process (`ProcessTool`)
-            └─ value, or error ──► a message for the policy        └─ over its time in this process: `Overdue`
+The way of a call::
+
+    calls ──► a thread (functions), an event loop (coroutine functions), a worker process (`ProcessTool`)
+                └─ value, or error ──► a message for the policy        └─ over its time in this process: `Overdue`
 """
 
 import asyncio
@@ -28,42 +30,46 @@ from dash_trl.workers import (
     pack,
 )
 
-HANGS = Overdue, GivenUp  # what is known of a call in this process that does not come back
-MOST_CALLS = 256  # at a time, of threads and of coroutines: tools mostly wait for something
+HANGS = Overdue, GivenUp  # the errors of a call that hangs in this process
+MOST_CALLS = 256  # at a time, for threads and for coroutines each: tools spend most of their time waiting
 
 
 class ProcessTool:
-    """A tool that runs in worker processes: one that hangs or crashes is killed, and the policy is told so.
+    """A tool that runs in worker processes::
 
         trainer = DASHTrainer(..., tools=[ProcessTool(run_python, timeout=10)])
 
-    The function is sent to the workers, so that it cannot change anything in the trainer's process. Its name,
-    signature and docstring are those of the function.
+    If a call hangs or crashes, its process is killed and the policy gets an error as the answer. The function runs in
+    the workers, so it cannot change anything in the trainer's process. The tool has the name, signature and docstring
+    of the function.
 
     Args:
-        function: the tool. It is no coroutine function and no method of an environment.
+        function: the tool; neither a coroutine function nor a method of an environment.
         timeout: seconds for one call, from its start.
-        max_concurrency: worker processes; `None` is this process's share of the CPUs, and 8 at most.
+        max_concurrency: number of worker processes. None: this process's share of the CPUs, at most 8.
+    Raises:
+        ValueError: if the function is of another kind or cannot be sent to a process, or a number is out of range.
     """
 
     def __init__(self, function: Callable[..., Any], *, timeout: float = 60.0, max_concurrency: int | None = None):
         if not callable(function) or iscoroutinefunction(function):
             raise ValueError(
-                f"ProcessTool({function!r}) needs an ordinary function: a coroutine function belongs to an event loop "
-                "of the trainer's process. Write it without async, or pass it as a tool without ProcessTool."
+                f"ProcessTool({function!r}) needs an ordinary function: a coroutine function runs in an event loop of "
+                "the trainer's process. Write it without async, or pass it as a tool without ProcessTool."
             )
         if not timeout > 0:
-            raise ValueError(f"timeout={timeout} lets no call come to its end: give more than 0.")
+            raise ValueError(f"timeout={timeout} lets no call finish: give more than 0 seconds.")
         if max_concurrency is not None and max_concurrency < 1:
-            raise ValueError(f"max_concurrency={max_concurrency} makes no call: give 1 or more.")
-        pack(function)  # one that cannot be sent is a mistake here, and would be an error for the policy in each call
+            raise ValueError(f"max_concurrency={max_concurrency} lets no call run: give 1 or more.")
+        # A function that cannot be sent raises here. Otherwise each call would only give the policy an error.
+        pack(function)
         functools.update_wrapper(self, function)
         self.function, self.timeout = function, timeout
         self.workers = ProcessCalls(default_workers() if max_concurrency is None else max_concurrency)
         weakref.finalize(self, self.workers.close)
 
     def as_function(self) -> Callable[..., Any]:
-        """For TRL and transformers, which take functions only."""
+        """Returns the tool as a function, since TRL and Transformers take only functions."""
 
         @functools.wraps(self.function)
         def tool(**arguments: Any) -> Any:
@@ -73,7 +79,7 @@ class ProcessTool:
         return tool
 
     def __call__(self, **arguments: Any) -> Any:
-        """Calls the function in a worker and waits for its value."""
+        """Calls the function in a worker and returns its value; raises what it raises."""
         (call,) = call_all(self.workers.submit, self.function, [arguments], timeout=self.timeout)
         if call.error is not None:
             raise call.error
@@ -81,21 +87,21 @@ class ProcessTool:
 
 
 class ToolCalls:
-    """Calls tools, `reset` and `get_reward`, many at a time, without waiting on the main thread.
+    """Calls tools and the methods `reset` and `get_reward` of environments, many at a time, off the main thread.
 
     Args:
-        timeout: seconds for one call. A function that is still running then cannot be ended: it is left alone.
+        timeout: seconds for one call. A function that still runs after that cannot be stopped; nobody waits for it.
     """
 
     def __init__(self, timeout: float):
         self.timeout = timeout
         self._threads, self._coroutines = ThreadCalls(MOST_CALLS), AsyncCalls(MOST_CALLS)
-        self._loop = EventLoop()  # of coroutines that wait for tools
+        self._loop = EventLoop()  # runs the coroutines that wait for tools
         for one in (self._loop, self._threads, self._coroutines):
             weakref.finalize(self, one.close)
 
     def run(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """The results of coroutines that run side by side; waits for all. The first error ends them."""
+        """Runs coroutines concurrently, waits for all and returns their results. The first error ends all of them."""
 
         async def together() -> list[Any]:
             async with asyncio.TaskGroup() as group:
@@ -108,17 +114,21 @@ class ToolCalls:
             raise errors.exceptions[0] from None
 
     async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """What the function returns. Raises what it raises.
+        """Calls a function and returns its value; raises what it raises.
 
+        Args:
+            function: a function or a coroutine function.
+            arguments: its keyword arguments.
         Raises:
-            Overdue: it took longer than `timeout`. GivenUp: so many calls hang that no more are made.
+            Overdue: if it took longer than `timeout`.
+            GivenUp: if so many calls hang that no more are made.
         """
         call = await self._made(function, arguments)
         if call.error is None:
             return call.value
         if isinstance(call.error, Exception):
             raise call.error
-        raise RuntimeError(repr(call.error)) from call.error  # SystemExit would end the loop, and all rows would wait
+        raise RuntimeError(repr(call.error)) from call.error  # SystemExit itself would end the loop
 
     async def _made(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Call:
         backend = self._coroutines if iscoroutinefunction(function) else self._threads
@@ -127,15 +137,17 @@ class ToolCalls:
     async def answer(
         self, calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]]
     ) -> tuple[list[Message], int]:
-        """Makes the tool calls of one message: functions one after the other, coroutine functions together after them.
+        """Makes the tool calls of one message: functions one after the other, then coroutine functions concurrently.
 
         Args:
-            calls: as the tokenizer parsed them. tools: by name.
+            calls: the calls as the tokenizer parsed them.
+            tools: the tools by name.
         Returns:
-            The messages of the tools, in TRL's order (functions first), and how many of the calls failed. The message
-            of a failed call is the error.
+            The messages of the tools in TRL's order (functions first), and the number of failed calls. The message of a
+            failed call is the error.
         Raises:
-            Overdue, GivenUp: see `call`.
+            Overdue: see `call`.
+            GivenUp: see `call`.
         """
         found: list[tuple[str, Any]] = []
         waiting: list[tuple[str, Coroutine[Any, Any, Any]]] = []
@@ -147,11 +159,11 @@ class ToolCalls:
                 name = _encodable(one["function"]["name"])
                 if (tool := tools.get(name)) is None:
                     raise ValueError(f"Tool {name} not found.")
-                arguments = deepcopy(one["function"]["arguments"])  # a tool may change its own: the message stays
+                arguments = deepcopy(one["function"]["arguments"])  # a copy, since a tool may change its arguments
                 if iscoroutinefunction(tool):
                     waiting.append((name, tool(**arguments)))
                 elif (apart := getattr(tool, "process_tool", None)) is not None:
-                    # Not on a thread: its time begins when a worker takes it.
+                    # Not through a thread: its time begins when a worker takes it.
                     call = await called(apart.workers, apart.function, arguments, timeout=apart.timeout)
                     found.append((name, _value(call)))
                 else:
@@ -168,7 +180,7 @@ class ToolCalls:
         return [{"role": "tool", "name": name, "content": await self._content(value)} for name, value in found], failed
 
     async def _content(self, value: Any) -> str | list[dict[str, str]]:
-        """What the policy reads. Not written on the loop: the `__str__` of an object may take long, or hang."""
+        """What the policy reads of a value. Not made in the event loop, since `__str__` may take long, or hang."""
         if type(value) is str:
             return _written(value)
         call = await self._made(_written, {"value": value})
@@ -184,7 +196,7 @@ async def _awaits(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _value(call: Call) -> Any:
-    """What it returned, or its error as a value. Raises if a call in this process hangs."""
+    """The value of a call, or its error as a value. Raises if the call hangs in this process."""
     if isinstance(call.error, HANGS):
         raise call.error
     return call.value if call.error is None else _Failed(call.error)
@@ -192,7 +204,7 @@ def _value(call: Call) -> Any:
 
 @dataclass(frozen=True)
 class _Failed:
-    """What a failed call has in place of a value."""
+    """The error of a failed call, in place of a value."""
 
     error: BaseException
 
@@ -201,7 +213,7 @@ class _Failed:
 
 
 def _written(value: Any) -> str | list[dict[str, str]]:
-    """Blocks of text, which are left to the chat template, or a string; without what a tokenizer does not take."""
+    """A value as text, or as blocks of text for the chat template, with only characters that a tokenizer takes."""
     if isinstance(value, list) and value and all(map(_is_block, value)):
         return [{**one, "text": _encodable(one["text"])} for one in value]
     return _encodable(str(value))
@@ -212,5 +224,5 @@ def _is_block(value: Any) -> bool:
 
 
 def _encodable(text: str) -> str:
-    """Half of a surrogate pair, as in JSON that was cut, or of a file's name, becomes a question mark."""
+    """The text with lone surrogates, as from cut JSON or file names, replaced by question marks."""
     return text.encode(errors="replace").decode()

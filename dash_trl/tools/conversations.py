@@ -1,8 +1,8 @@
-"""`Conversations`: leads rows from their prompt to the end of their last turn, whoever samples.
+"""`Conversations` takes rows from their prompt to the end of their last turn, with any sampler::
 
     begin: environment, reset, prompt ──► [sampled] ──► answer: run tools ──► [sampled] ──► … ──► end: get_reward
 
-Everything between two samples of a row is a coroutine, so that many rows wait for their tools at the same time.
+The work between two turns of a row is a coroutine, so many rows wait for their tools at the same time.
 """
 
 import logging
@@ -24,16 +24,22 @@ NOTHING_SAID = {"role": "assistant", "content": ""}
 
 
 class Conversation:
-    """One row.
+    """One row of several turns.
 
     Args:
-        example: of the dataset.
+        example: the dataset row.
     Attributes:
-        prompt: the messages that `turns` begins with. name, environment: of the instance that the row has, if any.
-        turns: `None` before it has begun.
-        reward: what `get_reward` of its environment returned; NaN = it failed. `ASK`: it was not called.
-        failure: why the row is unscored, if it is.
-        calls, failed_calls: of tools, so far.
+        prompt: the messages before the first turn.
+        name: of the row's environment, if there are several environments.
+        environment: the row's instance, if there are environments.
+        turns: the completion so far; None before the row has begun.
+        tools: the row's tools by name.
+        failure: why the row is unscored; None = it is not.
+        reward: what `get_reward` of the environment returned; NaN = it failed, `ASK` = it was not called.
+        in_use: True while the environment may be at work, so that no other row may have it.
+        began: True = `begin` prepared the row, and its environment is not one that TRL has begun.
+        calls: number of tool calls so far.
+        failed_calls: how many of them failed.
     """
 
     def __init__(self, example: Mapping[str, Any]):
@@ -45,18 +51,21 @@ class Conversation:
         self.tools: dict[str, Callable[..., Any]] = {}
         self.failure: str | None = None
         self.reward: Any = ASK
-        self.in_use = True  # its environment: nobody else may have it
-        self.began = False  # its environment, by `begin`
+        self.in_use = True
+        self.began = False
         self.calls = self.failed_calls = 0
 
 
 class Conversations:
-    """
+    """Runs rows of several turns: environments, tool calls and rewards.
+
     Args:
-        rules: of turns, as they are now. calls: runs tools and the methods of environments.
-        tools: those that no environment brings. environments: `None` if there are none.
-        tokenize: (prompt, tools that it names) → token ids.
-        end_id: a token; the whole completion of a row that never began.
+        rules: returns the current rules of turns.
+        calls: runs tools and the methods of environments.
+        tools: the tools that do not come from an environment.
+        environments: the pool of environments; None if there are none.
+        tokenize: takes a prompt and the tools that it names, and returns token ids.
+        end_id: the token that is the whole completion of a row that never began.
     """
 
     def __init__(
@@ -70,28 +79,31 @@ class Conversations:
     ):
         self._rules, self._calls, self._tools, self._environments = rules, calls, tools, environments
         self._tokenize, self._end_id = tokenize, end_id
-        self._scored: Sequence[Conversation] = ()  # the rows that reward functions are asked of
+        self._scored: Sequence[Conversation] = ()  # the rows that reward functions score next
 
     @property
     def has_tools(self) -> bool:
+        """Whether there are any tools, including methods of environments."""
         return bool(self._tools) or self._environments is not None and any(self._environments.tools.values())
 
     def run(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """The results of coroutines that run side by side; for the main thread, which waits for all of them."""
+        """Runs coroutines concurrently and returns their results; the main thread waits for all of them."""
         return self._calls.run(coroutines)
 
     def lent(self) -> AbstractContextManager[None]:
-        """Within it TRL has the idle environments, for rows of its own."""
+        """A context manager within which TRL has the idle environments, for rows of its own."""
         self._scored = ()
         return nullcontext() if self._environments is None else self._environments.lent()
 
     def begun(
         self, prompt_ids: Sequence[list[int]], environments: Sequence[Any] | None, names: Sequence[str | None] | None
     ) -> list[Conversation]:
-        """Rows that TRL has begun, and rewards.
+        """Makes rows for prompts that TRL has begun and will score.
 
         Args:
-            prompt_ids: of each. environments, names: of each, if there are any.
+            prompt_ids: token ids of each prompt.
+            environments: the environment of each row, if there are any.
+            names: the environment's name of each row, if there are any.
         """
         rows = []
         for i, ids in enumerate(prompt_ids):
@@ -107,12 +119,13 @@ class Conversations:
         return rows
 
     async def begin(self, row: Conversation, prompt_ids: list[int] | None = None) -> bool:
-        """Prepares a row for its first turn.
+        """Prepares a row for its first turn: leases and resets its environment, and tokenizes its prompt.
 
         Args:
-            prompt_ids: of its prompt, if they are known.
+            row: the row.
+            prompt_ids: token ids of its prompt, if they are known.
         Returns:
-            Whether there is a turn to sample.
+            Whether there is a turn to sample. There is none if the environment failed.
         """
         named, environments = self._tools, self._environments
         if environments is not None:
@@ -128,7 +141,7 @@ class Conversations:
                 prompt_ids = self._tokenize(row.prompt, named)
             except Exception as error:
                 self._fail(row, error, "reset")
-                row.prompt = given  # a mistake in it, too, ends the run below
+                row.prompt = given  # the given prompt may itself be wrong: then tokenizing it below ends the run
             row.tools = {tool.__name__: tool for tool in methods_of(row.environment)}
         row.tools = {tool.__name__: tool for tool in self._tools} | row.tools
         prompt_ids = self._tokenize(row.prompt, named) if prompt_ids is None else prompt_ids
@@ -138,8 +151,12 @@ class Conversations:
         return row.failure is None
 
     async def answer(self, row: Conversation, ids: list[int], log_probs: list[float | None] | None) -> bool:
-        """Takes a turn of the policy and lets its tools answer.
+        """Adds a turn of the policy to a row and runs the tools that it calls.
 
+        Args:
+            row: the row.
+            ids: token ids of the turn.
+            log_probs: the sampler's log-probs of these tokens, if it reports any.
         Returns:
             Whether there is another turn to sample.
         """
@@ -164,19 +181,19 @@ class Conversations:
         return False
 
     def score(self, rows: Sequence[Conversation]) -> None:
-        """Reward functions are asked of these rows next."""
+        """Sets the rows that reward functions score next."""
         self._scored = rows
 
     def failed(self, rows: int) -> list[bool]:
-        """Which rows of an evaluation are unscored because a tool or an environment failed.
+        """Returns which rows of an evaluation are unscored because a tool or an environment failed.
 
         Args:
-            rows: of this rank; without tools, TRL leads them.
+            rows: number of rows of this rank. Without tools, TRL runs them, and none counts as failed.
         """
         return [row.failure is not None for row in self._scored] or [False] * rows
 
     def rewards(self, instances: Sequence[Any]) -> list[Any]:
-        """What `get_reward` of each instance has returned, or returns now; NaN for one that has failed."""
+        """Returns the reward of each environment, calling `get_reward` where it was not called yet; NaN = failed."""
         found = {id(row.environment): row.reward for row in self._scored if row.reward is not ASK}
         missing = [one for one in instances if id(one) not in found]
         values = self.run([self._reward(one) for one in missing])
@@ -184,41 +201,42 @@ class Conversations:
         return [found[id(one)] for one in instances]
 
     def give_back(self, rows: Sequence[Conversation]) -> None:
-        """Nobody looks at the environments of these rows any more. Those that are still at work are not used again."""
+        """Gives the environments of finished rows back to the pool. One that may still be at work is not used again."""
         for row in rows:
             if self._environments is not None and row.environment is not None and not row.in_use:
                 self._environments.give_back(row.name, row.environment)
 
     async def _reward(self, instance: Any) -> Any:
-        """Of a row that TRL has begun."""
+        """Calls `get_reward` for a row that TRL has begun; NaN if it fails."""
         try:
             return await self._calls.call(instance.get_reward, {})
         except Exception as error:
-            logger.warning(f"get_reward of a {type(instance).__name__} failed, its row is unscored: {error!r}")
+            logger.warning(f"get_reward of a {type(instance).__name__} failed, so its row is unscored: {error!r}")
             error.__traceback__ = None  # see `_fail`
             self._retire(instance)
             return math.nan
 
     def _fail(self, row: Conversation, error: Exception, what: str) -> None:
-        """Its environment is in an unknown state: it is left out of the pool."""
-        text = "".join(traceback.format_exception_only(error)).strip()  # it is safe where the error's `__str__` fails
-        error.__traceback__ = None  # a thread that hangs keeps the error, and would keep the trainer
+        """Marks a row as unscored. Its environment is in an unknown state and does not return to the pool."""
+        text = "".join(traceback.format_exception_only(error)).strip()  # works even if the error's `__str__` fails
+        error.__traceback__ = None  # a hanging thread keeps the error; its traceback would keep the trainer in memory
         row.failure, row.reward = f"{what}: {text}", math.nan
-        logger.warning(f"A row is unscored, since a call for it failed: {row.failure}")
+        logger.warning(f"A row is unscored because a call for it failed: {row.failure}")
         if not row.began:
             self._retire(row.environment)
 
     def _retire(self, instance: Any) -> None:
-        """TRL has begun its row, and would use it again."""
+        """Keeps TRL from using an environment again whose row TRL has begun."""
         if self._environments is not None:
             self._environments.retire(instance)
 
 
 class EnvironmentReward:
-    """The reward function of an environment's class: what `get_reward` of each row's instance returned.
+    """The reward function of an environment's class: it returns what `get_reward` of each row's instance returned.
 
     Args:
-        kind: the class. It does not apply to a row whose instance is of another class.
+        kind: the class. The function does not apply to rows whose instance is of another class.
+        conversations: has the rewards.
     """
 
     def __init__(self, kind: type, conversations: Conversations):

@@ -1,7 +1,9 @@
-"""`Environments`: a pool of a user's environments, one instance for each row that is being sampled.
+"""`Environments` is a pool of a user's environments, with one instance for each row that is being sampled.
 
-lease ──► reset: an observation for the prompt ──► its methods are tools ──► get_reward ──► give_back
-            └── raised, or over its time: the instance is not used again
+The life of an instance::
+
+    lease ──► reset: an observation for the prompt ──► its methods are tools ──► get_reward ──► give_back
+                └── raised, or over its time: the instance is not used again
 """
 
 import inspect
@@ -9,15 +11,16 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from typing import Any
 
-NO_PROMPT = [{"role": "user", "content": ""}]  # TRL's, where the environment's observation is the whole prompt
+NO_PROMPT = [{"role": "user", "content": ""}]  # as in TRL, if the environment's observation is the whole prompt
 
 
 class Environments:
-    """
+    """A pool of environments by name; a single environment without a name is called None.
+
     Args:
-        factories: name → what makes an instance; one without a name is called `None`.
-        tools: name → the tools that prompts of this environment name.
-        pool: name → TRL's idle instances, which evaluations use.
+        factories: for each name, the function that makes an instance.
+        tools: for each name, the tools that prompts of this environment name.
+        pool: for each name, TRL's idle instances, which evaluations use.
     """
 
     def __init__(
@@ -32,7 +35,11 @@ class Environments:
         self._take_back()
 
     def name_of(self, example: Mapping[str, Any]) -> str | None:
-        """The environment of a dataset row: its column `environment`, if there are several."""
+        """Returns the name of a dataset row's environment: its column `environment`, if there are several.
+
+        Raises:
+            ValueError: if there is no environment of this name.
+        """
         name = None if None in self.factories else example.get("environment")
         if name not in self.factories:
             raise ValueError(
@@ -42,25 +49,26 @@ class Environments:
         return name
 
     def lease(self, name: str | None) -> Any:
-        """An idle instance, or None."""
+        """Takes an idle instance out of the pool; None if there is none."""
         try:
             return self._idle[name].pop()
         except IndexError:
             return None
 
     def give_back(self, name: str | None, instance: Any) -> None:
+        """Puts an instance back into the pool."""
         self._idle[name].append(instance)
 
     def retire(self, instance: Any) -> None:
-        """TRL uses this one of its idle instances no more."""
+        """Removes an instance from TRL's idle instances."""
         for pool in self._pool.values():
             pool[:] = [one for one in pool if one is not instance]
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Within it TRL has the idle instances, for an evaluation."""
+        """A context manager within which TRL has the idle instances, for an evaluation."""
         for name, pool in self._pool.items():
-            while (instance := self.lease(name)) is not None:  # another thread may lease some, too
+            while (instance := self.lease(name)) is not None:  # another thread may lease some at the same time
                 pool.append(instance)
         try:
             yield
@@ -73,13 +81,13 @@ class Environments:
             pool.clear()
 
     def reset_arguments(self, example: Mapping[str, Any]) -> dict[str, Any]:
-        """TRL's: the columns of the row, without the one that names the environment if there are several."""
+        """Returns the arguments of `reset` as in TRL: the row's columns without `environment`, if there are several."""
         several = None not in self.factories
         return {name: value for name, value in example.items() if not (several and name == "environment")}
 
 
 def methods_of(instance: Any) -> list[Callable[..., Any]]:
-    """The tools of an environment: its public methods but `reset` and `get_reward`."""
+    """Returns the tools of an environment: its public methods except `reset` and `get_reward`."""
     names = (name for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction))
     return [getattr(instance, name) for name in names if name not in ("reset", "get_reward") and name[0] != "_"]
 
@@ -90,7 +98,7 @@ def owns_reward(kind: type) -> bool:
 
 
 def observed(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
-    """The prompt with what `reset` returned at the end of its last message; a text, or a list of text blocks."""
+    """Appends what `reset` returned, a text or a list of text blocks, to the last message of a prompt."""
     if observation is None:
         return prompt
     content = prompt[-1]["content"]

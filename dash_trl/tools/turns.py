@@ -1,9 +1,9 @@
-"""`Turns`: the tokens and messages of a row of several turns, by TRL's rules; a pure state machine.
+"""`Turns` collects the tokens and messages of a row of several turns, by TRL's rules::
 
-    sampled: the policy's turn ──► its calls of tools ──► answered: what they said ──► sampled ──► …
+    sampled: the policy's turn ──► its calls of tools ──► answered: their answers ──► sampled ──► …
                                         └── none, or no room for the answer: the row has ended
 
-Tokens go in and out: what the policy sampled is never tokenized again.
+It is a pure state machine on token ids: what the policy sampled is never tokenized again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,19 +12,21 @@ from typing import Any
 
 Message = dict[str, Any]
 
-# Of a token; known ones have 128. An answer with more for each token that has room is too long without counting.
+# The largest number of characters in a token; the longest known token has 128. An answer with more characters than this
+# times the tokens of a completion is too long, and need not be tokenized.
 MOST_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
 class TurnRules:
-    """
+    """The limits of a row, and the functions between tokens and messages.
+
     Attributes:
-        most_tokens: of a completion, the answers of tools included; TRL's `max_completion_length`.
-        context: tokens that the sampler has positions for; None = no limit.
-        most_rounds: of tool calls in a row, TRL's `max_tool_calling_iterations`; None = no limit.
-        parse: (token ids of a turn, token ids before it, tools) → the policy's message.
-        encode: tool messages → their token ids, up to the point where the policy's next turn begins.
+        most_tokens: limit of a completion, including the answers of tools; TRL's `max_completion_length`.
+        context: number of positions that the sampler has; None = no limit.
+        most_rounds: limit of rounds of tool calls in a row, TRL's `max_tool_calling_iterations`; None = no limit.
+        parse: takes the token ids of a turn, those before it, and the tools; returns the policy's message.
+        encode: takes tool messages and returns their token ids, up to the beginning of the policy's next turn.
     """
 
     most_tokens: int
@@ -35,16 +37,18 @@ class TurnRules:
 
 
 class Turns:
-    """The completion of one prompt, as far as it has come.
+    """The completion of one prompt so far.
 
     Args:
-        prompt_ids: token ids of the prompt. tools: those that the prompt names.
+        rules: limits and functions.
+        prompt_ids: token ids of the prompt.
+        tools: the tools that the prompt names.
     Attributes:
         completion_ids: token ids so far.
-        own: for each of them, 1 = the policy sampled it, 0 = a tool said it.
-        log_probs: for each of them; 0 for a tool's. `None` if the sampler reports none.
-        messages: the policy's and the tools', in order.
-        rounds: of tool calls that were answered.
+        own: for each of them, 1 = the policy sampled it, 0 = it belongs to a tool's answer.
+        log_probs: the sampler's log-prob of each of them, 0 for a tool's answer. None if the sampler reports none.
+        messages: the messages of the policy and the tools, in order.
+        rounds: number of rounds of tool calls that were answered.
     """
 
     def __init__(self, rules: TurnRules, prompt_ids: list[int], tools: Sequence[Any]):
@@ -57,20 +61,23 @@ class Turns:
 
     @property
     def context(self) -> list[int]:
-        """The token ids that the next turn continues."""
+        """The token ids before the next turn."""
         return self.prompt_ids + self.completion_ids
 
     @property
     def room(self) -> int:
-        """Tokens that the next turn may have."""
+        """The number of tokens that the next turn may have."""
         room = self._rules.most_tokens - len(self.completion_ids)
         return room if self._rules.context is None else min(room, self._rules.context - len(self.context))
 
     def sampled(self, ids: list[int], log_probs: list[float | None] | None) -> list[Mapping[str, Any]]:
         """Appends a turn of the policy, cut to `max_completion_length`.
 
+        Args:
+            ids: token ids of the turn.
+            log_probs: the sampler's log-probs of these tokens, if it reports any.
         Returns:
-            The tool calls in it that are to be answered; none if the row has ended.
+            The tool calls in the turn that need an answer; none if the row has ended.
         """
         ids = ids[: self._rules.most_tokens - len(self.completion_ids)]
         calls: list[Mapping[str, Any]] = []
@@ -82,13 +89,20 @@ class Turns:
         return calls if self._rules.most_rounds is None or self.rounds < self._rules.most_rounds else []
 
     def never_began(self, token: int, message: Message) -> None:
-        """Nothing is sampled for this row. Other rows need it to have a token and a message; the token is not own."""
+        """Makes a completion of one token for a row that is never sampled; the token does not count as the policy's.
+
+        Args:
+            token: the token id; each row of a batch needs at least one.
+            message: the only message of the completion.
+        """
         self.messages = [message]
         self._append([token], 0, None)
 
     def answered(self, messages: list[Message]) -> bool:
-        """Appends the answers of tools, if there is room for all of them. Else the row ends as it was.
+        """Appends the answers of tools if there is room for all of them; else the row ends without them.
 
+        Args:
+            messages: one per tool call.
         Returns:
             Whether the policy has another turn.
         """

@@ -1,4 +1,4 @@
-"""The default run without data, network or GPU: a tiny language model that adds and subtracts, and slips."""
+"""The default run needs no data, network or GPU: a tiny language model adds and subtracts, and makes slips."""
 
 from typing import TYPE_CHECKING
 

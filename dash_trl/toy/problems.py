@@ -1,10 +1,10 @@
-"""The problems: sums and differences of a few small numbers, made on the spot.
+"""Generates the problems of the toy task: chains of sums and differences of small numbers::
 
-problem 7+5-3 ──► the model writes   7+5=12        ──► reward 1 if the last "The answer is N" is right
-                                     12-3=9
-                                     The answer is 9
+    problem 7+5-3 ──► the model writes   7+5=12        ──► reward 1 if the last "The answer is N" is right
+                                         12-3=9
+                                         The answer is 9
 
-A solution by a human is right and skips steps: 7+5-3=9 in one line.
+A human solution is right and skips steps: it has 7+5-3=9 in one line.
 """
 
 import hashlib
@@ -15,22 +15,30 @@ from typing import Any
 
 from datasets import Dataset
 
-OPERANDS = (3, 4, 5)  # numbers in a chain: two to four sums
+OPERANDS = (3, 4, 5)  # how many numbers a chain has: two to four operations
 LARGEST_OPERAND = 9
-LARGEST_TOTAL = 20  # of any step; some 300 different sums, few enough to learn in half a minute
+LARGEST_TOTAL = 20  # the largest running total: about 300 different sums, few enough to learn in half a minute
 TEST_SHARE = 8  # one problem in 8 is a test problem, by the hash of its text
 TEST_PROBLEMS, TRAIN_PROBLEMS = 256, 4096
-PATIENCE = 10_000  # known problems in a row, after which there is no other
+PATIENCE = 10_000  # if so many problems in a row are known already, there is no other
 ANSWER = re.compile(r"The answer is (-?\d+(?:\.\d+)?)")
 
 
 def split_of(problem: str) -> str:
-    """The split that a problem belongs to for good: stable over processes, machines and seeds."""
+    """Returns the split of a problem, "train" or "test"; the same in all processes, on all machines, for all seeds."""
     return "test" if hashlib.sha256(problem.encode()).digest()[0] % TEST_SHARE == 0 else "train"
 
 
 def problems_of(split: str, generator: random.Random, operands: Sequence[int] = OPERANDS) -> Iterator[str]:
-    """Endless chains like `7+5-3+8` of this split; every running total lies in 0…LARGEST_TOTAL."""
+    """Yields problems of a split without end; every running total is within 0 … LARGEST_TOTAL.
+
+    Args:
+        split: "train" or "test".
+        generator: the source of random numbers.
+        operands: how many numbers a problem may have.
+    Yields:
+        Chains like `7+5-3+8`.
+    """
     while True:
         total = generator.randint(1, LARGEST_OPERAND)
         problem = str(total)
@@ -48,7 +56,7 @@ def _answer(problem: str) -> int:
 
 
 def _human_solution(problem: str) -> str:
-    """Two operations in each line, where the model was taught one."""
+    """A solution with two operations per line; the warm-up teaches the model one per line."""
     total, *operations = re.findall(r"[+-]?\d+", problem)
     lines = []
     for start in range(0, len(operations), 2):
@@ -66,20 +74,24 @@ def arithmetic_dataset(
     operands: Sequence[int] = OPERANDS,
     completion: bool = False,
 ) -> Dataset:
-    """Distinct arithmetic problems with the columns `prompt` (one user message) and `answer` (a string).
+    """Generates a dataset of distinct arithmetic problems.
 
     Args:
-        split: "train" or "test". A problem's text decides its split, so the two are disjoint for all seeds.
-        size: number of problems; by default 4,096 for training and 256 for the test.
+        split: "train" or "test". The text of a problem decides its split, so the two are disjoint for all seeds.
+        size: number of problems. Default: 4,096 for training and 256 for the test.
         seed: another seed draws other problems of the same split.
         operands: how many numbers a problem may have.
-        completion: add a column `completion` (one message by the assistant), with a solution by a human.
+        completion: add a column `completion` (one assistant message) with a human solution.
+    Returns:
+        A dataset with the columns `prompt` (one user message) and `answer` (a string).
+    Raises:
+        ValueError: if the split does not exist, or has fewer distinct problems than `size`.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} does not exist. Use 'train' or 'test'.")
     size = size if size is not None else (TEST_PROBLEMS if split == "test" else TRAIN_PROBLEMS)
     chosen: dict[str, None] = {}  # a set that keeps its order
-    known = 0  # drawn in a row
+    known = 0  # known problems drawn in a row
     for problem in problems_of(split, random.Random(f"{split}{seed}"), operands):
         known = known + 1 if problem in chosen else 0
         chosen[problem] = None
@@ -88,7 +100,7 @@ def arithmetic_dataset(
         if known == PATIENCE:
             raise ValueError(
                 f"size={size}: there are only {len(chosen)} distinct problems of {operands} numbers in "
-                f"split={split!r}. Use fewer, or more numbers."
+                f"split={split!r}. Use a smaller size, or more numbers per problem."
             )
     columns: dict[str, list[Any]] = {
         "prompt": [[{"role": "user", "content": problem}] for problem in chosen],
@@ -100,7 +112,13 @@ def arithmetic_dataset(
 
 
 def arithmetic_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
-    """1.0 where the completion's last "The answer is N" is the answer, else 0.0. No answer is a wrong answer."""
+    """A reward function: 1.0 if the last "The answer is N" of a completion is right, else 0.0.
+
+    Args:
+        completions: texts, or conversations whose last message is used. One without an answer gets 0.0.
+        answer: the column with the right answers.
+        kwargs: other columns, which are not used.
+    """
     rewards = []
     for completion, gold in zip(completions, answer, strict=True):
         text = completion if isinstance(completion, str) else completion[-1]["content"]

@@ -1,4 +1,4 @@
-"""The toy model's tokenizer: Qwen2's, with a vocabulary of this task; and its chat template for tools."""
+"""The tokenizer of the toy model: Qwen2's with a vocabulary for this task, and chat templates."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from transformers import Qwen2Tokenizer
 END_OF_TURN, PADDING, START_OF_TURN = "<|im_end|>", "<|endoftext|>", "<|im_start|>"
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 
-# Qwen2.5's ChatML without its system prompt, which would double the length of these prompts.
+# Qwen2.5's ChatML without the system prompt, which would double the length of the prompts.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -17,14 +17,14 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# The same for tools, in few tokens. A tool is its name and its arguments, a call has an argument in each line:
+# The same with tools, in few tokens. A tool is given by its name and its arguments. A call has one argument per line:
 #
 #     <|im_start|>system                  <|im_start|>assistant                         <|im_start|>tool
 #     calculator(expression)<|im_end|>    <tool_call>calculator                         421<|im_end|>
 #                                         expression=512-91</tool_call><|im_end|>
 #
-# Every message is rendered by itself, so that the first messages of a conversation render to a prefix of it. What the
-# model writes stands between `generation` tags, by which `apply_chat_template` knows the tokens to learn from.
+# Each message is rendered independently of the others, so the first messages of a conversation render to a prefix of
+# it. What the model writes stands between `generation` tags, which tell `apply_chat_template` the tokens to learn from.
 TOOL_CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system' }}"
     "{% for tool in tools %}"
@@ -47,7 +47,7 @@ TOOL_CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# How `parse_response` of Transformers finds the calls. The values are text, and get the types of the tool's arguments.
+# Tells `parse_response` of Transformers how to find calls. Values are texts and get the types of the tool's arguments.
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
@@ -66,19 +66,19 @@ RESPONSE_TEMPLATE = {
 
 
 def arithmetic_tokenizer(words: Sequence[str] = ("The answer is", "Wait"), *, tools: bool = False) -> Qwen2Tokenizer:
-    """Qwen2's byte-level BPE with the few merges of this task: each of its words and each digit is one token.
+    """Makes Qwen2's byte-level BPE tokenizer with few merges: each given text and each digit is one token.
 
-    It has to be Qwen2's in everything but the merges: `AutoTokenizer` (and so vLLM) loads the tokenizer of any model of
-    type qwen2 as a `Qwen2Tokenizer`, whatever pre-tokenizer was saved with it.
+    Everything except the merges must be as in Qwen2: `AutoTokenizer`, which vLLM uses too, loads the tokenizer of any
+    model of type qwen2 as a `Qwen2Tokenizer`, whatever pre-tokenizer was saved with it.
 
     Args:
-        words: texts of the task.
-        tools: with a chat template that has tools, and a response template.
+        words: the texts of the task that become merges.
+        tools: use a chat template with tools, and a response template.
     """
     roles = ["user", "assistant", *(["system", "tool"] if tools else [])]
     backend = Qwen2Tokenizer().backend_tokenizer
     trainer = trainers.BpeTrainer(
-        vocab_size=512,  # a ceiling: the few words below need fewer
+        vocab_size=512,  # an upper limit: the few words need less
         special_tokens=[PADDING, START_OF_TURN, END_OF_TURN],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -97,6 +97,6 @@ def arithmetic_tokenizer(words: Sequence[str] = ("The answer is", "Wait"), *, to
     )
     if tools:
         tokenizer.response_template = RESPONSE_TEMPLATE
-        # As Qwen's own: one token each, and not special, so that decoded completions show the calls.
+        # As in Qwen: one token each, and not special, so that decoded completions show the calls.
         tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in (CALL, END_OF_CALL)])
     return tokenizer

@@ -1,8 +1,8 @@
-"""How the toy model is made: a supervised warm-up, cached on disk; and the settings of its run.
+"""Makes the toy model by a supervised warm-up, caches it on disk, and gives the settings of its run.
 
-It teaches the model to work step by step, from traces in which a step is wrong now and then. So it knows the sums
-(greedy accuracy near 1) but has learned the habit of slipping, too (sampled accuracy near 0.4), and reinforcement
-learning has something to remove within a minute.
+The warm-up teaches the model to work step by step, from solutions in which some steps are wrong. So the model knows the
+sums (greedy accuracy near 1) but has also learned to slip (sampled accuracy near 0.4). Reinforcement learning can
+remove these slips within a minute.
 """
 
 import fcntl
@@ -26,22 +26,27 @@ from dash_trl._cache import cache_folder
 from dash_trl.toy.problems import LARGEST_TOTAL, OPERANDS, problems_of
 from dash_trl.toy.tokenizer import END_OF_TURN, arithmetic_tokenizer
 
-FORMAT_VERSION = 3  # of the cached model: raise it when code below changes what a warm-up produces
+FORMAT_VERSION = 3  # of the cached model: increase it when the code below makes another model
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """How the toy model is made. Every field is part of the name under which the model is cached.
+    """Settings of the warm-up of the toy model. All fields are part of the name under which the model is cached.
 
     Args:
-        steps, batch_size, learning_rate: AdamW with a short linear warm-up and a linear decay.
-        clean_share: of the steps, the first ones, are without slips and corrections: the sums are learned before the
-            habit, which halves the time.
-        slip_rate: probability that a step of a trace is wrong and stays so. Sets the sampled accuracy.
-        wait_rate: probability that a step is wrong, noticed ("Wait, ...") and done again.
-        hidden_size, num_layers, num_heads: of the Qwen2 model. vLLM's attention kernels take heads of 32, 64, 96, …
+        steps: optimizer steps of AdamW, with a short linear warm-up and a linear decay of the learning rate.
+        batch_size: solutions per step.
+        learning_rate: the peak learning rate.
+        clean_share: share of the steps, at the beginning, whose solutions have no slips and corrections. So the model
+            learns the sums before the slips, which halves the time.
+        slip_rate: probability that a step of a solution is wrong and not corrected. It determines the sampled accuracy.
+        wait_rate: probability that a step of a solution is wrong, noticed ("Wait, ...") and done again.
+        hidden_size: of the Qwen2 model. With `num_heads` it gives the size of a head; vLLM's attention kernels take 32,
+            64, 96, …
+        num_layers: of the Qwen2 model.
+        num_heads: attention heads of the Qwen2 model.
         operands: how many numbers a problem may have.
-        seed: of the weights and the traces.
+        seed: of the weights and the solutions.
     """
 
     steps: int = 400
@@ -57,16 +62,17 @@ class WarmUp:
     seed: int = 0
 
 
-CONTEXT = 2048  # room for the problems of other datasets, which this tokenizer writes byte by byte
-INITIALIZER_RANGE = 0.08  # with the usual 0.02 a model this narrow takes twice the steps to learn the sums
-ROPE_THETA = 100.0  # for texts of some 50 tokens; the usual 10,000 leaves most frequencies idle, and took twice as long
+CONTEXT = 2048  # has room for problems of other datasets, which this tokenizer encodes byte by byte
+INITIALIZER_RANGE = 0.08  # with the usual 0.02, a model this narrow needs twice the steps to learn the sums
+# Fits texts of about 50 tokens. The usual 10,000 leaves most frequencies unused: learning the sums took twice as long.
+ROPE_THETA = 100.0
 
 
 def _trace(problem: str, generator: random.Random, slip_rate: float, wait_rate: float) -> str:
-    """A solution in the model's language, with slips and corrections at the given rates per step.
+    """A solution, one operation per line, with slips and corrections at the given rates per step.
 
-    A slip is any other number with equal probability: a floor of noise under every sum, which reinforcement learning
-    can lower as a whole. Slips to the neighbours (±1, ±2) would have to be unlearned sum by sum.
+    A slip is any wrong number with equal probability. So the slips are uniform noise on every sum, which reinforcement
+    learning can reduce for all sums at once. Slips to neighbours (±1, ±2) would have to be unlearned sum by sum.
     """
     first, *operations = re.findall(r"[+-]?\d+", problem)
     total, lines = int(first), []
@@ -87,15 +93,15 @@ Solution = str | list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Lessons:
-    """What a warm-up teaches.
+    """The task that a warm-up teaches.
 
     Args:
-        name: begins the names of cached models.
+        name: the beginning of the cached model's name.
         tokenizer: makes the model's tokenizer.
-        problems: endless problems of the training split.
-        solution: the text for a problem, wrong at the rates `slip_rate` and `wait_rate` of `WarmUp`; or the messages
-            that follow it, of the assistant and of tools.
-        tools: the JSON schemas of what those messages call.
+        problems: takes a random generator and the settings, and yields problems of the training split without end.
+        solution: takes a problem, a random generator, and `slip_rate` and `wait_rate` of `WarmUp`. Returns the text of
+            the solution, or the messages of the assistant and of tools that follow the problem.
+        tools: JSON schemas of the tools that these messages call.
     """
 
     name: str
@@ -116,7 +122,7 @@ ARITHMETIC = Lessons(
 def _row(
     tokenizer: Qwen2Tokenizer, problem: str, solution: Solution, tools: Sequence[dict[str, Any]]
 ) -> tuple[list[int], list[int]]:
-    """(the token ids of a prompt with its solution, the labels): the loss is on what the model is to write."""
+    """Token ids of a prompt with its solution, and labels; only what the model is to write has a label."""
     prompt = [{"role": "user", "content": problem}]
     if not isinstance(solution, str):
         rendered = tokenizer.apply_chat_template(
@@ -138,7 +144,7 @@ def _batch(
     clean: bool,
     lessons: Lessons = ARITHMETIC,
 ) -> dict[str, torch.Tensor]:
-    """`batch_size` prompts with their solutions, padded on the right; the loss is on the solution and its end."""
+    """`batch_size` prompts with their solutions, padded on the right; labels on the solution and its end token."""
     rows, labels = [], []
     for _ in range(settings.batch_size):
         problem = next(problems)
@@ -178,7 +184,7 @@ def _model(tokenizer: Qwen2Tokenizer, settings: WarmUp) -> Qwen2ForCausalLM:
 def _warm_up(
     tokenizer: Qwen2Tokenizer, settings: WarmUp, progress: bool, lessons: Lessons = ARITHMETIC
 ) -> Qwen2ForCausalLM:
-    """Trains a model on slipping solutions of training problems, in an RNG state of its own."""
+    """Trains a model on solutions with slips; leaves torch's global random state unchanged."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = random.Random(settings.seed)
     problems = lessons.problems(generator, settings)
@@ -211,18 +217,20 @@ def toy_model(
     progress: bool = True,
     lessons: Lessons = ARITHMETIC,
 ) -> str:
-    """The directory of the warmed-up model and its tokenizer, made on the first call and cached for the next ones.
+    """Returns the directory of the toy model and its tokenizer. The first call makes it, later calls use the cache.
 
     Args:
-        cache_dir: by default `$XDG_CACHE_HOME/dash_trl` or `~/.cache/dash_trl`.
-        settings: another warm-up is cached under another name.
+        cache_dir: default: `$XDG_CACHE_HOME/dash_trl` or `~/.cache/dash_trl`.
+        settings: of the warm-up. Each set of settings is cached under its own name.
         progress: show a progress bar.
-        lessons: what it is taught.
+        lessons: the task that the model learns.
+    Raises:
+        ValueError: if the cache directory is not writable.
     """
 
     def make(folder: Path) -> None:
         threads = torch.get_num_threads()
-        # `accelerate launch` leaves a process one thread; a second one takes a third of the time off.
+        # `accelerate launch` gives a process one thread. A second one saves a third of the time.
         torch.set_num_threads(max(threads, min(2, os.cpu_count() or 1)))
         try:
             tokenizer = lessons.tokenizer()
@@ -237,15 +245,19 @@ def toy_model(
 def cached_model(
     name: str, settings: Mapping[str, Any], make: Callable[[Path], None], cache_dir: str | Path | None = None
 ) -> str:
-    """The directory of a model that is made once, and cached beside the toy one.
+    """Returns the directory of a model that is made once and then cached.
 
-    The model is written beside its final place and moved there in one step, so that an interrupted call leaves no half
-    model; the next call removes what is left of it. Concurrent calls wait for the first one.
+    The model is written to a temporary directory beside the final one and moved in one step, so an interrupted call
+    leaves no incomplete model. The next call removes the rest of an interrupted one. Concurrent calls wait for the
+    first one.
 
     Args:
-        name, settings: of what is made; both are in the name of its directory.
-        make: writes it into the directory that it is given.
-        cache_dir: as of `toy_model`.
+        name: of the model; the beginning of the directory's name.
+        settings: of the model, as JSON; their hash is the end of the directory's name.
+        make: writes the model into the given directory.
+        cache_dir: see `toy_model`.
+    Raises:
+        ValueError: if the cache directory is not writable.
     """
     folder = cache_folder() if cache_dir is None else Path(cache_dir)
     key = json.dumps({"format": FORMAT_VERSION, **settings}, sort_keys=True)
@@ -256,11 +268,11 @@ def cached_model(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(final.with_suffix(".lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
         except OSError as error:
             raise ValueError(
                 f"The toy model cannot be cached in {folder} ({error}). Pass a writable cache_dir, or set "
-                "XDG_CACHE_HOME to one."
+                "XDG_CACHE_HOME to a writable directory."
             ) from error
         if not final.is_dir():
             unfinished = final.with_suffix(".unfinished")
@@ -272,10 +284,10 @@ def cached_model(
 
 
 def toy_defaults() -> dict[str, Any]:
-    """`DASHConfig` fields of the default run: 80 optimizer steps of 128 rows, 16 problems with 8 completions each.
+    """Returns the `DASHConfig` fields of the default run: 80 optimizer steps of 128 rows (16 problems, 8 rows each).
 
-    In float32, on the GPU if there is one. The learning rate decays, since near the end a constant one unlearns a sum
-    as often as it learns another; much more of it (3e-4) makes the model forget.
+    The run uses float32, on the GPU if there is one. The learning rate decays, since near the end a constant rate
+    unlearns a sum as often as it learns another. A much larger rate (3e-4) makes the model forget.
     """
     return {
         "output_dir": "outputs/toy",

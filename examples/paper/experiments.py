@@ -1,9 +1,9 @@
-"""What the paper ran: methods, tables, figures; and how the toy model stands in for its models.
+"""The paper's methods, tables and figures, and how the toy model takes the place of the paper's models.
 
-A run is a method on a model size with a seed. At the paper's scale its settings are a file of `examples/configs/`, at
-the toy scale the flags below, over the defaults of the training scripts: the paper's 8 rows of a micro-step (2 on
-each of 4 GPUs) are 8 rows of one process there, its 32 micro-steps 16. Tables and figures name methods only, so that
-they share runs.
+A run is a method with a model size and a seed. At the paper's scale, its settings are a file of `examples/configs/`. At
+the toy scale, they are the flags below, over the defaults of the training scripts. There, one process has the paper's 8
+rows of a micro-step (2 on each of 4 GPUs), and a step has 16 micro-steps instead of 32. Tables and figures name only
+methods, so they share runs.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from typing import Any
 CONFIGS = Path(__file__).parents[1] / "configs"
 TOY_REWARDS = Path(__file__).parents[2] / "dash_trl" / "toy" / "problems.py"
 TEACHER = "Qwen/Qwen2.5-7B-Instruct"
-TEMPERATURE = 0.9  # of sampling in training; the paper does not say at which it evaluates
+TEMPERATURE = 0.9  # the paper's temperature in training; it does not say which one it evaluates with
 
 
 # ---------------------------------------------------------------------------------------------------------- methods
@@ -24,12 +24,12 @@ class Method:
     """How a model is trained.
 
     Attributes:
-        script: in examples/; None: it is not trained.
-        flags: of the toy scale.
-        code: on programs, not on mathematics.
-        stopped_by: the method whose seconds of training are this one's limit.
-        traces: learns from a teacher's solutions.
-        seconds: of one toy run on two idle cores, start and measurements included; for the estimate.
+        script: name in examples/. None: the model is not trained.
+        flags: flags at the toy scale.
+        code: True = on programs, False = on mathematics.
+        stopped_by: the method whose training time is the limit of this one.
+        traces: True = it learns from a teacher's solutions.
+        seconds: time of one toy run on two idle cores, with start and measurements; for the estimate.
     """
 
     script: str | None
@@ -40,8 +40,8 @@ class Method:
     seconds: float = 0.0
 
 
-STEPS, CODE_STEPS = 40, 20  # optimizer steps of the toy runs; the learning rate falls to 0 over them
-MICRO_STEPS = 16  # of a toy optimizer step
+STEPS, CODE_STEPS = 40, 20  # optimizer steps of the toy runs, over which the learning rate falls to 0
+MICRO_STEPS = 16  # micro-steps of a toy optimizer step
 DASH = {
     "max_steps": STEPS,
     "beta": 0.04,
@@ -56,7 +56,7 @@ MULTI = {"num_iterations": 3, "max_steps": 3 * STEPS}
 MINI = {"gradient_accumulation_steps": 1, "steps_per_generation": MICRO_STEPS, "max_steps": MICRO_STEPS * STEPS}
 ON_CODE = {"max_steps": CODE_STEPS}
 
-TRACES = "traces"  # of the teacher, for all that learn from them
+TRACES = "traces"  # the teacher's solutions, for all runs that learn from them
 PAPER_TRACES = {
     "dataset_name": "nlile/hendrycks-MATH-benchmark",
     "temperature": 0.7,
@@ -89,10 +89,13 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Flags of `python -m dash_trl.evaluation`; `seconds` of one toy model.
+    """An evaluation by `python -m dash_trl.evaluation`.
 
     Attributes:
-        problems: the file of `problems.py` that the toy scale has in place of a data set's name.
+        paper: flags at the paper's scale.
+        toy: flags at the toy scale.
+        seconds: time for one toy model.
+        problems: the file of `problems.py` that replaces the data set at the toy scale.
     """
 
     paper: dict[str, Any]
@@ -101,7 +104,7 @@ class Evaluation:
     problems: str | None = None
 
 
-# The reward of the toy problems, and the length of their answers.
+# The reward function of the toy problems, and the length of their answers.
 ARITHMETIC = {"reward_path": TOY_REWARDS, "reward_name": "arithmetic_reward", "max_completion_length": 64}
 MATH = {"num_samples": 4, "k": 1, "temperature": TEMPERATURE}
 CODE = {"num_samples": 8, "k": (1, 8)}
@@ -140,9 +143,10 @@ class Column:
     """A column of figures.
 
     Attributes:
-        source: "time", or an evaluation and what of it: "accuracy", or the k of pass@k.
-        title, toy: above it, at each scale.
-        unit: seconds of the paper's unit of time.
+        source: ("time", ""), or an evaluation and its figure: "accuracy", or the k of pass@k.
+        title: the title at the paper's scale.
+        toy: the title at the toy scale.
+        unit: the paper's unit of time, in seconds.
     """
 
     source: tuple[str, str]
@@ -161,7 +165,7 @@ PASS_8 = Column(("code", "8"), "pass@8 (%)", "pass@8 (%)")
 
 @dataclass(frozen=True)
 class Row:
-    """A method on a size, in billions of parameters, and the paper's figures by column (None: "N/A")."""
+    """A method with a model size, in billions of parameters, and the paper's figures by column (None = "N/A")."""
 
     label: str
     method: str
@@ -258,11 +262,14 @@ class Figure:
     """Curves of training, or of pass@k.
 
     Attributes:
-        table: with which it is drawn, of whose runs.
-        methods: label → method. sizes: a row of panels each; the toy scale has the first one's only.
-        panels: title → the names in the log that are added up, see `MetricsFileCallback`. None: the split of time.
-        over: what the horizontal axis is, in the log.
-        evaluation: whose pass@k is drawn, in place of what the log has.
+        title: of the figure.
+        table: the table whose runs it shows, and with which it is drawn.
+        methods: the methods by label.
+        panels: for each title, the names of logged figures that are added up (see `MetricsFileCallback`). None: the
+            figure shows the split of time.
+        sizes: model sizes, one row of panels each; the toy scale has only the first.
+        over: the logged figure on the horizontal axis.
+        evaluation: the evaluation whose pass@k is drawn in place of logged figures.
     """
 
     title: str
@@ -310,12 +317,12 @@ FIGURES = {
 
 
 def config_of(method: str, size: str) -> Path:
-    """The YAML file of a run of the paper."""
+    """Returns the YAML file of a run of the paper."""
     return CONFIGS / f"{method}_qwen2.5-{_short(size)}b.yaml"
 
 
 def model_of(size: str) -> str:
-    """A base model of the paper."""
+    """Returns the hub name of a base model of the paper."""
     return f"Qwen/Qwen2.5-{_short(size).upper()}B"
 
 
@@ -324,11 +331,11 @@ def _short(size: str) -> str:
 
 
 def rows_of(table: str, *, toy: bool) -> list[Row]:
-    """Of a table; the toy scale has one size, "0.5"."""
+    """Returns the rows of a table; the toy scale has only the size "0.5"."""
     return [row for row in TABLES[table].rows if not toy or row.size == "0.5"]
 
 
-# What the paper says that a run took, by (method, size).
+# The paper's hours of a run, by (method, size).
 PAPER_HOURS = {
     (row.method, row.size): row.paper[0] * table.columns[0].unit / 3600
     for table in TABLES.values()
@@ -338,5 +345,5 @@ PAPER_HOURS = {
 
 
 def paper_hours(method: str, size: str) -> float | None:
-    """One that is stopped takes as long as what stops it."""
+    """Returns the paper's hours of a run, None if unknown; a stopped run takes as long as the one that stops it."""
     return PAPER_HOURS.get((METHODS[method].stopped_by or method, size))

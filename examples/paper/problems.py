@@ -1,4 +1,4 @@
-"""The problems of the toy evaluations "out" and "code", and the base model of "code", as files."""
+"""Writes the problems of the toy evaluations "out" and "code", and the base model of "code", as files."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from dash_trl.toy import arithmetic_dataset, toy_model
 
 
 def write_problems(folder: Path) -> None:
-    """The test problems, each with a `=` behind it, which no model was trained on; the programs; the model."""
+    """Writes the test problems with a `=` at their end, which no model was trained on; the programs; and the model."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = arithmetic_dataset("test")
     prompts = [[{**message, "content": f"{message['content']}="}] for (message,) in rows["prompt"]]

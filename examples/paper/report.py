@@ -1,7 +1,9 @@
-"""Tables and figures from what runs wrote: metrics.jsonl of a training, and the figures of an evaluation.
+"""Makes tables and figures from metrics.jsonl of trainings and the figures of evaluations.
 
-values of the seeds ──► Cell: mean, 95 % interval ──► rows of text ──► Markdown, CSV beside the paper's figures
-logs of the seeds ──► curves
+The way of the values::
+
+    values of the seeds ──► Cell: mean, 95 % interval ──► rows of text ──► Markdown, CSV beside the paper's figures
+    logs of the seeds ──► curves
 """
 
 import csv
@@ -19,17 +21,21 @@ from dash_trl.monitoring import read_metrics, smooth
 # 0.975 quantiles of Student's t with 1, 2, … degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2)
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 MOST_SEEDS = len(T_QUANTILES) + 1
-PHASES = ("generate", "reward", "logprobs", "train")  # of a step, in their order
+PHASES = ("generate", "reward", "logprobs", "train")  # the phases of a step, in order
 COLORS = ("tab:blue", "tab:orange", "tab:green")
 MARK = "*"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure with its 95 % interval, where there is one.
+    """A figure with its 95 % interval, if there is one.
 
     Attributes:
-        runs: over which it is the mean. marked: more than 1 % of the rewards behind it failed.
+        value: the figure.
+        low: lower end of the interval.
+        high: upper end of the interval.
+        runs: number of runs over which it is the mean.
+        marked: True = more than 1 % of the rewards behind it failed.
     """
 
     value: float
@@ -44,7 +50,7 @@ class Cell:
 
 
 def over_seeds(values: Sequence[float]) -> Cell:
-    """The mean of runs with different seeds: x̄ ± t s / √n, with n − 1 degrees of freedom; none for one run."""
+    """Returns the mean over seeds with its interval: x̄ ± t s / √n with n − 1 degrees of freedom; none for one run."""
     mean, n = statistics.fmean(values), len(values)
     if n == 1:
         return Cell(mean)
@@ -53,11 +59,13 @@ def over_seeds(values: Sequence[float]) -> Cell:
 
 
 def measured(figures: Sequence[Mapping[str, Any]], what: str) -> Cell:
-    """A column of an evaluation, in per cent: of one model, with the evaluation's interval over problems; of several
-    seeds, with that over seeds.
+    """Returns a figure of an evaluation in per cent.
+
+    For one model, the interval is that of the evaluation, over problems; for several seeds, it is over the seeds.
 
     Args:
-        figures: JSON of `python -m dash_trl.evaluation`, one per seed. what: "accuracy", or the k of pass@k.
+        figures: JSON of `python -m dash_trl.evaluation`, one per seed.
+        what: "accuracy", or the k of pass@k.
     """
     found = [
         [one["accuracy"], *one["accuracy_interval"]] if what == "accuracy" else one["pass_at"][what] for one in figures
@@ -68,7 +76,7 @@ def measured(figures: Sequence[Mapping[str, Any]], what: str) -> Cell:
 
 
 def seconds_of(metrics: Path) -> float:
-    """The seconds of training of a run, in `time/elapsed` of its last log."""
+    """Returns the training time of a run in seconds: `time/elapsed` of its last log."""
     return read_metrics(metrics)[-1]["time/elapsed"]
 
 
@@ -79,11 +87,13 @@ Find = Callable[[Row, Column], Cell | None]
 
 
 def markdown(name: str, find: Find, *, toy: bool, notes: Sequence[str] = ()) -> str:
-    """A table with the paper's figures beside.
+    """Writes a table, with the paper's figures beside ours.
 
     Args:
-        find: the figure of a cell; None: there is none.
-        toy: the rows of the smallest size only, since there is one model.
+        name: of the table.
+        find: returns the figure of a cell, or None if there is none.
+        toy: show only the rows of the smallest size, since there is one toy model.
+        notes: sentences below the table.
     """
     table, marked = TABLES[name], False
     head = ["Method", *([] if toy else ["Size (B)"])]
@@ -104,7 +114,7 @@ def markdown(name: str, find: Find, *, toy: bool, notes: Sequence[str] = ()) -> 
 
 
 def write_csv(name: str, find: Find, file: Path, *, toy: bool) -> None:
-    """A line per figure; the paper's in its unit, ours in the same, or in seconds at the toy scale."""
+    """Writes one line per figure: the paper's in its unit, and ours in the same unit (toy scale: in seconds)."""
     with file.open("w", newline="") as lines:
         writer = csv.writer(lines, lineterminator="\n")
         writer.writerow(["method", "size", "figure", "value", "low", "high", "runs", "paper"])
@@ -120,10 +130,13 @@ def write_csv(name: str, find: Find, file: Path, *, toy: bool) -> None:
 
 
 def draw(figure: Figure, logs: Mapping[tuple[str, str], Sequence[Path]], picture: Path, *, toy: bool) -> Path:
-    """The curves, a thin one per seed and, over steps, a thick one of their mean; or the split of time.
+    """Draws a figure: a thin curve per seed and, over steps, a thick one for their mean; or the split of time.
 
     Args:
-        logs: (method, size) → metrics.jsonl of its seeds.
+        figure: what to draw.
+        logs: for each (method, size), metrics.jsonl of its seeds.
+        picture: the file to write.
+        toy: draw only the first size.
     """
     from matplotlib.figure import Figure as Canvas
 
@@ -147,7 +160,7 @@ def draw(figure: Figure, logs: Mapping[tuple[str, str], Sequence[Path]], picture
 
 
 def by_step(metrics: Path) -> list[dict[str, Any]]:
-    """The logs of a run; of a step that was taken again after a resume, the last."""
+    """Returns the logs of a run; if a step was repeated after a resume, only its last log."""
     return list({log["step"]: log for log in read_metrics(metrics)}.values())
 
 
@@ -161,13 +174,13 @@ def curves(axis: Any, of: Mapping[str, Sequence[list[dict[str, Any]]]], names: S
                 [log[over] for log in logs], one, color=color, alpha=0.4 if several else 0.9, lw=0.8, label=label_once
             )
         if several:
-            mean = [sum(step) / len(step) for step in zip(*values, strict=False)]  # of the steps that all have
+            mean = [sum(step) / len(step) for step in zip(*values, strict=False)]  # of the steps that all seeds have
             axis.plot([log[over] for log in seeds[0]][: len(mean)], mean, color=color, label=label)
     axis.set_xlabel("step" if over == "step" else "seconds of training")
 
 
 def split_of_time(axis: Any, of: Mapping[str, Sequence[list[dict[str, Any]]]]) -> None:
-    """The seconds of a run by phase, mean over seeds."""
+    """Draws the seconds of a run by phase, as the mean over seeds."""
     below = [0.0] * len(of)
     for phase in PHASES:
         heights = [

@@ -1,15 +1,16 @@
-"""The paper's tables and figures: train what is missing, evaluate, write them with the paper's figures beside.
+"""Makes the paper's tables and figures: trains and evaluates what is missing, and shows the paper's figures beside.
 
     python examples/paper/run.py table3                        # the toy model, offline, on 2 CPU cores
     python examples/paper/run.py all                           # all of them
-    python examples/paper/run.py table3 --quick                # does it run? a few steps, whose figures say nothing
+    python examples/paper/run.py table3 --quick                # a test with a few steps; its figures mean nothing
     python examples/paper/run.py table3 --scale paper --dry_run     # what Qwen2.5 needs, and the commands
     python examples/paper/run.py table3 --scale paper
 
-Says first, and again before each table, how long it takes, or what it needs. Interrupted, the same command goes on: a
-training with a checkpoint is resumed, one without begins anew, and what is done, for whatever table, is done. In
-OUTPUT_DIR: table3.md, table3.csv, figure1.png, …; runs/<run>/ the models and metrics.jsonl;
-evaluation/<problems>/<run>.json and .jsonl; logs/. experiments.py lists the runs, the tables and the paper's figures.
+At the beginning, and before each table, it prints how long the work takes, or what it needs. To continue an interrupted
+command, run it again: a training with a checkpoint is resumed, one without begins anew, and finished runs, of any
+table, are not repeated. OUTPUT_DIR contains table3.md, table3.csv, figure1.png, …; in runs/<run>/ the models and
+metrics.jsonl; in evaluation/<problems>/ <run>.json and .jsonl; and logs/. experiments.py lists the runs, the tables and
+the paper's figures.
 """
 
 import argparse
@@ -51,13 +52,13 @@ from dash_trl.workers import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-SEEDS = {"toy": (0, 1, 2), "paper": (42,)}  # 42 is Transformers' default, the one that the authors had
+SEEDS = {"toy": (0, 1, 2), "paper": (42,)}  # 42 is Transformers' default, which the authors used
 QUICK_STEPS = 2
-METRICS = "metrics.jsonl"  # of a training
-# As `make demo` has it, and offline.
+METRICS = "metrics.jsonl"  # the log of a training
+# The environment of `make demo`, and offline.
 TOY_ENVIRONMENT = {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000", "HF_HUB_OFFLINE": "1"}
-SAVED_EVERY = 0.1  # of a run of the paper: what is lost at most when it is interrupted
-TAIL_LINES = 25  # of the log of a program that failed
+SAVED_EVERY = 0.1  # a run of the paper saves after each such share: an interrupt loses at most this much
+TAIL_LINES = 25  # number of log lines that the error of a failed program shows
 START_SECONDS = 12.0  # until a program begins to work
 SERVER_SECONDS = 900.0  # until the servers say that they are ready
 SIGNALS = {signal.SIGINT: "Interrupted", signal.SIGTERM: "Stopped", signal.SIGHUP: "Stopped"}
@@ -65,7 +66,7 @@ SIGNALS = {signal.SIGINT: "Interrupted", signal.SIGTERM: "Stopped", signal.SIGHU
 
 @dataclass(frozen=True)
 class Run:
-    """A method on a size with a seed; or the traces of the teacher, once for all."""
+    """A method with a model size and a seed; or the sampling of the teacher's solutions, which all runs share."""
 
     method: str
     size: str = ""
@@ -73,7 +74,7 @@ class Run:
 
 
 class Scale:
-    """How runs, models and commands are called at a scale, and which are missing."""
+    """The names and commands of runs and models at a scale, and which of them are missing."""
 
     def __init__(self, name: str, folder: Path, seeds: Sequence[int], quick: bool):
         self.toy = name == "toy"
@@ -81,16 +82,16 @@ class Scale:
         self.problems = folder / "problems"
 
     def home(self, run: Run) -> Path:
-        """Its folder, by whose name it is called."""
+        """Returns the folder of a run; its name is the name of the run."""
         stem = run.method if self.toy or run.method == TRACES else config_of(run.method, run.size).stem
         return self.folder / "runs" / (stem if run.seed is None else f"{stem}_seed{run.seed}")
 
     def runs(self, method: str, size: str) -> list[Run]:
-        """Its seeds; none of a base model."""
+        """Returns one run per seed; none for a base model."""
         return [] if METHODS[method].script is None else [Run(method, size, seed) for seed in self.seeds]
 
     def runs_of(self, tables: Sequence[str]) -> list[Run]:
-        """The trainings behind tables, in an order in which they can be made: what others depend on first."""
+        """Returns the trainings behind tables, those first on which others depend."""
         rows = [row for table in tables for row in rows_of(table, toy=self.toy)]
         methods = [(METHODS[row.method].stopped_by, row.method, row.size) for row in rows]
         settings = dict.fromkeys((one, size) for first, method, size in methods for one in (first, method) if one)
@@ -98,7 +99,7 @@ class Scale:
         return [Run(TRACES), *runs] if any(METHODS[run.method].traces for run in runs) else runs
 
     def models(self, method: str, size: str) -> list[str]:
-        """What is evaluated of a row."""
+        """Returns the models of a row that are evaluated."""
         base = model_of(size)
         if self.toy:
             base = str(self.problems / "base_code") if METHODS[method].code else "toy"
@@ -107,7 +108,7 @@ class Scale:
     # ------------------------------------------------------------------------------------------------- commands
 
     def command(self, run: Run) -> list[str]:
-        """Of a training that begins anew."""
+        """Returns the command of a training that begins anew."""
         method, home = METHODS[run.method], self.home(run)
         flags: dict[str, Any] = {"seed": run.seed}
         command = [sys.executable, str(EXAMPLES / f"{method.script}.py")]
@@ -134,17 +135,18 @@ class Scale:
         return [*command, *as_flags(flags), "--output_dir", str(home)]
 
     def gpus(self, run: Run) -> tuple[int, int]:
-        """(of its program, of its servers), as of the paper's run: Appendix A."""
+        """Returns the number of GPUs for training and for servers, as in the paper (Appendix A)."""
         if self.toy or run.method == TRACES:
             return 0 if self.toy else 1, 0
         method = METHODS[run.method]
         return 2 if method.code else 4, 0 if method.script == "sft" else 2
 
     def servers(self, run: Run) -> list[str]:
-        """The command of the vLLM servers that a training samples from, one per GPU."""
+        """Returns the command of the vLLM servers that a training samples from, one per GPU."""
         return [sys.executable, "-m", "dash_trl.serve", model_of(run.size), "--servers", str(self.gpus(run)[1])]
 
     def evaluation(self, kind: str, models: Sequence[str]) -> list[str]:
+        """Returns the command of an evaluation."""
         spec = EVALUATIONS[kind]
         flags = dict(spec.toy if self.toy else {**spec.paper, "use_vllm": True})
         if self.toy and spec.problems is not None:
@@ -155,15 +157,15 @@ class Scale:
         return [sys.executable, "-m", "dash_trl.evaluation", *models, *as_flags(flags), *output]
 
     def figures(self, kind: str, model: str) -> Path:
-        """Of an evaluation, which names its files after the last part of the model's name."""
+        """Returns the file of an evaluation's figures; it is named after the last part of the model's name."""
         return self.folder / "evaluation" / kind / f"{Path(model).name}.json"
 
     # ------------------------------------------------------------------------------------------ what is missing
 
     def left(self, tables: Sequence[str]) -> tuple[list[Run], list[tuple[str, list[str]]]]:
-        """(trainings, problems and models of each process of an evaluation) that are missing.
+        """Returns the missing trainings, and the missing evaluations as (kind, models of one process).
 
-        At the paper's scale a process has one model, which its GPU holds.
+        At the paper's scale a process evaluates one model, which fills its GPU.
         """
         evaluations: list[tuple[str, list[str]]] = []
         for kind in EVALUATIONS:
@@ -179,17 +181,18 @@ class Scale:
         return [run for run in self.runs_of(tables) if not is_done(self.home(run))], evaluations
 
     def seconds_left(self, tables: Sequence[str]) -> float:
-        """By the list of runs. Toy."""
+        """Estimates the missing work at the toy scale, from the times in `experiments`."""
         runs, evaluations = self.left(tables)
         seconds = [START_SECONDS + EVALUATIONS[kind].seconds * len(models) for kind, models in evaluations]
         return sum(METHODS[run.method].seconds for run in runs) + sum(seconds)
 
     def gpus_needed(self, tables: Sequence[str]) -> int:
+        """Returns the largest number of GPUs that a missing training takes."""
         return max([sum(self.gpus(run)) for run in self.left(tables)[0]], default=1)
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Lists as several words, others as one."""
+    """Writes settings as flags; a tuple gives several words, another value one."""
     values = {name: value if isinstance(value, tuple) else (value,) for name, value in settings.items()}
     return [word for name, several in values.items() for word in (f"--{name}", *map(str, several))]
 
@@ -198,15 +201,16 @@ def as_flags(settings: Mapping[str, Any]) -> list[str]:
 
 
 def is_done(home: Path) -> bool:
+    """Whether the run in this folder is finished."""
     return (home / "run.json").is_file()
 
 
 def check_same(file: Path, command: Sequence[str]) -> None:
-    """Refuse a run that was made, or begun, by another command, which the file names; if there is one."""
+    """Raises a `ValueError` if the file exists and holds another command than this one."""
     if not file.is_file():
         return
     found = json.loads(file.read_text())
-    if found[1:] != list(command)[1:]:  # another Python is no other run
+    if found[1:] != list(command)[1:]:  # the path of Python does not matter
         was, now = [one for one in found if one not in command], [one for one in command if one not in found]
         raise ValueError(
             f"{file.parent} holds a run of other settings: {shlex.join(was)}, where this one has {shlex.join(now)}. "
@@ -215,22 +219,22 @@ def check_same(file: Path, command: Sequence[str]) -> None:
 
 
 def checkpoint_of(home: Path) -> Path | None:
-    """The last checkpoint that was written to its end, of which trainer_state.json is the last file."""
+    """Returns the last complete checkpoint, or None; trainer_state.json is written last."""
     found = [path.parent for path in home.glob("checkpoint-*/trainer_state.json")]
     return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """The folder for this process and the programs that it starts, which keep the lock should it be killed."""
+    """Locks the folder for this process and the programs that it starts; if it is killed, they keep the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ValueError(
-                f"Another run.py, or a program that a killed one started, is at work in {folder}: wait for it, end it, "
-                "or choose another --output_dir."
+                f"Another run.py, or a program that a killed one started, is still working in {folder}: wait for it, "
+                "end it, or choose another --output_dir."
             ) from error
         yield lock.fileno()
 
@@ -239,10 +243,12 @@ def locked(folder: Path) -> Iterator[int]:
 
 
 class Work:
-    """Trains, evaluates, writes; what it has started ends with it.
+    """Trains, evaluates and writes tables; programs that it has started end with it.
 
     Args:
-        lock: an open file that the programs inherit. gpus: as CUDA_VISIBLE_DEVICES names them; the paper's scale.
+        scale: the names and commands.
+        lock: descriptor of the lock file, which the programs inherit.
+        gpus: names of GPUs as in CUDA_VISIBLE_DEVICES, for the paper's scale.
     """
 
     def __init__(self, scale: Scale, lock: int, gpus: Sequence[str] = ()):
@@ -253,18 +259,19 @@ class Work:
         self._starting, self._signal = False, 0
 
     def end(self, number: int, frame: Any = None) -> None:
-        """The handler of signals. One that comes while a program starts waits until that can be stopped, too."""
+        """Handles signals. A signal that arrives while a program starts waits until this program can be stopped."""
         self._signal = number
         if not self._starting:
-            sys.exit(f"{SIGNALS[number]}. The same command goes on.")
+            sys.exit(f"{SIGNALS[number]}. Run the same command again to continue.")
 
     def stop(self) -> None:
-        """End what was started, with its children."""
+        """Ends all started programs, with their children."""
         while self._programs:
             self._programs[-1].stop(at_once=not self._programs[-1].running)
             self._programs.pop()
 
     def train(self, run: Run) -> None:
+        """Makes or resumes a run; does nothing if it is done."""
         home, command = self.scale.home(run), self.scale.command(run)
         check_same(home / "run.json", command)
         if is_done(home):
@@ -273,7 +280,7 @@ class Work:
         if checkpoint is not None:
             check_same(home / "begun.json", command)
             more = ["--resume_from_checkpoint", str(checkpoint)]
-        elif run.method != TRACES:  # they go on by themselves
+        elif run.method != TRACES:  # examples/traces.py itself continues an interrupted run
             self._clear(home)
         home.mkdir(parents=True, exist_ok=True)
         (home / "begun.json").write_text(json.dumps(command))
@@ -284,20 +291,21 @@ class Work:
         os.replace(home / "begun.json", home / "run.json")  # with this file, the run is done
 
     def evaluate(self, kind: str, models: Sequence[str]) -> None:
+        """Evaluates models in one process."""
         if self.scale.toy and EVALUATIONS[kind].problems is not None:
-            from problems import write_problems  # here: it imports torch
+            from problems import write_problems  # imported here, since it imports torch
 
             write_problems(self.scale.problems)
         self._call(f"evaluation_{kind}", self.scale.evaluation(kind, models), self._gpus[:1])
 
     def _clear(self, home: Path) -> None:
-        """Remove what is half done, and the evaluations of a model that was there before."""
+        """Removes an unfinished run, and the evaluations of an earlier model of this name."""
         shutil.rmtree(home, ignore_errors=True)
         for file in self.scale.folder.glob(f"evaluation/*/{home.name}.json*"):
             file.unlink()
 
     def _call(self, name: str, command: Sequence[str], gpus: Sequence[str]) -> None:
-        """Run a program to its end, and that of its servers; one that fails is an error with the end of its log."""
+        """Runs a program to its end and stops its servers; raises with the end of its log if it fails."""
         print(name, flush=True)
         program = self._start(name, command, gpus)
         code = program.process.wait()
@@ -323,10 +331,10 @@ class Work:
         return self._programs[-1]
 
     def _serve(self, run: Run, gpus: Sequence[str]) -> list[str]:
-        """The flag with the URLs of vLLM servers, which run until `stop`."""
+        """Starts vLLM servers, which run until `stop`, and returns the flag with their URLs."""
         name, command = f"{self.scale.home(run).name}_servers", self.scale.servers(run)
         log = self._logs / f"{name}.log"
-        log.unlink(missing_ok=True)  # of an earlier try, whose URLs it has
+        log.unlink(missing_ok=True)  # the log of an earlier try has old URLs
         servers, started = self._start(name, command, gpus), time.monotonic()
         while not (urls := urls_in(log.read_text(errors="replace"))):
             if not servers.running or time.monotonic() - started > SERVER_SECONDS:
@@ -335,7 +343,7 @@ class Work:
         return ["--vllm_server_urls", *urls]
 
     def make(self, table: str) -> list[Path]:
-        """Train and evaluate what a table lacks, and write it and its figures."""
+        """Trains and evaluates what is missing for a table, and writes the table and its figures."""
         for run in self.scale.runs_of([table]):
             self.train(run)
         for kind, models in self.scale.left([table])[1]:
@@ -344,12 +352,12 @@ class Work:
 
 
 def on(gpus: Sequence[str]) -> dict[str, str]:
-    """The environment of a program on these GPUs; none of its own at the toy scale."""
+    """Returns the environment variables for a program on these GPUs; none at the toy scale."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
 def write(scale: Scale, table: str) -> list[Path]:
-    """A table as Markdown and CSV, and its figures, from what was trained and evaluated."""
+    """Writes a table as Markdown and CSV, and its figures, from finished runs and evaluations."""
 
     def find(row: Row, column: Column) -> report.Cell | None:
         kind, what = column.source
@@ -378,7 +386,7 @@ def write(scale: Scale, table: str) -> list[Path]:
 
 
 def pass_at_k_lines(scale: Scale, figure: Figure) -> dict[str, Any]:
-    """Label → pass@k of a method, as an evaluation writes it; of several seeds, their mean and its interval."""
+    """Returns pass@k by label, in the form of an evaluation; for several seeds, their mean and its interval."""
     assert figure.evaluation is not None
     (size,) = figure.sizes
     lines = {}
@@ -391,6 +399,7 @@ def pass_at_k_lines(scale: Scale, figure: Figure) -> dict[str, Any]:
 
 
 def notes(scale: Scale) -> list[str]:
+    """Returns the sentences below a table, about its intervals."""
     seeds = ", ".join(map(str, scale.seeds))
     several = f"Means over the seeds {seeds} with 95 % intervals (Student's t); without training, of one model: "
     one = "The 95 % intervals are of one run (seed " + seeds + "): "
@@ -398,11 +407,11 @@ def notes(scale: Scale) -> list[str]:
     return ["**Of --quick: these figures say nothing.**", *said] if scale.quick else said
 
 
-# ----------------------------------------------------------------------------------------- what is said beforehand
+# ---------------------------------------------------------------------------------------------------- announcements
 
 
 def needs(scale: Scale, tables: Sequence[str]) -> str:
-    """The time that the toy scale takes; the GPUs and hours of the paper's."""
+    """Describes the missing work: its time at the toy scale; GPUs and the paper's hours at the paper's scale."""
     runs, evaluations = scale.left(tables)
     models = sum(len(several) for _, several in evaluations)
     count = f"{len(runs)} trainings and {models} evaluations of a model are missing"
@@ -414,13 +423,13 @@ def needs(scale: Scale, tables: Sequence[str]) -> str:
     known = [one for one in hours if one is not None]
     return (
         f"{count}. They take {scale.gpus_needed(tables)} GPUs. The paper trained {len(known)} of them in "
-        f"{sum(known):.1f} h, on A6000 GPUs of 48 GB (programs: on L4 and L40S); of the other "
-        f"{len(hours) - len(known)} it gives no time, nor of evaluations."
+        f"{sum(known):.1f} h, on A6000 GPUs of 48 GB (programs: on L4 and L40S). It gives no time for the other "
+        f"{len(hours) - len(known)}, and none for evaluations."
     )
 
 
 def commands(scale: Scale, tables: Sequence[str]) -> Iterator[str]:
-    """What would be run, as for a shell."""
+    """Yields the missing commands, in the form of a shell."""
     runs, evaluations = scale.left(tables)
     for run in runs:
         checkpoint, command = checkpoint_of(scale.home(run)), scale.command(run)
@@ -437,15 +446,17 @@ def commands(scale: Scale, tables: Sequence[str]) -> Iterator[str]:
 
 
 def for_a_shell(command: Sequence[str], gpus: Sequence[str]) -> str:
+    """Writes a command with its environment variables, for a shell."""
     return " ".join([*(f"{name}={value}" for name, value in on(gpus).items()), shlex.join(command)])
 
 
 def tail(log: Path) -> str:
+    """Returns the last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
 
 def urls_in(text: str) -> list[str]:
-    """What `dash_trl.serve` prints when its servers are ready."""
+    """Returns the URLs that `dash_trl.serve` prints when its servers are ready; none before."""
     found = [line.split()[1:] for line in text.splitlines() if line.strip().startswith("--vllm_server_urls ")]
     return found[-1] if found else []
 
@@ -459,9 +470,9 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--scale", choices=list(SEEDS), default="toy")
     parser.add_argument("--output_dir", help="default: outputs/paper/<scale>, and a folder of its own for --quick")
-    parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2; of the paper's scale 42")
-    parser.add_argument("--quick", action="store_true", help="a few steps of each toy run, to see that it runs")
-    parser.add_argument("--dry_run", action="store_true", help="say what it takes, print the commands, run nothing")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2; at the paper's scale 42")
+    parser.add_argument("--quick", action="store_true", help="a few steps of each toy run, as a test")
+    parser.add_argument("--dry_run", action="store_true", help="print what it takes and the commands; run nothing")
     arguments = parser.parse_args(argv)
     tables = list(TABLES) if "all" in arguments.tables else [name for name in TABLES if name in arguments.tables]
     seeds = list(dict.fromkeys(arguments.seeds or SEEDS[arguments.scale]))
@@ -478,7 +489,7 @@ def main(argv: Sequence[str]) -> None:
     with locked(scale.folder) as lock:
         work = Work(scale, lock, gpus)
         for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: leave that
                 signal.signal(number, work.end)
         try:
             for number, table in enumerate(tables):
@@ -489,13 +500,14 @@ def main(argv: Sequence[str]) -> None:
 
 
 def check_gpus(needed: int) -> list[str]:
-    from dash_trl.serve import visible_gpus  # here: it imports torch
+    """Returns the visible GPUs; raises a `ValueError` if there are too few."""
+    from dash_trl.serve import visible_gpus  # imported here, since it imports torch
 
     gpus = visible_gpus()
     if len(gpus) < needed:
         raise ValueError(
-            f"The runs take {needed} GPUs, and {len(gpus)} are visible. --dry_run prints the commands, to be run where "
-            "they are, or with other numbers of GPUs; --scale toy takes none."
+            f"The runs take {needed} GPUs, but {len(gpus)} are visible. --dry_run prints the commands, which you can "
+            "run on another machine, or with other numbers of GPUs. --scale toy needs none."
         )
     return gpus
 

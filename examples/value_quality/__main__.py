@@ -1,4 +1,4 @@
-"""`python examples/value_quality MODEL …`; see `command`."""
+"""Runs `python examples/value_quality MODEL …`; see `command`."""
 
 import sys
 from pathlib import Path

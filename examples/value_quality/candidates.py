@@ -1,7 +1,7 @@
-"""What is measured: value estimators by name, by import path and from a checkpoint, and what they are handed.
+"""Finds value estimators by name, by import path and in checkpoints, and measures them.
 
-An estimator is called as in training, `(requests, trainer)`; for the trainer there is a `stage`, which has the model
-and what the estimators of `dash_trl` use of a trainer.
+An estimator is called as in training, by `(requests, trainer)`. A `stage` takes the place of the trainer. It has the
+model, and everything else that the estimators of `dash_trl` use of a trainer.
 """
 
 import copy
@@ -27,12 +27,12 @@ from examples.value_quality.study import Plan, Study
 
 
 def position(requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-    """The rival of every value: a boundary's number in its response."""
+    """The baseline for every value: the number of a boundary in its response."""
     return [[float(number) for number in range(len(request.boundaries))] for request in requests]
 
 
 def stage(model: Any, tokenizer: Any) -> SimpleNamespace:
-    """In place of a trainer; there is one rank, and what is logged is dropped."""
+    """Makes a stand-in for the trainer, with one rank; it drops logged figures."""
     accelerator = Accelerator()
     return SimpleNamespace(
         model=model,
@@ -46,11 +46,14 @@ def stage(model: Any, tokenizer: Any) -> SimpleNamespace:
 
 @dataclass(frozen=True)
 class Candidate:
-    """
+    """A value estimator that is to be measured.
+
     Args:
-        name: in the table. value: see `ValueEstimator`.
-        sizes: a value with `learn` is measured after each of these numbers of rollouts. Empty: it is measured as it is.
-        entropies: whether it gets them, if it `needs_log_probs`.
+        name: its name in the table.
+        value: see `ValueEstimator`.
+        sizes: for a value with `learn`, numbers of rollouts; it is measured after learning from each of them. Empty:
+            the value is measured as it is.
+        entropies: give it entropies, if it `needs_log_probs`.
     """
 
     name: str
@@ -59,7 +62,7 @@ class Candidate:
     entropies: bool = True
 
     def fitted(self, study: Study, lessons: Sequence[ValueRequest], trainer: Any) -> Iterator[tuple[str, Any]]:
-        """(name, estimator) after the first so many lessons, for each size."""
+        """For each size, yields a name and the estimator that has learned from so many of the first lessons."""
         if not self.sizes:
             yield self.name, self.value
         for size in self.sizes:
@@ -72,10 +75,12 @@ class Candidate:
 
 
 def imported(path: str) -> Any:
-    """The estimator of an import path, `module.name`, looked for in the working directory, too; a class is called.
+    """Imports an estimator; a class is called without arguments.
 
+    Args:
+        path: as `module.name`; the working directory is searched, too.
     Raises:
-        ValueError: there is none, or its module fails.
+        ValueError: if it does not exist, its module fails, or it cannot be measured here.
     """
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -83,35 +88,35 @@ def imported(path: str) -> Any:
         value = value() if isinstance(value, type) else value
     except Exception as error:
         raise ValueError(
-            f"value_path={path!r} gives no estimator ({type(error).__name__}: {error}). It is module.name, imported "
-            f"from {Path.cwd()} or what is installed; a class is called without arguments."
+            f"value_path={path!r} gives no estimator ({type(error).__name__}: {error}). Write it as module.name; the "
+            f"module must be in {Path.cwd()} or installed, and a class is called without arguments."
         ) from error
     if not callable(value):
         raise ValueError(
-            f"value_path={path!r} is {value!r}, which cannot estimate V(prefix): name an instance or a function that "
-            "takes (requests, trainer), or a class of them, as module.name."
+            f"value_path={path!r} is {value!r}, which cannot estimate V(prefix): name, as module.name, a function or "
+            "an instance that takes (requests, trainer), or its class."
         )
     if isinstance(value, MonteCarloValue | ServerValue):
         raise ValueError(
-            f"value_path={path!r} is a {type(value).__name__}, which samples or scores as its trainer does: here is "
-            "none. Completions of prefixes are the truth that all others are measured by; ServerValue's values are "
-            "those of --values answer."
+            f"value_path={path!r} is a {type(value).__name__}, which samples or scores by its trainer, but there is no "
+            "trainer here. MonteCarloValue would be the truth itself; ServerValue has the same values as --values "
+            "answer."
         )
     return value
 
 
 def saved(checkpoint: str) -> Candidate:
-    """The `OutcomeValue` that a checkpoint's `ProcessRewardCallback` had.
+    """Loads the `OutcomeValue` of the `ProcessRewardCallback` in a checkpoint.
 
     Raises:
-        ValueError: there is none, or it has learned nothing.
+        ValueError: if there is none, or it has learned nothing.
     """
     name = OutcomeValue.__name__
     state = next((state[name] for state in load_states(checkpoint).values() if name in state), None)
     if state is None or not state["windows"]:
         raise ValueError(
-            f"checkpoint={checkpoint!r} has no OutcomeValue that learned anything: {STATES} was looked for in it, of a "
-            "run with ProcessRewardCallback(OutcomeValue())."
+            f"checkpoint={checkpoint!r} has no OutcomeValue that learned anything: name a checkpoint with a {STATES} "
+            "of a run with ProcessRewardCallback(OutcomeValue())."
         )
     value = OutcomeValue(**state["settings"])
     value.load_state_dict(state)
@@ -122,7 +127,7 @@ def saved(checkpoint: str) -> Candidate:
 
 @torch.no_grad()
 def with_log_probs(requests: Sequence[ValueRequest], model: Any, temperature: float) -> list[ValueRequest]:
-    """The requests with log-probs and entropies of their tokens, at the temperature of sampling, by a pass for each."""
+    """Adds log-probs and entropies of their tokens to requests, at the sampling temperature, by one pass each."""
     found = []
     with evaluating(model):
         for one in requests:
@@ -135,10 +140,16 @@ def with_log_probs(requests: Sequence[ValueRequest], model: Any, temperature: fl
 
 
 def measure(candidates: Sequence[Candidate], study: Study, plan: Plan, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """The figures of position and the candidates, and their values beside the truth, as JSON; what is missing is None.
+    """Measures the candidates, and the position as baseline.
 
     Args:
-        model: a transformers model, of the weights that the study was sampled with.
+        candidates: the value estimators.
+        study: the samples.
+        plan: how they were sampled.
+        model: a transformers model with the weights that sampled the study.
+        tokenizer: its tokenizer.
+    Returns:
+        The figures, and all values with the truth, as JSON; None = missing.
     """
     requests, lessons, trainer = study.requests, study.lessons, stage(model, tokenizer)
     if any(getattr(one.value, "needs_log_probs", False) for one in candidates):

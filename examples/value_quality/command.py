@@ -1,14 +1,14 @@
-"""Is a value of prefixes worth anything for a model? Its rank correlation with how often they end well.
+"""Measures how well a value of prefixes predicts, for a model, how often completions of the prefix succeed.
 
     python examples/value_quality toy                                   # the tiny model of `make demo`, offline
 
     python examples/value_quality Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name openai/gsm8k --dataset_config main --use_vllm --fit_rollouts 128 512 2048
 
-Samples responses, cuts them at episode boundaries, and completes every prefix K times: the mean reward is the truth.
-What it will cost is said first. Writes OUTPUT_DIR/value_quality.json and .png, and all samples: the same command goes
-on where an interrupted one was, and with other values it samples nothing that is there. docs/concepts/credit.md has
-the rest.
+It samples responses, cuts them at episode boundaries, and completes every prefix K times: the mean reward is the truth.
+First it prints what this costs. It writes OUTPUT_DIR/value_quality.json and .png, and all samples. To continue an
+interrupted command, run it again. To measure other values, run it with these: existing samples are used again. For more
+see docs/howto/value-quality.md.
 
     problems ──► responses ──► boundaries ──► K completions of each, rewarded ──► truth ──────┐
                      └──► log-probs, entropies ──► estimators, fitted to other problems ──► V ┴──► figures, plot
@@ -29,20 +29,20 @@ from examples.value_quality.study import ANSWER, FIT_SAMPLES, Plan, check_files,
 
 VALUES = ("answer", "outcome")
 LINES = "lines"
-# How the models of `dash_trl.toy` write: a step per line, and this before the answer and behind it.
+# The models of `dash_trl.toy` write one step per line, and these texts before and after the answer.
 TOY_ANSWER = ("The answer is ", "<|im_end|>")
 
 
 @dataclass
 class ValueQualityArguments(TaskArguments):
-    """What is sampled, how it is cut, and the values that are measured."""
+    """Arguments of the command: what is sampled, how it is cut, and which values are measured."""
 
     dataset_train_split: str | None = field(
         default=None,
-        metadata={"help": "A split whose problems values are fitted to. Default: the test split's others."},
+        metadata={"help": "The split for fitting values. Default: other problems of the test split."},
     )
     num_problems: int = field(default=64, metadata={"help": "Problems that are measured, drawn by the seed."})
-    num_samples: int = field(default=4, metadata={"help": "Responses of each, cut at their episodes."})
+    num_samples: int = field(default=4, metadata={"help": "Responses of each problem, cut at their episodes."})
     num_rollouts: int = field(default=32, metadata={"help": "Completions of every prefix: their mean is the truth."})
     fit_rollouts: list[int] = field(
         default_factory=lambda: [512],
@@ -67,8 +67,8 @@ class ValueQualityArguments(TaskArguments):
     markers: list[str] | None = field(
         default=None, metadata={"help": f"Texts that begin an episode, or {LINES!r}. Default: EPISODE_MARKERS."}
     )
-    max_episode_tokens: int = field(default=256, metadata={"help": "See Segmenter; so the next one."})
-    min_episode_tokens: int | None = field(default=None, metadata={"help": "Default: 16, or 1 for toy."})
+    max_episode_tokens: int = field(default=256, metadata={"help": "See Segmenter."})
+    min_episode_tokens: int | None = field(default=None, metadata={"help": "See Segmenter. Default: 16, or 1 for toy."})
     output_dir: str = field(default="outputs/value_quality", metadata={"help": "Where samples and results go."})
 
     def __post_init__(self) -> None:
@@ -77,7 +77,11 @@ class ValueQualityArguments(TaskArguments):
             Draw(count, self.temperature, 1, self.seed)
 
     def segmentation(self, toy: bool) -> dict[str, Any]:
-        """Settings of `Segmenter`, as JSON."""
+        """Returns the settings of `Segmenter`, as JSON.
+
+        Args:
+            toy: the model is the toy model.
+        """
         return {
             "markers": self.markers or ([LINES] if toy else list(EPISODE_MARKERS)),
             "max_episode_tokens": self.max_episode_tokens,
@@ -85,14 +89,16 @@ class ValueQualityArguments(TaskArguments):
         }
 
     def candidates(self, columns: Sequence[str], toy: bool) -> list[Candidate]:
-        """
+        """Returns the value estimators that these arguments name.
+
         Args:
-            columns: of the problems.
+            columns: the columns of the problems.
+            toy: the model is the toy model.
         Raises:
-            ValueError: there is no such estimator, or it needs answers that there are not.
+            ValueError: if an estimator does not exist, or needs answers that the data do not have.
         """
         names = self.values or [name for name in VALUES if name != "answer" or ANSWER in columns or self.force_prompt]
-        entropies = self.backend == "transformers"  # as in training, where vLLM reports log-probs alone
+        entropies = self.backend == "transformers"  # as in training: vLLM reports log-probs only
         sizes = sorted(set(self.fit_rollouts))
         found = []
         if "answer" in names:
@@ -111,7 +117,7 @@ class ValueQualityArguments(TaskArguments):
             if getattr(one.value, "needs_answers", True) and ANSWER not in columns:
                 raise ValueError(
                     f"{one.name} needs a problem's answer, but the columns are {list(columns)}: leave it out (--values "
-                    "outcome), or say that it needs none by an attribute, needs_answers = False."
+                    "outcome). If your own value needs no answers, give it an attribute, needs_answers = False."
                 )
         return found
 
@@ -125,9 +131,15 @@ def main(argv: Sequence[str]) -> None:
 
 
 def value_quality(model: str, arguments: ValueQualityArguments) -> None:
-    """Prints, writes and draws the figures of all estimators.
+    """Measures values; prints, writes and plots the figures.
 
-    What can be wrong with model, problems, reward, estimators and files is said before any weight is loaded.
+    Model, problems, reward function, estimators and files are checked before any weight is loaded.
+
+    Args:
+        model: a directory, a hub name, or "toy".
+        arguments: of the command.
+    Raises:
+        ValueError: if one of them does not exist or does not fit.
     """
     task = arguments.task([model])
     folder = Path(arguments.output_dir)
@@ -177,7 +189,7 @@ def value_quality(model: str, arguments: ValueQualityArguments) -> None:
 
 
 def _unseen(problems: Any, candidates: Sequence[Candidate], tokenizer: Any) -> list[Any]:
-    """Without those whose outcomes a value of a checkpoint has seen."""
+    """The problems from which no value of a checkpoint has learned."""
     values = [one.value for one in candidates if isinstance(one.value, OutcomeValue) and not one.sizes]
     rows = list(problems)
     left = [

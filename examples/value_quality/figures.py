@@ -1,8 +1,8 @@
-"""How well V(prefix) agrees with the truth: figures of an estimator, their table and their picture.
+"""Figures of how well V(prefix) agrees with the truth, their table and their plot::
 
-values V_rk, truths y_rk of response r, boundary k ──► Spearman's ρ, AUC, Brier score, … over all and within problems
+    V_rk, truths y_rk of response r, boundary k ──► Spearman's ρ, AUC, Brier score, … over all and within problems
 
-They are of the inner boundaries, b_1 … b_{n−1}: before b_0 nothing is written, behind b_n nothing is left to decide.
+Only the inner boundaries b_1 … b_{n−1} count: before b_0 nothing is written, and after b_n nothing is left to decide.
 
 Letters: R responses.
 """
@@ -17,10 +17,10 @@ from typing import Any
 
 from dash_trl.evaluation import CORRECT_ABOVE, bootstrap_interval
 
-BINS = 10  # of a reliability diagram
-RESPONSES_DRAWN = 4  # those whose truth moves most, of different problems
+BINS = 10  # number of bins in a reliability diagram
+RESPONSES_DRAWN = 4  # the plot shows the responses of different problems whose truth changes most
 
-# Title in the table → figure. "within": the mean over the problems in which it is defined.
+# Title in the table → figure. "within" is the mean over the problems in which the figure is defined.
 COLUMNS = {
     "Spearman": "spearman",
     "within problems": "spearman_within",
@@ -35,20 +35,20 @@ COLUMNS = {
 
 
 def ranks(values: Sequence[float]) -> list[float]:
-    """0 … n − 1 by size; equal values share the mean of their ranks."""
+    """Returns the ranks 0 … n − 1 by size; equal values get the mean of their ranks."""
     ordered = sorted(values)
     return [(bisect_left(ordered, value) + bisect_right(ordered, value) - 1) / 2 for value in values]
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Spearman's ρ, the correlation of the ranks; None for fewer than three pairs or a constant side."""
+    """Returns Spearman's ρ, the correlation of the ranks; None for fewer than three pairs or constant values."""
     if len(x) < 3 or len(set(x)) == 1 or len(set(y)) == 1:
         return None
     return statistics.correlation(ranks(x), ranks(y))
 
 
 def auc(values: Sequence[float], labels: Sequence[bool]) -> float | None:
-    """P(a positive has a higher value than a negative), ties half; None without both."""
+    """Returns P(a positive has a higher value than a negative), ties count one half; None if a class is empty."""
     positives, negatives = sum(labels), len(labels) - sum(labels)
     if not positives or not negatives:
         return None
@@ -59,7 +59,16 @@ def auc(values: Sequence[float], labels: Sequence[bool]) -> float | None:
 def by_group(
     measure: Callable[[list[Any], list[Any]], float | None], groups: Sequence[Hashable], x: Sequence, y: Sequence
 ) -> list[float]:
-    """A measure of each group in which it is defined, in the order of their first members."""
+    """Computes a measure within each group; groups in which it is undefined are left out.
+
+    Args:
+        measure: takes the x and y of a group; returns None if it is undefined.
+        groups: the group of each pair.
+        x: values.
+        y: truths.
+    Returns:
+        The measures, in the order of the groups' first members.
+    """
     members: dict[Hashable, list[int]] = {}
     for i, group in enumerate(groups):
         members.setdefault(group, []).append(i)
@@ -68,12 +77,19 @@ def by_group(
 
 
 def calibration(values: Sequence[float], truth: Sequence[float]) -> dict[str, Any]:
-    """How far probabilities are from the truth.
+    """Computes how far probabilities are from the truth.
 
+    Args:
+        values: probabilities.
+        truth: the true probabilities.
     Returns:
-        brier: mean (v − y)² (Brier 1950). calibration_error: Σ_bins n_b/n·|mean value − mean truth| (Guo et al. 2017,
-            arXiv 1706.04599, eq. 3). Both are None without a pair.
-        reliability: (mean value, mean truth, pairs) of each of `BINS` equal bins of 0 … 1 that has any, in their order.
+        A dictionary with these entries:
+
+        - `brier`: mean (v − y)² (Brier 1950); None if there is no pair.
+        - `calibration_error`: Σ_bins n_b/n·abs(mean value − mean truth) (Guo et al. 2017, arXiv 1706.04599, eq. 3);
+          None if there is no pair.
+        - `reliability`: (mean value, mean truth, number of pairs) of each of the `BINS` equal bins of 0 … 1 that is not
+          empty, in order.
     """
     bins: dict[int, list[tuple[float, float]]] = {}
     for v, y in zip(values, truth, strict=True):
@@ -95,22 +111,26 @@ def figures_of(
     probabilities: bool,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """The figures of the inner boundaries, as JSON; None where there is nothing to measure.
+    """Computes the figures of the inner boundaries, as JSON.
 
     Args:
-        values, truth: R lists, one number per boundary, the first and the last among them; NaN is missing. A boundary
-            without a truth is left out.
-        problems: [R], of each response.
-        probabilities: whether both are, so that they can be compared as numbers.
+        values: R lists with one number per boundary, including the first and the last; NaN = missing.
+        truth: in the same form. A boundary without a truth is left out.
+        problems: [R], the problem of each response.
+        probabilities: values and truth are probabilities, so that they can be compared as numbers.
         seed: of the interval.
     Returns:
-        spearman, auc, u_spearman: over all problems; …_within: the mean over the problems in which it is defined,
-            spearman_within_interval: its 95 % bootstrap interval over them. AUC is of the truths above ½; U of the
-            differences from one inner boundary to the next.
-        those of `calibration`: of probabilities.
-        missing: inner boundaries without a value. boundaries: all of them with a truth.
+        A dictionary with these entries, None where there is nothing to measure:
+
+        - `spearman`, `auc`, `u_spearman`: over all problems. AUC is that of predicting a truth above ½. U are the
+          differences from one inner boundary to the next.
+        - `spearman_within`, `auc_within`, `u_spearman_within`: the mean over the problems in which it is defined.
+        - `spearman_within_interval`: its 95 % bootstrap interval over these problems.
+        - the entries of `calibration`, for probabilities.
+        - `missing`: number of inner boundaries without a value.
+        - `boundaries`: number of inner boundaries with a truth.
     """
-    points, moves = [], []  # (problem, V, y) of each boundary, (problem, ΔV, Δy) from each to the next
+    points, moves = [], []  # (problem, V, y) of each boundary; (problem, ΔV, Δy) from a boundary to the next
     for problem, row, true in zip(problems, values, truth, strict=True):
         inner = list(zip(row, true, strict=True))[1:-1]
         points += [(problem, v, y) for v, y in inner]
@@ -138,15 +158,15 @@ def figures_of(
 def ceiling(
     even: Sequence[Sequence[float]], odd: Sequence[Sequence[float]], problems: Sequence[int]
 ) -> dict[str, float | None]:
-    """Spearman's ρ of a perfect V, estimated: it is less than 1, since the truth is a mean of K noisy rewards.
+    """Estimates Spearman's ρ of a perfect V, which is less than 1, since the truth is a mean of K noisy rewards::
 
-        r_K = 2ρ / (1 + ρ),  ceiling = √r_K        ρ: of the means of one half of the rollouts with those of the other
+        r_K = 2ρ / (1 + ρ),  ceiling = √r_K        ρ: correlation between the means of the two halves of the rollouts
 
-    r_K is the reliability of twice as many rollouts (Spearman 1910, Brown 1910); its root is the correlation with what
-    the rewards are without noise (attenuation: Spearman 1904). Both are exact for Pearson's correlation. For that of
-    ranks, and its mean over problems, they are approximate: in simulations with K = 32 the ceiling is right to 0.03,
-    but up to 0.05 too high where problems have few boundaries, many of them with truths near 0, and up to 0.1 off
-    where the truths hardly differ.
+    r_K is the reliability of twice as many rollouts (Spearman 1910, Brown 1910). Its root is the correlation with the
+    rewards without noise (attenuation: Spearman 1904). Both formulas are exact for Pearson's correlation. For rank
+    correlations, and their mean over problems, they are approximate: in simulations with K = 32 the ceiling is right to
+    0.03, but up to 0.05 too high if problems have few boundaries, many of them with truths near 0, and up to 0.1 wrong
+    if the truths hardly differ.
 
     Args:
         even, odd: R lists each, as `truth` in `figures_of`: the mean reward of every second rollout, and of the others.
@@ -195,12 +215,13 @@ def _cell(value: float | None) -> str:
 
 
 def plot(found: Mapping[str, Any], picture: Path, *, title: str) -> None:
-    """Draws the reliability of values that are probabilities, and the best of them beside the truth of a few responses.
+    """Plots the reliability of values that are probabilities, and the best of them along a few responses.
 
     Args:
-        found: what `measure` returns: `estimators`, name → figures; `values`, per response its boundaries, truth and
-            values by name.
+        found: what `measure` returns: `estimators` has the figures by name; `values` has for each response its
+            boundaries, its truth, and its values by name.
         picture: the file to write.
+        title: of the plot.
     """
     from matplotlib.figure import Figure
 

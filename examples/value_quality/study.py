@@ -1,10 +1,12 @@
-"""What is sampled: responses to be cut and valued, the truth at their boundaries, and rollouts to fit a value to.
+"""Samples responses, the truth at their boundaries, and rollouts for fitting a value::
 
     measured problems ──► responses ──► boundaries ──► K completions of each prefix ──► truth
     other problems ─────► rollouts, to learn from
 
-Every sample is in a file (`evaluation.Records`) when it is used: an interrupted study goes on where it was, and other
-estimators are measured on the same samples. Letters: K completions of each prefix.
+Every sample is written to a file (`evaluation.Records`) before it is used. So an interrupted study can continue, and
+other estimators can be measured on the same samples.
+
+Letters: K completions of each prefix.
 """
 
 import json
@@ -21,12 +23,12 @@ from tqdm.auto import tqdm
 from dash_trl.evaluation import Draw, Records, Reward, Sampler, hash_of, prompt_ids
 from dash_trl.process_rewards import Segmenter, ValueRequest, accepted_answers
 
-logger = logging.getLogger("dash_trl.value_quality")  # which the command shows
+logger = logging.getLogger("dash_trl.value_quality")  # the command shows the log of dash_trl
 
-RESPONSES, ROLLOUTS, TRUTH = range(3)  # the stages, each with random numbers of its own
-FIT_SAMPLES = 8  # rollouts of each problem that a value is fitted to, as in a group of training
+RESPONSES, ROLLOUTS, TRUTH = range(3)  # the stages; each has its own random numbers
+FIT_SAMPLES = 8  # number of rollouts per problem for fitting a value, as in a group of training
 ANSWER = "answer"
-FILES = ("responses.jsonl", "rollouts.jsonl", "truth.jsonl")  # of the stages
+FILES = ("responses.jsonl", "rollouts.jsonl", "truth.jsonl")  # one per stage
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,15 @@ class Plan:
     """How much is sampled, and how.
 
     Args:
-        num_problems, num_samples: that are measured, and responses of each.
+        num_problems: number of measured problems.
+        num_samples: number of responses of each.
         num_rollouts: K.
-        fit_rollouts: sizes of the fits, in rollouts of other problems; a larger one has the rollouts of the smaller.
-        shortest: tokens of an episode at least, for the bound on what it costs.
+        fit_rollouts: sizes of the fits, in rollouts of other problems; a larger fit includes the rollouts of smaller
+            ones.
+        temperature: of all samples.
+        max_completion_length: limit of a response with its completion, in tokens.
+        shortest: least number of tokens of an episode, for the upper bound of the cost.
+        seed: of the choice of problems and of the samples.
     """
 
     num_problems: int = 64
@@ -51,10 +58,11 @@ class Plan:
 
     @property
     def fit_problems(self) -> int:
+        """Number of problems for the largest fit."""
         return math.ceil(max(self.fit_rollouts, default=0) / FIT_SAMPLES)
 
     def cost(self) -> str:
-        """What a study samples, at most: how many boundaries there are shows when the responses are there."""
+        """Describes what a study samples at most; the number of boundaries is known only after the responses."""
         responses, rollouts = self.num_problems * self.num_samples, self.fit_problems * FIT_SAMPLES
         most = responses * self.num_rollouts * (1 + max(1, self.max_completion_length // self.shortest))
         return (
@@ -67,14 +75,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Study:
-    """What was sampled.
+    """The samples.
 
     Attributes:
-        requests: one per response, those of a problem adjacent.
-        truth: of each response, per boundary the mean reward of K completions, NaN where all of them failed.
-        halves: as the truth, of every second one of the K that did not fail, and of the others.
-        lessons, lesson_outcomes: rollouts of other problems, and their rewards, None where they failed.
-        probabilities: whether all rewards lie in 0 … 1.
+        requests: one per response; those of a problem are adjacent.
+        truth: for each response and boundary, the mean reward of K completions; NaN = the rewards of all failed.
+        halves: two tables like the truth, from every second one of the K scored completions, and from the others.
+        lessons: rollouts of other problems.
+        lesson_outcomes: their rewards; None = failed.
+        probabilities: True = all rewards are within 0 … 1.
     """
 
     requests: list[ValueRequest]
@@ -87,7 +96,7 @@ class Study:
 
 @dataclass(frozen=True)
 class _Source:
-    """Who samples and scores, and the folder of the files."""
+    """The sampler, the reward function, and the folder of the files."""
 
     sampler: Sampler
     reward: Reward
@@ -97,7 +106,7 @@ class _Source:
     def responses(
         self, rows: Sequence[Any], num_samples: int, stage: int, settings: Mapping[str, Any], segmenter: Segmenter
     ) -> tuple[list[ValueRequest], list[float | None]]:
-        """`num_samples` responses of each problem, and their rewards, None where it failed."""
+        """Samples `num_samples` responses of each problem; returns them and their rewards, None = failed."""
         asked = [
             ValueRequest(
                 prompt_ids=tuple(prompt_ids(row["prompt"], self.sampler.tokenizer)),
@@ -121,10 +130,15 @@ class _Source:
     def scored(
         self, asked: Sequence[tuple[ValueRequest, int]], num_samples: int, stage: int, settings: Mapping[str, Any]
     ) -> list[list[dict[str, Any]]]:
-        """`reward` of each sample, None where it failed, and its `token_ids`, but for the truth.
+        """Samples and scores completions of prefixes.
 
         Args:
-            asked: what is completed, a response and the boundary at which it is cut.
+            asked: each prefix as a response and the boundary at which it is cut.
+            num_samples: number of completions of each.
+            stage: one of `RESPONSES`, `ROLLOUTS`, `TRUTH`.
+            settings: of the file.
+        Returns:
+            For each prefix its samples, with `reward` (None = failed) and, except for the truth, `token_ids`.
         """
         heads = [list(one.completion_ids[:boundary]) for one, boundary in asked]
         prefixes = [[*one.prompt_ids, *head] for (one, _), head in zip(asked, heads, strict=True)]
@@ -138,7 +152,7 @@ class _Source:
                 ends = self.sampler.completions([[*heads[index], *sample.token_ids] for sample in samples])
                 scores = self.reward.scores(dict(asked[index][0].example or {}), ends)
                 rows: list[dict[str, Any]] = [{"reward": score} for score in scores]
-                if stage != TRUTH:  # of which there are many
+                if stage != TRUTH:  # the truth has too many samples to keep their tokens
                     rows = [{"token_ids": end.token_ids, **row} for end, row in zip(ends, rows, strict=True)]
                 records.add(index, {"samples": rows})
                 bar.update()
@@ -147,15 +161,17 @@ class _Source:
 
 
 def choose(problems: Iterable[Any], others: Iterable[Any] | None, plan: Plan) -> tuple[list[Any], list[Any]]:
-    """The problems that are measured, and those that a value is fitted to; no problem is both.
+    """Chooses the problems that are measured, and those for fitting values; no problem is in both sets.
 
-    Drawn by the seed, since data sets may be in an order. All that may be fitted to are returned, so that more of them
-    are the same ones and some more.
+    They are shuffled by the seed, since data sets may be sorted. All problems for fitting are returned, so that a
+    larger fit includes those of a smaller one.
 
     Args:
-        others: of another split; None: those of the same one that are not measured.
+        problems: of the test split.
+        others: of another split. None: fit to problems of the same split that are not measured.
+        plan: the numbers of problems, and the seed.
     Raises:
-        ValueError: if there are too few.
+        ValueError: if there are too few problems.
     """
     pool = list(_distinct(problems, plan.seed).items())
     measured = dict(pool[: plan.num_problems])
@@ -165,8 +181,8 @@ def choose(problems: Iterable[Any], others: Iterable[Any] | None, plan: Plan) ->
         where = "in the test split" if others is None else f"there and {len(rest)} in the other split"
         raise ValueError(
             f"There are {len(pool)} distinct problems {where}, but {plan.num_problems} are to be measured and "
-            f"{plan.fit_problems} others fitted to. Use smaller --num_problems or --fit_rollouts ({FIT_SAMPLES} of "
-            "each problem), or name a split to fit to, --dataset_train_split."
+            f"{plan.fit_problems} others are needed for fitting. Use smaller --num_problems or --fit_rollouts "
+            f"({FIT_SAMPLES} of each problem), or name another split for fitting, --dataset_train_split."
         )
     return list(measured.values()), to_fit
 
@@ -180,10 +196,18 @@ def _distinct(rows: Iterable[Any], seed: int) -> dict[str, Any]:
 def check_files(
     measured: Sequence[Any], to_fit: Sequence[Any], plan: Plan, folder: Path, settings: Mapping[str, Any]
 ) -> None:
-    """Refuse files of other settings before there is a sampler; whose the truth is shows when the responses are there.
+    """Checks the settings of existing files before a sampler starts.
 
+    The file of the truth is checked later, since its settings depend on the responses.
+
+    Args:
+        measured: see `collect`.
+        to_fit: see `collect`.
+        plan: see `collect`.
+        folder: see `collect`.
+        settings: see `collect`.
     Raises:
-        ValueError: as `collect`.
+        ValueError: if a file has other settings.
     """
     for stage, of_file in _settings_of_files(measured, to_fit, plan, settings).items():
         if (folder / FILES[stage]).exists():
@@ -200,13 +224,20 @@ def collect(
     folder: Path,
     settings: Mapping[str, Any],
 ) -> Study:
-    """Samples what the files in the folder lack.
+    """Samples everything that is missing in the files of a folder.
 
     Args:
-        measured, to_fit: rows with a `prompt` and what the reward reads; of the second as many are used as needed.
-        settings: all that samples depend on beside the problems and the plan; "segmentation": how responses are cut.
+        sampler: samples responses and completions.
+        reward: scores them.
+        measured: the measured problems, rows with a `prompt` and the columns that the reward function reads.
+        to_fit: problems for fitting, in the same form; as many are used as needed.
+        plan: how much is sampled, and how.
+        segmenter: cuts responses.
+        folder: of the files.
+        settings: everything that samples depend on, except the problems and the plan. "segmentation" says how responses
+            are cut.
     Raises:
-        ValueError: the files are of other settings; no reward came, or all rewards are the same.
+        ValueError: if the files have other settings, or all rewards failed or are the same.
     """
     of_files = _settings_of_files(measured, to_fit, plan, settings)
     source = _Source(sampler, reward, plan, folder)
@@ -217,7 +248,7 @@ def collect(
         others = to_fit[: plan.fit_problems]
         lessons, lesson_outcomes = source.responses(others, FIT_SAMPLES, ROLLOUTS, of_files[ROLLOUTS], segmenter)
 
-    # Where a response was cut short there is nothing to complete: its own reward is the truth, and both halves of it.
+    # A response of full length cannot be completed: its own reward is the truth, and both halves of it.
     truth, even, odd = (
         [
             [math.nan if outcome is None else outcome for _ in request.boundaries]
@@ -252,7 +283,7 @@ def collect(
 def _settings_of_files(
     measured: Sequence[Any], to_fit: Sequence[Any], plan: Plan, settings: Mapping[str, Any]
 ) -> dict[int, dict[str, Any]]:
-    """By stage: all that its samples depend on, and nothing that others alone depend on."""
+    """For each stage, exactly the settings that its samples depend on."""
     shared = {name: value for name, value in settings.items() if name != "segmentation"}
     found = {RESPONSES: {**shared, "problems": hash_of(measured), "num_samples": plan.num_samples}}
     if plan.fit_problems:
@@ -263,9 +294,9 @@ def _settings_of_files(
 def _check_outcomes(outcomes: Sequence[float | None]) -> None:
     known = {outcome for outcome in outcomes if outcome is not None}
     if not known:
-        raise ValueError(f"The reward failed on all {len(outcomes)} responses: correct it, see above what it said.")
+        raise ValueError(f"The reward failed on all {len(outcomes)} responses: correct it; its error is shown above.")
     if len(known) == 1:
         raise ValueError(
-            f"All {len(outcomes)} responses have the reward {known.pop():g}: there is no better and no worse prefix to "
-            "tell apart. Take problems that the model solves now and then, or more of them (--num_problems)."
+            f"All {len(outcomes)} responses have the reward {known.pop():g}, so there are no better and worse prefixes "
+            "to tell apart. Take problems that the model solves sometimes, or more problems (--num_problems)."
         )
