@@ -42,14 +42,14 @@ def test_rewards_are_scored_with_their_columns(model, tokenizer, caplog):
         assert [tokenizer.decode(ids, skip_special_tokens=True) for ids in completion_ids] == completions
         return [next(rewards) for _ in completions]
 
-    figures = evaluate(model, tokenizer, dataset, reward, num_samples=2, max_new_tokens=4, k=[1, 2])
+    figures = evaluate(model, tokenizer, dataset, reward, num_samples=2, max_completion_length=4, k=[1, 2])
     assert calls == [([prompt] * 2, [str(i)] * 2) for i, prompt in enumerate(PROMPTS)]
     assert (figures["accuracy"], figures["failed"]) == (pytest.approx(2 / 3), 0.5)
     assert figures["pass_at"]["2"][0] == 1.0  # of the one problem with two scores
     rewards = iter([1.0, None, 0.0])
-    assert accuracy(model, tokenizer, dataset, reward, max_new_tokens=2) == 0.5
+    assert accuracy(model, tokenizer, dataset, reward, max_completion_length=2) == 0.5
     assert "33.3 % of the rewards failed" in caplog.text
-    assert math.isnan(accuracy(model, tokenizer, dataset[:1], lambda completions, **_: [None], max_new_tokens=2))
+    assert math.isnan(accuracy(model, tokenizer, dataset[:1], lambda completions, **_: [None], max_completion_length=2))
 
 
 def sample_completions(model, tokenizer, prompts, batch_size=64, **sampling) -> list[list[str]]:
@@ -59,7 +59,7 @@ def sample_completions(model, tokenizer, prompts, batch_size=64, **sampling) -> 
 
 def test_greedy_is_the_argmax_whatever_the_neighbours(model, tokenizer):
     model.generation_config.repetition_penalty = 5.0  # as some models' generation config asks for; it is off here
-    (texts,) = zip(*sample_completions(model, tokenizer, PROMPTS, temperature=0, max_new_tokens=8), strict=True)
+    (texts,) = zip(*sample_completions(model, tokenizer, PROMPTS, temperature=0, max_completion_length=8), strict=True)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         ids = tokenizer(prompt)["input_ids"]
         start = len(ids)
@@ -74,7 +74,7 @@ def test_a_tokenizer_without_padding_pads_with_an_end(model, tiny_model):
     """Prompts of different lengths are sampled as each one alone."""
     bare = AutoTokenizer.from_pretrained(tiny_model, pad_token=None)
     assert bare.pad_token_id is None
-    settings = {"temperature": 0, "max_new_tokens": 4}
+    settings = {"temperature": 0, "max_completion_length": 4}
     alone = [texts for prompt in PROMPTS for texts in sample_completions(model, bare, [prompt], **settings)]
     assert sample_completions(model, bare, PROMPTS, **settings) == alone
 
@@ -84,7 +84,7 @@ def test_samples_are_the_model_s_own_distribution(model, tokenizer):
     model.generation_config.top_k, model.generation_config.top_p = 1, 0.1
     count = 4000
     (texts,) = sample_completions(
-        model, tokenizer, ["7"], num_samples=count, max_new_tokens=1, temperature=0.5, batch_size=count
+        model, tokenizer, ["7"], num_samples=count, max_completion_length=1, temperature=0.5, batch_size=count
     )
     probabilities = (model(torch.tensor([tokenizer("7")["input_ids"]])).logits[0, -1] / 0.5).softmax(dim=-1)
     expected: dict[str, float] = {}  # several tokens are no text of their own, bytes of one character
@@ -100,11 +100,11 @@ def test_model_and_random_state_are_left_as_they_were(model, tokenizer):
     model.model.layers[0].eval()
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    one = sample_completions(model, tokenizer, PROMPTS, num_samples=3, max_new_tokens=8, seed=1)
+    one = sample_completions(model, tokenizer, PROMPTS, num_samples=3, max_completion_length=8, seed=1)
     assert torch.equal(state, torch.get_rng_state())
     assert model.training and not model.model.layers[0].training and model.model.layers[1].training
-    assert one == sample_completions(model, tokenizer, PROMPTS, num_samples=3, max_new_tokens=8, seed=1)
-    assert one != sample_completions(model, tokenizer, PROMPTS, num_samples=3, max_new_tokens=8, seed=2)
+    assert one == sample_completions(model, tokenizer, PROMPTS, num_samples=3, max_completion_length=8, seed=1)
+    assert one != sample_completions(model, tokenizer, PROMPTS, num_samples=3, max_completion_length=8, seed=2)
 
 
 @pytest.mark.parametrize("arguments", [{"temperature": -1.0}, {"temperature": 0, "num_samples": 2}, {"num_samples": 0}])

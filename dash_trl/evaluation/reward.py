@@ -114,7 +114,7 @@ def evaluate(
         reward_func: of any form, or a `RewardRunner` of one.
         k: of pass@k; at most `num_samples`.
         batch_size: rows that are sampled side by side; the samples depend on it.
-        sampling: `num_samples`, `temperature`, `max_new_tokens` and `seed`, see `Sampler.sample`.
+        sampling: `num_samples`, `temperature`, `max_completion_length` and `seed`, see `Sampler.sample`.
     """
     with Reward(reward_func) as reward:
         rows = dict(scored_samples(LocalSampler(model, tokenizer, batch_size), dataset, reward, **sampling))

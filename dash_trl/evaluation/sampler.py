@@ -15,6 +15,7 @@ from typing import Any
 
 Prompt = str | list[dict[str, str]]
 Drawn = tuple[int, list[list[int]]]  # index of a prompt, token ids of its completions
+MAX_COMPLETION_LENGTH = 2048  # tokens; the paper's
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class SampledCompletion:
 
     Attributes:
         text: without special tokens. token_ids: up to and including the first end token.
-        truncated: it reached `max_new_tokens` before an end token.
+        truncated: it reached `max_completion_length` before an end token.
     """
 
     text: str
@@ -33,13 +34,13 @@ class SampledCompletion:
 
 @dataclass(frozen=True)
 class Draw:
-    """How completions are drawn: `num_samples` of each prompt, at a temperature (0: greedy), of `max_new_tokens`, which
-    may be another number for each prompt.
+    """How completions are drawn: `num_samples` of each prompt, at a temperature (0: greedy), of at most
+    `max_completion_length` tokens, which may be another number for each prompt.
     """
 
     num_samples: int
     temperature: float
-    max_new_tokens: int | Sequence[int]
+    max_completion_length: int | Sequence[int]
     seed: int
 
     def __post_init__(self) -> None:
@@ -51,7 +52,8 @@ class Draw:
 
     def room(self, index: int) -> int:
         """The most tokens of a completion of this prompt."""
-        return self.max_new_tokens if isinstance(self.max_new_tokens, int) else self.max_new_tokens[index]
+        most = self.max_completion_length
+        return most if isinstance(most, int) else most[index]
 
     def stream(self, number: int) -> int:
         """The seed of one of its streams (a batch, a request): those of neighbouring seeds have nothing in common."""
@@ -76,7 +78,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         *,
         num_samples: int = 1,
         temperature: float = 1.0,
-        max_new_tokens: int = 256,
+        max_completion_length: int = MAX_COMPLETION_LENGTH,
         seed: int = 0,
         done: Collection[int] = (),
     ) -> Iterator[tuple[int, list[SampledCompletion]]]:
@@ -87,7 +89,7 @@ class Sampler(AbstractContextManager["Sampler"]):
                 for them without it, so that an interrupted run goes on with all prompts and those that it has.
         """
         ids = [prompt_ids(prompt, self.tokenizer) for prompt in prompts]
-        return self.continuations(ids, Draw(num_samples, temperature, max_new_tokens, seed), done=done)
+        return self.continuations(ids, Draw(num_samples, temperature, max_completion_length, seed), done=done)
 
     def continuations(
         self, prefixes: Sequence[Sequence[int]], draw: Draw, *, done: Collection[int] = ()
