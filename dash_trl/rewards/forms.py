@@ -13,7 +13,7 @@ A per-sample function names any of `prompt`, `completion`, `completion_ids` and 
 `post_process_scores(scores) -> scores`, for the scores of a whole group, and `close()`. An object's `max_concurrency`
 is how many calls it takes at a time, so that none waits within its time limit.
 
-`load_reward`: one of these from a user's file.
+`load_reward`: one of these from a user's file, by `load_from_file`.
 """
 
 import importlib.util
@@ -204,28 +204,39 @@ def form_of(function: Any) -> RewardForm:
 def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
     """What a Python file calls `name`: a reward function of any form, a class, or a `RewardRunner`.
 
+    Raises:
+        ValueError: as `load_from_file`.
+    """
+    (reward,) = load_from_file(path, [name], "reward")
+    return reward
+
+
+def load_from_file(path: str | Path, names: Sequence[str], what: str) -> list[Any]:
+    """What a Python file has under these names, for the options `<what>_path` and `<what>_name`.
+
     Worker processes get it by value: they need not be able to import the file.
 
     Raises:
         ValueError: if there is no such file or name, or if the file fails.
     """
     file = Path(path).expanduser()
-    spec = importlib.util.spec_from_file_location(f"reward_file_{file.stem}", file)
+    spec = importlib.util.spec_from_file_location(f"{what}_file_{file.stem}", file)
     if not file.is_file() or spec is None or spec.loader is None:
-        raise ValueError(f"reward_path={str(path)!r} is no Python file, looked for at {file.absolute()}.")
+        raise ValueError(f"{what}_path={str(path)!r} is no Python file, looked for at {file.absolute()}.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(file.parent.absolute()))  # as for a script: it may import its neighbours
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"reward_path={str(path)!r} fails when it is run: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{what}_path={str(path)!r} fails when it is run: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(str(file.parent.absolute()))
-    if not hasattr(module, name):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == spec.name]
-        raise ValueError(
-            f"{str(path)!r} defines no {name!r}; it has {own[:5]}. Name the function or class with reward_name."
-        )
+    for name in names:
+        if not hasattr(module, name):
+            own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == spec.name]
+            raise ValueError(
+                f"{str(path)!r} defines no {name!r}; it has {own[:5]}. Name the function or class with {what}_name."
+            )
     cloudpickle.register_pickle_by_value(module)
-    return getattr(module, name)
+    return [getattr(module, name) for name in names]

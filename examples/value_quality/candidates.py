@@ -1,4 +1,4 @@
-"""What is measured: value estimators by name, by import path and from a checkpoint, and what they are handed.
+"""What is measured: value estimators by name, from a file of one's own and from a checkpoint, and what they are handed.
 
 An estimator is called as in training, `(requests, trainer)`; for the trainer there is a `stage`, which has the model
 and what the estimators of `dash_trl` use of a trainer.
@@ -6,8 +6,6 @@ and what the estimators of `dash_trl` use of a trainer.
 
 import copy
 import math
-import pkgutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from dash_trl.distributed import Ranks
 from dash_trl.process_rewards import FEATURES, MonteCarloValue, OutcomeValue, ServerValue, ValueRequest, checked_values
+from dash_trl.rewards import load_from_file
 from dash_trl.rollout import STATES, load_states
 from dash_trl.update import evaluating
 from examples.value_quality.figures import ceiling, figures_of
@@ -71,31 +70,36 @@ class Candidate:
             yield f"{self.name}, {size:,} rollouts", value
 
 
-def imported(path: str) -> Any:
-    """The estimator of an import path, `module.name`, looked for in the working directory, too; a class is called.
+def of_file(path: str, names: Sequence[str]) -> list[tuple[str, Any]]:
+    """(name in the table, estimator) of each of the names in a Python file; a class is called without arguments.
 
     Raises:
-        ValueError: there is none, or its module fails.
+        ValueError: there is none, or the file fails, or its estimator cannot be measured.
     """
-    sys.path.insert(0, str(Path.cwd()))
+    return [
+        (f"{Path(path).stem}.{name}", _checked(f"value_name={name!r} of {path}", value))
+        for name, value in zip(names, load_from_file(path, names, "value"), strict=True)
+    ]
+
+
+def _checked(name: str, value: Any) -> Any:
     try:
-        value = pkgutil.resolve_name(path)
         value = value() if isinstance(value, type) else value
     except Exception as error:
         raise ValueError(
-            f"value_path={path!r} gives no estimator ({type(error).__name__}: {error}). It is module.name, imported "
-            f"from {Path.cwd()} or what is installed; a class is called without arguments."
+            f"{name} is a class that cannot be called without arguments ({type(error).__name__}: {error}): name an "
+            "object of it."
         ) from error
     if not callable(value):
         raise ValueError(
-            f"value_path={path!r} is {value!r}, which cannot estimate V(prefix): name an instance or a function that "
-            "takes (requests, trainer), or a class of them, as module.name."
+            f"{name} is {value!r}, which cannot estimate V(prefix): name an object or a function that takes "
+            "(requests, trainer), or a class of them."
         )
     if isinstance(value, MonteCarloValue | ServerValue):
         raise ValueError(
-            f"value_path={path!r} is a {type(value).__name__}, which samples or scores as its trainer does: here is "
-            "none. Completions of prefixes are the truth that all others are measured by; ServerValue's values are "
-            "those of --values answer."
+            f"{name} is a {type(value).__name__}, which samples or scores as its trainer does: here is none. "
+            "Completions of prefixes are the truth that all others are measured by; ServerValue's values are those of "
+            "--value answer."
         )
     return value
 
