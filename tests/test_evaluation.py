@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dash_trl.evaluation import LocalSampler, accuracy, bootstrap_interval, evaluate, figures_of, pass_at_k
 from dash_trl.evaluation.figures import comparison, differences, remarks, table
+from dash_trl.rewards import RewardRunner
 
 PROMPTS = ["1 + 2 = ", "the answer is ", "3"]
 
@@ -50,6 +51,83 @@ def test_rewards_are_scored_with_their_columns(model, tokenizer, caplog):
     assert accuracy(model, tokenizer, dataset, reward, max_completion_length=2) == 0.5
     assert "33.3 % of the rewards failed" in caplog.text
     assert math.isnan(accuracy(model, tokenizer, dataset[:1], lambda completions, **_: [None], max_completion_length=2))
+
+
+def of_batch(completions, answer, trainer_state, log_extra, log_metric, **_):
+    log_extra("seen", answer)
+    log_metric("step", trainer_state.global_step)
+    return list(map(float, answer))
+
+
+async def of_batch_async(completions, answer, **_):
+    return list(map(float, answer))
+
+
+def of_one(completion, answer):
+    return float(answer), {"note": 1.0}
+
+
+async def of_one_async(completion, answer):
+    return float(answer)
+
+
+class Stateful:
+    calls = closed = 0
+    groups: tuple[int, ...] = ()
+
+    def compute_score(self, solution_str, ground_truth):
+        self.calls += 1
+        return float(ground_truth)
+
+    def post_process_scores(self, scores):
+        self.groups += (len(scores),)
+        return scores
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize("function", [of_batch, of_batch_async, of_one, of_one_async, Stateful])
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda function: function,
+        lambda function: [function],
+        lambda function: [RewardRunner(function)],
+        lambda function: RewardRunner(function).rewards,
+        lambda function: RewardRunner(function).rewards[0],
+    ],
+)
+def test_every_reward_that_a_trainer_takes(model, tokenizer, function, given):
+    dataset = [{"prompt": prompt, "answer": i % 2} for i, prompt in enumerate(PROMPTS)]
+    assert accuracy(model, tokenizer, dataset, given(function), max_completion_length=1) == pytest.approx(1 / 3)
+
+
+def test_one_reward_of_a_runner_that_stays_open(model, tokenizer):
+    """Of its functions no other is called, and it is not closed: a trainer may have calls of its own in it."""
+    one, other = Stateful(), Stateful()
+    dataset = [{"prompt": "1", "answer": 1}] * 2
+    arguments = {"num_samples": 2, "max_completion_length": 1}
+    with RewardRunner([one, other]) as runner:
+        evaluate(model, tokenizer, dataset, runner.rewards[1], **arguments)
+        assert (one.calls, other.calls, other.groups, other.closed) == (0, 4, (2, 2), 0)
+    evaluate(model, tokenizer, dataset, own := Stateful(), **arguments)
+    assert own.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ([of_one, of_batch], "needs one reward function, .* but there are 2"),
+        (RewardRunner([of_one, of_batch]), "but there are 2"),
+        ([], "but there are 0"),
+        ("a/reward-model", "is a reward model"),
+        (lambda completion, rubric: 1.0, r"asks for 'rubric', but the data set has the columns \['answer', 'prompt'\]"),
+    ],
+)
+def test_other_rewards_are_refused_before_anything_is_sampled(tokenizer, reward, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(None, tokenizer, [{"prompt": "1", "answer": 1}], reward)
 
 
 def sample_completions(model, tokenizer, prompts, batch_size=64, **sampling) -> list[list[str]]:
