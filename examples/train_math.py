@@ -10,7 +10,8 @@
         --config examples/configs/dash_qwen2.5-0.5b.yaml       # a run of the paper
 
     accelerate launch examples/train_math.py --model_name_or_path MODEL --dataset_name own.jsonl --eval_strategy steps \
-        --dataset_train_split 'train[100:]' --dataset_test_split 'train[:100]'        # a file is the one split train
+        --dataset_train_split 'train[100:]' --dataset_test_split 'train[:100]' \
+        --eval_k 1 8       # accuracy and pass@k on problems that training leaves out; a file is the one split train
 
 Every field of `MathArguments`, `DASHConfig` (hence of TRL's `GRPOConfig`) and TRL's `ModelConfig` is a flag and a YAML
 key; a flag wins over the file. The dataset is a hub name or a local path: GSM8K, MATH, or `prompt`/`answer` columns.
@@ -160,10 +161,11 @@ def check_effects(script: MathArguments, args: Any, model_args: ModelConfig) -> 
             f"{changed} have no effect without --model_name_or_path and --dataset_name: the toy model learns "
             "arithmetic of its own. Add these two, or remove them."
         )
-    if (args.do_eval or "dataset_test_split" in changed) and not evaluates(args):
+    asked = args.do_eval or getattr(args, "eval_k", None) or "dataset_test_split" in changed  # sft.py has no eval_k
+    if asked and not evaluates(args):
         raise ValueError(
-            "do_eval and dataset_test_split have no effect, since nothing is evaluated: add --eval_strategy steps (or "
-            "epoch), or remove them."
+            "do_eval, eval_k and dataset_test_split have no effect, since nothing is evaluated: add --eval_strategy "
+            "steps (or epoch), or remove them."
         )
 
 
