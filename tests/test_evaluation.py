@@ -72,15 +72,15 @@ async def of_one_async(completion, answer):
 
 
 class Stateful:
-    calls = closed = 0
-    groups: tuple[int, ...] = ()
+    def __init__(self):
+        self.calls, self.groups, self.closed = [], [], 0
 
     def compute_score(self, solution_str, ground_truth):
-        self.calls += 1
+        self.calls.append(solution_str)
         return float(ground_truth)
 
     def post_process_scores(self, scores):
-        self.groups += (len(scores),)
+        self.groups.append(len(scores))
         return scores
 
     def close(self):
@@ -110,7 +110,7 @@ def test_one_reward_of_a_runner_that_stays_open(model, tokenizer):
     arguments = {"num_samples": 2, "max_completion_length": 1}
     with RewardRunner([one, other]) as runner:
         evaluate(model, tokenizer, dataset, runner.rewards[1], **arguments)
-        assert (one.calls, other.calls, other.groups, other.closed) == (0, 4, (2, 2), 0)
+        assert (len(one.calls), len(other.calls), other.groups, other.closed) == (0, 4, [2, 2], 0)
     evaluate(model, tokenizer, dataset, own := Stateful(), **arguments)
     assert own.closed == 1
 
