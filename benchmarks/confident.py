@@ -70,7 +70,9 @@ def main() -> dict[str, Any]:
     path = confident_model()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     rows = confident_dataset("test", 128)
-    drawn = LocalSampler(model, tokenizer, batch_size=256).sample(rows["prompt"], num_samples=4, max_new_tokens=LONGEST)
+    drawn = LocalSampler(model, tokenizer, batch_size=256).sample(
+        rows["prompt"], num_samples=4, max_completion_length=LONGEST
+    )
     samples = [(rows[index], sample) for index, of_one in drawn for sample in of_one]
     right = arithmetic_reward([sample.text for _, sample in samples], [row["answer"] for row, _ in samples])
 

@@ -87,7 +87,7 @@ class Watch(DASHCallback):
         self.started = time.process_time()
 
     def measure(self, model: Any, tokenizer: Any, num_samples: int) -> None:
-        sampling = {"num_samples": num_samples, "max_new_tokens": self.task.longest, "batch_size": 256}
+        sampling = {"num_samples": num_samples, "max_completion_length": self.task.longest, "batch_size": 256}
         found = evaluate(model, tokenizer, self.problems, arithmetic_reward, **sampling)
         self.curve.accuracy.append(found["accuracy"])
         self.curve.tokens.append(found["mean_length"])

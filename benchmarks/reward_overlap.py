@@ -103,7 +103,7 @@ def learned(strategy: dict[str, Any]) -> dict[str, float]:
     for seed in range(SEEDS):
         trainer, _ = train(strategy, None, STEPS, seed=seed, reward=quick_reward)
         model, length = trainer.accelerator.unwrap_model(trainer.model), trainer.args.max_completion_length
-        values.append(harness.accuracy(model, trainer.processing_class, num_samples=2, max_new_tokens=length))
+        values.append(harness.accuracy(model, trainer.processing_class, num_samples=2, max_completion_length=length))
     mean, spread = harness.interval(values)
     return {"accuracy": mean, "interval": spread}
 

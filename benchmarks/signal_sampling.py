@@ -166,7 +166,7 @@ class Watch(DASHCallback):
             control.should_training_stop |= self.curve.accuracy[-1] >= self._target
 
     def _measure(self, step: int, model: Any, tokenizer: Any) -> None:
-        sampling = {"num_samples": SAMPLES, "max_new_tokens": LONGEST, "batch_size": 256}
+        sampling = {"num_samples": SAMPLES, "max_completion_length": LONGEST, "batch_size": 256}
         self.curve.accuracy.append(harness.accuracy(model, tokenizer, self._problems, **sampling))
         self.curve.cpu_seconds.append(self._cpu_seconds)
         self.curve.seconds.append(self._seconds)

@@ -112,7 +112,7 @@ def run(loss: str, level: int, seed: int, rate: float, steps: int) -> dict[str, 
         trainer = harness.toy_trainer(settings, rollout_func=Stale(toy_model(), level, seed))
         trainer.train()
     log = trainer.state.log_history
-    sampling = {"num_samples": SAMPLES, "max_new_tokens": LONGEST, "batch_size": 256}
+    sampling = {"num_samples": SAMPLES, "max_completion_length": LONGEST, "batch_size": 256}
     final = harness.accuracy(trainer.model, trainer.processing_class, **sampling)
 
     def mean(name: str) -> float:

@@ -22,7 +22,7 @@ def measure(model: Any, tokenizer: Any) -> list[float]:
     """[sampled, greedy] accuracy."""
     length = toy_defaults()["max_completion_length"]
     return [
-        harness.accuracy(model, tokenizer, num_samples=samples, temperature=temperature, max_new_tokens=length)
+        harness.accuracy(model, tokenizer, num_samples=samples, temperature=temperature, max_completion_length=length)
         for samples, temperature in ((2, 1.0), (1, 0.0))
     ]
 

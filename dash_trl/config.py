@@ -117,6 +117,10 @@ class DASHConfig(GRPOConfig):
             update is the same. In the Mini set-up, each optimizer step takes the groups that are scored next. Needs
             reward functions that score each completion by itself (`dash_trl.RewardRunner`); see
             docs/howto/slow-rewards.md.
+        eval_k (`list[int]` or `None`, defaults to `None`):
+            Log accuracy and pass@k for these k in evaluations, each with its 95 % interval over the problems, from the
+            `num_generations_eval` completions of each problem. A completion is correct if its reward is above 0.5. Such
+            evaluations leave the random numbers of training unchanged. See docs/howto/evaluate.md.
         tool_timeout (`float`, defaults to `600.0`):
             Seconds that one call of a tool, or of an environment's `reset` or `get_reward`, may take. If it takes
             longer, the run no longer waits for the call, and its row is unscored; see docs/howto/tools.md.
@@ -203,6 +207,10 @@ class DASHConfig(GRPOConfig):
         default=False,
         metadata={"help": "Train on groups that are scored while the rewards of others are awaited."},
     )
+    eval_k: list[int] | None = field(
+        default=None,
+        metadata={"help": "Evaluations log accuracy and pass@k for these k, at most `num_generations_eval`."},
+    )
     tool_timeout: float = field(
         default=600.0,
         metadata={"help": "Seconds that one call of a tool, or of an environment's `reset` or `get_reward`, may take."},
@@ -261,6 +269,8 @@ class DASHConfig(GRPOConfig):
                 },
                 f"advantage_estimator={self.advantage_estimator!r}",
             )
+        if self.eval_k is not None:
+            self._check_eval_k(self.eval_k)
         if self.queues_prompts:
             self._check_queue()
         if self.reward_pipeline:
@@ -291,6 +301,14 @@ class DASHConfig(GRPOConfig):
         for option, reason in reasons.items():
             if (value := getattr(self, option)) != defaults[option]:
                 raise ValueError(f"{option}={value!r} does not go with {other}: {reason}. Leave one of the two out.")
+
+    def _check_eval_k(self, ks: list[int]) -> None:
+        samples = self.num_generations_eval or self.num_generations
+        if not all(1 <= k <= samples for k in ks) or not ks:
+            raise ValueError(
+                f"eval_k={ks} with {samples} completions of each problem of an evaluation: pass@k takes 1 <= k <= that "
+                f"many. Set num_generations_eval={max(ks, default=1)}, or ask for other k."
+            )
 
     def _check_loss(self) -> None:
         loss = f"loss_type={self.loss_type!r}"

@@ -171,6 +171,24 @@ def to_training_mode(trainer: Any) -> None:
             vllm_is_behind(trainer)  # vLLM may have the weights that the optimizer used for evaluation
 
 
+@contextmanager
+def evaluated_rewards(trainer: Any) -> Iterator[list[list[float]]]:
+    """Within it, the rewards of an evaluation so far: [N, F], as `_calculate_rewards` returns them to TRL."""
+    rows: list[list[float]] = []
+    calculate = trainer._calculate_rewards
+
+    def noted(*arguments: Any) -> Tensor:
+        rewards = calculate(*arguments)
+        rows.extend(rewards.tolist())
+        return rewards
+
+    vars(trainer)["_calculate_rewards"] = noted
+    try:
+        yield rows
+    finally:
+        del vars(trainer)["_calculate_rewards"]
+
+
 def leave_out_step(accelerator: Any) -> None:
     """Skip the optimizer step that would follow: accelerate's optimizer steps only if gradients are synchronised."""
     accelerator.gradient_state._set_sync_gradients(False)

@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from trl import GRPOTrainer
 
 from dash_trl.assembly import (
@@ -55,6 +55,7 @@ from dash_trl.checks import (
 )
 from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
+from dash_trl.evaluation import metrics_of
 from dash_trl.model_card import with_settings_of_run
 from dash_trl.monitoring import OffPolicyMetrics, PassMetrics
 from dash_trl.rewards import unpack, watch
@@ -64,6 +65,7 @@ from dash_trl.seams import (
     FirstStates,
     begin_anew,
     count_pass_time,
+    evaluated_rewards,
     forget_overflow,
     leave_out_step,
     regularized,
@@ -467,6 +469,20 @@ class DASHTrainer(GRPOTrainer):
         super().add_callback(callback)
 
     # ------------------------------------------------------------------ evaluations and checkpoints
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Transformers', with accuracy and pass@k of its completions where `eval_k` asks for them."""
+        loop = partial(super().evaluation_loop, dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self.args.eval_k is None:
+            return loop()
+        samples, device = self.num_generations_eval, self.args.device
+        with evaluated_rewards(self) as rewards, torch.random.fork_rng([device] if device.type == "cuda" else []):
+            output = loop()
+        if has_length(dataloader.dataset):  # several ranks fill their last batch with the first problems once more
+            del rewards[len(dataloader.dataset) * samples :]
+        figures = metrics_of(rewards, self.reward_func_names, self.args.eval_k, group_size=samples)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        return output
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's method, for evaluations only: in training, the collector samples."""

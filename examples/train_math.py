@@ -11,7 +11,7 @@
 
     # A single file has only the split "train"; both parts are taken from it.
     accelerate launch examples/train_math.py --model_name_or_path MODEL --dataset_name own.jsonl \\
-        --eval_strategy steps --dataset_train_split 'train[100:]' --dataset_test_split 'train[:100]'
+        --eval_strategy steps --dataset_train_split 'train[100:]' --dataset_test_split 'train[:100]' --eval_k 1 8
 
 Every field of `MathArguments`, `DASHConfig` (which includes TRL's `GRPOConfig`) and TRL's `ModelConfig` is a flag and a
 YAML key; flags override the file. The dataset is a hub name or a local path: GSM8K, MATH, or `prompt`/`answer` columns.
@@ -161,10 +161,11 @@ def check_effects(script: MathArguments, args: Any, model_args: ModelConfig) -> 
             f"{changed} have no effect without --model_name_or_path and --dataset_name: the toy model learns "
             "arithmetic of its own. Add these two, or remove them."
         )
-    if (args.do_eval or "dataset_test_split" in changed) and not evaluates(args):
+    asked = args.do_eval or getattr(args, "eval_k", None) or "dataset_test_split" in changed  # sft.py has no eval_k
+    if asked and not evaluates(args):
         raise ValueError(
-            "do_eval and dataset_test_split have no effect, since nothing is evaluated: add --eval_strategy steps (or "
-            "epoch), or remove them."
+            "do_eval, eval_k and dataset_test_split have no effect, since nothing is evaluated: add --eval_strategy "
+            "steps (or epoch), or remove them."
         )
 
 
@@ -195,14 +196,14 @@ def with_model_arguments(args: Any, model_args: ModelConfig) -> None:
     args.model_init_kwargs = {**kwargs, **(args.model_init_kwargs or {})}
 
 
-def train_and_measure(trainer: Any, tokenizer: Any, task: Mathematics, max_new_tokens: int, *, measured: bool) -> None:
+def train_and_measure(trainer: Any, tokenizer: Any, task: Mathematics, length: int, *, measured: bool) -> None:
     """Trains and saves; if it is to be measured, with the accuracy on the toy problems before and after."""
     args = trainer.args
     # An evaluation with tools is the trainer's, in which all processes take part.
     measured = measured and (bool(task.tools()) or (args.should_save and not sharded(trainer)))
-    before = measure(trainer, tokenizer, task, max_new_tokens) if measured else {}
+    before = measure(trainer, tokenizer, task, length) if measured else {}
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    after = measure(trainer, tokenizer, task, max_new_tokens) if measured else {}
+    after = measure(trainer, tokenizer, task, length) if measured else {}
     trainer.save_model(args.output_dir)
     for name, value in before.items() if args.should_save else ():
         print(f"{name} accuracy on 256 held-out problems: {value:.3f} before, {after[name]:.3f} after")
@@ -213,7 +214,7 @@ def sharded(trainer: Any) -> bool:
     return trainer.is_fsdp_enabled or (trainer.is_deepspeed_enabled and trainer.accelerator.num_processes > 1)
 
 
-def measure(trainer: Any, tokenizer: Any, task: Mathematics, max_new_tokens: int) -> dict[str, float]:
+def measure(trainer: Any, tokenizer: Any, task: Mathematics, length: int) -> dict[str, float]:
     """Accuracy on the held-out problems: two samples each at temperature 1, and the greedy answer (none with tools)."""
     if task.tools():
         return {"sampled": trainer.evaluate(task.toy_problems("test"))["eval_reward"]}
@@ -226,7 +227,7 @@ def measure(trainer: Any, tokenizer: Any, task: Mathematics, max_new_tokens: int
             task.toy_reward,
             num_samples=samples,
             temperature=temperature,
-            max_new_tokens=max_new_tokens,
+            max_completion_length=length,
         )
         for name, samples, temperature in (("sampled", 2, 1.0), ("greedy", 1, 0.0))
     }

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dash_trl.evaluation import LocalSampler, accuracy, bootstrap_interval, evaluate, figures_of, pass_at_k
 from dash_trl.evaluation.figures import comparison, differences, remarks, table
+from dash_trl.rewards import RewardRunner
 
 PROMPTS = ["1 + 2 = ", "the answer is ", "3"]
 
@@ -42,14 +43,91 @@ def test_rewards_are_scored_with_their_columns(model, tokenizer, caplog):
         assert [tokenizer.decode(ids, skip_special_tokens=True) for ids in completion_ids] == completions
         return [next(rewards) for _ in completions]
 
-    figures = evaluate(model, tokenizer, dataset, reward, num_samples=2, max_new_tokens=4, k=[1, 2])
+    figures = evaluate(model, tokenizer, dataset, reward, num_samples=2, max_completion_length=4, k=[1, 2])
     assert calls == [([prompt] * 2, [str(i)] * 2) for i, prompt in enumerate(PROMPTS)]
     assert (figures["accuracy"], figures["failed"]) == (pytest.approx(2 / 3), 0.5)
     assert figures["pass_at"]["2"][0] == 1.0  # of the one problem with two scores
     rewards = iter([1.0, None, 0.0])
-    assert accuracy(model, tokenizer, dataset, reward, max_new_tokens=2) == 0.5
+    assert accuracy(model, tokenizer, dataset, reward, max_completion_length=2) == 0.5
     assert "33.3 % of the rewards failed" in caplog.text
-    assert math.isnan(accuracy(model, tokenizer, dataset[:1], lambda completions, **_: [None], max_new_tokens=2))
+    assert math.isnan(accuracy(model, tokenizer, dataset[:1], lambda completions, **_: [None], max_completion_length=2))
+
+
+def of_batch(completions, answer, trainer_state, log_extra, log_metric, **_):
+    log_extra("seen", answer)
+    log_metric("step", trainer_state.global_step)
+    return list(map(float, answer))
+
+
+async def of_batch_async(completions, answer, **_):
+    return list(map(float, answer))
+
+
+def of_one(completion, answer):
+    return float(answer), {"note": 1.0}
+
+
+async def of_one_async(completion, answer):
+    return float(answer)
+
+
+class Stateful:
+    def __init__(self):
+        self.calls, self.groups, self.closed = [], [], 0
+
+    def compute_score(self, solution_str, ground_truth):
+        self.calls.append(solution_str)
+        return float(ground_truth)
+
+    def post_process_scores(self, scores):
+        self.groups.append(len(scores))
+        return scores
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize("function", [of_batch, of_batch_async, of_one, of_one_async, Stateful])
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda function: function,
+        lambda function: [function],
+        lambda function: [RewardRunner(function)],
+        lambda function: RewardRunner(function).rewards,
+        lambda function: RewardRunner(function).rewards[0],
+    ],
+)
+def test_every_reward_that_a_trainer_takes(model, tokenizer, function, given):
+    dataset = [{"prompt": prompt, "answer": i % 2} for i, prompt in enumerate(PROMPTS)]
+    assert accuracy(model, tokenizer, dataset, given(function), max_completion_length=1) == pytest.approx(1 / 3)
+
+
+def test_one_reward_of_a_runner_that_stays_open(model, tokenizer):
+    """Of its functions no other is called, and it is not closed: a trainer may have calls of its own in it."""
+    one, other = Stateful(), Stateful()
+    dataset = [{"prompt": "1", "answer": 1}] * 2
+    arguments = {"num_samples": 2, "max_completion_length": 1}
+    with RewardRunner([one, other]) as runner:
+        evaluate(model, tokenizer, dataset, runner.rewards[1], **arguments)
+        assert (len(one.calls), len(other.calls), other.groups, other.closed) == (0, 4, [2, 2], 0)
+    evaluate(model, tokenizer, dataset, own := Stateful(), **arguments)
+    assert own.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ([of_one, of_batch], "needs one reward function, .* but there are 2"),
+        (RewardRunner([of_one, of_batch]), "but there are 2"),
+        ([], "but there are 0"),
+        ("a/reward-model", "is a reward model"),
+        (lambda completion, rubric: 1.0, r"asks for 'rubric', but the data set has the columns \['answer', 'prompt'\]"),
+    ],
+)
+def test_other_rewards_are_refused_before_anything_is_sampled(tokenizer, reward, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(None, tokenizer, [{"prompt": "1", "answer": 1}], reward)
 
 
 def sample_completions(model, tokenizer, prompts, batch_size=64, **sampling) -> list[list[str]]:
@@ -59,7 +137,7 @@ def sample_completions(model, tokenizer, prompts, batch_size=64, **sampling) -> 
 
 def test_greedy_is_the_argmax_whatever_the_neighbours(model, tokenizer):
     model.generation_config.repetition_penalty = 5.0  # as some models' generation config asks for; it is off here
-    (texts,) = zip(*sample_completions(model, tokenizer, PROMPTS, temperature=0, max_new_tokens=8), strict=True)
+    (texts,) = zip(*sample_completions(model, tokenizer, PROMPTS, temperature=0, max_completion_length=8), strict=True)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         ids = tokenizer(prompt)["input_ids"]
         start = len(ids)
@@ -74,7 +152,7 @@ def test_a_tokenizer_without_padding_pads_with_an_end(model, tiny_model):
     """Prompts of different lengths are sampled as each one alone."""
     bare = AutoTokenizer.from_pretrained(tiny_model, pad_token=None)
     assert bare.pad_token_id is None
-    settings = {"temperature": 0, "max_new_tokens": 4}
+    settings = {"temperature": 0, "max_completion_length": 4}
     alone = [texts for prompt in PROMPTS for texts in sample_completions(model, bare, [prompt], **settings)]
     assert sample_completions(model, bare, PROMPTS, **settings) == alone
 
@@ -84,7 +162,7 @@ def test_samples_are_the_model_s_own_distribution(model, tokenizer):
     model.generation_config.top_k, model.generation_config.top_p = 1, 0.1
     count = 4000
     (texts,) = sample_completions(
-        model, tokenizer, ["7"], num_samples=count, max_new_tokens=1, temperature=0.5, batch_size=count
+        model, tokenizer, ["7"], num_samples=count, max_completion_length=1, temperature=0.5, batch_size=count
     )
     probabilities = (model(torch.tensor([tokenizer("7")["input_ids"]])).logits[0, -1] / 0.5).softmax(dim=-1)
     expected: dict[str, float] = {}  # several tokens are no text of their own, bytes of one character
@@ -100,11 +178,11 @@ def test_model_and_random_state_are_left_as_they_were(model, tokenizer):
     model.model.layers[0].eval()
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    one = sample_completions(model, tokenizer, PROMPTS, num_samples=3, max_new_tokens=8, seed=1)
+    one = sample_completions(model, tokenizer, PROMPTS, num_samples=3, max_completion_length=8, seed=1)
     assert torch.equal(state, torch.get_rng_state())
     assert model.training and not model.model.layers[0].training and model.model.layers[1].training
-    assert one == sample_completions(model, tokenizer, PROMPTS, num_samples=3, max_new_tokens=8, seed=1)
-    assert one != sample_completions(model, tokenizer, PROMPTS, num_samples=3, max_new_tokens=8, seed=2)
+    assert one == sample_completions(model, tokenizer, PROMPTS, num_samples=3, max_completion_length=8, seed=1)
+    assert one != sample_completions(model, tokenizer, PROMPTS, num_samples=3, max_completion_length=8, seed=2)
 
 
 @pytest.mark.parametrize("arguments", [{"temperature": -1.0}, {"temperature": 0, "num_samples": 2}, {"num_samples": 0}])

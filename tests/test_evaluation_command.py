@@ -69,7 +69,7 @@ def test_what_is_left_is_drawn_as_in_the_whole_run(model):
     """Batches of 4 rows, 3 samples of each of 5 prompts: no batch holds whole prompts only."""
     sampler = LocalSampler(*model, batch_size=4)
     prompts = [f"{i} + " for i in range(5)]
-    arguments = {"num_samples": 3, "max_new_tokens": 6, "seed": 2}
+    arguments = {"num_samples": 3, "max_completion_length": 6, "seed": 2}
     whole = dict(sampler.sample(prompts, **arguments))
     assert list(whole) == [0, 1, 2, 3, 4]
     for done in ({0, 1, 2}, {1, 3}, {4}, set(range(5))):
@@ -82,7 +82,7 @@ def test_every_batch_and_seed_has_numbers_of_its_own(model):
         tuple(tuple(one.token_ids) for one in samples)
         for seed in range(3)
         for _, samples in LocalSampler(*model, batch_size=2).sample(
-            ["1"] * 3, num_samples=2, max_new_tokens=12, seed=seed
+            ["1"] * 3, num_samples=2, max_completion_length=12, seed=seed
         )
     ]
     assert len(set(drawn)) == len(drawn) == 9
@@ -93,7 +93,9 @@ def test_truncated_is_what_did_not_end(model, tiny_model, pads):
     network, tokenizer = model[0], AutoTokenizer.from_pretrained(tiny_model)
     if not pads:
         tokenizer.pad_token = None
-    ((_, samples),) = LocalSampler(network, tokenizer).sample(["1"], num_samples=64, max_new_tokens=40, temperature=3.0)
+    ((_, samples),) = LocalSampler(network, tokenizer).sample(
+        ["1"], num_samples=64, max_completion_length=40, temperature=3.0
+    )
     ended = [one.token_ids[-1] == tokenizer.eos_token_id for one in samples]
     assert [one.truncated for one in samples] == [not one for one in ended]
     assert any(ended) and all(len(one.token_ids) == 40 for one in samples if one.truncated)

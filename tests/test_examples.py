@@ -284,6 +284,7 @@ THERE = ["--model_name_or_path", "model"]
             "no effect, since nothing is evaluated: add --ev",
         ),
         (Mathematics, [*MODEL, *DATA, "--do_eval"], "no effect, since nothing is evaluated"),
+        (Mathematics, [*MODEL, *DATA, "--eval_k", "1"], "no effect, since nothing is evaluated"),
         # the YAML file, by TRL
         (Mathematics, ["--config", "misspelt.yaml"], "Unknown arguments .*--model-name-or-path"),
         (Mathematics, ["--config", "list.yaml"], "list.yaml must contain a YAML mapping"),

@@ -46,6 +46,12 @@ def broken(completion):
 VALUES = """
 import math
 
+from dash_trl.process_rewards import MonteCarloValue
+
+class Settings:
+    def __init__(self, url):
+        pass
+
 class Perfect:
     space = "probability"
     needs_answers = False
@@ -62,6 +68,7 @@ class Pupil(Perfect):
     def learn(self, requests, outcomes, trainer):
         self.taught.append(([(one.prompt_ids, one.completion_ids) for one in requests], list(outcomes)))
 """
+OWN = ("--value_path", "my_values.py", "--value_name")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,7 +77,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
-        patch.setattr(sys, "path", list(sys.path))
         patch.chdir(folder)
         write_rows(Path("problems.jsonl"), PROBLEMS)
         write_rows(
@@ -80,7 +86,7 @@ def folder(tmp_path_factory):
         Path("others.py").write_text(OTHERS)
         Path("my_values.py").write_text(VALUES)
         yield folder
-    sys.modules.pop("my_values", None)
+    sys.modules.pop("value_file_my_values", None)
 
 
 def measure(output_dir: str, *arguments: object) -> dict:
@@ -101,8 +107,7 @@ def loaded(tiny_model) -> tuple:
 @pytest.fixture(scope="module")
 def study(folder, tiny_model) -> dict:
     """Responses and completions of the tiny model, and three estimators; its files stay in `tiny`."""
-    values = ("my_values.Perfect", "my_values.backwards", "my_values.Pupil")
-    return measure("tiny", *of_tiny(tiny_model, "--values", "outcome", "--value_path", *values))
+    return measure("tiny", *of_tiny(tiny_model, "--value", "outcome", *OWN, "Perfect", "backwards", "Pupil"))
 
 
 # ------------------------------------------------------------------------------------------------------ the command
@@ -127,7 +132,7 @@ def test_toy_and_then_other_values_of_the_same_samples(capsys, caplog, monkeypat
     assert Path("out/value_quality.png").read_bytes().startswith(b"\x89PNG")
 
     monkeypatch.setattr(LocalSampler, "_generate", None)  # nothing is sampled any more
-    again = measure("out", *arguments, "--values", "answer", "--force_prompt", "=", "is ")
+    again = measure("out", *arguments, "--value", "answer", "--force_prompt", "=", "is ")
     assert list(again["estimators"]) == ["position", "answer, '=<|im_end|>'", "answer, 'is <|im_end|>'"]
     assert again["estimators"]["position"] == found["estimators"]["position"]
 
@@ -149,7 +154,7 @@ def test_the_truth_is_met_by_who_knows_it(study):
 
 
 def test_nothing_learns_from_the_problems_that_it_is_measured_on(study, loaded):
-    (small, outcomes), (large, more) = sys.modules["my_values"].Pupil.taught
+    (small, outcomes), (large, more) = sys.modules["value_file_my_values"].Pupil.taught
     assert len(small) == 16 and len(large) == 64 and large[:16] == small and more[:16] == outcomes
     assert more == [ids[0] % 7 / 6 for _, ids in large]
     prompts = [prompt for prompt, _ in large]
@@ -162,11 +167,11 @@ def test_an_interrupted_study_goes_on_and_other_settings_are_refused_by_name(stu
     truth = Path("tiny/truth.jsonl")
     whole = truth.read_bytes()
     truth.write_bytes(whole[: len(whole) // 2])
-    again = measure("tiny", *of_tiny(tiny_model, "--values", "answer"))
+    again = measure("tiny", *of_tiny(tiny_model, "--value", "answer"))
     assert truth.read_bytes() == whole and again["estimators"]["position"] == study["estimators"]["position"]
     assert list(again["estimators"]) == ["position", "answer"]
     with pytest.raises(ValueError, match="truth.jsonl is of other settings: segmentation is"):
-        measure("tiny", *of_tiny(tiny_model, "--values", "answer", "--max_episode_tokens", 3))
+        measure("tiny", *of_tiny(tiny_model, "--value", "answer", "--max_episode_tokens", 3))
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)  # before weights are loaded
     with pytest.raises(ValueError, match="responses.jsonl is of other settings: temperature is 1.0 there and 0.5 here"):
         measure("tiny", *of_tiny(tiny_model, "--temperature", 0.5))
@@ -205,7 +210,7 @@ def test_a_value_of_a_checkpoint_is_measured_on_what_it_has_not_seen(study, tiny
     torch.save({"ProcessRewardCallback": ProcessRewardCallback(value).state_dict()}, "checkpoint-8/callback_states.pt")
     as_saved = saved("checkpoint-8").value
     assert (as_saved.ridge, as_saved.num_windows, as_saved.space) == (3.0, 2, "probability")
-    found = measure("saved", *of_tiny(tiny_model, "--values", "answer", "--checkpoint", "checkpoint-8"))
+    found = measure("saved", *of_tiny(tiny_model, "--value", "answer", "--checkpoint", "checkpoint-8"))
     assert not {row["prompt"] for row in found["values"]} & set(seen)
     assert "6 problems are left out: the checkpoint's value has learned from them" in caplog.text
     figures = found["estimators"]["outcome, 96 rollouts of checkpoint-8"]
@@ -215,7 +220,7 @@ def test_a_value_of_a_checkpoint_is_measured_on_what_it_has_not_seen(study, tiny
 
 def test_rewards_beyond_0_and_1_and_failed_ones(tiny_model):
     """A mean reward in place of a probability; a prefix that no completion was scored of has no truth."""
-    options = ("--value_path", "my_values.Perfect", "--fit_rollouts", 128, "--values", "outcome")
+    options = (*OWN, "Perfect", "--fit_rollouts", 128, "--value", "outcome")
     others = ("--reward_path", "others.py", "--reward_name", "failing")
     found = measure("failing", *of_tiny(tiny_model, *options, *others))
     fitted = found["estimators"]["outcome, 128 rollouts"]
@@ -344,15 +349,18 @@ WITHOUT_MODEL_LOADING = {
     "too few to fit to": (("--fit_rollouts", 512), "30 distinct problems .* 6 are to be measured and 64 others"),
     "too few to measure": (("--num_problems", 31), "31 are to be measured"),
     "a missing split": (("--dataset_train_split", "other"), "has no split 'other'"),
-    "no answers": (("--dataset_name", "unanswered.jsonl", "--values", "answer"), "answer needs a problem's answer"),
+    "no answers": (("--dataset_name", "unanswered.jsonl", "--value", "answer"), "answer needs a problem's answer"),
     "no answers for one's own": (
-        ("--dataset_name", "unanswered.jsonl", "--value_path", "my_values.backwards"),
+        ("--dataset_name", "unanswered.jsonl", *OWN, "backwards"),
         "my_values.backwards needs a problem's answer",
     ),
-    "no such module": (("--value_path", "none.such"), "ModuleNotFoundError"),
-    "no such name": (("--value_path", "my_values.Perfekt"), "AttributeError"),
-    "not callable": (("--value_path", "my_values.math"), "cannot estimate"),
-    "one that samples": (("--value_path", "dash_trl.process_rewards.MonteCarloValue"), "is a MonteCarloValue, which"),
+    "no such file": (("--value_path", "none.py", "--value_name", "V"), "value_path='none.py' is no Python file"),
+    "no such name": ((*OWN, "Perfekt"), "defines no 'Perfekt'; it has .*Name the function or class with value_name"),
+    "no name": (OWN[:2], "--value_path my_values.py with --value_name None"),
+    "no file": (("--value_name", "Perfect"), "--value_path None with --value_name"),
+    "not callable": ((*OWN, "math"), "cannot estimate"),
+    "a class with arguments": ((*OWN, "Settings"), "value_name='Settings' of my_values.py is a class that cannot"),
+    "one that samples": ((*OWN, "MonteCarloValue"), "is a MonteCarloValue, which"),
     "no state": (("--checkpoint", "."), "has no OutcomeValue that learned anything"),
 }
 
@@ -369,7 +377,7 @@ def test_mistakes_are_found_before_weights_are_loaded(case, tiny_model, monkeypa
 @pytest.mark.parametrize(("flags", "entropies"), [([], True), (["--use_vllm"], False)])
 def test_a_fitted_value_gets_what_training_gets(flags, entropies):
     """vLLM reports log-probs alone."""
-    (arguments,) = HfArgumentParser(ValueQualityArguments).parse_args_into_dataclasses(["--values", "outcome", *flags])
+    (arguments,) = HfArgumentParser(ValueQualityArguments).parse_args_into_dataclasses(["--value", "outcome", *flags])
     assert [one.entropies for one in arguments.candidates(["prompt"], toy=False)] == [entropies]
 
 

@@ -676,7 +676,7 @@ def test_evaluation_by_servers(servers, checkpoints, tiny_model, tmp_path, capsy
 def test_value_quality_by_servers(servers, tmp_path):
     """Prefixes are completed by them; values get log-probs alone, as where a run samples from servers."""
     to = ["--vllm_server_urls", *servers.urls, "--output_dir", str(tmp_path)]
-    small = "--num_problems 6 --num_samples 4 --num_rollouts 4 --fit_rollouts 256 --values outcome".split()
+    small = "--num_problems 6 --num_samples 4 --num_rollouts 4 --fit_rollouts 256 --value outcome".split()
     value_quality(["toy", *small, *to])
     found = json.loads((tmp_path / "value_quality.json").read_text())
     assert found["responses"] == 24 and found["without_truth"] == 0 and found["settings"]["sampler"] == "servers"

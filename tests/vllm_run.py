@@ -377,7 +377,7 @@ def zero3(model: str, adapter: str, output: Path, urls: list[str], groups: list[
 
 
 def greedy(sampler: Any) -> list[list[int]]:
-    drawn = dict(sampler.sample(CONVERSATIONS, temperature=0, max_new_tokens=20))
+    drawn = dict(sampler.sample(CONVERSATIONS, temperature=0, max_completion_length=20))
     return [drawn[index][0].token_ids for index in range(len(CONVERSATIONS))]
 
 
@@ -385,7 +385,7 @@ def in_process(model: str, adapter: str, output: Path, urls: list[str], groups: 
     """Prompts that are computed in parts, with seeds, would end an engine on a CPU."""
     with open_sampler(adapter, backend="vllm") as sampler:
         prompts = [30 * f"{number}+1-1" for number in range(24)]  # 32 of each: more tokens than vLLM takes in a step
-        arguments = {"num_samples": 32, "max_new_tokens": 20, "seed": 1}
+        arguments = {"num_samples": 32, "max_completion_length": 20, "seed": 1}
         of_all = dict(sampler.sample(prompts, **arguments))
         rest = dict(sampler.sample(prompts, **arguments, done={0, 5}))
         seen = {

@@ -167,7 +167,7 @@ def _sample(job: Job, reward: Reward, arguments: EvaluationArguments, length: in
             reward,
             num_samples=arguments.num_samples,
             temperature=arguments.temperature,
-            max_new_tokens=length,
+            max_completion_length=length,
             seed=arguments.seed,
             done=done,
         ):

@@ -69,6 +69,29 @@ def figures_of(rows: Sequence[Sequence[Mapping[str, Any]]], ks: Sequence[int], *
 
     Args:
         rows: for each problem its samples, each with `reward` (None = failed), `tokens` and `truncated`.
+        ks: see `figures_of_rewards`.
+        seed: see `figures_of_rewards`.
+    Returns:
+        What `figures_of_rewards` returns, and
+
+        - `truncated`: share of the truncated samples.
+        - `mean_length`: mean number of tokens.
+    """
+    samples = [sample for row in rows for sample in row]
+    return {
+        **figures_of_rewards([[sample["reward"] for sample in row] for row in rows], ks, seed=seed),
+        "truncated": sum(sample["truncated"] for sample in samples) / len(samples) if samples else 0.0,
+        "mean_length": sum(sample["tokens"] for sample in samples) / len(samples) if samples else 0.0,
+    }
+
+
+def figures_of_rewards(
+    rewards: Sequence[Sequence[float | None]], ks: Sequence[int], *, seed: int = 0
+) -> dict[str, Any]:
+    """Computes the figures that need rewards alone.
+
+    Args:
+        rewards: for each problem the rewards of its samples; None = failed.
         ks: the k of pass@k; at most the number of samples of a problem.
         seed: of the intervals.
     Returns:
@@ -82,15 +105,11 @@ def figures_of(rows: Sequence[Sequence[Mapping[str, Any]]], ks: Sequence[int], *
         - `problems`: number of problems.
         - `samples`: number of samples.
         - `failed`: share of the samples whose reward failed.
-        - `truncated`: share of the truncated samples.
-        - `mean_length`: mean number of tokens.
         - `marked`: True = more than 1 % of the rewards failed.
     """
-    samples = [sample for row in rows for sample in row]
-    scored = [[sample["reward"] for sample in row if sample["reward"] is not None] for row in rows]
-    counts = [(len(rewards), sum(reward > CORRECT_ABOVE for reward in rewards)) for rewards in scored]
+    counts = [_counts(row) for row in rewards]
     known = [(n, c) for n, c in counts if n > 0]
-    total = sum(n for n, _ in known)
+    samples, total = sum(map(len, rewards)), sum(n for n, _ in known)
     accuracy = interval = None
     if known:
         accuracy = sum(c for _, c in known) / total
@@ -101,19 +120,50 @@ def figures_of(rows: Sequence[Sequence[Mapping[str, Any]]], ks: Sequence[int], *
         pass_at[str(k)] = [None] * 3
         if estimates:
             pass_at[str(k)] = [sum(estimates) / len(estimates), *bootstrap_interval(estimates, seed=seed)]
-    failed = (len(samples) - total) / len(samples) if samples else 0.0
+    failed = (samples - total) / samples if samples else 0.0
     return {
         "accuracy": accuracy,
         "accuracy_interval": interval,
         "pass_at": pass_at,
         "left_out": {str(k): sum(n < k for n, _ in counts) for k in ks},
-        "problems": len(rows),
-        "samples": len(samples),
+        "problems": len(rewards),
+        "samples": samples,
         "failed": failed,
-        "truncated": sum(sample["truncated"] for sample in samples) / len(samples) if samples else 0.0,
-        "mean_length": sum(sample["tokens"] for sample in samples) / len(samples) if samples else 0.0,
         "marked": failed > MARKED_ABOVE,
     }
+
+
+def _counts(rewards: Sequence[float | None]) -> tuple[int, int]:
+    """Returns the number of scored samples of a problem, and the number of correct ones."""
+    scored = [reward for reward in rewards if reward is not None]
+    return len(scored), sum(reward > CORRECT_ABOVE for reward in scored)
+
+
+def metrics_of(
+    rewards: Sequence[Sequence[float]], names: Sequence[str], ks: Sequence[int], *, group_size: int
+) -> dict[str, float]:
+    """Computes the figures of a trainer's evaluation, one number each; NaN where nothing could be estimated.
+
+    Args:
+        rewards: [N, F]; the `group_size` samples of a problem are adjacent. NaN: failed, or does not apply.
+        names: F, of the reward functions.
+    Returns:
+        accuracy, pass_at_<k>, each with the ends of its interval, _low and _high; failed. With several functions, each
+        has its own under rewards/<name>/.
+    """
+    found: dict[str, float] = {}
+    for name, column in zip(names, zip(*rewards, strict=True), strict=False):  # without a row there is no column
+        scores = [None if math.isnan(one) else one for one in column]
+        groups = [scores[start : start + group_size] for start in range(0, len(scores), group_size)]
+        figures = figures_of_rewards(groups, ks)
+        place = f"rewards/{name}/" if len(names) > 1 else ""
+        values = {"accuracy": [figures["accuracy"], *(figures["accuracy_interval"] or [None, None])]}
+        values |= {f"pass_at_{k}": value for k, value in figures["pass_at"].items()}
+        for what, of_one in values.items():
+            for end, value in zip(("", "_low", "_high"), of_one, strict=True):
+                found[f"{place}{what}{end}"] = math.nan if value is None else value
+        found[f"{place}failed"] = figures["failed"]
+    return found
 
 
 def differences(
@@ -140,8 +190,7 @@ def differences(
     """
 
     def estimates(found: Sequence[Sequence[Mapping[str, Any]]], k: int) -> list[float | None]:
-        scored = [[sample["reward"] for sample in row if sample["reward"] is not None] for row in found]
-        counts = [(len(rewards), sum(reward > CORRECT_ABOVE for reward in rewards)) for rewards in scored]
+        counts = [_counts([sample["reward"] for sample in row]) for row in found]
         return [pass_at_k(n, c, k) if n >= k else None for n, c in counts]
 
     result: dict[str, list[float] | None] = {}

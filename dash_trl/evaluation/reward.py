@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from transformers import TrainerState
+
 from dash_trl.evaluation.figures import figures_of
 from dash_trl.evaluation.sampler import SampledCompletion, Sampler
 from dash_trl.evaluation.samplers import BATCH_SIZE, LocalSampler
-from dash_trl.rewards import RewardRunner, raise_mistakes
+from dash_trl.rewards import RewardRunner, RewardTeam, RunnerReward, raise_mistakes, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -21,22 +23,27 @@ BROKEN_AFTER = 10  # an evaluation ends if the reward function raised for every 
 
 
 class Reward(AbstractContextManager["Reward"]):
-    """Calls one reward function in the same way as training; a context manager that ends its workers.
+    """Calls one reward function in the same way as training; a context manager that ends the workers that it started.
 
     Args:
-        function: a reward function of any form (`dash_trl.rewards.forms`), or a `RewardRunner` with one function.
+        function: what a trainer takes as `reward_funcs`: a function of any form (`dash_trl.rewards.forms`), a
+            `RewardRunner`, one of its `rewards`, or a list with one of these. The owner of a runner closes it.
     Raises:
         ValueError: if there are several functions, or a reward model.
     """
 
     def __init__(self, function: Any):
-        self.runner = function if isinstance(function, RewardRunner) else RewardRunner(function, timeout=PATIENCE)
-        if len(self.runner.rewards) != 1 or len(self.runner.own) != 1:
+        given = function if isinstance(function, (list, tuple)) else [function]
+        runners = [one for one in given if isinstance(one, RewardRunner | RunnerReward)]
+        self._own = [RewardRunner(one, timeout=PATIENCE) for one in given if one not in runners]
+        found = unpack([*runners, *self._own])
+        if len(found) != 1 or not isinstance(found[0], RunnerReward):
             raise ValueError(
-                f"An evaluation needs one reward function, which says what is correct, but there are "
-                f"{len(self.runner.rewards)}, or it is a reward model. Name one with --reward_name."
+                f"An evaluation needs one reward function, which says what is correct, but there are {len(found)}, or "
+                "it is a reward model. Give one function; to the commands, with --reward_name."
             )
-        (self._function,) = self.runner.own
+        (self._function,) = found
+        self._team = RewardTeam(found)  # which calls no others of a runner
         self._raised = 0  # problems in a row
 
     def check_columns(self, columns: Sequence[str]) -> None:
@@ -57,12 +64,15 @@ class Reward(AbstractContextManager["Reward"]):
             RuntimeError: if it raised on every sample of `BROKEN_AFTER` problems in a row; the last error is the cause.
         """
         chat = not isinstance(row["prompt"], str)
-        self._function.group_size = lambda: len(samples)
+        self._team.join(group_size=len(samples))  # a trainer may have used the function in between
         rewards = self._function(
             prompts=[row["prompt"]] * len(samples),
             completions=[[{"role": "assistant", "content": one.text}] if chat else one.text for one in samples],
             completion_ids=[one.token_ids for one in samples],
             **{name: [value] * len(samples) for name, value in row.items() if name != "prompt"},
+            trainer_state=TrainerState(),
+            log_extra=_not_logged,
+            log_metric=_not_logged,
         )
         raise_mistakes([self._function])
         self._raised = self._raised + 1 if all(self._function.raised) else 0
@@ -74,7 +84,12 @@ class Reward(AbstractContextManager["Reward"]):
         return rewards
 
     def __exit__(self, *exception: object) -> None:
-        self.runner.close()
+        for runner in self._own:
+            runner.close()
+
+
+def _not_logged(*arguments: Any) -> None:
+    """In place of TRL's `log_extra` and `log_metric`."""
 
 
 def scored_samples(
@@ -121,12 +136,16 @@ def evaluate(
             global random state are unchanged afterwards.
         tokenizer: its tokenizer.
         dataset: rows with a `prompt`; the other columns go to the reward function, as in TRL.
-        reward_func: a reward function of any form, or a `RewardRunner` with one function.
+        reward_func: see `Reward`.
         k: the k of pass@k; at most `num_samples`.
         batch_size: number of rows that are sampled together; the samples depend on it.
-        sampling: `num_samples`, `temperature`, `max_new_tokens` and `seed`; see `Sampler.sample`.
+        sampling: `num_samples`, `temperature`, `max_completion_length` and `seed`; see `Sampler.sample`.
+    Raises:
+        ValueError: if there are several reward functions, or if one needs a column that does not exist.
     """
     with Reward(reward_func) as reward:
+        if len(dataset):
+            reward.check_columns(list(dataset[0]))
         rows = dict(scored_samples(LocalSampler(model, tokenizer, batch_size), dataset, reward, **sampling))
     return figures_of([row["samples"] for row in rows.values()], k)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 Prompt = str | list[dict[str, str]]
 Drawn = tuple[int, list[list[int]]]  # index of a prompt, token ids of its completions
+MAX_COMPLETION_LENGTH = 2048  # tokens; the paper's
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class SampledCompletion:
     Attributes:
         text: without special tokens.
         token_ids: up to and including the first end token.
-        truncated: True = it reached `max_new_tokens` without an end token.
+        truncated: True = it reached `max_completion_length` without an end token.
     """
 
     text: str
@@ -41,7 +42,7 @@ class Draw:
     Args:
         num_samples: S.
         temperature: 0 = greedy decoding, with one sample.
-        max_new_tokens: limit of a completion; one number, or one for each prompt.
+        max_completion_length: limit of a completion in tokens; one number, or one for each prompt.
         seed: of all random numbers.
     Raises:
         ValueError: if the numbers do not fit together.
@@ -49,7 +50,7 @@ class Draw:
 
     num_samples: int
     temperature: float
-    max_new_tokens: int | Sequence[int]
+    max_completion_length: int | Sequence[int]
     seed: int
 
     def __post_init__(self) -> None:
@@ -61,7 +62,8 @@ class Draw:
 
     def room(self, index: int) -> int:
         """Returns the limit of tokens for completions of the prompt with this index."""
-        return self.max_new_tokens if isinstance(self.max_new_tokens, int) else self.max_new_tokens[index]
+        most = self.max_completion_length
+        return most if isinstance(most, int) else most[index]
 
     def stream(self, number: int) -> int:
         """Returns the seed of one batch or request; streams of neighbouring seeds or numbers are independent."""
@@ -86,7 +88,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         *,
         num_samples: int = 1,
         temperature: float = 1.0,
-        max_new_tokens: int = 256,
+        max_completion_length: int = MAX_COMPLETION_LENGTH,
         seed: int = 0,
         done: Collection[int] = (),
     ) -> Iterator[tuple[int, list[SampledCompletion]]]:
@@ -96,7 +98,7 @@ class Sampler(AbstractContextManager["Sampler"]):
             prompts: P texts or conversations.
             num_samples: S.
             temperature: 0 = greedy decoding, with one sample.
-            max_new_tokens: limit of a completion.
+            max_completion_length: limit of a completion in tokens.
             seed: of all random numbers.
             done: indices of prompts that are not needed any more. The samples of the other prompts do not depend on it,
                 so an interrupted run continues with all prompts and the indices that it has.
@@ -104,7 +106,7 @@ class Sampler(AbstractContextManager["Sampler"]):
             An iterator over the index of a prompt and its S completions.
         """
         ids = [prompt_ids(prompt, self.tokenizer) for prompt in prompts]
-        return self.continuations(ids, Draw(num_samples, temperature, max_new_tokens, seed), done=done)
+        return self.continuations(ids, Draw(num_samples, temperature, max_completion_length, seed), done=done)
 
     def continuations(
         self, prefixes: Sequence[Sequence[int]], draw: Draw, *, done: Collection[int] = ()

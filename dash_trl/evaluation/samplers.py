@@ -46,7 +46,7 @@ class LocalSampler(Sampler):
             batch = rows[start : start + self.batch_size]
             if left.isdisjoint(batch):
                 continue
-            longest = replace(draw, max_new_tokens=max(map(draw.room, batch)))
+            longest = replace(draw, max_completion_length=max(map(draw.room, batch)))
             for index, ids in zip(batch, self._generate([prompts[i] for i in batch], longest, number), strict=True):
                 if index in left:
                     drawn[index].append(ids[: draw.room(index)])
@@ -70,7 +70,7 @@ class LocalSampler(Sampler):
                 attention_mask=torch.tensor(
                     [[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], device=device
                 ),
-                max_new_tokens=draw.max_new_tokens,
+                max_new_tokens=draw.max_completion_length,
                 repetition_penalty=1.0,
                 pad_token_id=pad,
                 eos_token_id=ends,
@@ -209,7 +209,7 @@ def open_sampler(
     """Returns a sampler of a model, which is a context manager::
 
         with open_sampler("Qwen/Qwen2.5-0.5B-Instruct", server_urls=["http://127.0.0.1:8000"]) as sampler:
-            for index, samples in sampler.sample(prompts, num_samples=16, max_new_tokens=1024):
+            for index, samples in sampler.sample(prompts, num_samples=16, max_completion_length=1024):
                 ...
 
     Args:

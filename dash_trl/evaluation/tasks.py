@@ -23,13 +23,13 @@ from transformers import HfArgumentParser
 from dash_trl.data import has_tests, load_code_dataset, load_math_dataset, select_split
 from dash_trl.evaluation.checkpoint import TOY, Checkpoint
 from dash_trl.evaluation.reward import Reward
-from dash_trl.evaluation.sampler import Sampler
+from dash_trl.evaluation.sampler import MAX_COMPLETION_LENGTH, Sampler
 from dash_trl.evaluation.samplers import BATCH_SIZE, open_sampler
 from dash_trl.rewards import DEFAULT_NAME, CodeReward, MathAccuracyReward, load_reward
 from dash_trl.sampling import WEIGHT_DIR
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_model
 
-MAX_COMPLETION_LENGTH, TOY_LENGTH = 2048, 64  # in tokens; the first is the paper's
+TOY_LENGTH = 64  # in tokens
 
 
 @dataclass

@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from dash_trl.rewards.early import EarlyRewards, arrivals, reward_rows
     from dash_trl.rewards.failures import FailureWatch, WatchedReward, failed_rows, raise_mistakes, unscored, watch
     from dash_trl.rewards.format import FormatReward
-    from dash_trl.rewards.forms import DEFAULT_NAME, RewardForm, Score, form_of, load_reward, read_score
+    from dash_trl.rewards.forms import (
+        DEFAULT_NAME,
+        RewardForm,
+        Score,
+        form_of,
+        load_from_file,
+        load_reward,
+        read_score,
+    )
     from dash_trl.rewards.judge import JudgeError, JudgeReward
     from dash_trl.rewards.math import MathAccuracyReward, completion_text
     from dash_trl.rewards.runner import RewardRunner, RewardTeam, unpack

@@ -224,8 +224,6 @@ def form_of(function: Any) -> RewardForm:
 def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
     """Loads a reward from a Python file: a function of any form, an object or its class, or a `RewardRunner`.
 
-    Worker processes get it by value: they need not be able to import the file.
-
     Args:
         path: the Python file.
         name: the name that the file gives to the reward.
@@ -234,25 +232,46 @@ def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
         What the file calls `name`.
 
     Raises:
+        ValueError: see `load_from_file`.
+    """
+    (reward,) = load_from_file(path, [name], "reward")
+    return reward
+
+
+def load_from_file(path: str | Path, names: Sequence[str], what: str) -> list[Any]:
+    """Loads objects from a Python file by their names, for the options `<what>_path` and `<what>_name`.
+
+    Worker processes get it by value: they need not be able to import the file.
+
+    Args:
+        path: the Python file.
+        names: their names in the file.
+        what: the first part of the options' names, for errors.
+
+    Returns:
+        One object per name.
+
+    Raises:
         ValueError: there is no such file or name, or the file raises an exception when it is run.
     """
     file = Path(path).expanduser()
-    spec = importlib.util.spec_from_file_location(f"reward_file_{file.stem}", file)
+    spec = importlib.util.spec_from_file_location(f"{what}_file_{file.stem}", file)
     if not file.is_file() or spec is None or spec.loader is None:
-        raise ValueError(f"reward_path={str(path)!r} is no Python file, looked for at {file.absolute()}.")
+        raise ValueError(f"{what}_path={str(path)!r} is no Python file, looked for at {file.absolute()}.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(file.parent.absolute()))  # as for a script, so that it can import the files beside it
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"reward_path={str(path)!r} fails when it is run: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{what}_path={str(path)!r} fails when it is run: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(str(file.parent.absolute()))
-    if not hasattr(module, name):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == spec.name]
-        raise ValueError(
-            f"{str(path)!r} defines no {name!r}; it has {own[:5]}. Name the function or class with reward_name."
-        )
+    for name in names:
+        if not hasattr(module, name):
+            own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == spec.name]
+            raise ValueError(
+                f"{str(path)!r} defines no {name!r}; it has {own[:5]}. Name the function or class with {what}_name."
+            )
     cloudpickle.register_pickle_by_value(module)
-    return getattr(module, name)
+    return [getattr(module, name) for name in names]

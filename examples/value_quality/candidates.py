@@ -1,4 +1,4 @@
-"""Finds value estimators by name, by import path and in checkpoints, and measures them.
+"""Finds value estimators by name, in a Python file and in checkpoints, and measures them.
 
 An estimator is called as in training, by `(requests, trainer)`. A `stage` takes the place of the trainer. It has the
 model, and everything else that the estimators of `dash_trl` use of a trainer.
@@ -6,8 +6,6 @@ model, and everything else that the estimators of `dash_trl` use of a trainer.
 
 import copy
 import math
-import pkgutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from dash_trl.distributed import Ranks
 from dash_trl.process_rewards import FEATURES, MonteCarloValue, OutcomeValue, ServerValue, ValueRequest, checked_values
+from dash_trl.rewards import load_from_file
 from dash_trl.rollout import STATES, load_states
 from dash_trl.update import evaluating
 from examples.value_quality.figures import ceiling, figures_of
@@ -74,33 +73,40 @@ class Candidate:
             yield f"{self.name}, {size:,} rollouts", value
 
 
-def imported(path: str) -> Any:
-    """Imports an estimator; a class is called without arguments.
+def of_file(path: str, names: Sequence[str]) -> list[tuple[str, Any]]:
+    """Loads estimators from a Python file; a class is called without arguments.
 
     Args:
-        path: as `module.name`; the working directory is searched, too.
+        path: the Python file.
+        names: of the estimators in it.
+    Returns:
+        For each, its name in the table and the estimator.
     Raises:
-        ValueError: if it does not exist, its module fails, or it cannot be measured here.
+        ValueError: if there is none, the file fails, or its estimator cannot be measured here.
     """
-    sys.path.insert(0, str(Path.cwd()))
+    return [
+        (f"{Path(path).stem}.{name}", _checked(f"value_name={name!r} of {path}", value))
+        for name, value in zip(names, load_from_file(path, names, "value"), strict=True)
+    ]
+
+
+def _checked(name: str, value: Any) -> Any:
     try:
-        value = pkgutil.resolve_name(path)
         value = value() if isinstance(value, type) else value
     except Exception as error:
         raise ValueError(
-            f"value_path={path!r} gives no estimator ({type(error).__name__}: {error}). Write it as module.name; the "
-            f"module must be in {Path.cwd()} or installed, and a class is called without arguments."
+            f"{name} is a class that cannot be called without arguments ({type(error).__name__}: {error}): name an "
+            "object of it."
         ) from error
     if not callable(value):
         raise ValueError(
-            f"value_path={path!r} is {value!r}, which cannot estimate V(prefix): name, as module.name, a function or "
-            "an instance that takes (requests, trainer), or its class."
+            f"{name} is {value!r}, which cannot estimate V(prefix): name an object or a function that takes "
+            "(requests, trainer), or a class of them."
         )
     if isinstance(value, MonteCarloValue | ServerValue):
         raise ValueError(
-            f"value_path={path!r} is a {type(value).__name__}, which samples or scores by its trainer, but there is no "
-            "trainer here. MonteCarloValue would be the truth itself; ServerValue has the same values as --values "
-            "answer."
+            f"{name} is a {type(value).__name__}, which samples or scores by its trainer, but there is no trainer "
+            "here. MonteCarloValue would be the truth itself; ServerValue has the same values as --value answer."
         )
     return value
 

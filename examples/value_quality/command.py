@@ -23,7 +23,7 @@ from typing import Any
 
 from dash_trl.evaluation import Checkpoint, Draw, TaskArguments, check_shapes, command_parser, model_of, prompt_ids
 from dash_trl.process_rewards import EPISODE_MARKERS, AnswerLogProbValue, OutcomeValue, Segmenter, line_starts
-from examples.value_quality.candidates import Candidate, imported, measure, saved
+from examples.value_quality.candidates import Candidate, measure, of_file, saved
 from examples.value_quality.figures import plot, table
 from examples.value_quality.study import ANSWER, FIT_SAMPLES, Plan, check_files, choose, collect, logger
 
@@ -48,7 +48,7 @@ class ValueQualityArguments(TaskArguments):
         default_factory=lambda: [512],
         metadata={"help": f"Rollouts of other problems that values are fitted to, {FIT_SAMPLES} of each problem."},
     )
-    values: list[str] | None = field(
+    value: list[str] | None = field(
         default=None,
         metadata={
             "choices": list(VALUES),
@@ -61,8 +61,12 @@ class ValueQualityArguments(TaskArguments):
     checkpoint: str | None = field(
         default=None, metadata={"help": "Also the OutcomeValue of this checkpoint, as training had fitted it."}
     )
-    value_path: list[str] | None = field(
-        default=None, metadata={"help": "Also your own, as module.name; one that has `learn` is fitted like outcome."}
+    value_path: str | None = field(
+        default=None,
+        metadata={"help": "Also your own, of this Python file; one that has `learn` is fitted like outcome."},
+    )
+    value_name: list[str] | None = field(
+        default=None, metadata={"help": "What they are called there: functions, objects or classes."}
     )
     markers: list[str] | None = field(
         default=None, metadata={"help": f"Texts that begin an episode, or {LINES!r}. Default: EPISODE_MARKERS."}
@@ -75,6 +79,11 @@ class ValueQualityArguments(TaskArguments):
         super().__post_init__()
         for count in (self.num_samples, self.num_rollouts):
             Draw(count, self.temperature, 1, self.seed)
+        if (self.value_path is None) != (self.value_name is None):
+            raise ValueError(
+                f"--value_path {self.value_path} with --value_name {self.value_name}: estimators of your own take "
+                "both, a Python file and their names in it."
+            )
 
     def segmentation(self, toy: bool) -> dict[str, Any]:
         """Returns the settings of `Segmenter`, as JSON.
@@ -97,7 +106,7 @@ class ValueQualityArguments(TaskArguments):
         Raises:
             ValueError: if an estimator does not exist, or needs answers that the data do not have.
         """
-        names = self.values or [name for name in VALUES if name != "answer" or ANSWER in columns or self.force_prompt]
+        names = self.value or [name for name in VALUES if name != "answer" or ANSWER in columns or self.force_prompt]
         entropies = self.backend == "transformers"  # as in training: vLLM reports log-probs only
         sizes = sorted(set(self.fit_rollouts))
         found = []
@@ -110,13 +119,12 @@ class ValueQualityArguments(TaskArguments):
             found.append(Candidate("outcome", OutcomeValue(num_windows=1), sizes, entropies))
         if self.checkpoint is not None:
             found.append(saved(self.checkpoint))
-        for path in self.value_path or ():
-            value = imported(path)
-            found.append(Candidate(path, value, sizes if hasattr(value, "learn") else (), entropies))
+        for name, value in of_file(self.value_path, self.value_name or ()) if self.value_path else ():
+            found.append(Candidate(name, value, sizes if hasattr(value, "learn") else (), entropies))
         for one in found:
             if getattr(one.value, "needs_answers", True) and ANSWER not in columns:
                 raise ValueError(
-                    f"{one.name} needs a problem's answer, but the columns are {list(columns)}: leave it out (--values "
+                    f"{one.name} needs a problem's answer, but the columns are {list(columns)}: leave it out (--value "
                     "outcome). If your own value needs no answers, give it an attribute, needs_answers = False."
                 )
         return found
