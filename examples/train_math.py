@@ -13,8 +13,9 @@
         --dataset_train_split 'train[100:]' --dataset_test_split 'train[:100]'        # a file is the one split train
 
 Every field of `MathArguments`, `DASHConfig` (hence of TRL's `GRPOConfig`) and TRL's `ModelConfig` is a flag and a YAML
-key; a flag wins over the file. The dataset is a hub name or a local path: GSM8K, MATH, or `prompt`/`answer` columns.
-Without a model and a dataset the toy model learns arithmetic; a flag that would have no effect is refused.
+key; a flag wins over the file. The dataset is a hub name or a local path: GSM8K, MATH, or `prompt`/`answer` columns (or
+others: --problem_column, --answer_column). Without a model and a dataset the toy model learns arithmetic; a flag that
+would have no effect is refused.
 """
 
 import logging
@@ -153,7 +154,7 @@ def check_effects(script: MathArguments, args: Any, model_args: ModelConfig) -> 
             "Qwen/Qwen2.5-0.5B-Instruct and openai/gsm8k (with --dataset_config main), or a local path; without both, "
             "the toy model learns arithmetic."
         )
-    own = ("dataset_config", "dataset_train_split", "dataset_test_split", "prompt_template")
+    own = {one.name for one in fields(MathArguments)} - {"dataset_name", "reward_path", "reward_name", "time_limit"}
     changed = [one.name for one in fields(script) if one.name in own and getattr(script, one.name) != one.default]
     if model is None and changed:
         raise ValueError(

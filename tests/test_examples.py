@@ -230,6 +230,20 @@ def test_code_on_problems_of_ones_own(own_folder, task):
     assert right == 1.0 and wrong < 1.0
 
 
+@pytest.mark.parametrize(
+    ("row", "named", "expected"),
+    [
+        ({"q": "1+1", "gold": "2", "test": "none"}, ["--answer_column", "gold"], {"prompt": "1+1", "answer": "2"}),
+        ({"q": "f", "tests": ["assert f()"]}, [], {"prompt": "f", "tests": ["assert f()"], "entry_point": None}),
+    ],
+)
+def test_columns_have_flags(own_folder, row, named, expected):
+    Path("odd.jsonl").write_text(json.dumps(row) + "\n")
+    flags = ["--dataset_name", "odd.jsonl", "--problem_column", "q", "--prompt_template", "plain", *named]
+    (script,) = TrlParser(MathArguments).parse_args_and_config(flags)
+    assert script.problems(chat=False, split="train").to_list() == [expected]
+
+
 JUDGED = """
 import sys
 
