@@ -59,7 +59,7 @@ class Judged(Mathematics):
         for name in ("judge_url", "judge_template"):
             if (value := getattr(self.script, name)) is not None:
                 raise ValueError(f"{name}={value!r} has no effect without --judge_model: add it, or remove {name}.")
-        if self.script.dataset_name is not None:
+        if not self.script.is_toy:
             raise ValueError(
                 f"dataset_name={self.script.dataset_name!r} is given, but no judge. Add --judge_model, and --judge_url "
                 "where it is not OpenAI's; without a model and a data set, a rule takes the judge's place."

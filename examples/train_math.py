@@ -14,8 +14,8 @@
 
 Every field of `MathArguments`, `DASHConfig` (hence of TRL's `GRPOConfig`) and TRL's `ModelConfig` is a flag and a YAML
 key; a flag wins over the file. The dataset is a hub name or a local path: GSM8K, MATH, or `prompt`/`answer` columns (or
-others: --problem_column, --answer_column). Without a model and a dataset the toy model learns arithmetic; a flag that
-would have no effect is refused.
+others: --problem_column, --answer_column). Without a model and a dataset the toy model learns arithmetic; `toy` names
+that model, or its problems. A flag that would have no effect is refused.
 """
 
 import logging
@@ -30,7 +30,7 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from dash_trl import CodeReward, DASHConfig, DASHTrainer, MathAccuracyReward, RewardRunner
 from dash_trl.checks import check_model
-from dash_trl.evaluation import Task, accuracy
+from dash_trl.evaluation import TOY, Task, accuracy
 from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback, plot_run
 from dash_trl.rewards import load_reward
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_defaults, toy_model
@@ -47,6 +47,10 @@ class MathArguments(Task):
         default=None,
         metadata={"help": "Stop after so many seconds of training, those before a resumed checkpoint included."},
     )
+
+    @property
+    def is_toy(self) -> bool:
+        return self.dataset_name in (None, TOY)
 
 
 class Mathematics:
@@ -73,7 +77,7 @@ class Mathematics:
     def reward(self) -> Any:
         if self.script.reward_path is not None:
             return load_reward(self.script.reward_path, self.script.reward_name)
-        if self.script.dataset_name is None:
+        if self.script.is_toy:
             reward = self.toy_reward
         else:
             reward = CodeReward() if self.script.has_tests else MathAccuracyReward()
@@ -95,7 +99,7 @@ def main(
     check_effects(script, args, model_args)
     task = make_task(script)
     timer = TimeLimitCallback(script.time_limit)
-    if model_args.model_name_or_path is None:
+    if is_toy(model_args):
         with args.main_process_first(local=False, desc="warm-up of the toy model"):
             model_args.model_name_or_path = task.toy_model(progress=args.should_save)
     with_model_arguments(args, model_args)
@@ -125,7 +129,7 @@ def main(
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(RewardProgressCallback)
 
-    train_and_measure(trainer, tokenizer, task, args.max_completion_length, measured=script.dataset_name is None)
+    train_and_measure(trainer, tokenizer, task, args.max_completion_length, measured=script.is_toy)
     if args.should_save:
         print(f"metrics: {metrics}\nmodel:   {args.output_dir}")
         try:
@@ -136,30 +140,34 @@ def main(
 
 
 def parse(argv: Sequence[str], types: Sequence[Any], without_model: dict[str, Any]) -> tuple[Any, ...]:
-    """One instance of each dataclass. Without a model, other settings are the defaults."""
+    """One instance of each dataclass. For the toy model, other settings are the defaults."""
     model_args, _ = TrlParser(ModelConfig).parse_args_and_config(argv, return_remaining_strings=True)
     parser = TrlParser(types)
     # Every step on the bar, in the metrics file and in the plot; TRL's default is every tenth.
-    defaults = {"logging_steps": 1} | ({} if model_args.model_name_or_path else without_model)
+    defaults = {"logging_steps": 1} | (without_model if is_toy(model_args) else {})
     parser.set_defaults_with_config(**defaults)
     return parser.parse_args_and_config(argv)
+
+
+def is_toy(model_args: ModelConfig) -> bool:
+    return model_args.model_name_or_path in (None, TOY)
 
 
 def check_effects(script: MathArguments, args: Any, model_args: ModelConfig) -> None:
     """Refuse half a task, and options of what is not used."""
     model, dataset = model_args.model_name_or_path, script.dataset_name
-    if (model is None) != (dataset is None):
+    if (model is None) != (dataset is None) and TOY not in (model, dataset):
         raise ValueError(
             f"model_name_or_path={model!r} with dataset_name={dataset!r}: give both, each a hub name such as "
             "Qwen/Qwen2.5-0.5B-Instruct and openai/gsm8k (with --dataset_config main), or a local path; without both, "
-            "the toy model learns arithmetic."
+            f"the toy model learns arithmetic, and {TOY!r} names it and its problems."
         )
     own = {one.name for one in fields(MathArguments)} - {"dataset_name", "reward_path", "reward_name", "time_limit"}
     changed = [one.name for one in fields(script) if one.name in own and getattr(script, one.name) != one.default]
-    if model is None and changed:
+    if script.is_toy and changed:
         raise ValueError(
-            f"{changed} have no effect without --model_name_or_path and --dataset_name: the toy model learns "
-            "arithmetic of its own. Add these two, or remove them."
+            f"{changed} have no effect without --model_name_or_path and --dataset_name of your own: the toy problems "
+            "are as they are. Add these two, or remove them."
         )
     if (args.do_eval or "dataset_test_split" in changed) and not evaluates(args):
         raise ValueError(
@@ -175,7 +183,7 @@ def evaluates(args: Any) -> bool:
 def load_problems(task: Mathematics, args: Any, tokenizer: Any, completion: bool = False) -> tuple[Any, Any]:
     """For training; for the evaluation, or None. With solutions by humans, if asked for."""
     script = task.script
-    if script.dataset_name is None:
+    if script.is_toy:
         evaluation = task.toy_problems("test", completion=completion) if evaluates(args) else None
         return task.toy_problems("train", seed=args.seed, completion=completion), evaluation
     chat = tokenizer.chat_template is not None

@@ -144,7 +144,7 @@ def test_process_rewards_on_the_toy_task_with_a_reward_of_one_s_own(own_rewards,
 
 def process_callback(*arguments: str) -> object:
     own = TrlParser(ProcessArguments).parse_args_and_config(list(arguments))
-    (callback,) = make_callbacks(SimpleNamespace(dataset_name=None), *own)
+    (callback,) = make_callbacks(MathArguments(), *own)
     return callback
 
 
@@ -273,7 +273,7 @@ def test_a_judge_teaches_the_toy_task_to_two_ranks(tmp_path):
 # ------------------------------------------------------------------------------------------------------ mistakes
 
 MODEL, DATA = ["--model_name_or_path", "./nowhere"], ["--dataset_name", "own.jsonl"]
-THERE = ["--model_name_or_path", "model"]
+THERE, TOY = ["--model_name_or_path", "model"], ["--model_name_or_path", "toy"]
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,10 @@ THERE = ["--model_name_or_path", "model"]
         (Mathematics, ["--model_name=./nowhere"], "give both"),
         (Mathematics, ["--config", "model.yaml"], "give both"),
         (Mathematics, DATA, "model_name_or_path=None with dataset_name='own.jsonl': give both"),
+        (Mathematics, [*TOY, *DATA, "--reward_path", "nowhere.py"], "nowhere.py' is no Python file"),
+        (Mathematics, [*MODEL, "--dataset_name", "toy"], "model='./nowhere' cannot be loaded"),
         # options without effect
+        (Mathematics, ["--dataset_name", "toy", "--prompt_template", "plain"], r"\['prompt_template'\] have no effect"),
         (
             Mathematics,
             ["--dataset_train_split", "trian"],
@@ -324,7 +327,7 @@ def test_mistakes(own_folder, monkeypatch, task, arguments, message):
     Path("misspelt.yaml").write_text("model-name-or-path: model\n")
     Path("list.yaml").write_text("- max_steps: 2\n")
     Path("untested.jsonl").write_text(json.dumps({"text": "Add one.", "test_list": []}) + "\n")
-    monkeypatch.setattr(train_math, "toy_model", None)
+    monkeypatch.setattr(train_math, "toy_model", None if "toy" not in arguments else lambda **_: "model")
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=message):

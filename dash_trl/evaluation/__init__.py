@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.evaluation.checkpoint import Checkpoint
+    from dash_trl.evaluation.checkpoint import TOY, Checkpoint
     from dash_trl.evaluation.command import EvaluationArguments, evaluate_models, main
     from dash_trl.evaluation.figures import CORRECT_ABOVE, bootstrap_interval, figures_of, pass_at_k
     from dash_trl.evaluation.records import Records
