@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from dash_trl import CodeReward, DASHConfig, DASHTrainer, MathAccuracyReward, RewardRunner
+from dash_trl.checkpoints import checkpoint_to_resume
 from dash_trl.checks import check_model
 from dash_trl.evaluation import TOY, Task, accuracy
 from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback, plot_run
@@ -146,7 +147,9 @@ def parse(argv: Sequence[str], types: Sequence[Any], without_model: dict[str, An
     # Every step on the bar, in the metrics file and in the plot; TRL's default is every tenth.
     defaults = {"logging_steps": 1} | (without_model if is_toy(model_args) else {})
     parser.set_defaults_with_config(**defaults)
-    return parser.parse_args_and_config(argv)
+    script, args, *others = parser.parse_args_and_config(argv)
+    args.resume_from_checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir)
+    return script, args, *others
 
 
 def is_toy(model_args: ModelConfig) -> bool:

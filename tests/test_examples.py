@@ -129,7 +129,7 @@ def test_own_problems_and_reward_from_yaml_with_lora(own_rewards):
     main("train_math", "--config", "run.yaml", "--max_steps", 1, "--learning_rate", 1e-3)
     (step,) = steps(Path("run"))
     assert 0 < step["rewards/compute_score/mean"] < 3 and Path("run", "adapter_config.json").exists()
-    main("train_math", "--config", "run.yaml", "--max_steps", 2, "--resume_from_checkpoint", "run/checkpoint-1")
+    main("train_math", "--config", "run.yaml", "--max_steps", 2, "--resume_from_checkpoint", "true")
     assert Path("run", "checkpoint-2").exists()
 
 
@@ -301,6 +301,7 @@ THERE, TOY = ["--model_name_or_path", "model"], ["--model_name_or_path", "toy"]
             "no effect, since nothing is evaluated: add --ev",
         ),
         (Mathematics, [*MODEL, *DATA, "--do_eval"], "no effect, since nothing is evaluated"),
+        (Mathematics, ["--resume_from_checkpoint", "true"], "resume_from_checkpoint='true' names no checkpoint: '/"),
         # the YAML file, by TRL
         (Mathematics, ["--config", "misspelt.yaml"], "Unknown arguments .*--model-name-or-path"),
         (Mathematics, ["--config", "list.yaml"], "list.yaml must contain a YAML mapping"),
