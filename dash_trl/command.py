@@ -6,12 +6,14 @@
     dash_trl serve MODEL --servers 2             python -m dash_trl.serve
     dash_trl eval MODEL                          python -m dash_trl.evaluation
 
-`dash_trl COMMAND --help` lists the flags of a command. `train` and `sft` are launched by accelerate and take, beside
-their own flags, --accelerate_config (ddp, zero2, zero3, zero3_offload, fsdp2, single_process, cpu, or a file),
---num_processes, --gpu_ids, --num_machines, --machine_rank, --main_process_ip and --main_process_port.
+`dash_trl COMMAND --help` lists the flags of a command (`train` and `sft`: the most used; --help_all
+lists all). These two are launched by accelerate and take, beside their own flags, --accelerate_config (ddp, zero2,
+zero3, zero3_offload, fsdp2, single_process, cpu, or a file), --num_processes (default: all GPUs of this machine, unless
+the file says otherwise), --gpu_ids, --num_machines, --machine_rank, --main_process_ip and --main_process_port.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,9 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def launch(script: str, flags: Sequence[str]) -> None:
     """`accelerate launch` of a script of examples/, in processes of its own; ends this one if it fails."""
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # --quiet: the script's own error comes last, not the launcher's.
-    launch_command(launch_command_parser().parse_args(["--quiet", *launch_arguments(script, flags)]))
+    # The script's own error comes last, not the launcher's: --quiet if it has one process, else what it has recorded.
+    try:
+        launch_command(launch_command_parser().parse_args(["--quiet", *launch_arguments(script, flags)]))
+    except ChildFailedError as error:
+        sys.exit(str(error))
 
 
 def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:
@@ -68,6 +74,8 @@ def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:
     own = vars(known)
     if (config := own.pop("accelerate_config", None)) is not None:
         own = {"config_file": accelerate_config(config), **own}
+        if not {"num_processes", "num_machines"} & own.keys():
+            own |= processes(own["config_file"], own.get("gpu_ids"))
     return [
         *(part for name, value in own.items() for part in (f"--{name}", value)),
         str(files("examples") / script),
@@ -83,6 +91,19 @@ def accelerate_config(config: str) -> str:
             return str(path)
     names = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
     raise ValueError(f"accelerate_config={config!r} is neither a file nor one of {names}.")
+
+
+def processes(config_file: str, gpu_ids: str | None) -> dict[str, str]:
+    """A process for each GPU, as a flag, if the configuration of accelerate leaves their number open."""
+    import torch
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(config_file)
+    if config.num_processes != -1 or config.num_machines > 1:
+        return {}
+    ids = gpu_ids or config.gpu_ids or "all"
+    # Without a GPU, one process says so.
+    return {"num_processes": str(max(torch.cuda.device_count(), 1) if ids == "all" else len(ids.split(",")))}
 
 
 def files(folder: str) -> Path:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from torch.distributed.elastic.multiprocessing.errors import record
 from train_code import TASKS, task_of
 from train_math import (
     MathArguments,
@@ -143,4 +144,4 @@ def check_completions(rows: Dataset, tokenizer: Any, args: SupervisedConfig) -> 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    record(main)(sys.argv[1:])  # where several processes are launched, the launcher ends with the error of the first

@@ -2,7 +2,7 @@
 
     accelerate launch examples/train_code.py                   # no arguments: a tiny model writes one-line functions
 
-    accelerate launch --config_file accelerate_configs/ddp.yaml examples/train_code.py \\
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4 examples/train_code.py \\
         --model_name_or_path Qwen/Qwen2.5-Coder-0.5B-Instruct --dataset_name google-research-datasets/mbpp \\
         --use_vllm --vllm_mode colocate --output_dir outputs/mbpp
 

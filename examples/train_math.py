@@ -2,7 +2,7 @@
 
     accelerate launch examples/train_math.py                   # no arguments: a tiny model learns arithmetic, offline
 
-    accelerate launch --config_file accelerate_configs/ddp.yaml examples/train_math.py \
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4 examples/train_math.py \
         --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name openai/gsm8k --dataset_config main \
         --use_vllm --vllm_mode colocate --output_dir outputs/gsm8k
 
@@ -20,11 +20,14 @@ that model, or its problems. A flag that would have no effect is refused.
 
 import logging
 import sys
+from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
@@ -36,6 +39,22 @@ from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback, Tim
 from dash_trl.rewards import load_reward
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_defaults, toy_model
 
+# Of the fields of TRL and Transformers, those that --help shows.
+HELP = (
+    *(
+        "model_name_or_path",
+        "attn_implementation",
+        "use_peft",
+        "lora_r",
+        "output_dir",
+        "resume_from_checkpoint",
+        "seed",
+    ),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_generations"),
+    *("max_completion_length", "temperature", "beta", "num_iterations", "learning_rate", "max_steps"),
+    *("num_train_epochs", "use_vllm", "vllm_mode", "use_cpu", "bf16", "gradient_checkpointing", "report_to"),
+    *("logging_steps", "log_completions", "eval_strategy", "save_strategy", "save_steps"),
+)
 PATIENCE = 120.0  # seconds for a program; the sandbox ends it in one minute
 
 
@@ -142,14 +161,26 @@ def main(
 
 def parse(argv: Sequence[str], types: Sequence[Any], without_model: dict[str, Any]) -> tuple[Any, ...]:
     """One instance of each dataclass. For the toy model, other settings are the defaults."""
-    model_args, _ = TrlParser(ModelConfig).parse_args_and_config(argv, return_remaining_strings=True)
-    parser = TrlParser(types)
+    model_args, _ = TrlParser(ModelConfig, add_help=False).parse_args_and_config(argv, return_remaining_strings=True)
+    parser = TrlParser(types, epilog="--help_all shows all flags: those of TRL and Transformers, too.")
+    parser.add_argument("--help_all", action="help", help="Show all flags and exit.")
+    if "--help_all" not in argv:
+        shorten_help(parser, types)
     # Every step on the bar, in the metrics file and in the plot; TRL's default is every tenth.
     defaults = {"logging_steps": 1} | (without_model if is_toy(model_args) else {})
     parser.set_defaults_with_config(**defaults)
     script, args, *others = parser.parse_args_and_config(argv)
     args.resume_from_checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir)
     return script, args, *others
+
+
+def shorten_help(parser: TrlParser, types: Sequence[Any]) -> None:
+    """Hides the flags that TRL and Transformers define, but for those of `HELP`."""
+    ours = [kind for one in types for kind in one.__mro__ if not kind.__module__.startswith(("trl.", "transformers."))]
+    shown = {"help", "help_all", *HELP}.union(*map(get_annotations, ours))
+    for action in parser._actions:
+        if action.dest not in shown:
+            action.help = SUPPRESS
 
 
 def is_toy(model_args: ModelConfig) -> bool:
@@ -244,4 +275,4 @@ def measure(trainer: Any, tokenizer: Any, task: Mathematics, max_new_tokens: int
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    record(main)(sys.argv[1:])  # where several processes are launched, the launcher ends with the error of the first

@@ -7,6 +7,8 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import fields
+from inspect import get_annotations
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -14,6 +16,7 @@ from unittest import mock
 import nbformat
 import pyarrow.parquet
 import pytest
+import sft
 import toy_tools
 import train_math
 import yaml
@@ -24,6 +27,7 @@ from train_math_process import ProcessArguments, make_callbacks
 from transformers import AutoTokenizer
 from trl import TrlParser
 
+from dash_trl import DASHConfig
 from dash_trl.evaluation import accuracy
 from dash_trl.process_rewards import OutcomeValue
 from dash_trl.rewards import load_reward
@@ -268,6 +272,20 @@ def test_a_judge_teaches_the_toy_task_to_two_ranks(tmp_path):
     assert len(kept) == 32 and all("<completion " in row["judge/prompt"] for row in kept)
     right = [row["judge/explanation"] == "Every step is right." for row in kept]
     assert any(right) and right == [row["judge"] == 1.0 for row in kept]
+
+
+@pytest.mark.parametrize(("script", "config"), [(train_math, DASHConfig), (sft, sft.SupervisedConfig)])
+def test_the_help_is_short_and_names_the_flag_for_all(script, config, capsys):
+    shown = []
+    for flag in ("--help", "--help_all"):
+        with pytest.raises(SystemExit):
+            script.main([flag])
+        shown.append(capsys.readouterr().out)
+    short, whole = shown
+    ours = {one.name for one in fields(MathArguments)} | {*get_annotations(config), "model_name_or_path", "max_steps"}
+    assert all(f"--{name}" in short for name in ours)
+    assert "adam_beta1" in whole and "adam_beta1" not in short and len(short.splitlines()) < 300
+    assert short.splitlines()[-1].startswith("--help_all shows all flags")
 
 
 # ------------------------------------------------------------------------------------------------------ mistakes

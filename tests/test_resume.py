@@ -36,7 +36,7 @@ def test_the_checkpoint_that_is_named(tmp_path):
     assert checkpoint_to_resume(other, str(run)) == other
     assert {checkpoint_to_resume(value, str(run)) for value in (None, False, "False")} == {None}
     for value, looked in ((True, tmp_path), ("nowhere", "nowhere"), (str(run / "checkpoint-12"), "checkpoint-12")):
-        with pytest.raises(ValueError, match=f"={value!r} names no checkpoint: '/.*{looked}' has neither"):
+        with pytest.raises(ValueError, match=f"={value!r} names no checkpoint: '.*{looked}' has neither"):
             checkpoint_to_resume(value, str(tmp_path))
 
 
