@@ -1,5 +1,6 @@
 """Train with a judge: a language model behind an OpenAI-compatible server scores every completion.
 
+    pip install "dash_trl[judge]"                              # the client of openai; in a checkout: -e ".[judge]"
     accelerate launch examples/train_judge.py                  # no arguments: the toy model and a rule, offline
 
     accelerate launch examples/train_judge.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
