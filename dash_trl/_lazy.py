@@ -11,13 +11,15 @@ from typing import Any
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """`__getattr__`, `__dir__` and `__all__` of a package, from the imports below its `if TYPE_CHECKING:`.
 
-    Type checkers and readers see ordinary imports, and no name is listed twice.
+    Type checkers and readers see ordinary imports, and no name is listed twice. Names below a second
+    `if TYPE_CHECKING:` are for other rooms: they can be imported, but `__dir__` and `__all__` leave them out.
     """
     module = sys.modules[package]
     tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
-    (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    homes = {alias.name: str(node.module) for node in imports for alias in node.names}
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [[node for node in block.body if isinstance(node, ast.ImportFrom)] for block in blocks]
+    homes = {alias.name: str(node.module) for block in imports for node in block for alias in node.names}
+    for_users = {alias.name for node in imports[0] for alias in node.names}
 
     def get(name: str) -> Any:
         if name not in homes:
@@ -26,4 +28,4 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], l
         setattr(module, name, value)  # found at once the next time
         return value
 
-    return get, lambda: sorted({*vars(module), *homes}), sorted(homes)
+    return get, lambda: sorted(vars(module).keys() - homes | for_users), sorted(for_users)
