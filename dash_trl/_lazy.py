@@ -11,16 +11,18 @@ from typing import Any
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` of a package, from the imports under its `if TYPE_CHECKING:`.
 
-    Type checkers and readers see ordinary imports, and no name is written twice.
+    Type checkers and readers see ordinary imports, and no name is written twice. Names under a second
+    `if TYPE_CHECKING:` are for other rooms: they can be imported, but `__dir__` and `__all__` leave them out.
 
     Args:
         package: its `__name__`.
     """
     module = sys.modules[package]
     tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
-    (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    homes = {alias.name: str(node.module) for node in imports for alias in node.names}
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [[node for node in block.body if isinstance(node, ast.ImportFrom)] for block in blocks]
+    homes = {alias.name: str(node.module) for block in imports for node in block for alias in node.names}
+    for_users = {alias.name for node in imports[0] for alias in node.names}
 
     def get(name: str) -> Any:
         if name not in homes:
@@ -29,4 +31,4 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], l
         setattr(module, name, value)  # so that `__getattr__` is not called again for it
         return value
 
-    return get, lambda: sorted({*vars(module), *homes}), sorted(homes)
+    return get, lambda: sorted(vars(module).keys() - homes | for_users), sorted(for_users)

@@ -5,9 +5,12 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from dash_trl.callbacks import DASHCallback, restore_states, states_of
 from dash_trl.distributed import Ranks
@@ -25,6 +28,32 @@ from dash_trl.rollout import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | None:
+    """The checkpoint that `resume_from_checkpoint` names; None for a new run.
+
+    Args:
+        value: a checkpoint; a folder of checkpoints, for its last one; or true, for the last one in `output_dir`.
+    Raises:
+        ValueError: if there is none.
+    """
+    word = str(value).lower()
+    if word in ("none", "false"):
+        return None
+    folder = Path(output_dir if word == "true" else str(value)).expanduser()
+    # Transformers writes this file last: a folder without it is half a checkpoint.
+    found = [path.parent for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
+    steps = {int(number): str(one) for one in found if (number := one.name.rpartition("-")[2]).isdigit()}
+    if steps:
+        return steps[max(steps)]
+    if (folder / TRAINER_STATE_NAME).is_file():
+        return str(folder)
+    raise ValueError(
+        f"resume_from_checkpoint={value!r} names no checkpoint: {str(folder.absolute())!r} has neither a "
+        f"{TRAINER_STATE_NAME} nor a folder {PREFIX_CHECKPOINT_DIR}-N with one. Give a checkpoint, the output_dir of "
+        "the run, or true for this output_dir; or leave it out, to begin anew."
+    )
 
 
 class Checkpoints:

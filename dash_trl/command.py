@@ -6,12 +6,14 @@
     dash_trl serve MODEL --servers 2 runs python -m dash_trl.serve
     dash_trl eval MODEL runs python -m dash_trl.evaluation
 
-`dash_trl COMMAND --help` lists the flags of a command. accelerate launches `train` and `sft`. Beside their own flags
-they take --accelerate_config (ddp, zero2, zero3, zero3_offload, fsdp2, single_process, cpu, or a file),
---num_processes, --gpu_ids, --num_machines, --machine_rank, --main_process_ip and --main_process_port.
+`dash_trl COMMAND --help` lists the flags of a command; `train` and `sft` show the most used ones, and --help_all shows
+all. accelerate launches these two. Beside their own flags they take --accelerate_config (ddp, zero2, zero3,
+zero3_offload, fsdp2, single_process, cpu, or a file), --num_processes (default: all GPUs of this machine, unless the
+file has a number), --gpu_ids, --num_machines, --machine_rank, --main_process_ip and --main_process_port.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,9 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def launch(script: str, flags: Sequence[str]) -> None:
     """Runs a script of examples/ by `accelerate launch`, in new processes; ends this process if it fails."""
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # With --quiet, the last error shown is that of the script and not that of the launcher.
-    launch_command(launch_command_parser().parse_args(["--quiet", *launch_arguments(script, flags)]))
+    # The script's own error is shown last, not the launcher's: with one process because of --quiet, with several since
+    # torch has recorded it.
+    try:
+        launch_command(launch_command_parser().parse_args(["--quiet", *launch_arguments(script, flags)]))
+    except ChildFailedError as error:
+        sys.exit(str(error))
 
 
 def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:
@@ -71,6 +78,8 @@ def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:
     own = vars(known)
     if (config := own.pop("accelerate_config", None)) is not None:
         own = {"config_file": accelerate_config(config), **own}
+        if not {"num_processes", "num_machines"} & own.keys():
+            own |= processes(own["config_file"], own.get("gpu_ids"))
     return [
         *(part for name, value in own.items() for part in (f"--{name}", value)),
         str(files("examples") / script),
@@ -86,6 +95,19 @@ def accelerate_config(config: str) -> str:
             return str(path)
     names = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
     raise ValueError(f"accelerate_config={config!r} is neither a file nor one of {names}.")
+
+
+def processes(config_file: str, gpu_ids: str | None) -> dict[str, str]:
+    """A process for each GPU, as a flag, if the configuration of accelerate leaves their number open."""
+    import torch
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(config_file)
+    if config.num_processes != -1 or config.num_machines > 1:
+        return {}
+    ids = gpu_ids or config.gpu_ids or "all"
+    # Without a GPU, one process says so.
+    return {"num_processes": str(max(torch.cuda.device_count(), 1) if ids == "all" else len(ids.split(",")))}
 
 
 def files(folder: str) -> Path:

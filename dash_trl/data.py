@@ -80,6 +80,7 @@ PROGRAM_COLUMNS = ("completion", "code", "canonical_solution", "solution")
 SCRIPT_COLUMNS = ("tests", "test", "test_list")
 CONTEST_COLUMNS = ("public_tests", "private_tests", "generated_tests")
 TEST_COLUMNS = (*SCRIPT_COLUMNS, "inputs", "input_output", *CONTEST_COLUMNS)
+OPTIONS = ("problem", "answer")  # a column that the caller may name, with `problem_column` or `answer_column`
 READY = ("tests", "inputs")  # a data set with one of these columns is ready-made: its prompts stay unchanged
 SETUP_COLUMNS = ("test_setup_code", "test_imports")
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -158,6 +159,7 @@ def load_code_dataset(
     prompt_template: str | None = None,
     chat: bool = False,
     completion: bool = False,
+    problem_column: str | None = None,
 ) -> Dataset:
     r"""Loads programming problems with unit tests, for `DASHTrainer(train_dataset=...)` and `CodeReward`::
 
@@ -174,6 +176,7 @@ def load_code_dataset(
             a fenced block; but ready-made prompts, and HumanEval's without `chat`, stay unchanged.
         chat: see `load_math_dataset`.
         completion: add the solutions, for supervised fine-tuning; in a fence if the prompt asks for one.
+        problem_column: the column of the problems, if it is not one of `TEXT_COLUMNS`.
     Returns:
         A data set in the order of the source, with these columns:
 
@@ -189,7 +192,7 @@ def load_code_dataset(
     template = None if prompt_template is None else resolve_template(prompt_template)
     source = str(name_or_path)
     dataset = _load(source, config, split)
-    problems_from = _find_columns("problem", None, TEXT_COLUMNS, dataset, source)[0]
+    problems_from = _find_columns("problem", problem_column, TEXT_COLUMNS, dataset, source)[0]
     tests_from = _find_columns("tests", None, TEST_COLUMNS, dataset, source)
 
     where = " or ".join(map(repr, tests_from))
@@ -554,9 +557,10 @@ def _find_columns(what: str, wanted: str | None, known: Sequence[str], dataset: 
     names = known if wanted is None else [wanted.lower()]
     found = [by_lower_name[name] for name in names if name in by_lower_name]
     if not found:
+        remedy = f"Name the right one with {what}_column, or rename it." if what in OPTIONS else "Rename the right one."
         raise ValueError(
             f"{source!r} has no {what} column: looked for {list(names)}, but its columns are {dataset.column_names}. "
-            "Rename the right one."
+            f"{remedy}"
         )
     return found
 
@@ -606,6 +610,7 @@ def has_tests(name_or_path: str | Path, *, config: str | None = None) -> bool:
     if not tests and known.isdisjoint(ANSWER_COLUMNS):
         raise ValueError(
             f"{str(name_or_path)!r} has neither gold answers ({', '.join(ANSWER_COLUMNS)}) nor unit tests "
-            f"({', '.join(TEST_COLUMNS)}): its columns are {list(columns)}. Rename the right one."
+            f"({', '.join(TEST_COLUMNS)}): its columns are {list(columns)}. Name the column of the gold answers with "
+            "answer_column, or rename the right one."
         )
     return tests

@@ -11,7 +11,7 @@
 
 Every field of `SupervisedArguments`, TRL's `SFTConfig` and `ModelConfig` is a flag and a YAML key. The loss is only on
 the completions. Problems and prompts are those of `train_math.py` or, if there are tests, of `train_code.py`, so that
-all their models can be compared. `--dataset_name toy_code` selects the toy programs.
+all their models can be compared. `toy` names the toy model and its sums, `--dataset_name toy_code` the toy programs.
 """
 
 import logging
@@ -21,12 +21,22 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from train_code import TOY, task_of
-from train_math import MathArguments, check_effects, load_problems, parse, train_and_measure, with_model_arguments
+from torch.distributed.elastic.multiprocessing.errors import record
+from train_code import TASKS, task_of
+from train_math import (
+    MathArguments,
+    check_effects,
+    is_toy,
+    load_problems,
+    parse,
+    train_and_measure,
+    with_model_arguments,
+)
 from transformers import AutoTokenizer, ProgressCallback
 from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from dash_trl.checks import check_model
+from dash_trl.evaluation import TOY
 from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback
 from dash_trl.toy import toy_defaults
 
@@ -68,12 +78,12 @@ def main(argv: list[str]) -> None:
     script, args, model_args = parse(argv, types, supervised_defaults())
     check_arguments(script, args, model_args)
     with_model_arguments(args, model_args)
-    if model_args.model_name_or_path is not None:
+    if not is_toy(model_args):
         check_model(model_args.model_name_or_path, args)
-    name = script.dataset_name or (None if model_args.model_name_or_path else "toy")
+    name = script.dataset_name or (TOY if is_toy(model_args) else None)
     with args.main_process_first(local=False, desc="the dataset, and the toy model's warm-up"):
         task = task_of(replace(script, dataset_name=name))
-        if model_args.model_name_or_path is None:
+        if is_toy(model_args):
             model_args.model_name_or_path = task.toy_model(progress=args.should_save)
         completions = None if script.completions is None else Dataset.from_json(script.completions)
     tokenizer = AutoTokenizer.from_pretrained(
@@ -99,7 +109,7 @@ def main(argv: list[str]) -> None:
     if not args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(RewardProgressCallback)
-    train_and_measure(trainer, tokenizer, task, task.toy_defaults()["max_completion_length"], measured=name in TOY)
+    train_and_measure(trainer, tokenizer, task, task.toy_defaults()["max_completion_length"], measured=name in TASKS)
     if args.should_save:
         print(f"metrics: {metrics}\nmodel:   {args.output_dir}")
     trainer.accelerator.end_training()
@@ -107,9 +117,9 @@ def main(argv: list[str]) -> None:
 
 def check_arguments(script: SupervisedArguments, args: SupervisedConfig, model_args: ModelConfig) -> None:
     """Refuse what would be ignored."""
-    toy = model_args.model_name_or_path is None and script.dataset_name in TOY
+    toy = script.dataset_name in TASKS
     if script.completions is None:
-        check_effects(replace(script, dataset_name=None) if toy else script, args, model_args)
+        check_effects(replace(script, dataset_name=TOY) if toy else script, args, model_args)
     elif script.dataset_name is not None and not toy:  # a toy one says on what the model is measured
         raise ValueError(
             f"dataset_name={script.dataset_name!r} has no effect with completions={script.completions!r}: give one of "
@@ -133,4 +143,4 @@ def check_completions(rows: Dataset, tokenizer: Any, args: SupervisedConfig) -> 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    record(main)(sys.argv[1:])  # where several processes are launched, the launcher ends with the error of the first

@@ -2,7 +2,7 @@
 
     accelerate launch examples/train_code.py                   # no arguments: a tiny model writes one-line functions
 
-    accelerate launch --config_file accelerate_configs/ddp.yaml examples/train_code.py \\
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4 examples/train_code.py \\
         --model_name_or_path Qwen/Qwen2.5-Coder-0.5B-Instruct --dataset_name google-research-datasets/mbpp \\
         --use_vllm --vllm_mode colocate --output_dir outputs/mbpp
 
@@ -18,6 +18,7 @@ from toy_programs import PROGRAM_LESSONS, PROGRAM_WARM_UP, program_dataset
 from train_math import Mathematics, main
 
 from dash_trl import CodeReward
+from dash_trl.evaluation import TOY
 from dash_trl.toy import toy_defaults, toy_model
 
 
@@ -44,13 +45,13 @@ class Programming(Mathematics):
 
 
 # The data sets that come with the examples, by name.
-TOY: dict[str, type[Mathematics]] = {"toy": Mathematics, "toy_code": Programming}
+TASKS: dict[str, type[Mathematics]] = {TOY: Mathematics, "toy_code": Programming}
 
 
 def task_of(script: Any) -> Mathematics:
     """The task of a data set: a toy one, or by its columns. For `sft.py`."""
-    if script.dataset_name in TOY:
-        return TOY[script.dataset_name](replace(script, dataset_name=None))
+    if script.dataset_name in TASKS:
+        return TASKS[script.dataset_name](replace(script, dataset_name=TOY))
     return Mathematics(script)
 
 

@@ -1,5 +1,6 @@
 """Train with a judge: a language model behind an OpenAI-compatible server scores every completion.
 
+    pip install "dash_trl[judge]"                              # the client of openai; in a checkout: -e ".[judge]"
     accelerate launch examples/train_judge.py                  # no arguments: the toy model and a rule, offline
 
     accelerate launch examples/train_judge.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
@@ -60,7 +61,7 @@ class Judged(Mathematics):
         for name in ("judge_url", "judge_template"):
             if (value := getattr(self.script, name)) is not None:
                 raise ValueError(f"{name}={value!r} has no effect without --judge_model: add it, or remove {name}.")
-        if self.script.dataset_name is not None:
+        if not self.script.is_toy:
             raise ValueError(
                 f"dataset_name={self.script.dataset_name!r} is given, but no judge. Add --judge_model, and --judge_url "
                 "where it is not OpenAI's; without a model and a data set, a rule takes the judge's place."

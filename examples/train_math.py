@@ -2,7 +2,7 @@
 
     accelerate launch examples/train_math.py                   # no arguments: a tiny model learns arithmetic, offline
 
-    accelerate launch --config_file accelerate_configs/ddp.yaml examples/train_math.py \\
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4 examples/train_math.py \\
         --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name openai/gsm8k --dataset_config main \\
         --use_vllm --vllm_mode colocate --output_dir outputs/gsm8k
 
@@ -14,27 +14,40 @@
         --eval_strategy steps --dataset_train_split 'train[100:]' --dataset_test_split 'train[:100]' --eval_k 1 8
 
 Every field of `MathArguments`, `DASHConfig` (which includes TRL's `GRPOConfig`) and TRL's `ModelConfig` is a flag and a
-YAML key; flags override the file. The dataset is a hub name or a local path: GSM8K, MATH, or `prompt`/`answer` columns.
-Without a model and a dataset, the toy model learns arithmetic. A flag that would have no effect is an error.
+YAML key; flags override the file. The dataset is a hub name or a local path: GSM8K, MATH, `prompt`/`answer` columns, or
+columns that --problem_column and --answer_column name. Without a model and a dataset, the toy model learns arithmetic;
+`toy` names that model, or its problems. A flag that would have no effect is an error.
 """
 
 import logging
 import sys
+from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from dash_trl import CodeReward, DASHConfig, DASHTrainer, MathAccuracyReward, RewardRunner
+from dash_trl.checkpoints import checkpoint_to_resume
 from dash_trl.checks import check_model
-from dash_trl.evaluation import Task, accuracy
+from dash_trl.evaluation import TOY, Task, accuracy
 from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback, plot_run
 from dash_trl.rewards import load_reward
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_defaults, toy_model
 
+# Of the fields of TRL and Transformers, those that --help shows.
+HELP = (
+    *("model_name_or_path", "attn_implementation", "use_peft", "lora_r", "output_dir", "resume_from_checkpoint"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_generations"),
+    *("max_completion_length", "temperature", "beta", "num_iterations", "learning_rate", "max_steps", "seed"),
+    *("num_train_epochs", "use_vllm", "vllm_mode", "use_cpu", "bf16", "gradient_checkpointing", "report_to"),
+    *("logging_steps", "log_completions", "eval_strategy", "save_strategy", "save_steps"),
+)
 PATIENCE = 120.0  # seconds for a program; the sandbox ends it in one minute
 
 
@@ -47,6 +60,10 @@ class MathArguments(Task):
         default=None,
         metadata={"help": "Stop after so many seconds of training, those before a resumed checkpoint included."},
     )
+
+    @property
+    def is_toy(self) -> bool:
+        return self.dataset_name in (None, TOY)
 
 
 class Mathematics:
@@ -73,7 +90,7 @@ class Mathematics:
     def reward(self) -> Any:
         if self.script.reward_path is not None:
             return load_reward(self.script.reward_path, self.script.reward_name)
-        if self.script.dataset_name is None:
+        if self.script.is_toy:
             reward = self.toy_reward
         else:
             reward = CodeReward() if self.script.has_tests else MathAccuracyReward()
@@ -95,7 +112,7 @@ def main(
     check_effects(script, args, model_args)
     task = make_task(script)
     timer = TimeLimitCallback(script.time_limit)
-    if model_args.model_name_or_path is None:
+    if is_toy(model_args):
         with args.main_process_first(local=False, desc="warm-up of the toy model"):
             model_args.model_name_or_path = task.toy_model(progress=args.should_save)
     with_model_arguments(args, model_args)
@@ -125,7 +142,7 @@ def main(
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(RewardProgressCallback)
 
-    train_and_measure(trainer, tokenizer, task, args.max_completion_length, measured=script.dataset_name is None)
+    train_and_measure(trainer, tokenizer, task, args.max_completion_length, measured=script.is_toy)
     if args.should_save:
         print(f"metrics: {metrics}\nmodel:   {args.output_dir}")
         try:
@@ -136,30 +153,48 @@ def main(
 
 
 def parse(argv: Sequence[str], types: Sequence[Any], without_model: dict[str, Any]) -> tuple[Any, ...]:
-    """One instance of each dataclass. Without a model, other settings are the defaults."""
-    model_args, _ = TrlParser(ModelConfig).parse_args_and_config(argv, return_remaining_strings=True)
-    parser = TrlParser(types)
+    """One instance of each dataclass. For the toy model, other settings are the defaults."""
+    model_args, _ = TrlParser(ModelConfig, add_help=False).parse_args_and_config(argv, return_remaining_strings=True)
+    parser = TrlParser(types, epilog="--help_all shows all flags: those of TRL and Transformers, too.")
+    parser.add_argument("--help_all", action="help", help="Show all flags and exit.")
+    if "--help_all" not in argv:
+        shorten_help(parser, types)
     # Every step on the bar, in the metrics file and in the plot; TRL's default is every tenth.
-    defaults = {"logging_steps": 1} | ({} if model_args.model_name_or_path else without_model)
+    defaults = {"logging_steps": 1} | (without_model if is_toy(model_args) else {})
     parser.set_defaults_with_config(**defaults)
-    return parser.parse_args_and_config(argv)
+    script, args, *others = parser.parse_args_and_config(argv)
+    args.resume_from_checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir)
+    return script, args, *others
+
+
+def shorten_help(parser: TrlParser, types: Sequence[Any]) -> None:
+    """Hides the flags that TRL and Transformers define, but for those of `HELP`."""
+    ours = [kind for one in types for kind in one.__mro__ if not kind.__module__.startswith(("trl.", "transformers."))]
+    shown = {"help", "help_all", *HELP}.union(*map(get_annotations, ours))
+    for action in parser._actions:
+        if action.dest not in shown:
+            action.help = SUPPRESS
+
+
+def is_toy(model_args: ModelConfig) -> bool:
+    return model_args.model_name_or_path in (None, TOY)
 
 
 def check_effects(script: MathArguments, args: Any, model_args: ModelConfig) -> None:
     """Refuse half a task, and options of what is not used."""
     model, dataset = model_args.model_name_or_path, script.dataset_name
-    if (model is None) != (dataset is None):
+    if (model is None) != (dataset is None) and TOY not in (model, dataset):
         raise ValueError(
             f"model_name_or_path={model!r} with dataset_name={dataset!r}: give both, each a hub name such as "
             "Qwen/Qwen2.5-0.5B-Instruct and openai/gsm8k (with --dataset_config main), or a local path; without both, "
-            "the toy model learns arithmetic."
+            f"the toy model learns arithmetic, and {TOY!r} names it and its problems."
         )
-    own = ("dataset_config", "dataset_train_split", "dataset_test_split", "prompt_template")
+    own = {one.name for one in fields(MathArguments)} - {"dataset_name", "reward_path", "reward_name", "time_limit"}
     changed = [one.name for one in fields(script) if one.name in own and getattr(script, one.name) != one.default]
-    if model is None and changed:
+    if script.is_toy and changed:
         raise ValueError(
-            f"{changed} have no effect without --model_name_or_path and --dataset_name: the toy model learns "
-            "arithmetic of its own. Add these two, or remove them."
+            f"{changed} have no effect without --model_name_or_path and --dataset_name: the toy problems have no such "
+            "options. Add these two, or remove them."
         )
     asked = args.do_eval or getattr(args, "eval_k", None) or "dataset_test_split" in changed  # sft.py has no eval_k
     if asked and not evaluates(args):
@@ -176,7 +211,7 @@ def evaluates(args: Any) -> bool:
 def load_problems(task: Mathematics, args: Any, tokenizer: Any, completion: bool = False) -> tuple[Any, Any]:
     """For training; for the evaluation, or None. With solutions by humans, if asked for."""
     script = task.script
-    if script.dataset_name is None:
+    if script.is_toy:
         evaluation = task.toy_problems("test", completion=completion) if evaluates(args) else None
         return task.toy_problems("train", seed=args.seed, completion=completion), evaluation
     chat = tokenizer.chat_template is not None
@@ -234,4 +269,4 @@ def measure(trainer: Any, tokenizer: Any, task: Mathematics, length: int) -> dic
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    record(main)(sys.argv[1:])  # where several processes are launched, the launcher ends with the error of the first

@@ -81,7 +81,7 @@ class ProcessArguments:
 
 
 def make_callbacks(script: MathArguments, own: ProcessArguments) -> list[ProcessRewardCallback]:
-    toy = script.dataset_name is None  # its steps are lines, and its answers follow these words
+    toy = script.is_toy  # its steps are lines, and its answers follow these words
     force_prompt = own.force_prompt or ("The answer is " if toy else None)
     value: ValueEstimator
     if own.value_model is not None:

@@ -186,13 +186,15 @@ TRLS: dict[str, tuple[Sequence[int], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", TRLS)
-def test_the_update_is_trls(train, name):
+def test_the_update_is_trls(train, output, name):
     silent, settings, ours = TRLS[name]
     model = name if "head" in name else "tiny"
     scripted = [ScriptedReward(constant=0.3, silent=silent) for _ in range(2)]
     expected = whole(train(model, GRPOTrainer, reward=scripted[0], **settings))
     reward = RewardRunner(Late(silent)) if "reward_pipeline" in ours else scripted[1]
-    train(model, expected=expected, reward=reward, **settings, **ours)
+    trainer = train(model, expected=expected, reward=reward, **settings, **ours)
+    if name == "untied head":
+        trainer.save_model(str(output / "saved"))
 
 
 @pytest.mark.parametrize("turns", [3 * RANK, 2 + RANK], ids=["a rank calls no tool", "other numbers of turns"])

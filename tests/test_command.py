@@ -21,7 +21,7 @@ from dash_trl.versions import bounds, fits, installed
 ROOT = Path(__file__).parents[1]
 
 
-def test_accelerate_gets_its_flags_and_the_script_all_others():
+def test_accelerate_gets_its_flags_and_the_script_all_others(monkeypatch):
     flags = ["--max_steps", "1", "--num_processes", "2", "--accelerate_config", "zero3", "--num_generations=4"]
     assert command.launch_arguments("sft.py", flags) == [
         *("--config_file", str(ROOT / "accelerate_configs" / "zero3.yaml"), "--num_processes", "2"),
@@ -29,6 +29,13 @@ def test_accelerate_gets_its_flags_and_the_script_all_others():
     ]
     own = str(ROOT / "accelerate_configs" / "cpu.yaml")
     assert command.launch_arguments("sft.py", [f"--accelerate_config={own}"])[:2] == ["--config_file", own]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)  # ddp.yaml leaves the number of processes open
+    for flags, processes in (
+        ([], ["--num_processes", "3"]),
+        (["--gpu_ids", "0,2"], ["--gpu_ids", "0,2", "--num_processes", "2"]),
+        (["--num_machines", "2"], ["--num_machines", "2"]),
+    ):
+        assert command.launch_arguments("sft.py", ["--accelerate_config", "ddp", *flags])[2:-1] == processes
     with pytest.raises(ValueError, match="'zero4' is neither a file nor one of cpu, ddp, .*zero3"):
         command.launch_arguments("sft.py", ["--accelerate_config", "zero4"])
 
@@ -58,6 +65,15 @@ def test_a_failed_launch_ends_with_the_script_s_own_error():
     assert done.returncode != 0
     last = done.stderr.splitlines()[-1]
     assert last.startswith("train_math.py: error: argument --max_steps") and last.endswith("invalid int value: 'many'")
+
+
+@pytest.mark.distributed
+def test_a_failed_launch_of_several_processes_does_so_too():
+    flags = ["--accelerate_config", "cpu", "--use_cpu", "--bf16", "false", "--dataset_name", "none.jsonl"]
+    done = subprocess.run([sys.executable, "-m", "dash_trl", "train", *flags], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.strip(" =")]
+    assert said[-1].startswith("  ValueError: model_name_or_path=None with dataset_name='none.jsonl': give both")
 
 
 # -------------------------------------------------------------------------------------------------------- the doctor

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from dash_trl import DASHTrainer, ProcessRewardCallback
 from dash_trl.process_rewards import OutcomeValue
@@ -31,6 +32,12 @@ def learned_alone(model: str, output: Path) -> list[int]:
     settings = {"resume": str(output / "outcome" / "checkpoint-3"), "gradient_accumulation_steps": 8, "max_steps": 4}
     run(DASHTrainer, model, output / "alone", callbacks=[ProcessRewardCallback(value)], **settings)
     return [len(window["outcome"]) for window in value.state_dict()["windows"]]
+
+
+def check_saved(output: Path) -> None:
+    """What two ranks saved is one model, though ZeRO-3 and FSDP share its head out."""
+    _, found = AutoModelForCausalLM.from_pretrained(output / "saved", output_loading_info=True)
+    assert not found["missing_keys"] and not found["mismatched_keys"]
 
 
 def launched(backend: str, output: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -64,6 +71,7 @@ def launched(backend: str, output: Path, *options: str) -> subprocess.CompletedP
 @pytest.mark.parametrize("backend", ["ddp", "zero2", "zero3", pytest.param("fsdp2", marks=pytest.mark.exhaustive)])
 def test_two_ranks(backend, tiny_model, tmp_path):
     done = launched(backend, tmp_path)
+    check_saved(tmp_path)
     if backend == "ddp":
         assert "KeyError: 'of rank 1'" in done.stdout
         assert learned_alone(tiny_model, tmp_path) == [32, 16, 32, 32]
@@ -74,6 +82,7 @@ def test_fsdp2(tmp_path):
     """The configuration that is shipped; accelerate's type is forced, since it takes FSDP for GPUs alone."""
     chosen = "trls and (dapo or grpo or iterations or pipeline or untied) or from_the_middle"
     assert " passed" in launched("fsdp2", tmp_path, "-k", chosen).stdout
+    check_saved(tmp_path)
 
 
 @pytest.mark.distributed

@@ -7,6 +7,8 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import fields
+from inspect import get_annotations
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -14,6 +16,7 @@ from unittest import mock
 import nbformat
 import pyarrow.parquet
 import pytest
+import sft
 import toy_tools
 import train_math
 import yaml
@@ -24,6 +27,7 @@ from train_math_process import ProcessArguments, make_callbacks
 from transformers import AutoTokenizer
 from trl import TrlParser
 
+from dash_trl import DASHConfig
 from dash_trl.evaluation import accuracy
 from dash_trl.process_rewards import OutcomeValue
 from dash_trl.rewards import load_reward
@@ -129,7 +133,7 @@ def test_own_problems_and_reward_from_yaml_with_lora(own_rewards):
     main("train_math", "--config", "run.yaml", "--max_steps", 1, "--learning_rate", 1e-3)
     (step,) = steps(Path("run"))
     assert 0 < step["rewards/compute_score/mean"] < 3 and Path("run", "adapter_config.json").exists()
-    main("train_math", "--config", "run.yaml", "--max_steps", 2, "--resume_from_checkpoint", "run/checkpoint-1")
+    main("train_math", "--config", "run.yaml", "--max_steps", 2, "--resume_from_checkpoint", "true")
     assert Path("run", "checkpoint-2").exists()
 
 
@@ -144,7 +148,7 @@ def test_process_rewards_on_the_toy_task_with_a_reward_of_one_s_own(own_rewards,
 
 def process_callback(*arguments: str) -> object:
     own = TrlParser(ProcessArguments).parse_args_and_config(list(arguments))
-    (callback,) = make_callbacks(SimpleNamespace(dataset_name=None), *own)
+    (callback,) = make_callbacks(MathArguments(), *own)
     return callback
 
 
@@ -230,6 +234,20 @@ def test_code_on_problems_of_ones_own(own_folder, task):
     assert right == 1.0 and wrong < 1.0
 
 
+@pytest.mark.parametrize(
+    ("row", "named", "expected"),
+    [
+        ({"q": "1+1", "gold": "2", "test": "none"}, ["--answer_column", "gold"], {"prompt": "1+1", "answer": "2"}),
+        ({"q": "f", "tests": ["assert f()"]}, [], {"prompt": "f", "tests": ["assert f()"], "entry_point": None}),
+    ],
+)
+def test_columns_have_flags(own_folder, row, named, expected):
+    Path("odd.jsonl").write_text(json.dumps(row) + "\n")
+    flags = ["--dataset_name", "odd.jsonl", "--problem_column", "q", "--prompt_template", "plain", *named]
+    (script,) = TrlParser(MathArguments).parse_args_and_config(flags)
+    assert script.problems(chat=False, split="train").to_list() == [expected]
+
+
 JUDGED = """
 import sys
 
@@ -256,10 +274,24 @@ def test_a_judge_teaches_the_toy_task_to_two_ranks(tmp_path):
     assert any(right) and right == [row["judge"] == 1.0 for row in kept]
 
 
+@pytest.mark.parametrize(("script", "config"), [(train_math, DASHConfig), (sft, sft.SupervisedConfig)])
+def test_the_help_is_short_and_names_the_flag_for_all(script, config, capsys):
+    shown = []
+    for flag in ("--help", "--help_all"):
+        with pytest.raises(SystemExit):
+            script.main([flag])
+        shown.append(capsys.readouterr().out)
+    short, whole = shown
+    ours = {one.name for one in fields(MathArguments)} | {*get_annotations(config), "model_name_or_path", "max_steps"}
+    assert all(f"--{name}" in short for name in ours)
+    assert "adam_beta1" in whole and "adam_beta1" not in short and len(short.splitlines()) < 300
+    assert short.splitlines()[-1].startswith("--help_all shows all flags")
+
+
 # ------------------------------------------------------------------------------------------------------ mistakes
 
 MODEL, DATA = ["--model_name_or_path", "./nowhere"], ["--dataset_name", "own.jsonl"]
-THERE = ["--model_name_or_path", "model"]
+THERE, TOY = ["--model_name_or_path", "model"], ["--model_name_or_path", "toy"]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +302,10 @@ THERE = ["--model_name_or_path", "model"]
         (Mathematics, ["--model_name=./nowhere"], "give both"),
         (Mathematics, ["--config", "model.yaml"], "give both"),
         (Mathematics, DATA, "model_name_or_path=None with dataset_name='own.jsonl': give both"),
+        (Mathematics, [*TOY, *DATA, "--reward_path", "nowhere.py"], "nowhere.py' is no Python file"),
+        (Mathematics, [*MODEL, "--dataset_name", "toy"], "model='./nowhere' cannot be loaded"),
         # options without effect
+        (Mathematics, ["--dataset_name", "toy", "--prompt_template", "plain"], r"\['prompt_template'\] have no effect"),
         (
             Mathematics,
             ["--dataset_train_split", "trian"],
@@ -285,6 +320,7 @@ THERE = ["--model_name_or_path", "model"]
         ),
         (Mathematics, [*MODEL, *DATA, "--do_eval"], "no effect, since nothing is evaluated"),
         (Mathematics, [*MODEL, *DATA, "--eval_k", "1"], "no effect, since nothing is evaluated"),
+        (Mathematics, ["--resume_from_checkpoint", "true"], "resume_from_checkpoint='true' names no checkpoint: '/"),
         # the YAML file, by TRL
         (Mathematics, ["--config", "misspelt.yaml"], "Unknown arguments .*--model-name-or-path"),
         (Mathematics, ["--config", "list.yaml"], "list.yaml must contain a YAML mapping"),
@@ -311,7 +347,7 @@ def test_mistakes(own_folder, monkeypatch, task, arguments, message):
     Path("misspelt.yaml").write_text("model-name-or-path: model\n")
     Path("list.yaml").write_text("- max_steps: 2\n")
     Path("untested.jsonl").write_text(json.dumps({"text": "Add one.", "test_list": []}) + "\n")
-    monkeypatch.setattr(train_math, "toy_model", None)
+    monkeypatch.setattr(train_math, "toy_model", None if "toy" not in arguments else lambda **_: "model")
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=message):
@@ -339,6 +375,18 @@ def test_files_without_the_reward(own_rewards, text, name, message):
     own_rewards.write_text(text)
     with pytest.raises(ValueError, match=message):
         load_reward(own_rewards, name)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "process_rewards"])
+def test_notebooks_are_stored_with_their_outputs(name):
+    """Of one run from the first cell to the last, without errors, warnings and paths of a machine."""
+    text = (ROOT / "notebooks" / f"{name}.ipynb").read_text()
+    cells = [one for one in nbformat.reads(text, as_version=4).cells if one.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert all(cell.outputs for cell in cells if "print(" in cell.source or "display(" in cell.source)
+    shown = [output for cell in cells for output in cell.outputs]
+    assert all(one.get("name", "stdout") == "stdout" and one.output_type != "error" for one in shown)
+    assert not re.search(r"/(home|root|tmp|work|Users)/", text) and len(text) < 200_000
 
 
 @pytest.mark.slow

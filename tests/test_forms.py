@@ -127,6 +127,30 @@ def test_what_has_no_form(function, message):
         form_of(function)
 
 
+class AsksLater:
+    async def __call__(self, prompts, anwser, **columns):
+        return [0.0]
+
+
+def every(completions, completion_ids, trainer_state, log_extra, log_metric, environments, answer, own=1, **columns):
+    return [0.0]
+
+
+def test_a_column_that_is_not_there_for_a_batch():
+    """By TRL's form, whose own arguments and defaults are none."""
+    columns = ["prompt", "answer"]
+    misspelt = lambda completions, anwser, **columns: [0.0]  # noqa: E731
+    for function in (misspelt, AsksLater(), functools.partial(misspelt)):
+        with pytest.raises(
+            ValueError, match=r"asks for 'anwser', but the data set has the columns \['answer', 'prompt'\]"
+        ):
+            form_of(function).check_columns(columns)
+    with pytest.raises(ValueError, match="asks for 'prompt'"):
+        form_of(lambda completions, prompt, **columns: [0.0]).check_columns(columns)
+    for function in (every, functools.partial(misspelt, anwser=1), lambda prompts, **columns: [0.0]):
+        form_of(function).check_columns(columns)
+
+
 def test_a_column_that_is_not_there():
     form = form_of(lambda completion, anwser: 0)
     with pytest.raises(ValueError, match=r"asks for 'anwser', but the data set has the columns \['answer', 'prompt'\]"):

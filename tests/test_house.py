@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import inspect
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -88,6 +89,21 @@ def test_a_door_names_what_there_is_and_no_module():
         for _, name in imports(room):
             if not name.startswith("lazy"):
                 assert hasattr(import_module(room), name) and f"{room}.{name}" not in MODULES, f"{room} names {name}"
+
+
+def test_what_is_for_other_rooms_is_not_shown_to_users():
+    rewards = import_module("dash_trl.rewards")
+    assert rewards.unpack is rewards.unpack  # it is in the module from now on
+    assert "unpack" not in {*dir(rewards), *rewards.__all__} and "JudgeReward" in {*dir(rewards)} & {*rewards.__all__}
+
+
+def test_what_documents_import_is_shown():
+    root = PACKAGE.parent
+    for path in (root / "README.md", *(root / "docs").glob("*.md"), *(root / "notebooks").glob("*.ipynb")):
+        text = path.read_text().replace("\\n", "\n")
+        for room, names in re.findall(r"^\W*from (dash_trl\S*) import ([\w, ]+)", text, re.MULTILINE):
+            if room in ROOMS:
+                assert {*names.replace(" ", "").split(",")} <= {*import_module(room).__all__}, f"{path.name}: {room}"
 
 
 @pytest.mark.parametrize("rooms", [False, True])

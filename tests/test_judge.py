@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import importlib
 import inspect
 import math
 import re
@@ -52,6 +53,13 @@ def ask_together(judge: JudgeReward, completions: Sequence[str]) -> list[tuple |
         return await asyncio.gather(*asked, return_exceptions=True)
 
     return asyncio.run(together())
+
+
+def test_without_the_client_its_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)  # its import fails
+    monkeypatch.delitem(sys.modules, "dash_trl.rewards.judge")
+    with pytest.raises(ImportError, match=r'pip install "dash_trl\[judge\]"'):
+        importlib.import_module("dash_trl.rewards.judge")
 
 
 # --------------------------------------------------------------------------------------------------- what is asked

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from dash_trl import DASHTrainer
+from dash_trl.checkpoints import checkpoint_to_resume
 from dash_trl.rollout.resume import (
     STATES,
     SavedRun,
@@ -20,6 +21,23 @@ from dash_trl.rollout.resume import (
     why_a_new_window,
 )
 from tests.tiny import ScriptedReward, prompts, run
+
+
+def test_the_checkpoint_that_is_named(tmp_path):
+    """The copy and the half of one, which are later, are none."""
+    run = tmp_path / "run"
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11-copy", "checkpoint-12"):
+        (run / name).mkdir(parents=True)
+        if name != "checkpoint-12":
+            (run / name / "trainer_state.json").touch()
+    last, other = str(run / "checkpoint-10"), str(run / "checkpoint-9")
+    for value in (True, "true", "True", str(run), last):
+        assert checkpoint_to_resume(value, str(run)) == last
+    assert checkpoint_to_resume(other, str(run)) == other
+    assert {checkpoint_to_resume(value, str(run)) for value in (None, False, "False")} == {None}
+    for value, looked in ((True, tmp_path), ("nowhere", "nowhere"), (str(run / "checkpoint-12"), "checkpoint-12")):
+        with pytest.raises(ValueError, match=f"={value!r} names no checkpoint: '.*{looked}' has neither"):
+            checkpoint_to_resume(value, str(tmp_path))
 
 
 class SeededRollouts:

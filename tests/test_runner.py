@@ -478,6 +478,8 @@ def test_trls_logs_are_written_on_the_thread_that_calls():
     ("reward", "message"),
     [
         (lambda completion, anwser: 1.0, "asks for 'anwser', but the data set has the columns"),
+        (lambda completions, anwser, **columns: [1.0], "asks for 'anwser', but the data set has the columns"),
+        (RewardRunner(lambda completions, anwser, **columns: [1.0]), "asks for 'anwser', but the data set has the col"),
         (lambda text: 1.0, "none of the forms"),
     ],
 )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from dash_trl.checks.arguments import check_async
-from dash_trl.rewards import RunnerReward, scores_alone
+from dash_trl.rewards import RunnerReward, form_of, is_reward_model, scores_alone
 
 
 def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any, own_rollouts: bool = False) -> None:
@@ -28,21 +28,22 @@ def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any
                 f"reward_pipeline=True, but {getattr(one, '__name__', one)!r:.100} scores a whole batch at once. Use "
                 "functions that score one completion: reward(completion, answer, ...)."
             )
-        if not isinstance(one, RunnerReward):
+        if is_reward_model(one):
             continue
+        form = one.form if isinstance(one, RunnerReward) else form_of(one)
         for columns in known:
-            if isinstance(columns, list) and not (one.form.batch or own_rollouts):  # a rollout_func may add columns
-                one.form.check_columns(columns)
-        if one.form.post_process is not None:
+            if isinstance(columns, list) and not own_rollouts:  # a rollout_func may add columns
+                form.check_columns(columns)
+        if form.post_process is not None:
             _check_groups(
-                one.name,
+                form.name,
                 args.per_device_train_batch_size * args.steps_per_generation,
                 "per_device_train_batch_size x steps_per_generation",
                 args.num_generations,
             )
             if eval_dataset is not None:
                 size = args.num_generations_eval or args.num_generations
-                _check_groups(one.name, args.per_device_eval_batch_size, "per_device_eval_batch_size", size)
+                _check_groups(form.name, args.per_device_eval_batch_size, "per_device_eval_batch_size", size)
 
 
 def _check_groups(name: str, rows: int, options: str, size: int) -> None:

@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.evaluation.checkpoint import Checkpoint
-    from dash_trl.evaluation.command import EvaluationArguments, evaluate_models, main
-    from dash_trl.evaluation.figures import CORRECT_ABOVE, bootstrap_interval, figures_of, metrics_of, pass_at_k
+    from dash_trl.evaluation.command import EvaluationArguments, evaluate_models
+    from dash_trl.evaluation.figures import bootstrap_interval, figures_of, pass_at_k
     from dash_trl.evaluation.records import Records
     from dash_trl.evaluation.reward import Reward, accuracy, evaluate
-    from dash_trl.evaluation.sampler import Draw, SampledCompletion, Sampler, prompt_ids
-    from dash_trl.evaluation.samplers import LocalSampler, ServerSampler, check_shapes, open_sampler
-    from dash_trl.evaluation.tasks import Task, TaskArguments, command_parser, hash_of, model_of
+    from dash_trl.evaluation.sampler import Draw, SampledCompletion, Sampler
+    from dash_trl.evaluation.samplers import LocalSampler, ServerSampler, open_sampler
+    from dash_trl.evaluation.tasks import Task
+
+if TYPE_CHECKING:  # for the other rooms
+    from dash_trl.evaluation.checkpoint import TOY, Checkpoint
+    from dash_trl.evaluation.command import main
+    from dash_trl.evaluation.figures import CORRECT_ABOVE, metrics_of
+    from dash_trl.evaluation.sampler import prompt_ids
+    from dash_trl.evaluation.samplers import check_shapes
+    from dash_trl.evaluation.tasks import TaskArguments, command_parser, hash_of, model_of
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -11,9 +11,9 @@ import argparse
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,6 +53,12 @@ class Task:
         default=None,
         metadata={"help": "A name in dash_trl.data.PROMPT_TEMPLATES, or a text with {problem}; as in training."},
     )
+    problem_column: str | None = field(
+        default=None, metadata={"help": "The column with the problems, if it has another name than in those data sets."}
+    )
+    answer_column: str | None = field(
+        default=None, metadata={"help": "The column with the gold answers, if it has another name."}
+    )
     reward_path: str | None = field(
         default=None, metadata={"help": "A Python file with a reward function that says what is correct (> 0.5)."}
     )
@@ -72,7 +78,9 @@ class Task:
     @cached_property
     def has_tests(self) -> bool:
         """Whether the problems are programming problems."""
-        return not self.is_toy and has_tests(str(self.dataset_name), config=self.dataset_config)
+        if self.is_toy or self.answer_column is not None:
+            return False
+        return has_tests(str(self.dataset_name), config=self.dataset_config)
 
     def problems(self, chat: bool, split: str | None = None, completion: bool = False) -> Dataset:
         """Loads the problems: rows with a `prompt` and the columns that the reward function reads.
@@ -86,13 +94,17 @@ class Task:
         if self.is_toy:
             splits = {name: arithmetic_dataset(name, completion=completion) for name in ("train", "test")}
             return select_split(splits, split, TOY)
-        return (load_code_dataset if self.has_tests else load_math_dataset)(
+        load: Callable[..., Dataset] = load_code_dataset
+        if not self.has_tests:
+            load = partial(load_math_dataset, answer_column=self.answer_column)
+        return load(
             str(self.dataset_name),
             config=self.dataset_config,
             split=split,
             prompt_template=self.prompt_template,
             chat=chat,
             completion=completion,
+            problem_column=self.problem_column,
         )
 
     def reward(self) -> Reward:

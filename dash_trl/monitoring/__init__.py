@@ -6,6 +6,9 @@ from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
     from dash_trl.monitoring.callbacks import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback
+    from dash_trl.monitoring.plots import plot_pass_at_k, plot_run, read_metrics, smooth
+
+if TYPE_CHECKING:  # for the other rooms
     from dash_trl.monitoring.metrics import (
         EmptyWindows,
         OffPolicyMetrics,
@@ -17,7 +20,6 @@ if TYPE_CHECKING:
         sampler_metrics,
         staleness_metrics,
     )
-    from dash_trl.monitoring.plots import plot_pass_at_k, plot_run, read_metrics, smooth
     from dash_trl.monitoring.recorder import Recorder
 
 __getattr__, __dir__, __all__ = lazy(__name__)

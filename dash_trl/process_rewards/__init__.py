@@ -5,21 +5,19 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.process_rewards.callback import ProcessRewardCallback, accepted_answers
+    from dash_trl.process_rewards.callback import ProcessRewardCallback
     from dash_trl.process_rewards.credit import ESTIMATORS, CreditSettings
     from dash_trl.process_rewards.episodes import EPISODE_MARKERS, FINAL_ANSWER, Episodes, Segmenter, line_starts
-    from dash_trl.process_rewards.features import FEATURES
     from dash_trl.process_rewards.monte_carlo import MonteCarloValue
     from dash_trl.process_rewards.outcome import OutcomeValue
     from dash_trl.process_rewards.picture import credit_html
     from dash_trl.process_rewards.steps import ProcessRewardModel, ScoreSteps, StepValue
+    from dash_trl.process_rewards.values import AnswerLogProbValue, ServerValue, ValueEstimator, ValueRequest
+
+if TYPE_CHECKING:  # for the other rooms
+    from dash_trl.process_rewards.callback import accepted_answers
+    from dash_trl.process_rewards.features import FEATURES
     from dash_trl.process_rewards.tree import Branch, Tree, loop_log_probs, tree_log_probs
-    from dash_trl.process_rewards.values import (
-        AnswerLogProbValue,
-        ServerValue,
-        ValueEstimator,
-        ValueRequest,
-        checked_values,
-    )
+    from dash_trl.process_rewards.values import checked_values
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -9,21 +9,17 @@ if TYPE_CHECKING:
 
     from dash_trl.rewards.answers import final_text, last_boxed, last_hashes
     from dash_trl.rewards.code import CodeReward
-    from dash_trl.rewards.early import EarlyRewards, arrivals, reward_rows
-    from dash_trl.rewards.failures import FailureWatch, WatchedReward, failed_rows, raise_mistakes, unscored, watch
     from dash_trl.rewards.format import FormatReward
-    from dash_trl.rewards.forms import (
-        DEFAULT_NAME,
-        RewardForm,
-        Score,
-        form_of,
-        load_from_file,
-        load_reward,
-        read_score,
-    )
+    from dash_trl.rewards.forms import load_reward
     from dash_trl.rewards.judge import JudgeError, JudgeReward
     from dash_trl.rewards.math import MathAccuracyReward, completion_text
-    from dash_trl.rewards.runner import RewardRunner, RewardTeam, unpack
+    from dash_trl.rewards.runner import RewardRunner
+
+if TYPE_CHECKING:  # for the other rooms
+    from dash_trl.rewards.early import EarlyRewards, arrivals, reward_rows
+    from dash_trl.rewards.failures import FailureWatch, WatchedReward, failed_rows, raise_mistakes, unscored, watch
+    from dash_trl.rewards.forms import DEFAULT_NAME, RewardForm, Score, form_of, load_from_file, read_score
+    from dash_trl.rewards.runner import RewardTeam, is_reward_model, unpack
     from dash_trl.rewards.runner_reward import RunnerReward, scores_alone
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -28,6 +28,8 @@ from dash_trl.rewards.math import completion_text
 
 DEFAULT_NAME = "compute_score"  # what `load_reward` looks for in a file
 ROW = ("prompt", "completion", "completion_ids")  # arguments of a row beside the data set's columns
+# What TRL passes to a function of its form beside the data set's columns.
+BATCH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 FORMS = (
     "A reward function has one of these forms: reward(completions, **columns) -> list, called with the whole batch as "
     "in TRL; reward(completion, answer, ...) -> score, called for each completion with the columns that it names; "
@@ -140,12 +142,7 @@ class RewardForm:
         row = {**_as_in_verl(known), **known} if "solution_str" in self.names else known
         for name in self.required:
             if name not in row:
-                wanted = "'answer' (for its parameter ground_truth)" if name == "ground_truth" else repr(name)
-                columns = sorted(one for one in known if one not in ROW[1:])
-                raise ValueError(
-                    f"The reward function '{self.name}' asks for {wanted}, but the data set has the columns {columns}. "
-                    "Rename the column or the parameter, or give the parameter a default."
-                )
+                raise self._without(name, [one for one in known if one not in ROW[1:]])
         return {name: row[name] for name in self.names if name in row}
 
     def check_columns(self, columns: Sequence[str]) -> None:
@@ -157,7 +154,21 @@ class RewardForm:
         Raises:
             ValueError: a required column is missing.
         """
-        self.arguments(dict.fromkeys((*columns, *ROW), ""))
+        if not self.batch:
+            self.arguments(dict.fromkeys((*columns, *ROW), ""))
+        for name in self.required if self.batch else ():
+            if name not in {*BATCH, *columns} - {"prompt", "completion"}:  # which TRL leaves out
+                raise self._without(name, columns)
+
+    def _without(self, name: str, columns: Iterable[str]) -> ValueError:
+        """Returns the error for a column that the data set does not have."""
+        wanted = repr(name)
+        if name == "ground_truth" and not self.batch:
+            wanted = "'answer' (for its parameter ground_truth)"
+        return ValueError(
+            f"The reward function '{self.name}' asks for {wanted}, but the data set has the columns {sorted(columns)}. "
+            "Rename the column or the parameter, or give the parameter a default."
+        )
 
 
 def _as_in_verl(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +225,7 @@ def form_of(function: Any) -> RewardForm:
         batch=batch,
         asynchronous=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
         names=None if rest and not batch and "solution_str" not in named else tuple(named),
-        required=() if batch else tuple(one.name for one in named.values() if one.default is one.empty),
+        required=tuple(one.name for one in named.values() if one.default is one.empty),
         post_process=getattr(owner, "post_process_scores", None),
         close=getattr(owner, "close", None),
         max_concurrency=getattr(owner, "max_concurrency", None),

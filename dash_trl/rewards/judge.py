@@ -23,8 +23,14 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
-import openai
-from pydantic import BaseModel, ValidationError  # openai's own dependency
+try:
+    import openai
+    from pydantic import BaseModel, ValidationError  # openai's own dependency
+except ImportError as error:
+    raise ImportError(
+        f'JudgeReward needs the client of openai, which cannot be imported ({error}): pip install "dash_trl[judge]", '
+        'or in a checkout pip install -e ".[judge]".'
+    ) from error
 
 from dash_trl.rewards.judge_cache import AnswerCache
 from dash_trl.rewards.math import completion_text

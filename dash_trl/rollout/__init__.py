@@ -5,17 +5,11 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
+    from dash_trl.rollout.batch import CreditedRollouts, RolloutBatch, ScoredRollouts, Survivors
+
+if TYPE_CHECKING:  # for the other rooms
     from dash_trl.rollout.ahead import RunAhead, StaleRollouts
-    from dash_trl.rollout.batch import (
-        LOG_PROB_FIELDS,
-        SAMPLED_FIELDS,
-        CreditedRollouts,
-        RolloutBatch,
-        ScoredRollouts,
-        Survivors,
-        joined,
-        widened,
-    )
+    from dash_trl.rollout.batch import LOG_PROB_FIELDS, SAMPLED_FIELDS, joined, widened
     from dash_trl.rollout.history import PromptHistory
     from dash_trl.rollout.prompts import EpochOrder, PromptReader, open_epoch, permutation
     from dash_trl.rollout.queue import PromptQueue

@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING
 from dash_trl._lazy import lazy
 
 if TYPE_CHECKING:
-    from dash_trl.tools.calls import ProcessTool, ToolCalls
+    from dash_trl.tools.calls import ProcessTool
+
+if TYPE_CHECKING:  # for the other rooms
+    from dash_trl.tools.calls import ToolCalls
     from dash_trl.tools.conversations import Conversation, Conversations, EnvironmentReward
     from dash_trl.tools.environments import NO_PROMPT, Environments, owns_reward
     from dash_trl.tools.turns import TurnRules, Turns
