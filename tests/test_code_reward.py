@@ -420,12 +420,12 @@ def test_a_set_has_the_same_order_in_every_sandbox():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cpu_seconds": 0}, "cpu_seconds=0 must be a whole number of at least 1"),
+        ({"cpu_seconds": 0}, "cpu_seconds=0 must be an integer of at least 1"),
         ({"cpu_seconds": -1}, "cpu_seconds=-1"),
         ({"cpu_seconds": 0.5}, "cpu_seconds=0.5"),
         ({"memory": -1}, "memory=-1"),
         ({"disk": 0}, "disk=0"),
-        ({"processes": -1}, "processes=-1 must be a whole number of at least 0"),
+        ({"processes": -1}, "processes=-1 must be an integer of at least 0"),
         ({"count": 0}, "count=0"),
         ({"wall_seconds": 2}, "wall_seconds=2 must be more than cpu_seconds=4"),
         ({"wall_seconds": float("nan")}, "wall_seconds=nan"),
@@ -451,7 +451,7 @@ def test_a_machine_that_refuses_namespaces_gets_less_and_is_told_once():
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines() == ["landlock", "landlock", "1.0"], done.stderr
     (line,) = done.stderr.splitlines()
-    assert "confined by landlock, since" in line and "number of threads (looked at every 0.05 s)" in line
+    assert "confined by landlock, because" in line and "number of threads (looked at every 0.05 s)" in line
 
 
 WEAKER = """
