@@ -78,7 +78,7 @@ def check_vllm(args: Any) -> None:
     if args.device.type == "cpu":
         raise ValueError(
             "use_vllm=True with vllm_mode='colocate' runs vLLM in the trainer's process, which needs a GPU, but this "
-            f"run is on the CPU: {instead} (docs/vllm.md)."
+            f"run is on the CPU: {instead} (docs/howto/vllm.md)."
         )
     if find_spec("vllm") is None:
         raise ValueError(
