@@ -39,7 +39,7 @@ class Draw:
     """How completions are drawn.
 
     Args:
-        num_samples: S.
+        num_samples: S, completions of each prompt.
         temperature: 0 = greedy decoding, with one sample.
         max_new_tokens: limit of a completion; one number, or one for each prompt.
         seed: of all random numbers.
@@ -94,7 +94,7 @@ class Sampler(AbstractContextManager["Sampler"]):
 
         Args:
             prompts: P texts or conversations.
-            num_samples: S.
+            num_samples: S, completions of each prompt.
             temperature: 0 = greedy decoding, with one sample.
             max_new_tokens: limit of a completion.
             seed: of all random numbers.

@@ -161,7 +161,7 @@ def place_rewards(
         boundaries: [N, K] int, padded with −1.
         values: [N, K], NaN or infinite = missing.
         lengths: [N] int, the number of completion tokens.
-        width: T.
+        width: T, the number of columns.
     Returns:
         `process`, `ends`, `values` and `valued` of `Rewards`.
     Raises:
@@ -455,7 +455,7 @@ def outcome_units(outcome: Tensor, advantages: Tensor, used: Tensor, group_size:
         outcome: [N], o; may be NaN where not used.
         advantages: [N], A.
         used: [N] bool, True = the row counts.
-        group_size: G.
+        group_size: G, which divides N.
     Returns:
         Σ A·Δo and Σ Δo² in float64, with Δo from the mean of the used rows, and a bool tensor that is True where the
         outcomes of a group are all the same; each [N / G].
