@@ -2,8 +2,8 @@
 
     V at b_0 … b_n ──► U_i = V_i − V_{i−1} on the last token of episode i ──► estimator ──► A [N, T]
 
-They are pure functions of whole groups and are chosen by name (`ESTIMATORS`). Values may be *anchored*: then the outcome
-is the last value of a row (`anchor`).
+They are pure functions of whole groups and are chosen by name (`ESTIMATORS`). Values may be *anchored*: then the
+outcome is the last value of a row (`anchor`).
 
 Letters: N rows (the G completions of a prompt are adjacent), T completion tokens, K boundaries per row, G group size;
 V_i value at boundary i, U_i utility of episode i, r_t process reward of token t (U_i at the last token of episode i,
