@@ -7,7 +7,7 @@ operations, one form leads to a wrong answer. The policy has one parameter per o
 entries. V at a line is 0.25, plus `gain` times the change of the truth since the beginning, plus noise. A window has 16
 groups of 8. The worth of V is measured on the previous 8 windows, as in a run (`worth.Watch`).
 
-The figure is |E g|² / tr Var(g) over the windows, for `centered_return`. Of two estimators of the same gradient, the
+The figure is `|E g|² / tr Var(g)` over the windows, for `centered_return`. Of two estimators of the same gradient, the
 one with the larger figure needs fewer rows. "r²" is the weight of earlier versions: the squared correlation of V and
 outcome, beside a full weight of the outcome. "slope, silent" pays nothing in groups whose outcomes are all the same.
 """

@@ -10,7 +10,7 @@ run, these strategies alternate:
     baseline     the update waits for all rewards
     pipeline     `reward_pipeline`: the update begins with the groups that are scored
     one_step     `async_level=1`: the next window is sampled while the rewards of this one are awaited
-    both         the last two together, with `loss_type="decoupled_ppo"`
+    both         pipeline and one_step together, with `loss_type="decoupled_ppo"`
 
 First the trainer's process samples; then ("server") a real vLLM server on one core, with the trainer on the other.
 Seconds per window are medians. The parts come from the baseline: `generation`, `rewards` (waiting for rewards), and

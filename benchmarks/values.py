@@ -5,7 +5,7 @@
 The model is a Qwen2 with hidden size 256 and 6 layers, fp32, 2 threads. One response has L tokens, and each boundary 12
 tokens of force prompt and answer, of which the last 4 are scored. Logits are computed at scored positions only (in the
 plain pass, at as many). Times are the best of 5, alternating. `ratio` = naive / tree, `forwards` = tree / plain,
-`max_error` = the largest |tree − naive| of V.
+`max_error` = the largest `|tree − naive|` of V.
 """
 
 import random

@@ -11,12 +11,12 @@ data set                                 problem                     answer     
 =======================================  ==========================  ==============================  ===================
 GSM8K (arXiv:2110.14168)                 `question`                  `answer`: what follows `####`,  `answer`
                                                                      without thousands separators
-MATH (arXiv:2103.03874), MATH-500, AIME `problem` `answer`, else the last `solution`
+MATH (arXiv:2103.03874), MATH-500, AIME  `problem`                   `answer`, else the last         `solution`
                                                                      ``\boxed{}`` of `solution`
-OlympiadBench (arXiv:2402.14008) `question` `final_answer`, a list `solution`, the
+OlympiadBench (arXiv:2402.14008)         `question`                  `final_answer`, a list          `solution`, the
                                                                                                      first of a list
-ready-made `prompt`, a string or a as in MATH `completion`,
-                                         conversation, unchanged unchanged
+ready-made                               `prompt`, a string or a     as in MATH                      `completion`,
+                                         conversation, unchanged                                     unchanged
 =======================================  ==========================  ==============================  ===================
 
 ========================================  =======================  ===============================  ====================
@@ -24,14 +24,14 @@ data set                                  problem                  tests        
 ========================================  =======================  ===============================  ====================
 MBPP (arXiv:2108.07732), MBPP+            `text` or `prompt`, and  `test` or `test_list`, scripts   `code`
                                           the first assert
-HumanEval (arXiv:2107.03374), HumanEval+ `prompt`, the beginning `test`, a `check` `canonical_solution`
+HumanEval (arXiv:2107.03374), HumanEval+  `prompt`, the beginning  `test`, a `check`                `canonical_solution`
                                           of a program
-APPS (arXiv:2105.09938), TACO `question` `input_output`, JSON: inputs,
+APPS (arXiv:2105.09938), TACO             `question`               `input_output`, JSON: inputs,
                                                                    outputs, `fn_name`
-CodeContests (arXiv:2203.07814) `description` `public_tests`, `private_tests`
+CodeContests (arXiv:2203.07814)           `description`            `public_tests`, `private_tests`
                                                                    and `generated_tests`
-ready-made `prompt`, unchanged `tests`, scripts, or `inputs` `completion`,
-                                                                   and `outputs` unchanged
+ready-made                                `prompt`, unchanged      `tests`, scripts, or `inputs`    `completion`,
+                                                                   and `outputs`                    unchanged
 ========================================  =======================  ===============================  ====================
 
 MBPP+ is published as one split of 378 problems. Here it has two, as in the paper: 264 problems in "train" and 114 in

@@ -5,7 +5,7 @@
     python examples/traces.py toy && accelerate launch examples/sft.py --completions outputs/traces.jsonl
 
     accelerate launch --config_file accelerate_configs/zero3_offload.yaml examples/sft.py \\
-        --config examples/configs/sft_h_qwen2.5-0.5b.yaml      # a run of the paper; sft_m_… needs its traces first
+        --config examples/configs/sft_h_qwen2.5-0.5b.yaml      # a run of the paper; sft_m_* needs its traces first
 
     accelerate launch examples/sft.py --model_name_or_path MODEL --dataset_name evalplus/mbppplus      # programs
 

@@ -40,7 +40,7 @@ class Draw:
     """How completions are drawn.
 
     Args:
-        num_samples: S.
+        num_samples: S, completions of each prompt.
         temperature: 0 = greedy decoding, with one sample.
         max_completion_length: limit of a completion in tokens; one number, or one for each prompt.
         seed: of all random numbers.
@@ -96,7 +96,7 @@ class Sampler(AbstractContextManager["Sampler"]):
 
         Args:
             prompts: P texts or conversations.
-            num_samples: S.
+            num_samples: S, completions of each prompt.
             temperature: 0 = greedy decoding, with one sample.
             max_completion_length: limit of a completion in tokens.
             seed: of all random numbers.

@@ -2,7 +2,8 @@
 
     V at b_0 … b_n ──► U_i = V_i − V_{i−1} on the last token of episode i ──► estimator ──► A [N, T]
 
-They are pure functions of whole groups and are chosen by name (`ESTIMATORS`).
+They are pure functions of whole groups and are chosen by name (`ESTIMATORS`). Values may be *anchored*: then the
+outcome is the last value of a row (`anchor`).
 
 Letters: N rows (the G completions of a prompt are adjacent), T completion tokens, K boundaries per row, G group size;
 V_i value at boundary i, U_i utility of episode i, r_t process reward of token t (U_i at the last token of episode i,
@@ -161,7 +162,7 @@ def place_rewards(
         boundaries: [N, K] int, padded with −1.
         values: [N, K], NaN or infinite = missing.
         lengths: [N] int, the number of completion tokens.
-        width: T.
+        width: T, the number of columns.
     Returns:
         `process`, `ends`, `values` and `valued` of `Rewards`.
     Raises:
@@ -455,7 +456,7 @@ def outcome_units(outcome: Tensor, advantages: Tensor, used: Tensor, group_size:
         outcome: [N], o; may be NaN where not used.
         advantages: [N], A.
         used: [N] bool, True = the row counts.
-        group_size: G.
+        group_size: G, which divides N.
     Returns:
         Σ A·Δo and Σ Δo² in float64, with Δo from the mean of the used rows, and a bool tensor that is True where the
         outcomes of a group are all the same; each [N / G].

@@ -24,8 +24,8 @@ class Fit:
 
     Attributes:
         base: the mean outcome of the rollouts.
-        mean: [F], mean of each feature in the fitted data.
-        scale: [F], standard deviation of each feature.
+        mean: [F], mean of each feature in the fitted data, in which each rollout counts 1.
+        scale: [F], standard deviation of each feature; 1 for a constant feature.
         low: [F], smallest value of each feature.
         high: [F], largest value of each feature.
         weights: [P], one per column.

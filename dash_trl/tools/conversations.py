@@ -37,7 +37,7 @@ class Conversation:
         failure: why the row is unscored; None = it is not.
         reward: what `get_reward` of the environment returned; NaN = it failed, `ASK` = it was not called.
         in_use: True while the environment may be at work, so that no other row may have it.
-        began: True = `begin` prepared the row, and its environment is not one that TRL has begun.
+        began: True = `begin` leased or made the environment; False = TRL did, or there is none.
         calls: number of tool calls so far.
         failed_calls: how many of them failed.
     """

@@ -38,7 +38,7 @@ class Plan:
     Args:
         num_problems: number of measured problems.
         num_samples: number of responses of each.
-        num_rollouts: K.
+        num_rollouts: K, completions of each prefix.
         fit_rollouts: sizes of the fits, in rollouts of other problems; a larger fit includes the rollouts of smaller
             ones.
         temperature: of all samples.
