@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
 
 from dash_trl.distributed import TIMEOUT, Ranks
@@ -380,6 +381,8 @@ class VLLMPool(VLLMGeneration):
     def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all parameters, merged and unsharded, for the next weight version."""
         self._steps[self.pool.fleet.version + 1] = self.step()
+        if self._dist.is_fsdp:
+            _reshard(self.model)
         # Modules that PEFT trains in full (`modules_to_save`) already have the model's names here. TRL's copies of
         # them for the adapter "ref" do not, and are left out.
         return ((name, value) for name, value in self._iter_named_params() if ".modules_to_save." not in name)
@@ -388,6 +391,16 @@ class VLLMPool(VLLMGeneration):
         """Convert the name of a parameter in a wrapped model to its name on a server, as TRL does."""
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
         return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default.", "_fsdp_wrapped_module."])
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    """Free FSDP2's whole copies of parameters. The root module keeps its own after a pass without gradient.
+
+    TRL takes the parameters for shards.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 async def _waits_for_weights(server: VLLMServer) -> None:
