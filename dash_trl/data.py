@@ -267,7 +267,7 @@ def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence
         elif shown and isinstance(problem, str) and problem.strip():
             problem = f"{problem.strip()}{FIRST_TEST}{shown[0].strip()}"
         tests = ["\n".join([*setup, test]).lstrip() for test in tests]
-    elif not tests:
+    elif not tests or fields.get("inputs"):  # a ready-made row may have both
         pairs, function = _contest_tests(fields)
         if function:
             name = "Solution" if "class Solution" in (starter or "") else function

@@ -319,6 +319,12 @@ def test_layouts_of_programs_that_read(box, tmp_path, rows, right):
         assert scores == [1.0, 0.0]
 
 
+def test_a_row_may_have_scripts_and_inputs(tmp_path):
+    row = {"prompt": "p", "tests": ["assert f(1)"], "inputs": ["1 2"], "outputs": ["3"]}
+    loaded = load_code_dataset(write_rows(tmp_path / "a.jsonl", [row]))[0]
+    assert {name: loaded[name] for name in row} == row
+
+
 def test_inputs_without_outputs_are_no_tests(tmp_path):
     assert not has_tests(write_rows(tmp_path / "a.jsonl", [{"question": "1 + 1?", "answer": "2", "inputs": "1"}]))
 
