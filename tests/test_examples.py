@@ -376,6 +376,18 @@ def test_files_without_the_reward(own_rewards, text, name, message):
         load_reward(own_rewards, name)
 
 
+@pytest.mark.parametrize("name", ["quickstart", "process_rewards"])
+def test_notebooks_are_stored_with_their_outputs(name):
+    """Of one run from the first cell to the last, without errors, warnings and paths of a machine."""
+    text = (ROOT / "notebooks" / f"{name}.ipynb").read_text()
+    cells = [one for one in nbformat.reads(text, as_version=4).cells if one.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert all(cell.outputs for cell in cells if "print(" in cell.source or "display(" in cell.source)
+    shown = [output for cell in cells for output in cell.outputs]
+    assert all(one.get("name", "stdout") == "stdout" and one.output_type != "error" for one in shown)
+    assert not re.search(r"/(home|root|tmp|work|Users)/", text) and len(text) < 200_000
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
