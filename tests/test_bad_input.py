@@ -22,6 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
 from dash_trl import DASHConfig, DASHTrainer
+from dash_trl.checks import arguments
 from dash_trl.checks.arguments import check_arguments, check_async
 from dash_trl.checks.models import check_model
 from dash_trl.checks.prompts import check_dataset, checked_rollouts
@@ -200,6 +201,10 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         "loss_type='aipo' compares the policy with the sampler, .* Sample with vLLM .*, or with a rollout_func",
     ),
     "decoupled PPO without them": ({"settings": DECOUPLED}, "loss_type='decoupled_ppo' compares the policy with"),
+    "vLLM in a process without a GPU": (
+        {"settings": {"use_vllm": True}},
+        "runs vLLM in the trainer's process, which needs a GPU, .* leave use_vllm out, .*vllm_server_urls",
+    ),
     # data
     "no column of prompts": (
         {"train_dataset": Dataset.from_dict({"question": ["1 + 1"], "solution": ["2"]})},
@@ -274,6 +279,15 @@ def test_arguments(tiny_model, checkpoints, unloadable, mistake):
     model = checkpoints.get(given.get("model"), given.get("model", tiny_model))
     with pytest.raises(ValueError, match=said):
         build(model, **{name: value for name, value in given.items() if name != "model"})
+
+
+def test_vllm_that_is_not_installed(monkeypatch):
+    args = SimpleNamespace(use_vllm=True, vllm_mode="colocate", device=torch.device("cuda"))
+    monkeypatch.setattr(arguments, "find_spec", {"vllm": object()}.get)
+    arguments.check_vllm(args)
+    monkeypatch.setattr(arguments, "find_spec", {}.get)
+    with pytest.raises(ValueError, match=r'vLLM is not installed: pip install "dash_trl\[vllm\]"'):
+        arguments.check_vllm(args)
 
 
 def frozen(model: str) -> torch.nn.Module:
@@ -352,7 +366,9 @@ def test_stale_rollouts_with_a_loss_for_fresh_ones_are_warned_of(settings, is_sa
     ],
 )
 def test_truncated_sampling_with_a_correction_of_sequences_is_warned_of(settings, is_said, tiny_model, caplog):
-    check_arguments(tiny_model, config(**{"use_vllm": True, **settings}), prompts(16), None, None, {})
+    check_arguments(
+        tiny_model, config(**{"use_vllm": True, "vllm_mode": "server", **settings}), prompts(16), None, None, {}
+    )
     assert ("0.98 for each is 0.00004 for 500" in caplog.text) == is_said
 
 

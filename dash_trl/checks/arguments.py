@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from inspect import isfunction, ismethod
 from typing import Any
 
@@ -41,6 +42,7 @@ def check_arguments(
             "text models only: images cannot be re-packed. Pass a tokenizer, or use trl.GRPOTrainer."
         )
     check_callbacks(others.get("callbacks") or ())
+    check_vllm(args)
     if args.loss_type in OFF_POLICY_LOSSES and not (args.use_vllm or own_rollouts or args.async_level):
         raise ValueError(
             f"loss_type={args.loss_type!r} compares the policy with the sampler, and transformers' generate reports no "
@@ -55,6 +57,23 @@ def check_arguments(
     check_batch(train_dataset, args)
     check_correction(args)
     check_model(model, args, others.get("peft_config"))
+
+
+def check_vllm(args: Any) -> None:
+    """Refuse vLLM within the trainer's process where it cannot run."""
+    if not args.use_vllm or args.vllm_mode != "colocate":
+        return
+    instead = "leave use_vllm out, so that transformers samples, or start servers and name them with vllm_server_urls"
+    if args.device.type == "cpu":
+        raise ValueError(
+            "use_vllm=True with vllm_mode='colocate' runs vLLM in the trainer's process, which needs a GPU, but this "
+            f"run is on the CPU: {instead} (docs/vllm.md)."
+        )
+    if find_spec("vllm") is None:
+        raise ValueError(
+            f'use_vllm=True, but vLLM is not installed: pip install "dash_trl[vllm]" (in a checkout -e ".[vllm]"), or '
+            f"{instead}."
+        )
 
 
 def check_tools(tools: Sequence[Any]) -> None:
