@@ -41,17 +41,9 @@ from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_defaults, to
 
 # Of the fields of TRL and Transformers, those that --help shows.
 HELP = (
-    *(
-        "model_name_or_path",
-        "attn_implementation",
-        "use_peft",
-        "lora_r",
-        "output_dir",
-        "resume_from_checkpoint",
-        "seed",
-    ),
+    *("model_name_or_path", "attn_implementation", "use_peft", "lora_r", "output_dir", "resume_from_checkpoint"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_generations"),
-    *("max_completion_length", "temperature", "beta", "num_iterations", "learning_rate", "max_steps"),
+    *("max_completion_length", "temperature", "beta", "num_iterations", "learning_rate", "max_steps", "seed"),
     *("num_train_epochs", "use_vllm", "vllm_mode", "use_cpu", "bf16", "gradient_checkpointing", "report_to"),
     *("logging_steps", "log_completions", "eval_strategy", "save_strategy", "save_steps"),
 )
@@ -200,8 +192,8 @@ def check_effects(script: MathArguments, args: Any, model_args: ModelConfig) -> 
     changed = [one.name for one in fields(script) if one.name in own and getattr(script, one.name) != one.default]
     if script.is_toy and changed:
         raise ValueError(
-            f"{changed} have no effect without --model_name_or_path and --dataset_name of your own: the toy problems "
-            "are as they are. Add these two, or remove them."
+            f"{changed} have no effect without --model_name_or_path and --dataset_name: the toy problems have no such "
+            "options. Add these two, or remove them."
         )
     if (args.do_eval or "dataset_test_split" in changed) and not evaluates(args):
         raise ValueError(
