@@ -2,15 +2,15 @@
 
     accelerate launch examples/train_math.py                   # no arguments: a tiny model learns arithmetic, offline
 
-    accelerate launch --config_file accelerate_configs/ddp.yaml examples/train_math.py \
-        --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name openai/gsm8k --dataset_config main \
+    accelerate launch --config_file accelerate_configs/ddp.yaml examples/train_math.py \\
+        --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name openai/gsm8k --dataset_config main \\
         --use_vllm --vllm_mode colocate --output_dir outputs/gsm8k
 
-    accelerate launch --config_file accelerate_configs/zero3_offload.yaml examples/train_math.py \
+    accelerate launch --config_file accelerate_configs/zero3_offload.yaml examples/train_math.py \\
         --config examples/configs/dash_qwen2.5-0.5b.yaml       # a run of the paper
 
-    accelerate launch examples/train_math.py --model_name_or_path MODEL --dataset_name own.jsonl --eval_strategy steps \
-        --dataset_train_split 'train[100:]' --dataset_test_split 'train[:100]'        # a file is the one split train
+    accelerate launch examples/train_math.py --model_name_or_path MODEL --dataset_name own.jsonl \\
+        --eval_strategy steps --dataset_train_split 'train[100:]' --dataset_test_split 'train[:100]'
 
 Every field of `MathArguments`, `DASHConfig` (hence of TRL's `GRPOConfig`) and TRL's `ModelConfig` is a flag and a YAML
 key; a flag wins over the file. The dataset is a hub name or a local path: GSM8K, MATH, or `prompt`/`answer` columns.
