@@ -19,10 +19,10 @@ export HF_HUB_DISABLE_TELEMETRY = 1
 # tenth on an idle machine (none at all double its time); then a thread sleeps.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: help demo test lint release clean
+.PHONY: help demo test lint docs docs-serve release clean
 
 help: ## this list
-	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 # --quiet: if the script fails, its own error comes last. Two threads: accelerate's default is one, and for a model this small more than two only wait for each other.
 demo: $(VENV)/.demo ## train a tiny model on arithmetic, on a CPU or a GPU, in a few minutes
@@ -37,6 +37,13 @@ lint: $(VENV)/.lint ## ruff (lint and format) and mypy
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+docs: $(VENV)/.docs ## build the documentation into docs/_build, warnings as errors
+	@$(BIN)/python -m sphinx -q --fail-on-warning docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+docs-serve: docs ## build the documentation and serve it on 127.0.0.1, at a free port
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory docs/_build/html 0
+
 release: $(VENV)/.release ## build the wheel and the sdist into dist/ and check both; tag and upload by hand
 	@rm -rf build dist
 	@$(BIN)/python -m build --outdir dist .
@@ -44,7 +51,7 @@ release: $(VENV)/.release ## build the wheel and the sdist into dist/ and check 
 	@$(BIN)/python tools/release.py dist
 
 clean: ## remove .venv, caches and build products; what runs wrote stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 $(VENV)/.release: | $(BIN)/python
 	@echo "Installing build and twine into $(VENV) (once)"
@@ -86,4 +93,9 @@ $(VENV)/.test: $(VENV)/.demo
 $(VENV)/.lint: $(VENV)/.demo
 	@echo "Installing ruff and mypy into $(VENV) (once)"
 	@$(PIP) "dash_trl[dev]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	@echo "Installing Sphinx into $(VENV) (once)"
+	@$(PIP) "dash_trl[docs]"
 	@touch $@

@@ -33,7 +33,7 @@ def test_every_public_name_exists():
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md"])
 def test_links_of_the_documents_lead_somewhere(page):
-    for path in ROOT.glob(page):
+    for path in {one.resolve() for one in ROOT.glob(page)}:
         for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
             target, _, anchor = link.partition("#")
             if ":" in link:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -248,6 +249,27 @@ def leave_modules_to_themselves() -> None:
     gc.freeze()
 
 
+FIGURES = Path(__file__).parents[1] / "docs" / "reference" / "figures.md"
+OWN_FIGURES = {"step", "measured", "shortest", "first_length", "calls"}  # the log's step; by log_metric in tests
+
+
+@functools.cache
+def figure_names() -> frozenset[str]:
+    """The figures in the tables of the documentation; `<name>` and `<note>` stand for any name."""
+    return frozenset(re.findall(r"^\| `([^`]+)` \|", FIGURES.read_text(), re.MULTILINE))
+
+
+@functools.cache
+def is_documented(name: str) -> bool:
+    patterns = [re.sub(r"<\w+>", "[^/]+", re.escape(one)) for one in figure_names() | OWN_FIGURES]
+    return any(re.fullmatch(f"(eval_)?{pattern}", name) for pattern in patterns)
+
+
+def check_documented(log_history: Sequence[Mapping[str, Any]]) -> None:
+    missing = {name for logs in log_history for name in logs if not is_documented(name)}
+    assert not missing, f"docs/reference/figures.md says nothing about {sorted(missing)}"
+
+
 def run(
     trainer_class: Any,
     model: str,
@@ -325,6 +347,8 @@ def run(
     if prepare is not None:
         prepare(trainer)
     trainer.train(resume_from_checkpoint=resume)
+    if config is DASHConfig:
+        check_documented(trainer.state.log_history)
     return trainer
 
 

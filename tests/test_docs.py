@@ -1,0 +1,288 @@
+"""The documentation: the site builds without a warning, its pages are true, its code runs, a browser shows it."""
+
+import ast
+import functools
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import fields
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sft import SupervisedConfig
+from trl import GRPOTrainer, ModelConfig
+from trl.trainer import grpo_trainer
+
+from dash_trl import DASHConfig
+from dash_trl.monitoring import recorder
+from tests.tiny import figure_names
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+sys.path += [str(DOCS), str(ROOT / "tools")]
+
+import extension  # noqa: E402
+import reference  # noqa: E402
+
+# The changelog names what was, too.
+PAGES = [ROOT / "README.md", *sorted({path.resolve() for path in DOCS.rglob("*.md")} - {ROOT / "CHANGELOG.md"})]
+SOURCES = [path for folder in ("dash_trl", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+# ----------------------------------------------------------------------------------------------------------- the site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site. A warning is an error: a broken link or anchor, a page in no table of contents, bad markup."""
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "--fail-on-warning", str(DOCS), str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return out
+
+
+@pytest.mark.slow
+def test_the_site_has_the_api_and_every_message(site):
+    api, errors = ((site / "reference" / f"{name}.html").read_text() for name in ("api", "errors"))
+    assert 'id="dash_trl.DASHTrainer"' in api and 'id="dash_trl.rewards.JudgeReward"' in api
+    assert "does not go with {other}: {reason}. Leave one of the two out." in errors
+    assert not list(site.rglob("*.md"))
+
+
+def test_messages_are_the_texts_of_the_source():
+    source = """
+def check(value, other):
+    if value:
+        raise ValueError(f"value={value!r} does not fit " + "here" + f": {other.name}, {len(value)}")
+    raise KeyError(value)
+logger.warning("%s is not so short", value)
+raise RuntimeError
+"""
+    assert list(extension.messages(source)) == [
+        ("ValueError", "value={value} does not fit here: {other.name}, {…}"),
+        ("warning", "%s is not so short"),
+    ]
+
+
+def test_docstrings_are_markdown():
+    markdown = """First `line_`s of [`~trl.GRPOConfig`], with |x|, name_, *args and **bold**.
+
+    prompts ──► `sampler`
+
+| a | b |
+|---|---|
+
+Args:
+    x: `one
+        two`.
+
+    y: another.""".split("\n")
+    assert extension.to_rst(markdown) == [
+        r"First \ ``line_``\ s of \ ``trl.GRPOConfig``\ , with \|x\|, name\_, \*args and **bold**.",
+        *("", "::", "", "        prompts ──► `sampler`", ""),
+        *("::", "", "    | a | b |", "    |---|---|", ""),
+        *("Args:", r"    x: \ ``one", r"        two``\ .", ""),
+        *("    y: another.", ""),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------ the reference
+
+
+@pytest.mark.parametrize("name", reference.GENERATED)
+def test_generated_tables_are_up_to_date(name):
+    path, text = reference.page(name)
+    assert path.read_text() == text, "run `python tools/reference.py` and commit what it changes"
+
+
+def test_every_option_and_command_is_in_the_reference():
+    options, commands = ((DOCS / "reference" / f"{name}.md").read_text() for name in ("options", "commands"))
+    assert all(f"`{one.name}`" in options for one in fields(DASHConfig))
+    assert "### `async_level`\n\n`int`, default `0`." in options
+    assert "**(Transformers: `500`)**" in options  # logging_steps, which TRL changes
+    for flag in ("--time_limit", "--model_name_or_path", "--completions", "--servers", "--num_samples"):
+        assert f"| `{flag}` |" in commands
+
+
+def own_figures() -> set[str]:
+    """The names in the source under which the package logs; `<name>` stands for what it fills in."""
+    prefixes = "|".join({name.partition("/")[0] for name in figure_names() if "/" in name})
+    pattern = re.compile(rf"({prefixes})/[a-z_<>/]*[a-z>]")
+    texts = set()
+    for path in (ROOT / "dash_trl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            texts |= set(filter(pattern.fullmatch, text_of(node)))
+    phases = (*recorder.PHASES, *recorder.WAITING, *recorder.ROUNDS, *recorder.WAITING_FOR_REWARDS)
+    return texts | {f"time/{phase}" for phase in phases}
+
+
+def text_of(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    if isinstance(node, ast.JoinedStr):
+        return ["".join(one.value if isinstance(one, ast.Constant) else "<name>" for one in node.values)]
+    return []
+
+
+def test_every_figure_of_the_source_is_documented_and_the_other_way_round():
+    """What runs log is looked at in `tests.tiny.run`, by all tests that train."""
+    documented, own = figure_names(), own_figures()
+    trls = Path(grpo_trainer.__file__).read_text()
+    inherited = {name for name in documented if f'"{name.replace("<name>", "{reward_func_name}")}"' in trls}
+    transformers = {"loss", "grad_norm", "learning_rate", "epoch", "train_runtime", "train_samples_per_second"}
+    transformers |= {"train_steps_per_second", "train_loss", "total_flos", "eval_loss", "eval_runtime"}
+    transformers |= {"eval_samples_per_second", "eval_steps_per_second"}
+    elsewhere = {"skipped_steps", "rewards/<name>/<note>"}  # a name without a slash; one that a function gives
+    assert documented - own - inherited - transformers - elsewhere == set()
+    missing = {name for name in own - documented if not any(matches(name, one) for one in documented)}
+    assert missing == set()
+
+
+def matches(template: str, name: str) -> bool:
+    return re.fullmatch(re.sub(r"<\w+>", "[^/]*", re.escape(template)), name) is not None
+
+
+# ------------------------------------------------------------------------------------------------------------- prose
+
+BLOCK = re.compile(r"^(?:<!-- not run: ([^\n]+) -->\n+)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PUBLIC = ("dash_trl", "dash_trl.rewards", "dash_trl.process_rewards", "dash_trl.sandbox", "dash_trl.evaluation")
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if "```python" in path.read_text()], ids=name_of)
+def test_code_blocks_run(path, tmp_path, monkeypatch):
+    """The blocks of a page run one after the other, with the names of those before.
+
+    One that cannot run here has a line before it, `<!-- not run: the reason -->`, which no reader sees. It still has to
+    compile, to import what there is, and to pass arguments that exist.
+    """
+    monkeypatch.chdir(tmp_path)
+    text = path.read_text()
+    found = BLOCK.findall(text)
+    assert len(found) == len(re.findall(r"^ *```python", text, re.MULTILINE)), "a block is indented or not closed"
+    names: dict[str, Any] = {"__name__": "page"}
+    for reason, block in found:
+        code = compile(block, name_of(path), "exec")
+        check_names(ast.parse(block))
+        if not reason:
+            exec(code, names)
+
+
+@functools.cache
+def public() -> dict[str, Any]:
+    return {name: getattr(import_module(room), name) for room in PUBLIC for name in import_module(room).__all__}
+
+
+def check_names(tree: ast.AST) -> None:
+    """What is imported of dash_trl exists, and so do the keyword arguments of its functions and classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("dash_trl"):
+            for one in node.names:
+                assert hasattr(import_module(str(node.module)), one.name), ast.unparse(node)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in public():
+            takes = signature(GRPOTrainer if node.func.id == "DASHTrainer" else public()[node.func.id]).parameters
+            if all(one.kind != Parameter.VAR_KEYWORD for one in takes.values()):
+                assert {str(one.arg) for one in node.keywords if one.arg} <= set(takes), ast.unparse(node)
+
+
+def test_the_check_of_code_blocks_finds_what_does_not_exist():
+    good = "from dash_trl import DASHConfig\nDASHTrainer(..., args=DASHConfig(async_level=1), tools=[])"
+    check_names(ast.parse(good))
+    for bad in ("from dash_trl import DASHConfg", "DASHConfig(async_depth=1)", "DASHTrainer(rewards=[])"):
+        with pytest.raises(AssertionError):
+            check_names(ast.parse(bad))
+
+
+def test_flags_that_pages_name_exist():
+    """Those with an underscore, which are ours, TRL's, accelerate's or torchrun's."""
+    known = {one.name for kind in (DASHConfig, ModelConfig, SupervisedConfig) for one in fields(kind)}
+    known |= {"config_file", "nproc_per_node"}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                known.add(node.target.id)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                known.add(node.value.removeprefix("--"))
+    for path in PAGES:
+        for flag in re.findall(r"(?<![\w-])--([a-z0-9]+(?:_[a-z0-9]+)+)", path.read_text()):
+            assert flag in known, f"{name_of(path)}: --{flag}"
+
+
+def test_figures_that_pages_name_are_logged():
+    documented = figure_names()
+    prefixes = {name.partition("/")[0] for name in documented if "/" in name}
+    for path in PAGES:
+        for name in re.findall(r"`([a-z_]+/[a-z_/]*[a-z_])`", path.read_text()):
+            is_file = any((folder / name).exists() for folder in (ROOT, ROOT / "dash_trl"))
+            if name.partition("/")[0] in prefixes and not is_file:
+                assert any(matches(one, name) for one in documented), f"{name_of(path)}: {name}"
+
+
+# --------------------------------------------------------------------------------------------------------- a browser
+
+CHROMIUM = shutil.which("chromium")
+FLAGS = """
+--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+--disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=20000
+""".split()
+NARROW = 390  # pixels of a phone
+MEASURE = """<!doctype html><title>widths</title><link rel="icon" href="data:,"><body>%s<script>
+addEventListener("load", () => {
+  const found = [...document.querySelectorAll("iframe")].map(frame => {
+    const page = frame.contentDocument.documentElement;
+    return `${frame.getAttribute("src")} ${page.scrollWidth} ${page.clientWidth}`;
+  });
+  document.body.innerHTML = `<pre>${found.join("\\n")}</pre>`;
+});
+</script></body>"""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def url(site: Path) -> Iterator[str]:
+    """The site behind a server of its own, as a browser lets no script read a file's neighbours."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def shown(address: str, profile: Path) -> str:
+    """The page as a browser has it after its scripts, none of which complained."""
+    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", "--dump-dom", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert done.returncode == 0 and not complaints, complaints or done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_a_browser_shows_the_site(site, url, tmp_path):
+    pages = ["index.html", "reference/api.html", "reference/options.html", "reference/errors.html", "howto/vllm.html"]
+    for page, text in (("index.html", "<h1>dash_trl"), ("reference/api.html", 'id="dash_trl.DASHTrainer"')):
+        assert text in shown(f"{url}/{page}", tmp_path / "profile")
+    found = shown(f"{url}/search.html?q=async_level", tmp_path / "profile")
+    assert 'href="reference/options.html' in found.partition('id="search-results"')[2]
+    frames = "".join(f'<iframe src="{page}" width="{NARROW}" height="800"></iframe>' for page in pages)
+    (site / "narrow.html").write_text(MEASURE % frames)
+    widths = re.findall(r"([\w/]+\.html) (\d+) (\d+)", shown(f"{url}/narrow.html", tmp_path / "profile"))
+    assert [page for page, *_ in widths] == pages
+    assert [page for page, needed, there in widths if int(needed) > int(there)] == []

