@@ -32,7 +32,8 @@ from dash_trl.process_rewards.credit import (
     place_rewards,
 )
 from dash_trl.process_rewards.diagnostics import Diagnostics, batch_figures, process_metrics
-from dash_trl.process_rewards.episodes import EPISODE_MARKERS, FINAL_ANSWER, Markers, Segmenter
+from dash_trl.process_rewards.episodes import EPISODE_MARKERS, FINAL_ANSWER, Episodes, Markers, Segmenter
+from dash_trl.process_rewards.picture import credit_lines
 from dash_trl.process_rewards.values import AnswerLogProbValue, ValueEstimator, ValueRequest, checked_values
 from dash_trl.process_rewards.worth import Evidence, Watch, evidence_of
 from dash_trl.rollout import CreditedRollouts, joined
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 # Estimators whose credit of a group depends on no other group of the window: `reward_pipeline` may hand over some.
 PER_GROUP = ("centered_return", "episode", "grpo_process")
 WITHOUT_UTILITIES = ("gae", "grpo")  # those that use no U
+CREDIT = "process/credit"  # the column in the table of completions
 
 
 @dataclass(frozen=True)
@@ -187,12 +189,14 @@ class ProcessRewardCallback(DASHCallback):
         self._logged_entropy: float | None = None
         self._diagnostics = Diagnostics()
         self._watch = Watch()
+        self._columns: dict[str, Any] = {}  # TRL's, of the table of completions
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._parts: list[_Part] = []  # of a window, until it is whole; not those of a run that was interrupted
         self._lessons: list[tuple[int, ValueRequest, float]] = []  # in them, if V learns: group, rollout, outcome
+        self._cells: list[tuple[int, str]] = []  # in them, if completions are logged: group, credit per episode
         self._segmenter = Segmenter(kwargs["processing_class"], **self.segmentation)
         self._begun: dict[tuple[int, ...], Any] = {}  # what was begun while others were sampled, by all token ids
 
@@ -249,6 +253,12 @@ class ProcessRewardCallback(DASHCallback):
     ) -> None:
         self._logged_entropy = (logs or {}).get("entropy", self._logged_entropy)  # TRL's, of the rows trained on
 
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """An evaluation adds rows to TRL's table. They have no credit, so the column would not fit."""
+        self._columns.pop(CREDIT, None)
+
     def on_advantages(
         self,
         args: TrainingArguments,
@@ -267,6 +277,8 @@ class ProcessRewardCallback(DASHCallback):
         part, credit = self._part(rollouts, trainer)
         if self._pays:  # else they stay as they are, to the bit
             rollouts.advantages = credit.float()
+        if trainer.log_completions:
+            self._cells += zip(rollouts.group.tolist(), self._credit_cells(rollouts, trainer._tokenizer), strict=True)
         self._parts.append(part)
         self._seconds += time.perf_counter() - started
         piped = getattr(args, "reward_pipeline", False)  # it hands over whole groups of a process
@@ -334,6 +346,10 @@ class ProcessRewardCallback(DASHCallback):
             lessons, self._lessons = sorted(self._lessons, key=lambda lesson: lesson[0]), []
             self.value.learn([one[1] for one in lessons], [one[2] for one in lessons], trainer)  # type: ignore[attr-defined]
         worth = self._judged(window, trainer.ranks)
+        if trainer.log_completions:
+            cells, self._cells = sorted(self._cells, key=lambda cell: cell[0]), []
+            trainer._log_completion_extra(CREDIT, [text for _, text in cells])
+            self._columns = trainer._logs["extra"]
         seconds = self._seconds + time.perf_counter() - started
         figures = batch_figures(window.rewards, window.boundaries, window.values, window.credit, skipped=window.skipped)
         trainer.recorder.log({**process_metrics(figures), **worth, "time/values": seconds})
@@ -344,6 +360,24 @@ class ProcessRewardCallback(DASHCallback):
         if self._pays and weighs and figures["process/valued_rows"][0]:
             mean = worth.get("process/entropy", self._logged_entropy) if self.needs_log_probs else None
             self._diagnostics.watch(worth, full=self._watch.full, entropy=mean)
+
+    def _credit_cells(self, rollouts: CreditedRollouts, tokenizer: Any) -> list[str]:
+        """[B]: the episodes of each row with the mean advantage of their loss tokens."""
+        advantages, cells = rollouts.advantages, []
+        if advantages.dim() == 1:
+            advantages = advantages.unsqueeze(1).expand_as(rollouts.loss_mask)
+        for row, (boundaries, _) in enumerate(self.last[-len(rollouts) :]):
+            tokens = rollouts.completion_mask[row].bool()
+            ids, own = rollouts.completion_ids[row][tokens], rollouts.loss_mask[row][tokens].bool()
+            credit, episodes = advantages[row][tokens], Episodes(boundaries, len(ids)).slices()
+            cells.append(
+                credit_lines(
+                    (credit[one][own[one]].mean().item(), tokenizer.decode(ids[one], skip_special_tokens=True))
+                    for one in episodes
+                    if own[one].any()
+                )
+            )
+        return cells
 
     def _highest(self, rollouts: CreditedRollouts, weights: Tensor) -> Tensor:
         """[B]: the weighted sum of a row's rewards that makes it a solved one."""
