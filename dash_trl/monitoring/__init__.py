@@ -19,5 +19,6 @@ if TYPE_CHECKING:
     )
     from dash_trl.monitoring.plots import plot_pass_at_k, plot_run, read_metrics, smooth
     from dash_trl.monitoring.recorder import Recorder
+    from dash_trl.monitoring.trackers import RunPictureCallback, log_traces, tracker_defaults
 
 __getattr__, __dir__, __all__ = lazy(__name__)
