@@ -22,7 +22,15 @@ from dash_trl.sandbox import PROTECTS, Sandbox, SandboxError
 from dash_trl.versions import bounds, fits, installed
 
 NEEDED = ("torch", "trl", "transformers", "accelerate", "datasets", "math-verify")
-EXTRAS = {"vllm": "vllm", "deepspeed": "deepspeed", "peft": "peft", "ray": "ray", "openai": "judge"}  # package: extra
+# package: extra
+EXTRAS = {
+    "vllm": "vllm",
+    "deepspeed": "deepspeed",
+    "peft": "peft",
+    "ray": "ray",
+    "openai": "judge",
+    "trackio": "trackio",
+}
 PLUGINS = "vllm.general_plugins"  # the group of entry points that vLLM loads
 
 
@@ -243,6 +251,7 @@ def _packages(machine: Machine) -> Iterator[Finding]:
     yield _package(machine, "peft", "LoRA")
     yield _package(machine, "ray", 'rewards on a cluster (backend="ray")')
     yield _package(machine, "openai", "JudgeReward")
+    yield _package(machine, "trackio", 'runs in a browser (report_to="trackio")')
 
 
 def _package(machine: Machine, name: str, what: str) -> Finding:

@@ -5,6 +5,7 @@ settings, its step counter, or its record of the weights that vLLM has. Each use
 `GRPOTrainer` (`tests/test_seams.py`), which fails if a new TRL changes it.
 """
 
+import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +16,9 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
+from huggingface_hub import constants
 from torch import Tensor
+from transformers.integrations import TrackioCallback
 from trl.trainer.utils import shuffle_sequence_dict
 
 from dash_trl.update import ScaledCoefficient
@@ -149,6 +152,22 @@ def begin_anew(trainer: Any) -> None:
     rewards = [logs["rewards"][name] for name in trainer.reward_func_names]  # a key exists only after the first table
     for column in (logs["prompt"], logs["completion"], logs["advantages"], logs["extra"], *rewards):
         column.clear()
+
+
+def begin_trackio(trainer: Any) -> None:
+    """TRL's profiler logs to Trackio's run, which Transformers begins with training and ends with it.
+
+    For a run on this machine Trackio would ask the Hub for the user's name, without a time limit.
+    """
+    remote = trainer.args.trackio_space_id or os.environ.get("TRACKIO_SPACE_ID")
+    offline = constants.HF_HUB_OFFLINE
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TrackioCallback):
+            constants.HF_HUB_OFFLINE = offline or not remote
+            try:
+                callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+            finally:
+                constants.HF_HUB_OFFLINE = offline
 
 
 def count_pass_time(trainer: Any, seconds: float) -> None:

@@ -57,13 +57,14 @@ from dash_trl.config import DASHConfig
 from dash_trl.distributed import Ranks, accumulating
 from dash_trl.evaluation import metrics_of
 from dash_trl.model_card import with_settings_of_run
-from dash_trl.monitoring import OffPolicyMetrics, PassMetrics
+from dash_trl.monitoring import OffPolicyMetrics, PassMetrics, log_traces
 from dash_trl.rewards import unpack, watch
 from dash_trl.rollout import CreditedRollouts, PromptQueue, RolloutBatch
 from dash_trl.sampling import install, without_client
 from dash_trl.seams import (
     FirstStates,
     begin_anew,
+    begin_trackio,
     count_pass_time,
     evaluated_rewards,
     forget_overflow,
@@ -229,6 +230,7 @@ class DASHTrainer(GRPOTrainer):
         prepared = super()._prepare_for_training(*args, **kwargs)
         self._first_states.have_trained = True
         models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
+        begin_trackio(self)
         with self.accelerator.autocast():
             self._passes.prepare(
                 self.model_wrapped,
@@ -369,6 +371,13 @@ class DASHTrainer(GRPOTrainer):
         self.recorder.total("skipped_steps", self._skipped.total)
         return norm
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        summary = "train_runtime" in logs  # of the run; its table is that of the last step
+        super().log(logs, start_time)
+        if self.log_completions and self.model.training and not summary and self.is_world_process_zero():
+            if "trackio" in self.args.report_to:
+                log_traces(self._logs, self.state.global_step)
+
     # ------------------------------------------------------------------ what the collector asks for
 
     def _tokenize_prompts(self, prompts: list) -> tuple:
@@ -486,6 +495,7 @@ class DASHTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's method, for evaluations only: in training, the collector samples."""
+        begin_trackio(self)
         environments = nullcontext() if self._conversations is None else self._conversations.lent()
         with with_settings(self, loss_settings(self, training=False)), environments:
             return super()._generate_and_score_completions(inputs)

@@ -25,7 +25,9 @@ SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields|Note|Example|Examp
 
 
 def to_rst(lines: list[str]) -> list[str]:
-    """A docstring's Markdown as RST: code spans, links of Hugging Face's form, tables and indented blocks, after `::`, too.
+    """A docstring's Markdown as RST: code spans, links of Hugging Face's form, tables and indented blocks.
+
+    A `::` before an indented block is RST already, and becomes a colon.
 
     Google's sections stay as they are; napoleon reads them afterwards.
     """

@@ -36,7 +36,14 @@ from dash_trl import CodeReward, DASHConfig, DASHTrainer, MathAccuracyReward, Re
 from dash_trl.checkpoints import checkpoint_to_resume
 from dash_trl.checks import check_model
 from dash_trl.evaluation import TOY, Task, accuracy
-from dash_trl.monitoring import MetricsFileCallback, RewardProgressCallback, TimeLimitCallback, plot_run
+from dash_trl.monitoring import (
+    MetricsFileCallback,
+    RewardProgressCallback,
+    RunPictureCallback,
+    TimeLimitCallback,
+    plot_run,
+    tracker_defaults,
+)
 from dash_trl.rewards import load_reward
 from dash_trl.toy import arithmetic_dataset, arithmetic_reward, toy_defaults, toy_model
 
@@ -64,6 +71,13 @@ class MathArguments(Task):
     @property
     def is_toy(self) -> bool:
         return self.dataset_name in (None, TOY)
+
+
+@dataclass
+class Tracker:
+    """What other defaults depend on, of `TrainingArguments`."""
+
+    report_to: str | None = None
 
 
 class Mathematics:
@@ -133,7 +147,10 @@ def main(
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
-        callbacks=[timer, MetricsFileCallback(metrics), *(make_callbacks(script, *own) if make_callbacks else ())],
+        callbacks=[
+            *(timer, MetricsFileCallback(metrics), RunPictureCallback(metrics)),
+            *(make_callbacks(script, *own) if make_callbacks else ()),
+        ],
         tools=task.tools(),
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
@@ -149,19 +166,23 @@ def main(
             print(f"plot:    {plot_run(metrics, metrics.with_name('run.png'), title=Path(args.output_dir).name)}")
         except ValueError as error:  # a run that ended before its first log
             print(f"plot:    none. {error}")
+        if not (args.report_to or tracker_defaults()):
+            print("tracker: none. `pip install trackio` shows the curves and the completions in a browser.")
     trainer.accelerator.end_training()  # ends the process group: without it gloo may abort at exit
 
 
 def parse(argv: Sequence[str], types: Sequence[Any], without_model: dict[str, Any]) -> tuple[Any, ...]:
-    """One instance of each dataclass. For the toy model, other settings are the defaults."""
-    model_args, _ = TrlParser(ModelConfig, add_help=False).parse_args_and_config(argv, return_remaining_strings=True)
+    """One instance of each dataclass. For the toy model, and with a tracker, other settings are the defaults."""
+    model_args, tracker, _ = TrlParser((ModelConfig, Tracker), add_help=False).parse_args_and_config(
+        argv, return_remaining_strings=True
+    )
     parser = TrlParser(types, epilog="--help_all shows all flags: those of TRL and Transformers, too.")
     parser.add_argument("--help_all", action="help", help="Show all flags and exit.")
     if "--help_all" not in argv:
         shorten_help(parser, types)
     # Every step on the bar, in the metrics file and in the plot; TRL's default is every tenth.
     defaults = {"logging_steps": 1} | (without_model if is_toy(model_args) else {})
-    parser.set_defaults_with_config(**defaults)
+    parser.set_defaults_with_config(**(defaults | tracker_defaults(tracker.report_to)))
     script, args, *others = parser.parse_args_and_config(argv)
     args.resume_from_checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, args.output_dir)
     return script, args, *others

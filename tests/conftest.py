@@ -5,11 +5,14 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no look-ups, no telemetry
 # As in the Makefile, for the processes that tests start; before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+TRACKED = tempfile.TemporaryDirectory(prefix="trackio-")  # instead of the user's own runs; before trackio is imported
+os.environ["TRACKIO_DIR"] = TRACKED.name
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path += [str(EXAMPLES), str(EXAMPLES / "paper")]
 

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from dataclasses import fields
+from importlib.util import find_spec
 from inspect import get_annotations
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,7 +104,9 @@ def test_real_problems_with_flags(tmp_path, capsys):
     assert step["reward"] < 0.2 and step["filter/dropped_unscored"] == 0
     assert "eval_reward" in (tmp_path / "metrics.jsonl").read_text()
     assert (tmp_path / "checkpoint-1").is_dir() and (tmp_path / "model.safetensors").exists()
-    assert "accuracy on 256" not in capsys.readouterr().out  # that is the toy task's
+    said = capsys.readouterr().out
+    assert "accuracy on 256" not in said  # that is the toy task's
+    assert ("tracker: none" in said) == (find_spec("trackio") is None)
 
 
 OWN_REWARDS = """

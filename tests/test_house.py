@@ -129,6 +129,8 @@ def test_the_seams_of_trl():
         GRPOTrainer._compute_loss: "self, model, inputs",
         GRPOTrainer._tokenize_prompts: "self, prompts",
         GRPOTrainer._get_train_sampler: "self, dataset",
+        GRPOTrainer._log_completion_extra: "self, column, values",
+        GRPOTrainer.log: "self, logs, start_time",
         GRPOTrainer.training_step: "self, model, inputs, num_items_in_batch",
         GRPOTrainer._init_training_state: (
             "self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial"

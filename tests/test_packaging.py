@@ -76,7 +76,7 @@ def test_another_trl_than_was_run_is_warned_of(found, warned, monkeypatch, recwa
 
 WITHOUT_EXTRAS = """
 import sys
-sys.modules.update(dict.fromkeys(["peft", "deepspeed", "vllm", "ray", "openai"]))  # importing one raises
+sys.modules.update(dict.fromkeys(["peft", "deepspeed", "vllm", "ray", "openai", "trackio"]))  # importing one raises
 import torch, dash_trl, dash_trl.serve, dash_trl.evaluation, dash_trl.toy
 from dash_trl.sampling.weights.proof import scaled_outputs
 for name in dash_trl.__all__ + dash_trl.evaluation.__all__ + dash_trl.toy.__all__:

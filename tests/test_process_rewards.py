@@ -1,10 +1,12 @@
 """`ProcessRewardCallback` in real training runs, its two estimators of V, its diagnostics and pictures."""
 
 import math
+import re
 from decimal import Decimal
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from accelerate import Accelerator
@@ -105,6 +107,27 @@ def test_progress_is_followed(silent):
     several = torch.tensor([len(boundaries) > 1 for boundaries, _ in process.last])
     started = (rollouts.completion_mask.sum(dim=1) > 0) & several
     assert rollouts.advantages[started, 0].tolist() == pytest.approx(expected.flatten()[started].tolist(), abs=1e-5)
+
+
+def test_the_table_of_completions_has_the_credit_of_each_episode(tiny_model, tmp_path):
+    """The mean over the episode's loss tokens. An evaluation's rows have no credit: its table has no such column."""
+    process, settings = callback(), {"log_completions": True, "num_completions_to_print": 0}
+    trainer, rollouts, _ = train(tiny_model, tmp_path, process, eval_dataset=PROBLEMS.select(range(4)), **settings)
+    file = tmp_path / "completions" / "completions_00001.parquet"
+    cells = pyarrow.parquet.read_table(file)["process/credit"].to_pylist()
+    assert len(cells) == 16 and any(cell.count("] ") > 1 for cell in cells)
+    for row, (boundaries, _) in enumerate(process.last):
+        ids = rollouts.completion_ids[row][rollouts.completion_mask[row].bool()].tolist()
+        numbers, texts = [], []
+        for start, end in zip(boundaries, [*boundaries[1:], len(ids)], strict=True):
+            if end > start:
+                numbers.append(sum(rollouts.advantages[row, start:end].tolist()) / (end - start))
+                texts.append(trainer.processing_class.decode(ids[start:end], skip_special_tokens=True).strip())
+        written = r"\[([+-]\d+\.\d\d)\] "
+        assert re.sub(written, "", cells[row]) == "\n".join(texts)
+        assert list(map(float, re.findall(written, cells[row]))) == pytest.approx(numbers, abs=0.00501)
+    trainer.evaluate()
+    assert "process/credit" not in pyarrow.parquet.read_table(file).column_names
 
 
 def test_the_values_are_those_of_the_sampling_policy(silent, tiny_model):

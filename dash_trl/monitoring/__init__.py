@@ -21,5 +21,6 @@ if TYPE_CHECKING:  # for the other rooms
         staleness_metrics,
     )
     from dash_trl.monitoring.recorder import Recorder
+    from dash_trl.monitoring.trackers import RunPictureCallback, log_traces, tracker_defaults
 
 __getattr__, __dir__, __all__ = lazy(__name__)

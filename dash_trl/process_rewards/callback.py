@@ -34,7 +34,8 @@ from dash_trl.process_rewards.credit import (
     place_rewards,
 )
 from dash_trl.process_rewards.diagnostics import Diagnostics, batch_figures, process_metrics
-from dash_trl.process_rewards.episodes import EPISODE_MARKERS, FINAL_ANSWER, Markers, Segmenter
+from dash_trl.process_rewards.episodes import EPISODE_MARKERS, FINAL_ANSWER, Episodes, Markers, Segmenter
+from dash_trl.process_rewards.picture import credit_lines
 from dash_trl.process_rewards.values import AnswerLogProbValue, ValueEstimator, ValueRequest, checked_values
 from dash_trl.process_rewards.worth import Evidence, Watch, evidence_of
 from dash_trl.rollout import CreditedRollouts, joined
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 # which passes on a part of the window at a time.
 PER_GROUP = ("centered_return", "episode", "grpo_process")
 WITHOUT_UTILITIES = ("gae", "grpo")  # estimators that do not use the utilities U
+CREDIT = "process/credit"  # the column in the table of completions
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,7 @@ class ProcessRewardCallback(DASHCallback):
         self._logged_entropy: float | None = None
         self._diagnostics = Diagnostics()
         self._watch = Watch()
+        self._columns: dict[str, Any] = {}  # TRL's, of the table of completions
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -210,6 +213,7 @@ class ProcessRewardCallback(DASHCallback):
         # Parts of the current window, until it is whole. They are emptied here since an interrupted run may leave some.
         self._parts: list[_Part] = []
         self._lessons: list[tuple[int, ValueRequest, float]] = []  # (group, request, outcome) for a value that learns
+        self._cells: list[tuple[int, str]] = []  # (group, credit per episode), if completions are logged
         self._segmenter = Segmenter(kwargs["processing_class"], **self.segmentation)
         # What `begin` of the value returned, by the token ids of prompt and completion.
         self._begun: dict[tuple[int, ...], Any] = {}
@@ -270,6 +274,12 @@ class ProcessRewardCallback(DASHCallback):
     ) -> None:
         self._logged_entropy = (logs or {}).get("entropy", self._logged_entropy)  # TRL's mean over the rows trained on
 
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """An evaluation adds rows to TRL's table. They have no credit, so the column would not fit."""
+        self._columns.pop(CREDIT, None)
+
     def on_advantages(
         self,
         args: TrainingArguments,
@@ -288,6 +298,8 @@ class ProcessRewardCallback(DASHCallback):
         part, credit = self._part(rollouts, trainer)
         if self._pays:  # else the advantages stay bitwise the same
             rollouts.advantages = credit.float()
+        if trainer.log_completions:
+            self._cells += zip(rollouts.group.tolist(), self._credit_cells(rollouts, trainer._tokenizer), strict=True)
         self._parts.append(part)
         self._seconds += time.perf_counter() - started
         piped = getattr(args, "reward_pipeline", False)  # then a window comes in several parts
@@ -355,6 +367,10 @@ class ProcessRewardCallback(DASHCallback):
             lessons, self._lessons = sorted(self._lessons, key=lambda lesson: lesson[0]), []
             self.value.learn([one[1] for one in lessons], [one[2] for one in lessons], trainer)  # type: ignore[attr-defined]
         worth = self._judged(window, trainer.ranks)
+        if trainer.log_completions:
+            cells, self._cells = sorted(self._cells, key=lambda cell: cell[0]), []
+            trainer._log_completion_extra(CREDIT, [text for _, text in cells])
+            self._columns = trainer._logs["extra"]
         seconds = self._seconds + time.perf_counter() - started
         figures = batch_figures(window.rewards, window.boundaries, window.values, window.credit, skipped=window.skipped)
         trainer.recorder.log({**process_metrics(figures), **worth, "time/values": seconds})
@@ -365,6 +381,24 @@ class ProcessRewardCallback(DASHCallback):
         if self._pays and weighs and figures["process/valued_rows"][0]:
             mean = worth.get("process/entropy", self._logged_entropy) if self.needs_log_probs else None
             self._diagnostics.watch(worth, full=self._watch.full, entropy=mean)
+
+    def _credit_cells(self, rollouts: CreditedRollouts, tokenizer: Any) -> list[str]:
+        """[B]: the episodes of each row with the mean advantage of their loss tokens."""
+        advantages, cells = rollouts.advantages, []
+        if advantages.dim() == 1:
+            advantages = advantages.unsqueeze(1).expand_as(rollouts.loss_mask)
+        for row, (boundaries, _) in enumerate(self.last[-len(rollouts) :]):
+            tokens = rollouts.completion_mask[row].bool()
+            ids, own = rollouts.completion_ids[row][tokens], rollouts.loss_mask[row][tokens].bool()
+            credit, episodes = advantages[row][tokens], Episodes(boundaries, len(ids)).slices()
+            cells.append(
+                credit_lines(
+                    (credit[one][own[one]].mean().item(), tokenizer.decode(ids[one], skip_special_tokens=True))
+                    for one in episodes
+                    if own[one].any()
+                )
+            )
+        return cells
 
     def _highest(self, rollouts: CreditedRollouts, weights: Tensor) -> Tensor:
         """[B]: the weighted sum of rewards from which each row counts as solved."""

@@ -1,8 +1,8 @@
-"""Draws a completion with its credit as HTML, for a notebook or a web page."""
+"""Draws a completion with its credit: as HTML for a notebook or a web page, and as text for a table."""
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def credit_html(
@@ -38,6 +38,11 @@ def credit_html(
     head = f"<b>{html.escape(title)}</b>" if title else ""
     style = "font-family:monospace;white-space:pre-wrap;line-height:1.7"
     return f'<div>{head}<div style="{style}">{"".join(body)}</div></div>'
+
+
+def credit_lines(episodes: Iterable[tuple[float, str]]) -> str:
+    """A line for each episode, such as `[+0.52] 7+5=12`, from its advantage and its text."""
+    return "\n".join(f"[{advantage:+.2f}] {text.strip()}" for advantage, text in episodes)
 
 
 def _number(value: float) -> str:

@@ -117,7 +117,7 @@ class Scale:
             part = {"dataset_test_split": "train[:64]"} if self.quick else {}
             return [*command, *as_flags(method.flags if self.toy else PAPER_TRACES), *as_flags(part)]
         if self.toy:
-            flags |= {"disable_tqdm": True, **method.flags}
+            flags |= {"disable_tqdm": True, "report_to": "none", **method.flags}
             if self.quick:
                 flags["max_steps"] = QUICK_STEPS * max(1, flags.get("max_steps", 0) // STEPS)
         else:

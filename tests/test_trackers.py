@@ -1,0 +1,213 @@
+"""What arrives in Trackio, W&B (offline) and TensorBoard, read back from what they wrote, and seen in a browser."""
+
+import json
+import shutil
+import socket
+import struct
+import subprocess
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+import train_math
+from huggingface_hub import constants
+from trl import ModelConfig
+
+from dash_trl import DASHConfig, DASHTrainer
+from dash_trl.monitoring import MetricsFileCallback, RunPictureCallback, log_traces, tracker_defaults
+from tests.test_process_rewards import PROBLEMS, callback
+from tests.tiny import ScriptedReward, run
+
+INSTALLED = [name for name in ("trackio", "wandb", "tensorboard") if find_spec(name)]
+STEPS = 3
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+ONLY_HERE = ("--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update")
+
+
+def needs(name):
+    return pytest.mark.skipif(name not in INSTALLED, reason=f"{name} is not installed")
+
+
+class Heard(ScriptedReward):
+    """Keeps the rows of each call as a tracker should show them."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = []
+
+    def __call__(self, prompts, completions, **kwargs):
+        rewards = super().__call__(prompts, **kwargs)
+        columns = {"prompt": prompts, "completion": completions, "scripted": rewards}
+        self.tables.append([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+        return rewards
+
+
+@pytest.fixture(scope="module")
+def tracked(tiny_model, tmp_path_factory):
+    """A run with process rewards, between two evaluations, that reports to all of them; its user has a token.
+
+    Its folder, the scalars and the tables of its steps, and the hosts that it looked up.
+    """
+    folder, hosts, reward = tmp_path_factory.mktemp("tracked"), [], Heard()
+    look_up = socket.getaddrinfo
+
+    def watched(host, *args, **kwargs):
+        hosts.append(host)
+        return look_up("127.0.0.1", *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", watched)
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)  # TRL's, with or without a tracker
+        here = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true"}
+        here |= {"TENSORBOARD_LOGGING_DIR": str(folder / "runs"), "HF_TOKEN": "hf_of_a_user"}
+        for name, value in here.items():
+            patch.setenv(name, value)
+        metrics = folder / "metrics.jsonl"
+        settings = {**tracker_defaults(INSTALLED), "project": "tracked", "max_steps": STEPS}
+        settings |= {"dataset": PROBLEMS, "eval_dataset": PROBLEMS.select([0]), "reward": reward}
+        callbacks = [MetricsFileCallback(metrics), RunPictureCallback(metrics), callback()]
+        trainer = run(DASHTrainer, tiny_model, folder, callbacks=callbacks, prepare=DASHTrainer.evaluate, **settings)
+        trainer.evaluate()
+        for name in {"trackio", "wandb"}.intersection(INSTALLED):
+            import_module(name).finish()  # as when the program ends
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    scalars = [{f"train/{name}": value for name, value in log.items() if name != "step"} for log in logs]
+    assert len(scalars) == STEPS == len(reward.tables) - 2
+    return folder, scalars, reward.tables[1:-1], hosts
+
+
+def check_tables(found: Sequence[Sequence[dict]], expected: Sequence[Sequence[dict]]) -> None:
+    """Of the steps. Before them comes an evaluation's; after them the last one once more and an evaluation's."""
+    for step, (table, rows) in enumerate(zip(found[1:-2], expected, strict=True), start=1):
+        assert [{name: row[name] for name in rows[0]} for row in table] == rows
+        assert {row["step"] for row in table} == {step}
+        assert all(row["process/credit"].startswith("[") and isinstance(row["advantage"], float) for row in table)
+
+
+@needs("trackio")
+def test_trackio_has_the_scalars_the_tables_and_the_picture(tracked):
+    from trackio.sqlite_storage import SQLiteStorage
+    from trackio.utils import MEDIA_DIR
+
+    folder, scalars, tables, _ = tracked
+    (name,) = SQLiteStorage.get_runs("tracked")
+    logs = SQLiteStorage.get_logs("tracked", name)
+    found = [log for log in logs if "train/reward" in log]
+    assert [{name: log[name] for name in one} for log, one in zip(found, scalars, strict=True)] == scalars
+    assert sum("eval/reward" in log for log in logs) == 2
+    check_tables([log["completions"]["_value"] for log in logs if "completions" in log], tables)
+    (picture,) = [log["picture"] for log in logs if "picture" in log]
+    assert (MEDIA_DIR / picture["file_path"]).read_bytes() == (folder / "run.png").read_bytes()
+
+
+@needs("trackio")
+def test_trackio_has_each_completion_as_a_conversation(tracked):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    traces = SQLiteStorage.get_traces("tracked", SQLiteStorage.get_runs("tracked")[0])
+    for step, rows in enumerate(tracked[2], start=1):
+        of_step = sorted((one for one in traces if one["step"] == step), key=lambda one: one["index"])
+        said = [[message["content"] for message in one["messages"]] for one in of_step]
+        assert said == [[row["prompt"], row["completion"]] for row in rows]
+        assert [one["metadata"]["scripted"] for one in of_step] == [row["scripted"] for row in rows]
+        assert {"scripted", "process/credit", "advantage"} == of_step[0]["metadata"].keys()
+
+
+@needs("trackio")
+def test_messages_stay_messages(monkeypatch):
+    import trackio
+
+    logged = []
+    monkeypatch.setattr(trackio, "log", lambda traces, step: logged.extend(traces["traces"]))
+    prompt, completion = [{"role": "user", "content": "7+5"}], [{"role": "assistant", "content": "12"}]
+    log_traces(
+        {"prompt": [prompt], "completion": [completion], "rewards": {"sum": [1.0]}, "extra": {}, "advantages": [0.5]}, 2
+    )
+    assert logged[0].messages == prompt + completion and logged[0].metadata == {"sum": 1.0, "advantage": 0.5}
+
+
+def test_nothing_leaves_the_machine_and_no_server_is_left(tracked):
+    """Trackio would ask the Hub for the user's name."""
+    assert tracked[-1] == [] and constants.HF_HUB_OFFLINE
+    assert [one for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN] == []
+
+
+def records(file: Path) -> Iterator[bytes]:
+    """Of a file like LevelDB's logs: blocks of 32 KiB, in which a record or a part of it has a head of 7 bytes."""
+    content, at, record = file.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if (left := 2**15 - at % 2**15) < 7:
+            at += left
+            continue
+        length, kind = struct.unpack("<HB", content[at + 4 : at + 7])
+        record, at = record + content[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            yield record
+            record = b""
+
+
+@needs("wandb")
+def test_wandb_has_the_scalars_the_tables_and_the_picture(tracked):
+    from wandb.proto import wandb_internal_pb2
+
+    folder, scalars, tables, _ = tracked
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    logs = []
+    for record in map(wandb_internal_pb2.Record.FromString, records(file)):
+        items = record.history.item
+        logs.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    found = [log for log in logs if "train/reward" in log]
+    assert [{name: log[name] for name in one} for log, one in zip(found, scalars, strict=True)] == scalars
+    media = file.parent / "files"
+    written = [json.loads((media / log["completions/path"]).read_text()) for log in logs if "completions/path" in log]
+    check_tables([[dict(zip(one["columns"], row, strict=True)) for row in one["data"]] for one in written], tables)
+    (picture,) = [log["picture/path"] for log in logs if "picture/path" in log]
+    assert (media / picture).read_bytes() == (folder / "run.png").read_bytes()
+
+
+@needs("tensorboard")
+def test_tensorboard_has_the_scalars(tracked):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tracked[0] / "runs")).Reload()
+    for scalar in set().union(*tracked[1]) - {"train/epoch"}:  # of evaluations, too
+        found = {event.step: event.value for event in events.Scalars(scalar)}
+        expected = {step: one[scalar] for step, one in enumerate(tracked[1], start=1) if scalar in one}
+        assert found == pytest.approx(expected, rel=1e-6), scalar  # float32
+
+
+@needs("trackio")
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+@pytest.mark.parametrize(("page", "shown"), [("traces", "8 + 8 ="), ("media", "process/credit")])
+def test_a_browser_shows_it(tracked, tmp_path, page, shown):
+    import trackio
+
+    app, url, *_ = trackio.show("tracked", open_browser=False, block_thread=False, host="127.0.0.1")
+    try:
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", *ONLY_HERE, f"--user-data-dir={tmp_path}"]
+        command = [CHROMIUM, *flags, "--virtual-time-budget=10000", "--dump-dom", f"{url}{page}?project=tracked"]
+        page = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    finally:
+        app.close()
+    assert shown in page.stdout
+
+
+@pytest.mark.parametrize(
+    ("installed", "flags", "expected"),
+    [
+        (True, [], (["trackio"], True, False)),
+        (False, [], ([], False, None)),
+        (True, ["--report_to", "none"], ([], False, None)),
+        (True, ["--report_to", "wandb", "--log_completions", "False"], (["wandb"], False, False)),
+    ],
+)
+def test_the_examples_report_to_trackio_if_it_is_installed(monkeypatch, tmp_path, installed, flags, expected):
+    monkeypatch.setattr("dash_trl.monitoring.trackers.is_trackio_available", lambda: installed)
+    flags = [*flags, "--use_cpu", "--bf16=False", "--output_dir", str(tmp_path)]
+    args, _ = train_math.parse(flags, (DASHConfig, ModelConfig), train_math.toy_defaults())
+    assert (args.report_to, args.log_completions, args.trackio_static_space_id) == expected
+    assert args.max_steps == 80
