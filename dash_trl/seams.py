@@ -192,7 +192,7 @@ def to_training_mode(trainer: Any) -> None:
 
 @contextmanager
 def evaluated_rewards(trainer: Any) -> Iterator[list[list[float]]]:
-    """Within it, the rewards of an evaluation so far: [N, F], as `_calculate_rewards` returns them to TRL."""
+    """Within the context, collects the rewards of an evaluation: a list of N rows with F rewards, as TRL gets them."""
     rows: list[list[float]] = []
     calculate = trainer._calculate_rewards
 
@@ -209,7 +209,7 @@ def evaluated_rewards(trainer: Any) -> Iterator[list[list[float]]]:
 
 
 def leave_out_step(accelerator: Any) -> None:
-    """Skip the optimizer step that would follow: accelerate's optimizer steps only if gradients are synchronised."""
+    """Skip the coming optimizer step: accelerate calls the optimizer only when gradients are synchronised."""
     accelerator.gradient_state._set_sync_gradients(False)
 
 
@@ -225,7 +225,7 @@ def forget_overflow(accelerator: Any) -> None:
 
 
 def step_schedule(accelerator: Any) -> None:
-    """Step a learning-rate schedule from DeepSpeed's configuration.
+    """Advance the learning-rate schedule, if DeepSpeed's configuration defines it.
 
     DeepSpeed's engine steps it only together with the optimizer.
     """

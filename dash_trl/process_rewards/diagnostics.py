@@ -1,6 +1,6 @@
 """Checks whether process rewards reach the advantages, and computes the logged figures.
 
-The checks 1 to 3 are those of "Training-Free Process Rewards for LLM RL".
+Checks 1 to 3 are those of "Training-Free Process Rewards for LLM RL".
 
 0. Are there any values?
 1. Does any row have more than one advantage?
@@ -113,7 +113,7 @@ class Diagnostics:
         pays: bool = True,
         auto: bool = False,
     ) -> None:
-        """Runs the checks 0 to 3 on one window.
+        """Runs checks 0 to 3 on one window.
 
         Args:
             figures: of `batch_figures`.
@@ -132,7 +132,7 @@ class Diagnostics:
             self._note(
                 "values",
                 valued == 0,
-                "No row has a value at its beginning and its end, so there is no process reward. Are the answers "
+                "No row has a value at both its beginning and its end, so there is no process reward. Are the answers "
                 "empty, or does the value estimator return only NaN? process/missing_values in the log is the share of "
                 "missing values.",
             )
@@ -141,7 +141,7 @@ class Diagnostics:
             self._note(
                 "structure",
                 estimator in SCALAR_ESTIMATORS or several_structured == 0,
-                f"In every row, all tokens have one advantage: estimator={estimator!r} loses the structure of the "
+                f"In every row, all tokens have the same advantage: estimator={estimator!r} loses the structure of the "
                 "process rewards. Use 'centered_return', 'episode' or another per-token estimator.",
             )
         if pays and valued and not auto:
@@ -160,7 +160,7 @@ class Diagnostics:
         )
 
     def watch(self, figures: Mapping[str, float], *, full: bool, entropy: float | None) -> None:
-        """Runs the checks 4 and 5 on a window that V paid for.
+        """Runs checks 4 and 5 on a window that V paid for.
 
         Args:
             figures: of `Watch.figures`.

@@ -1,4 +1,4 @@
-"""How far sampling may run ahead of training, as a state machine without clock and I/O::
+"""How far sampling may run ahead of training: a state machine that reads no clock and does no I/O::
 
     window        n          n + 1    …    n + k       n + k + 1
               trained on   being sampled, in order     waits for the weights that window n + 1 begins with
@@ -36,7 +36,7 @@ class RunAhead:
         Args:
             step: optimizer steps taken so far. The servers have the weights of this step, or are given them now.
             known: number of later windows whose prompts are known.
-            anew: everything submitted so far is dropped and submitted again.
+            anew: True = the caller has dropped all submitted windows; those from this one on are submitted again.
         Returns:
             The windows to submit now, in this order.
         """
@@ -47,12 +47,12 @@ class RunAhead:
         return range(first, self.submitted)
 
     def check(self, oldest: int) -> None:
-        """Check that the rows of the window are not too old. The order of submission guarantees this.
+        """Check that no row of the current window is too old. The order of submission should rule this out.
 
         Args:
             oldest: the optimizer step of the oldest weights that sampled a row of the window.
         Raises:
-            StaleRollouts: they are too old.
+            StaleRollouts: if these weights are older than those with which window n − k began.
         """
         permitted = self._begun[0]  # the weights with which window n − k began
         if oldest < permitted:

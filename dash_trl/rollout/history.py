@@ -6,7 +6,7 @@ policy learns. The Beta posterior of this chance is computed with forgetting::
     chance = (1 + groups with signal) / (2 + groups)      each epoch multiplies the weight of a group by `FORGETTING`
     P(skipped) = max(0, 1 − chance / (1/2))               1/2 is the chance of a prompt without history
 
-GRESO (arXiv 2506.02177) instead skips by the number of silent groups in a row.
+GRESO (arXiv 2506.02177) instead decides by the number of silent groups in a row.
 """
 
 from __future__ import annotations

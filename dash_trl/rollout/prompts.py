@@ -1,4 +1,4 @@
-"""The order of the prompts, reproducible from any epoch, and a reader that looks ahead in it."""
+"""The order of the prompts, which a run resumed in any epoch reproduces, and a reader that reads ahead in it."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -234,7 +234,7 @@ class PromptReader:
         return self._start + len(self._handed) + sum(len(epoch.batches) for epoch in self._epochs)
 
     def _optimizer_steps(self) -> int:
-        """Return the number of optimizer steps in what has been read, from the running one on."""
+        """Return how many optimizer steps the micro-batches read so far make, including the running one."""
         steps = self._steps_of(len(self._handed), ended=True)
         return steps + sum(self._steps_of(len(one.batches), ended=one.source is None) for one in self._epochs)
 

@@ -61,14 +61,14 @@ class VLLMPool(VLLMGeneration):
         weight_dir: folder in which "file" writes weights; trainer and servers see it under the same path.
         weight_difference: whether "file" sends only the weights that changed, if possible; see `DifferenceWeights`.
         rank_timeout: seconds that ranks wait for each other.
-        step: returns the number of optimizer steps of the model's current weights.
+        step: returns the optimizer step that made the model's current weights.
         timed: returns a context manager that measures how long the trainer waits for "rollouts" or "weights".
         others: arguments of TRL's `VLLMGeneration`, such as `server_timeout` (see `ServerPool`).
 
     Attributes:
         policy_version: [rows, 2] int64, policy versions of the rows that `generate` returned last: the optimizer steps
             of the oldest and of the newest weights that may have written a token of the row.
-        context: number of tokens for which every server has room; None before the first weight sync.
+        context: the smallest context length of the servers in tokens; None before the first weight sync.
     """
 
     def __init__(
@@ -394,9 +394,10 @@ class VLLMPool(VLLMGeneration):
 
 
 def _reshard(model: torch.nn.Module) -> None:
-    """Free FSDP2's whole copies of parameters. The root module keeps its own after a pass without gradient.
+    """Free FSDP2's whole copies of parameters. After a pass without gradient, the root module keeps its
+    parameters whole.
 
-    TRL takes the parameters for shards.
+    TRL assumes that all parameters are shards.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -330,7 +330,7 @@ class ModelPasses:
         virtual_tokens: prompt tuning puts virtual tokens before each prompt. Padding lies between them and the prompt,
             so the width of the padding is part of the input.
         continuous_batching: generation uses paged variants of the attention that the model was loaded with.
-        noisy_embeddings: NEFTune adds noise to the embeddings. The longer a row, the smaller is the noise.
+        noisy_embeddings: NEFTune adds noise to the embeddings. The longer a row, the smaller the noise.
         compiled: the model is compiled by torch.compile. It traces SDPA sample by sample, so it needs a graph for each
             number of rows in a pass, and gives up after 8 graphs. FlashAttention takes any number of rows in one graph.
         share_prompts: see `DASHConfig`.

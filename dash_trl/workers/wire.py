@@ -57,7 +57,7 @@ def pack(function: Callable[..., Any]) -> bytes:
 def _send_by_value_where_needed(function: Any) -> None:
     """Mark the function's module to be pickled by value if the other process could not import it by name.
 
-    This is the case for a module that this process has loaded from a path.
+    This is the case for a module that this process has loaded by its file's path, without `import`.
     """
 
     if isinstance(function, functools.partial):
