@@ -75,7 +75,8 @@ def curves(name: str) -> dict[str, list[float]]:
     trainer = harness.toy_trainer({"max_steps": STEPS, **settings}, **others())
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "reward" in entry]
-    return {figure: [float(entry.get(figure, 0.0)) for entry in log] for figure in {key for one in log for key in one}}
+    figures = {key for one in log for key in one}
+    return {figure: [float(entry.get(figure) or 0.0) for entry in log] for figure in figures}
 
 
 def draw(name: str, sick: dict[str, list[float]], healthy: dict[str, list[float]], folder: Path) -> None:
