@@ -1,6 +1,7 @@
 """`reward_pipeline`: training begins on the groups that are scored, and the update is the one that waits for all."""
 
 import random
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -203,18 +204,20 @@ def test_a_mini_run_is_resumed_within_its_window(tiny_model, tmp_path, piped):
 
 @pytest.mark.parametrize("estimator", ["centered_return", "grpo_process"])
 def test_process_rewards_are_those_of_the_window(estimator, tiny_model, tmp_path):
-    """Update and figures, though the groups come one after the other."""
+    """Update, figures and the table's rows, though the groups come one after the other."""
     assert ProcessRewardCallback(AnswerLogProbValue(" = "), estimator="episode").per_group
-    ends, lines = [], []
+    ends, lines, tables, logged = [], [], [], {"log_completions": True, "num_completions_to_print": 0}
     for pipe in (False, True):
         episodes = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "max_episode_tokens": 8}
         callback = ProcessRewardCallback(AnswerLogProbValue(" = "), estimator=estimator, **episodes)
-        end, trainer = trained(tiny_model, tmp_path, 1, callbacks=[callback], reward_pipeline=pipe)
+        end, trainer = trained(tiny_model, tmp_path, 1, callbacks=[callback], reward_pipeline=pipe, **logged)
+        tables.append([re.sub(r"\[[+-]\d+\.\d\d\]", "", row) for row in trainer._logs["extra"]["process/credit"]])
         line = trainer.state.log_history[0]
         ends.append(end)
         lines.append({name: line[name] for name in line if name.startswith(("process/", "advantage/"))})
         assert len(callback.last) == 16
     assert_same_update(parameters(tiny_model), *ends, **ROUNDING)
+    assert tables[0] == tables[1]
     assert len(lines[0]) > 8 and lines[1] == pytest.approx(lines[0], rel=1e-3, abs=1e-4)
 
 

@@ -1,11 +1,15 @@
 """The contracts with TRL's internals: each seam on a plain `GRPOTrainer`, so that a new TRL fails here first."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
+from transformers import TrainerCallback
+from transformers.integrations import TrackioCallback
 from trl import GRPOTrainer
 
-from dash_trl.seams import begin_anew, count_pass_time, weights_of, with_settings
+from dash_trl.seams import begin_anew, begin_trackio, count_pass_time, weights_of, with_settings
 from dash_trl.update import OFF_POLICY_LOSSES, trl_settings
 from tests.tiny import run
 
@@ -52,3 +56,20 @@ def test_counters_and_logs_of_a_run(trainer):
     begin_anew(trainer)
     assert (trainer._step, trainer._current_train_step_time, trainer._last_loaded_step) == (0, 0.0, -1)
     assert not trainer._metrics["train"]
+
+
+@pytest.mark.parametrize(("space", "asks"), [(None, False), ("me/space", True)])
+def test_a_run_of_trackio_on_this_machine_asks_the_hub_nothing(monkeypatch, space, asks):
+    may_ask = []
+
+    class Callback(TrackioCallback):
+        __init__ = object.__init__
+
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            may_ask.append(not constants.HF_HUB_OFFLINE)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    handler = SimpleNamespace(callbacks=[TrainerCallback(), Callback()])
+    args = SimpleNamespace(trackio_space_id=space)
+    begin_trackio(SimpleNamespace(args=args, callback_handler=handler, state=None, control=None, model=None))
+    assert may_ask == [asks] and not constants.HF_HUB_OFFLINE

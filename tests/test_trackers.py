@@ -5,10 +5,12 @@ import shutil
 import socket
 import struct
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,7 +21,7 @@ from trl import ModelConfig
 from dash_trl import DASHConfig, DASHTrainer
 from dash_trl.monitoring import MetricsFileCallback, RunPictureCallback, log_traces, tracker_defaults
 from tests.test_process_rewards import PROBLEMS, callback
-from tests.tiny import ScriptedReward, run
+from tests.tiny import ScriptedReward, run, write_rows
 
 INSTALLED = [name for name in ("trackio", "wandb", "tensorboard") if find_spec(name)]
 STEPS = 3
@@ -47,7 +49,7 @@ class Heard(ScriptedReward):
 
 @pytest.fixture(scope="module")
 def tracked(tiny_model, tmp_path_factory):
-    """A run with process rewards, between two evaluations, that reports to all of them; its user has a token.
+    """A run with process rewards, and an evaluation, that report to all of them; their user has a token.
 
     Its folder, the scalars and the tables of its steps, and the hosts that it looked up.
     """
@@ -63,26 +65,26 @@ def tracked(tiny_model, tmp_path_factory):
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)  # TRL's, with or without a tracker
         here = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true"}
-        here |= {"TENSORBOARD_LOGGING_DIR": str(folder / "runs"), "HF_TOKEN": "hf_of_a_user"}
+        here |= {"TENSORBOARD_LOGGING_DIR": str(folder / "runs"), "HF_TOKEN": "hf_of_a_user"}  # not ./runs
         for name, value in here.items():
             patch.setenv(name, value)
         metrics = folder / "metrics.jsonl"
         settings = {**tracker_defaults(INSTALLED), "project": "tracked", "max_steps": STEPS}
         settings |= {"dataset": PROBLEMS, "eval_dataset": PROBLEMS.select([0]), "reward": reward}
         callbacks = [MetricsFileCallback(metrics), RunPictureCallback(metrics), callback()]
-        trainer = run(DASHTrainer, tiny_model, folder, callbacks=callbacks, prepare=DASHTrainer.evaluate, **settings)
+        trainer = run(DASHTrainer, tiny_model, folder, callbacks=callbacks, **settings)
         trainer.evaluate()
         for name in {"trackio", "wandb"}.intersection(INSTALLED):
             import_module(name).finish()  # as when the program ends
     logs = [log for log in trainer.state.log_history if "reward" in log]
     scalars = [{f"train/{name}": value for name, value in log.items() if name != "step"} for log in logs]
-    assert len(scalars) == STEPS == len(reward.tables) - 2
-    return folder, scalars, reward.tables[1:-1], hosts
+    assert len(scalars) == STEPS == len(reward.tables) - 1
+    return folder, scalars, reward.tables[:-1], hosts
 
 
 def check_tables(found: Sequence[Sequence[dict]], expected: Sequence[Sequence[dict]]) -> None:
-    """Of the steps. Before them comes an evaluation's; after them the last one once more and an evaluation's."""
-    for step, (table, rows) in enumerate(zip(found[1:-2], expected, strict=True), start=1):
+    """Of the steps; after them the last one once more, and the evaluation's."""
+    for step, (table, rows) in enumerate(zip(found[:-2], expected, strict=True), start=1):
         assert [{name: row[name] for name in rows[0]} for row in table] == rows
         assert {row["step"] for row in table} == {step}
         assert all(row["process/credit"].startswith("[") and isinstance(row["advantage"], float) for row in table)
@@ -98,7 +100,7 @@ def test_trackio_has_the_scalars_the_tables_and_the_picture(tracked):
     logs = SQLiteStorage.get_logs("tracked", name)
     found = [log for log in logs if "train/reward" in log]
     assert [{name: log[name] for name in one} for log, one in zip(found, scalars, strict=True)] == scalars
-    assert sum("eval/reward" in log for log in logs) == 2
+    assert "eval/reward" in logs[-2]  # the evaluation came after the end of training, and is in the same run
     check_tables([log["completions"]["_value"] for log in logs if "completions" in log], tables)
     (picture,) = [log["picture"] for log in logs if "picture" in log]
     assert (MEDIA_DIR / picture["file_path"]).read_bytes() == (folder / "run.png").read_bytes()
@@ -128,6 +130,18 @@ def test_messages_stay_messages(monkeypatch):
         {"prompt": [prompt], "completion": [completion], "rewards": {"sum": [1.0]}, "extra": {}, "advantages": [0.5]}, 2
     )
     assert logged[0].messages == prompt + completion and logged[0].metadata == {"sum": 1.0, "advantage": 0.5}
+
+
+@pytest.mark.parametrize(("begun", "logged"), [(True, [{"reward": 1.0}]), (False, [{"reward": 1.0}]), (True, [])])
+def test_the_picture_waits_for_a_run_and_for_logs(monkeypatch, tmp_path, begun, logged):
+    """W&B may be disabled, and training may end before its first log."""
+    wandb = SimpleNamespace(__name__="wandb", run=begun or None, Image=str, log=lambda logs: pictures.append(logs))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    pictures, args = [], SimpleNamespace(report_to=["wandb"], output_dir=str(tmp_path))
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 1, **log} for log in logged])
+    callback = RunPictureCallback(tmp_path / "metrics.jsonl")
+    callback.on_log(args, SimpleNamespace(is_world_process_zero=True), None, {"train_runtime": 1.0})
+    assert pictures == [{"picture": str(tmp_path / "run.png")}] * (begun and len(logged))
 
 
 def test_nothing_leaves_the_machine_and_no_server_is_left(tracked):
