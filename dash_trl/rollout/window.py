@@ -77,7 +77,8 @@ class Window:
         step: number of the running optimizer step.
     Attributes:
         rows: number of a rank's rows in the parts that have come.
-        whole: all parts as one, in which rows of earlier optimizer steps count as dropped; `None` until `wait` is called.
+        whole: all parts as one, in which rows of earlier optimizer steps count as dropped; `None` until `wait` is
+            called.
     """
 
     def __init__(self, parts: Iterator[tuple[GenerationWindow, bool]], step: int):
