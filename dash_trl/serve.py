@@ -4,18 +4,18 @@ Examples::
 
     python -m dash_trl.serve Qwen/Qwen2.5-0.5B-Instruct --servers 2
     python -m dash_trl.serve toy                     # the tiny model of `make demo`
-    python -m dash_trl.serve MODEL --servers 2 --max-model-len 4096 --dtype bfloat16   # others go to `vllm serve`
+    python -m dash_trl.serve MODEL --servers 2 --max-model-len 4096 --dtype bfloat16   # more options for `vllm serve`
     python -m dash_trl.serve MODEL --enable-lora --max-lora-rank 16     # LoRA: only the adapter is sent
 
-It prints the option `--vllm_server_urls …` to append to the training command. Arguments that it does not know are
-passed to `vllm serve`.
+The command prints the option `--vllm_server_urls …`. Append it to the training command. Options that the command does
+not know are passed to `vllm serve`.
 
-All endpoints require a key. If the environment variable VLLM_API_KEY is set, this is the key; set it for the trainer,
-too. Otherwise a key is created in a file, where trainers of the same user find it. The servers listen on 127.0.0.1.
-`--host` opens them to other machines and requires VLLM_API_KEY.
+All endpoints require a key. If the environment variable VLLM_API_KEY is set, its value is the key; set the variable for
+the trainer, too. Otherwise a key is created in a file, where trainers of the same user find it. The servers listen on
+127.0.0.1. `--host` opens them to other machines and requires VLLM_API_KEY.
 
-Each server gets an equal share of the visible GPUs and uses all of them for tensor parallelism. vLLM refuses a number
-of GPUs over which the model's attention heads cannot be split. Then start more servers, or set
+Each server gets an equal share of the visible GPUs and uses all of them for tensor parallelism. If the model's
+attention heads cannot be split over this number of GPUs, vLLM refuses to start. Then start more servers, or set
 `--tensor-parallel-size`.
 """
 
@@ -52,9 +52,10 @@ HOST, FIRST_PORT = "127.0.0.1", 8000
 STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 READY_SECONDS = 600.0  # a large model may have to be loaded from a slow disk, and compiled
 CPU_CACHE_GIB = "1"  # size of the KV cache; by default vLLM takes most of a CPU machine's memory
-# Sequences at once: vLLM's default on a GPU. Its default on a CPU is 128, and a preemptive batch would have to queue.
+# Number of sequences that a server samples at once, as by default on a GPU. With vLLM's default on a CPU, 128, the rows
+# of preemptive sampling would have to wait.
 CPU_SEQUENCES = 256
-# The servers are on this machine. A proxy from `http_proxy` would look for 127.0.0.1 on its own machine.
+# No proxy is used, because the servers are on this machine: a proxy would look for 127.0.0.1 on the proxy's machine.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -66,19 +67,19 @@ class Servers:
         count: number of servers, each of which gets an equal share of the visible GPUs.
         host: address at which the servers listen.
         port: port of the first server; the others take the next free ports.
-        options: more arguments for `vllm serve`, which override ours.
+        options: more arguments for `vllm serve`, which override the arguments of `flags`.
 
     Attributes:
         key: API key of the servers.
         devices: for each server, its GPUs as `CUDA_VISIBLE_DEVICES` names them; empty on a CPU.
         ports: port of each server.
         logs: folder with the servers' logs.
-        commands: the running servers.
+        commands: the servers' processes.
 
     Raises:
         ValueError: if there are fewer GPUs than servers, vLLM is not installed, `options` has `--api-key`, or there is
             no key (see `own_key`; a `host` that other machines reach requires VLLM_API_KEY).
-        OSError: if `host` is no address of this machine.
+        OSError: if `host` is not an address of this machine.
     """
 
     def __init__(
@@ -174,14 +175,14 @@ def flags(host: str, port: int, gpus: int, options: Sequence[str]) -> list[str]:
     if gpus:
         chosen += ["--weight-transfer-config", '{"backend": "nccl"}', "--tensor-parallel-size", str(gpus)]
     else:
-        # float32: in bfloat16, log-probs differ from the trainer's by 1e-3 and more. Eager: most CPU machines have no
-        # compiler.
+        # In bfloat16, log-probs would differ from the trainer's by 1e-3 and more. Without `--enforce-eager` vLLM needs
+        # a compiler, which most CPU machines lack.
         chosen += ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(CPU_SEQUENCES)]
     return [*chosen, *options]
 
 
 def vllm_program() -> str:
-    """Return the path of the command `vllm`, preferably the one next to Python, whose environment may not be activated.
+    """Return the path of the command `vllm`. The one beside this Python is preferred: the environment may be inactive.
 
     Raises:
         ValueError: if vLLM is not installed.
@@ -229,7 +230,7 @@ def free_ports(count: int, first: int, host: str = HOST) -> list[int]:
 
     Raises:
         ValueError: if there are too few free ports.
-        OSError: if `host` is no address of this machine.
+        OSError: if `host` is not an address of this machine.
     """
     ports: list[int] = []
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -260,7 +261,7 @@ def answers(url: str) -> bool:
 
 
 def read(url: str, *, timeout: float = 10.0) -> str:
-    """Send a GET request, with the key, and return the answer.
+    """Send a GET request with the API key, and return the answer.
 
     Args:
         url: URL of a server.
@@ -277,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command.
 
     Args:
-        argv: command line arguments; None: those of this process.
+        argv: command line arguments; None: the arguments of this process.
     """
     parser = argparse.ArgumentParser(
         prog="python -m dash_trl.serve",
@@ -316,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except KeyboardInterrupt:
             print("\nStopping the servers.")
         finally:
-            for number in STOPPED_BY:  # otherwise a second Ctrl+C would leave servers running
+            for number in STOPPED_BY:  # because a second Ctrl+C would leave servers running
                 signal.signal(number, signal.SIG_IGN)
 
 

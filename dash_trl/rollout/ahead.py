@@ -3,8 +3,9 @@
     window        n          n + 1    …    n + k       n + k + 1
               trained on   being sampled, in order     waits for the weights that window n + 1 begins with
 
-The rule is PRIME-RL's: window n is trained on rollouts of π_max(0, n − k) or newer. Windows are counted from the
-beginning of the run, or from where it was resumed. Weights are identified by the optimizer step that made them.
+The rule is PRIME-RL's: window n is trained on rollouts of π_max(0, n − k) or newer, where π_i is the policy with which
+window i begins. Windows are counted from the beginning of the run, or from the point at which it was resumed. Weights
+are identified by the optimizer step that made them.
 """
 
 from collections import deque
@@ -34,9 +35,10 @@ class RunAhead:
         """Begin the next window.
 
         Args:
-            step: optimizer steps taken so far. The servers have the weights of this step, or are given them now.
+            step: optimizer steps taken so far. The sampler has the weights of this step, or gets them now.
             known: number of later windows whose prompts are known.
-            anew: True = the caller has dropped all submitted windows; those from this one on are submitted again.
+            anew: True = the caller has dropped all submitted windows, so this window and the later ones are submitted
+                again.
         Returns:
             The windows to submit now, in this order.
         """
@@ -47,7 +49,9 @@ class RunAhead:
         return range(first, self.submitted)
 
     def check(self, oldest: int) -> None:
-        """Check that no row of the current window is too old. The order of submission should rule this out.
+        """Check that no row of the current window is too old.
+
+        The order in which windows are submitted rules this out, so a row that is too old is a defect of dash_trl.
 
         Args:
             oldest: the optimizer step of the oldest weights that sampled a row of the window.

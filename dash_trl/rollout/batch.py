@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-# A micro-batch without a real row must run the model, too, because every rank runs every pass. Such a row needs two
-# tokens, so that the LM head has one position to predict from.
+# If a rank has no row for a pass, it runs the pass with a dummy row, because every rank takes part in every pass. The
+# dummy row has two prompt tokens, so that the LM head has a position to predict from.
 DUMMY_PROMPT_TOKENS = 2
 
-# Completions have at least this number of columns. TRL takes a figure with one column as one figure per sequence and
-# averages it over the rows, dummies included.
+# Smallest number of completion columns. With a single column, TRL would take a figure per token for a figure per
+# sequence, and average it over all rows, including dummy rows.
 COMPLETION_COLUMNS = 2
 
 # The fields that are known when a row has been sampled, under TRL's names.
@@ -52,20 +52,21 @@ class RolloutBatch:
         prompt_mask: [B, P] int64, 1 = token, 0 = padding.
         completion_ids: [B, T] int64, right-padded.
         completion_mask: [B, T] int64, 1 = token, 0 = padding.
-        group: [B] int64, the prompt that a row answers, as its index in the generation batch of all ranks.
+        group: [B] int64, index of a row's prompt among the prompts of the generation batch, over all ranks.
         policy_version: [B, 2] int64, the optimizer steps of the oldest and of the newest weights that may have sampled
-            the row. They are the versions at the start and at the end of its request, which differ if new weights came
-            in between.
+            the row: the versions at the start and at the end of the row's request. They differ if new weights came in
+            between.
         tool_mask: [B, T], 1 = token written by the policy. Set only with tools or environments, or if a `rollout_func`
             returned `env_mask`.
         sampling_per_token_logps: [B, T], the sampler's log-probs, if it reports them.
         old_per_token_logps: [B, T], if the loss needs them. Set in `Survivors`; set in all rows if a window serves
             several optimizer steps and its rewards are awaited by group.
-        ref_per_token_logps: [B, T], the reference model's log-probs; set as `old_per_token_logps`.
+        ref_per_token_logps: [B, T], the reference model's log-probs, if the loss needs them. Set in the same rows as
+            `old_per_token_logps`.
         importance_sampling_ratio: [B, T] (token modes) or [B, 1] (sequence modes), if the loss corrects for the
-            sampler; set as `old_per_token_logps`.
-        examples: the B rows of the dataset.
-        completions: the B completions as reward functions get them.
+            sampler. Set in the same rows as `old_per_token_logps`.
+        examples: the dataset's example for each of the B rows.
+        completions: the completion of each row, as reward functions get it: a text, or a list of messages.
     """
 
     prompt_ids: Tensor
@@ -126,7 +127,7 @@ class RolloutBatch:
     def lengths(self) -> Tensor:
         """Count the tokens of each row, and compute a checksum of its prompt.
 
-        Rows with different checksums have different prompts.
+        The checksum shows which rows may share a prompt: rows with different checksums have different prompts.
 
         Returns:
             [B, 4] int64, the numbers of prompt tokens, completion tokens and loss tokens, and the checksum.
@@ -186,8 +187,8 @@ class ScoredRollouts(RolloutBatch):
     """Rows with their rewards.
 
     Attributes:
-        rewards: [B, F] float32; NaN = this function does not apply to this row. A row of NaN only is unscored: no
-            function applied, or one failed (exception, timeout, NaN, ±inf).
+        rewards: [B, F] float32; NaN = this function does not apply to this row. If all values of a row are NaN, the
+            row is unscored: no function applied to it, or one failed (exception, timeout, NaN, ±inf).
     """
 
     rewards: Tensor
@@ -269,11 +270,12 @@ class Survivors(CreditedRollouts):
 
         Args:
             rows: indices into this batch; may be empty.
-            size: rows of the result, at least `len(rows)`; the same on all ranks, because TRL gathers metrics per row.
-                Masked dummy rows, which have no token and no weight, fill up the rest. If `rows` is empty, the first
-                dummy has two prompt tokens, so that the model has something to run.
+            size: number of rows of the result, at least `len(rows)`. It must be the same on all ranks, because TRL
+                gathers metrics per row. Dummy rows without tokens and weight fill up the result. If `rows` is empty,
+                the first dummy row has two prompt tokens, so that the model has something to run.
             pad_token_id: fills padding.
-            trim_prompts: `False` keeps the width that the prompts had when the completions were sampled.
+            trim_prompts: False = keep the padded width that the prompts had when the completions were sampled. This is
+                for prompt tuning, whose virtual tokens come before the padding.
         Returns:
             TRL's model inputs, [size, ·]: the fields from `prompt_ids` to `importance_sampling_ratio` that are set.
         """
@@ -340,11 +342,11 @@ Table = TypeVar("Table")  # a dataclass
 
 
 def joined(parts: Sequence[Table]) -> Table:
-    """Concatenate the rows of several dataclasses into one. A single one is returned uncopied, since it may be large.
+    """Concatenate the rows of several dataclasses of one type. A single one may be large and is not copied.
 
     Tensors and lists are concatenated, nested dataclasses joined; other fields are taken from the first part. If
     tensors have different numbers of columns, the narrower ones are padded, with NaN, or with −1 if they hold integers.
-    If some parts have advantages per token, advantages per row are repeated in every column.
+    If some parts have advantages per token, the advantages per row of the other parts are repeated in every column.
 
     Args:
         parts: at least one.

@@ -1,12 +1,12 @@
 """`PromptHistory`: which prompts an epoch skips because their recent groups had no signal.
 
-Whether a group has signal is the filter's verdict. The chance of signal differs between prompts and changes as the
-policy learns. The Beta posterior of this chance is computed with forgetting::
+The filter decides whether a group has signal. The chance of signal differs between prompts and changes as the policy
+learns. The estimate of this chance is the mean of a Beta posterior in which old groups count less::
 
     chance = (1 + groups with signal) / (2 + groups)      each epoch multiplies the weight of a group by `FORGETTING`
     P(skipped) = max(0, 1 − chance / (1/2))               1/2 is the chance of a prompt without history
 
-GRESO (arXiv 2506.02177) instead decides by the number of silent groups in a row.
+GRESO (arXiv 2506.02177) instead decides by the number of consecutive silent groups.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class PromptHistory:
 
     Args:
         prompts: number of prompts in the dataset.
-        most: the largest number of epochs in a row that may skip a prompt.
-        batch: prompts of a generation batch on all ranks. An epoch has whole generation batches, at least one.
-        order: epoch → all prompts in their order.
-        seed: seeds the random draws, together with the epoch.
+        most: the largest number of consecutive epochs that may skip a prompt.
+        batch: number of prompts in a generation batch, over all ranks. An epoch consists of whole generation batches,
+            at least one.
+        order: function: number of an epoch → all prompts, in the order of this epoch.
+        seed: seed of the random draws; the number of the epoch is added to it.
     Attributes:
         skipped: number of prompts that epochs have skipped so far.
     """
@@ -37,15 +38,15 @@ class PromptHistory:
         self.skipped = 0
         self._most, self._batch, self._order, self._seed = most, batch, order, seed
         self._counts = torch.zeros(prompts, 2)  # groups without signal, groups with signal
-        self._in_a_row = torch.zeros(prompts, dtype=torch.int32)  # epochs in a row that have skipped a prompt
-        self._kept: dict[int, Tensor] = {}  # epoch → [prompts] bool
-        self._prompts: dict[int, list[int]] = {}
+        self._in_a_row = torch.zeros(prompts, dtype=torch.int32)  # consecutive epochs that have skipped a prompt
+        self._kept: dict[int, Tensor] = {}  # epoch → [prompts] bool, True = not skipped
+        self._prompts: dict[int, list[int]] = {}  # epoch → its prompts, in their order
 
     def note(self, prompts: Tensor, signal: Tensor) -> None:
         """Count the groups of a window.
 
         Args:
-            prompts: [K] int64, rows of the dataset.
+            prompts: [K] int64, indices of the prompts in the dataset.
             signal: [K] bool, True = the group of this prompt had signal.
         """
         self._counts.index_put_((prompts, signal.long()), torch.ones(len(prompts)), accumulate=True)
@@ -55,10 +56,10 @@ class PromptHistory:
         return (1 + self._counts[:, 1]) / (2 + self._counts.sum(dim=1))
 
     def prompts(self, epoch: int) -> list[int]:
-        """Return the prompts that an epoch does not skip, in their order. As in TRL, these are whole generation
+        """Return the prompts that an epoch does not skip, in their order. As in TRL, they make up whole generation
         batches.
 
-        They are drawn when the epoch is first asked for, from the counts so far.
+        The first call for an epoch draws the prompts, from the counts at that time. Later calls return the same ones.
 
         Args:
             epoch: number of the epoch.
@@ -87,7 +88,7 @@ class PromptHistory:
         return self._kept[epoch]
 
     def forget(self, epoch: int) -> None:
-        """Drop the draws of earlier epochs.
+        """Drop the draws of epochs before the given one.
 
         Args:
             epoch: the first epoch to keep.

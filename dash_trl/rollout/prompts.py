@@ -1,4 +1,4 @@
-"""The order of the prompts, which a run resumed in any epoch reproduces, and a reader that reads ahead in it."""
+"""`EpochOrder` reproduces the order of the prompts in any epoch. `PromptReader` reads ahead in this order."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,20 +11,20 @@ from accelerate import skip_first_batches
 from torch.utils.data import Sampler
 from trl.trainer.utils import RepeatSampler
 
-Rows = list[dict[str, Any]]  # rows of the dataset: a rank's share of a generation batch, one item of its dataloader
+Rows = list[dict[str, Any]]  # a rank's rows of one generation batch: one item of the rank's dataloader
 
 
 class EpochOrder(Sampler):
     """TRL's `RepeatSampler`, which can begin with any epoch.
 
     TRL draws one permutation per epoch from one generator, so a run that is resumed in epoch 1 would see the order of
-    epoch 0 again (huggingface/trl#5911). This sampler first puts the generator into the state that it has after e
-    epochs.
+    epoch 0 again (huggingface/trl#5911). Before epoch e, this sampler therefore draws the e earlier
+    permutations.
 
     Args:
         sampler: TRL's sampler.
-        epoch: returns the epoch, from 0, if `set_epoch` was not called before the iteration.
-        chosen: epoch → its prompts in their order, as whole generation batches; `None`: TRL's order.
+        epoch: function that returns the number of the epoch, from 0. It is used until `set_epoch` is called.
+        chosen: function: epoch → its prompts in their order, as whole generation batches, or `None` for TRL's order.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class EpochOrder(Sampler):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration.
 
-        accelerate's dataloader calls this before each epoch. With several ranks, `skip_first_batches` does not pass the
-        call on.
+        The dataloader of accelerate calls this before each epoch. With several ranks, the dataloader that
+        `skip_first_batches` returns does not pass the call on, so the argument `epoch` is used there.
 
         Args:
             epoch: number of the epoch, from 0.
@@ -74,7 +74,7 @@ def permutation(prompts: int, epoch: int, seed: int | None) -> list[int]:
     Args:
         prompts: number of prompts.
         epoch: number of the epoch, from 0.
-        seed: `None`: the prompts are not shuffled.
+        seed: seed of TRL's sampler; `None` = the prompts are not shuffled.
     """
     if seed is None:
         return list(range(prompts))
@@ -84,12 +84,12 @@ def permutation(prompts: int, epoch: int, seed: int | None) -> list[int]:
 
 
 def open_epoch(dataloader: Any, epoch: int, skipped: int = 0) -> Iterator[Rows]:
-    """Begin an epoch as Transformers' `_run_epoch` does.
+    """Return an iterator over an epoch's micro-batches, as Transformers' `_run_epoch` makes it.
 
     Args:
         dataloader: the training dataloader.
         epoch: number of the epoch, from 0.
-        skipped: number of micro-batches to leave out at its beginning.
+        skipped: number of micro-batches to leave out at the beginning of the epoch.
     """
     if hasattr(dataloader, "set_epoch"):
         dataloader.set_epoch(epoch)
@@ -111,27 +111,29 @@ class PromptReader:
     """Hands Transformers its micro-batches, and reads ahead the prompts of the next `async_level` windows.
 
     A generation window is sampled from the first of its micro-batches; the others repeat the same prompts. The reader
-    reads only as far as prompts must be known, and no further than micro-steps will run::
+    reads only the prompts that must be known now, and none after the last micro-step of the run::
 
         window          |------- n -------|----- n + 1 -----|----- n + 2 -----|       async_level = 2
         optimizer step  |--------|--------|--------|--------|--------|--------|
         handed out       ■■■■■■■■
         read             ■■■■■■■■ ■■■■■■■■ ■■■■■■■■ ■■■■■■■■ ■
 
-    `Trainer.get_batch_samples` calls it. It hands out the same micro-batches for every `async_level`. When an epoch has
-    been read to its end, the reader opens the next epoch itself. It ignores the iterator that Transformers makes for
-    that epoch later, which reads nothing until it is asked. All ranks read the same number of micro-batches at the same
-    micro-step. With `async_level=0` nothing is read ahead, and Transformers reads from its own iterators.
+    `DASHTrainer.get_batch_samples` calls `read`. The micro-batches that it returns do not depend on `async_level`. When
+    an epoch has been read to its end, the reader opens the next epoch itself. Transformers later makes its own iterator
+    for that epoch. The reader ignores this iterator, and an unused iterator reads nothing. All ranks read the same
+    number of micro-batches at the same micro-step. With `async_level=0` nothing is read ahead, and Transformers reads
+    from its own iterators.
 
     Args:
         async_level: number of windows whose prompts are known ahead of the one that begins.
         window_batches: micro-steps of a window, `steps_per_generation × num_iterations`.
         step_batches: micro-steps of an optimizer step, `gradient_accumulation_steps`.
-        sized: the dataset has a length. Transformers then makes an optimizer step of the rest of an epoch, too. For a
-            stream it does not: the gradients of the rest are added to the first optimizer step of the next reading.
-        open_epoch: number of an epoch, from 0 → an iterator over its micro-batches.
+        sized: True = the dataset has a length. If the last micro-batches of an epoch are fewer than `step_batches`,
+            Transformers then makes an optimizer step of them. False = the dataset is a stream: the gradients of these
+            micro-batches are added to the first optimizer step of the next epoch.
+        open_epoch: function: number of an epoch, from 0 → iterator over the epoch's micro-batches.
     Attributes:
-        epoch: the epoch that Transformers is in. Set it to the epoch with which a run begins.
+        epoch: number of the epoch that Transformers is in. The trainer sets it to the epoch with which a run begins.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class PromptReader:
         self.open_epoch = open_epoch
         self.epoch = 0
         self._given: Iterator[Rows] | None = None  # Transformers' iterator of this epoch
-        self._epochs: deque[_Epoch] = deque()  # from the current one to the one that is being read
+        self._epochs: deque[_Epoch] = deque()  # from the current epoch to the one that is being read
         self._start = 0  # the first micro-step of this optimizer step
         self._handed: list[Rows] = []  # the micro-batches of this optimizer step
 
@@ -160,7 +162,7 @@ class PromptReader:
         Args:
             epoch_iterator: the iterator from which Transformers reads the epoch. If it differs from the last one, the
                 next epoch has begun.
-            count: the largest number of micro-batches.
+            count: largest number of micro-batches to return.
             step: number of micro-steps before this optimizer step; the trainer's `_step`.
             state: the `TrainerState`.
         """
@@ -169,7 +171,7 @@ class PromptReader:
         if epoch_iterator is not self._given:
             if self._given is not None:
                 self.epoch += 1
-                self._epochs.popleft()  # drops the rest of it, if a callback has ended it
+                self._epochs.popleft()  # drops the rest of the epoch if a callback has ended it
             self._given = epoch_iterator
             if not self._epochs:
                 self._epochs.append(_Epoch(epoch_iterator))
@@ -184,8 +186,8 @@ class PromptReader:
     def upcoming(self, step: int) -> list[Rows]:
         """Return this rank's rows of the next `async_level` windows, fewer at the end of a run.
 
-        Call it while the optimizer step of the last `read` is running. The result has the same list objects that will
-        be handed out later, unless a callback ends the epoch or the run before; do not change them.
+        Call this while the optimizer step of the last `read` is running. Do not change the lists: `read` returns the
+        same objects later, unless a callback ends the epoch or the run first.
 
         Args:
             step: windows that begin after this micro-step are returned.
@@ -201,11 +203,11 @@ class PromptReader:
         self._handed = []
 
     def state_dict(self) -> None:
-        """Return `None`: Transformers knows the place in the dataset."""
+        """Return `None`: a checkpoint of Transformers already has the position in the dataset."""
 
     def _read_ahead(self, state: Any) -> None:
         """Read up to the first micro-batch of the last window that must be known, but not past the end of the run."""
-        window = (self._start + len(self._handed) - 1) // self.window_batches  # the last one in this optimizer step
+        window = (self._start + len(self._handed) - 1) // self.window_batches  # last window in this optimizer step
         while (
             self._next_micro_step() <= (window + self.async_level) * self.window_batches
             and state.global_step + self._optimizer_steps() < state.max_steps

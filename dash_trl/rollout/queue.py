@@ -3,8 +3,9 @@
     epochs    |------------- 0 -------------|------------- 1 -------------|
     windows   n, first  | n, more | n + 1, first | n + 1, more | n + 2 …
 
-`PromptReader` gives each window the prompts of one generation batch. A queue replaces it if that number depends on what
-was sampled (`max_num_gen_batches`), or if epochs skip prompts (`max_skipped_epochs`).
+With dynamic sampling a window begins with its first prompts, and each further round takes more. `PromptReader` always
+gives a window the prompts of one generation batch. A queue replaces it if the number of prompts depends on what was
+sampled (`max_num_gen_batches`), or if epochs skip prompts (`max_skipped_epochs`).
 
 Letters: G rows of a group.
 """
@@ -23,11 +24,11 @@ Place = tuple[int, int]  # where a prompt is: its epoch, and how many of this ra
 
 
 class QueuedRows(list[dict[str, Any]]):
-    """Rows of the dataset, with each prompt repeated G times.
+    """Rows of the dataset, with each prompt repeated G times, and the places of the prompts.
 
     Args:
-        rows: the rows.
-        places: the place of each prompt.
+        rows: the rows, G for each prompt.
+        places: the place of each prompt, see `Place`.
     """
 
     def __init__(self, rows: Rows, places: list[Place]):
@@ -36,26 +37,27 @@ class QueuedRows(list[dict[str, Any]]):
 
 
 class PromptQueue:
-    """Hands out every prompt of an epoch once, then those of the next epoch; a window may take prompts of both.
+    """Hands out every prompt of an epoch once, then the prompts of the next epoch. A window may take prompts of both.
 
-    Transformers counts micro-steps in epochs of the same length as without a queue; its own iterators are not read. All
-    ranks call every method at the same point with the same numbers. Each rank reads its share of each epoch.
+    Transformers still counts epochs in micro-steps, as without a queue, but its own iterators are not read. All ranks
+    call the same methods in the same order, with the same numbers of prompts. Each rank reads its own prompts of each
+    epoch.
 
     Args:
         num_generations: G, rows of a group.
-        prompts: this rank's prompts in a generation batch.
-        window_batches: micro-steps of a window.
-        accumulation: micro-steps of an optimizer step.
+        prompts: number of this rank's prompts in a generation batch.
+        window_batches: number of micro-steps of a window.
+        accumulation: number of micro-steps of an optimizer step.
         ahead: number of windows whose prompts are known ahead of the one that begins.
-        first: returns the number of this rank's prompts with which the next window begins.
-        open_epoch: (epoch, number of generation batches to leave out) → the other generation batches, each
-            `window_batches` times.
+        first: function that returns how many prompts of this rank the next window begins with.
+        open_epoch: function: (epoch, number of generation batches to leave out at its beginning) → iterator over the
+            other generation batches of the epoch, each of them `window_batches` times.
         history: decides which prompts an epoch skips. `None`: none is skipped.
         rank: index of this rank.
         ranks: number of ranks.
     Attributes:
-        place: place of the next prompt.
-        epoch: Transformers' epoch, which has no meaning here.
+        place: place of the next prompt, see `Place`.
+        epoch: set by the trainer as for a `PromptReader`; a queue does not use it.
     """
 
     epoch = 0
@@ -81,17 +83,17 @@ class PromptQueue:
         self._window_batches, self._accumulation, self._ahead = window_batches, accumulation, ahead
         self._first, self._open_epoch = first, open_epoch
         self._windows: dict[int, QueuedRows] = {}  # from the window in use to the last known one
-        self._to_read_again: dict[int, list[Place]] = {}  # the prompts of a checkpoint's windows
+        self._to_read_again: dict[int, list[Place]] = {}  # window of a checkpoint → places of its prompts
         self._source: Iterator[Rows] | None = None
         self._read: deque[Rows] = deque()  # prompts that were read but not handed out, G rows each
 
     def read(self, epoch_iterator: Any, count: int, *, step: int, state: Any) -> Iterator[Rows]:
-        """Return, for each micro-step of the optimizer step that begins, the rows with which its window begins.
+        """Return, for each micro-step of the optimizer step that begins, the first rows of the micro-step's window.
 
         Args:
             epoch_iterator: Transformers' iterator, which is not read.
-            count: micro-steps of the optimizer step.
-            step: number of micro-steps before it.
+            count: number of micro-steps of the optimizer step.
+            step: number of micro-steps before this optimizer step.
             state: the `TrainerState`.
         """
         if self._to_read_again:
@@ -130,7 +132,7 @@ class PromptQueue:
         return self.place[0]
 
     def numbers(self, rows: QueuedRows) -> list[int]:
-        """Return the positions of some prompts in the dataset, by which the history knows them.
+        """Return the positions of some prompts in the dataset, which the history uses to identify prompts.
 
         Args:
             rows: what `take` returned.
@@ -172,8 +174,9 @@ class PromptQueue:
         self._to_read_again = {window: [tuple(one) for one in places] for window, places in state["windows"].items()}
 
     def has_sampled(self, step: int) -> None:
-        """Continue within a window that was sampled already, but with the first prompt of the dataset for later
-        windows.
+        """Continue within a window that was already sampled. Later windows begin with the first prompt of the dataset.
+
+        This is for `ignore_data_skip=True`.
 
         Args:
             step: the micro-step at which the run continues.
@@ -182,6 +185,7 @@ class PromptQueue:
             self._windows[step // self._window_batches] = QueuedRows([], [])
 
     def _read_again(self) -> None:
+        """Read the prompts of a checkpoint's windows from the dataset again."""
         windows, self._to_read_again = self._to_read_again, {}
         wanted, end = {place for places in windows.values() for place in places}, self.place
         self.place = epoch, number = min(wanted | {end})

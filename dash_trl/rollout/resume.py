@@ -2,7 +2,8 @@
 
 If the batch shapes are those of the checkpoint, the run continues in the middle of its generation window. If they
 differ, Transformers skips as many micro-batches as the checkpoint's optimizer steps take in the *new* shapes. If that
-leads to the first prompt that no optimizer step used, the run continues there with a new window.
+leads to the first prompt that no optimizer step used, the run continues there with a new window. Otherwise it ends with
+an error.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from dash_trl.rollout.window import GenerationWindow
 
 @dataclass(frozen=True)
 class Shapes:
-    """The settings that give a number of micro-steps, a position in the dataset and the rows of a window their meaning.
+    """The settings on which the numbers of micro-steps, the position and the window in a checkpoint depend.
 
     Fields that are not listed here are options of `DASHConfig`.
 
     Attributes:
         processes: number of ranks.
-        prompts: rows of the training set; `None` for a stream.
-        shuffle_seed: decides the order of the prompts; `None` if they are not shuffled.
-        beta_above_0: a window has reference log-probs.
-        vllm_importance_sampling: a window has importance-sampling ratios.
-        sampler_is_old: the old log-probs of a window are the sampler's.
-        queues_prompts: a `PromptQueue` hands out the prompts.
-        skips_prompts: epochs may skip prompts.
+        prompts: number of rows of the training set; `None` for a stream.
+        shuffle_seed: seed of the order of the prompts; `None` if they are not shuffled.
+        beta_above_0: True = a window has reference log-probs.
+        vllm_importance_sampling: True = a window has importance-sampling ratios.
+        sampler_is_old: True = the old log-probs of a window are the sampler's.
+        queues_prompts: True = a `PromptQueue` hands out the prompts.
+        skips_prompts: True = epochs may skip prompts.
     """
 
     processes: int
@@ -55,9 +56,9 @@ class Shapes:
         Args:
             args: a `DASHConfig`.
             processes: number of ranks.
-            prompts: rows of the training set; `None` for a stream.
-            corrected: a window has importance-sampling ratios.
-            sampler_is_old: the old log-probs of a window are the sampler's.
+            prompts: number of rows of the training set; `None` for a stream.
+            corrected: True = a window has importance-sampling ratios.
+            sampler_is_old: True = the old log-probs of a window are the sampler's.
         """
         own = {
             "processes": processes,
@@ -72,17 +73,17 @@ class Shapes:
 
     @property
     def window_batches(self) -> int:
-        """Micro-batches of a rank that come from one generation window."""
+        """Number of micro-batches of a rank that come from one generation window."""
         return self.steps_per_generation * self.num_iterations
 
     @property
     def window_prompts(self) -> int:
-        """Prompts of a window on all ranks."""
+        """Number of prompts of a window, over all ranks."""
         return self.processes * self.per_device_train_batch_size * self.steps_per_generation // self.num_generations
 
     def prompts_used(self, batches: int) -> int:
-        """Return how many prompts of an epoch its first micro-batches use. A window counts as a whole, even if it is
-        used in part.
+        """Return how many prompts the first micro-batches of an epoch use. A window counts with all its prompts, even
+        if only some of its micro-batches are used.
 
         Args:
             batches: number of micro-batches.
@@ -105,16 +106,16 @@ class Shapes:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A rank's share of a checkpoint.
+    """What a checkpoint holds of one rank's run.
 
     Attributes:
         shapes: the shapes of the run that was saved.
-        position: (whole epochs, micro-batches since then) that optimizer steps have used.
+        position: (whole epochs, micro-batches of a rank since then) that optimizer steps have used.
         step: micro-steps since the run began; the trainer's `_step`.
         skipped_steps: optimizer steps skipped so far.
         window: the window in use; `None` if a resumed run does not need it.
-        prompts: the place of a `PromptQueue`, if there is one. It is set in a rank's own share, not in what ranks
-            exchange.
+        prompts: state of the `PromptQueue`, if there is one. It is in the file of each rank, and left out when ranks
+            compare what they have read.
     """
 
     shapes: Shapes
@@ -125,14 +126,14 @@ class SavedRun:
     prompts: dict[str, Any] | None = None
 
     def save(self, path: str) -> None:
-        """Write this share to a file."""
+        """Write this rank's file of a checkpoint."""
         state = {field.name: getattr(self, field.name) for field in fields(self)}
         window = None if self.window is None else self.window.state_dict()
         torch.save({**state, "shapes": asdict(self.shapes), "window": window}, path)
 
     @classmethod
     def load(cls, path: str) -> SavedRun | None:
-        """Read a share from a file; `None` if there is no such file."""
+        """Read a rank's file of a checkpoint; `None` if there is no such file."""
         state = _read(path)
         if state is None:
             return None
@@ -140,7 +141,7 @@ class SavedRun:
         return cls(**{**state, "shapes": Shapes(**state["shapes"]), "window": window})
 
 
-STATES = "callback_states.pt"  # one file for all ranks, beside their windows
+STATES = "callback_states.pt"  # one file for all ranks, beside the files of the ranks
 
 
 def load_states(checkpoint: str) -> dict[str, Any]:
@@ -187,7 +188,9 @@ def one_run(found: Sequence[SavedRun | None], processes: int, checkpoint: str) -
 
 
 def check_shards(saved: SavedRun | None, processes: int, checkpoint: str) -> None:
-    """Refuse another number of processes than the checkpoint's if each process keeps a shard of the optimizer's state.
+    """Check that a run resumes with the number of processes that saved the checkpoint.
+
+    The trainer calls this if each process keeps a shard of the optimizer's state.
 
     Args:
         saved: the saved run, or `None`.
@@ -215,11 +218,12 @@ def why_a_new_window(
         now: the shapes of the resumed run.
         start: (whole epochs, micro-batches of a rank since then) that Transformers counts as used.
         checkpoint: folder of the checkpoint.
-        ignore_data_skip: Transformers' option: the epoch's prompts begin again, whatever was used.
+        ignore_data_skip: Transformers' option; True = the epoch begins with its first prompt again.
     Returns:
         `None` if the run continues within the saved window, else the reason why it begins a new one.
     Raises:
-        ValueError: Transformers would not continue at the first prompt that no optimizer step used.
+        ValueError: Transformers would not continue at the first prompt that no optimizer step used, and
+            `ignore_data_skip` is False.
     """
     epoch, batches = start
     fits = batches % now.window_batches == 0
@@ -237,7 +241,7 @@ def why_a_new_window(
             f"{checkpoint} was saved with {', '.join(changed)}, after prompt {used} of epoch {saved.position[0]}, "
             f"with {left} of {then.window_batches} micro-batches of its window left"
         )
-        fits &= not (then.queues_prompts or now.queues_prompts)  # a queue's place holds for its own shapes only
+        fits &= not (then.queues_prompts or now.queues_prompts)  # a queue's place is valid for its own shapes only
         same_order = (then.prompts, then.shuffle_seed) == (now.prompts, now.shuffle_seed) or used == 0
         fits &= same_order and (epoch, now.prompts_used(batches)) == (saved.position[0], used)
     if fits or ignore_data_skip:

@@ -21,9 +21,9 @@ class GenerationWindow:
 
     Attributes:
         rollouts: this rank's survivors, in the order of `lengths`.
-        lengths: [R, B, 4] int64, for every row of every rank, see `RolloutBatch.lengths`; all 0 for a dropped row. The
-            rows are in the order in which TRL's shuffle hands them to the micro-steps.
-        num_items_in_batch: scalar, the loss tokens of all rows on all ranks, dropped rows included.
+        lengths: [R, B, 4] int64, `RolloutBatch.lengths` of the rows of every rank; all 0 for a dropped row. The rows
+            are in the order in which TRL's shuffle hands them to the micro-steps.
+        num_items_in_batch: scalar, number of loss tokens of all rows on all ranks, dropped rows included.
     """
 
     rollouts: Survivors
@@ -41,11 +41,11 @@ class GenerationWindow:
 
     @classmethod
     def of_parts(cls, used: int, parts: Sequence[GenerationWindow]) -> GenerationWindow:
-        """Join parts of a window, behind rows that are used up.
+        """Join the parts of a window. The rows of earlier optimizer steps come first, as dropped rows.
 
         Args:
-            used: number of a rank's rows that are used up.
-            parts: the other rows.
+            used: number of rows of each rank that earlier optimizer steps have used.
+            parts: the parts with the other rows, at least one.
         """
         first = parts[0]
         lengths = [torch.zeros_like(first.lengths[:, :1]).expand(-1, used, -1), *(part.lengths for part in parts)]
@@ -69,15 +69,16 @@ class GenerationWindow:
 class Window:
     """The window in use, whose parts come one by one until it is whole.
 
-    Iterating over it waits for the parts and yields (part, whether the optimizer step needs no further part). It keeps
-    the parts of the running optimizer step, which a checkpoint within the step needs.
+    Iterating over the window waits for its parts. It yields (part, True if this is the last part of the optimizer
+    step). The window keeps the parts of the running optimizer step, because a checkpoint within the step needs them.
 
     Args:
         parts: see `Collector.window`.
         step: number of the running optimizer step.
     Attributes:
-        rows: number of a rank's rows in the parts that were handed out.
-        whole: all parts as one, without the rows of earlier optimizer steps; `None` before `wait`.
+        rows: number of a rank's rows in the parts that have come.
+        whole: all parts as one, in which rows of earlier optimizer steps count as dropped; `None` until `wait` is
+            called.
     """
 
     def __init__(self, parts: Iterator[tuple[GenerationWindow, bool]], step: int):

@@ -6,8 +6,8 @@ Lifecycle of a job::
                ▲                      │
                └── failed, or its server is dead
 
-Several batches of jobs may be in progress. The batch with the lowest `order` goes first, so that jobs that the trainer
-waits for run before jobs that it needs later. Within a batch, jobs that have failed before go first.
+Several batches of jobs may be in progress. The batch with the lowest `order` goes first: jobs that the trainer waits
+for run before jobs whose results it needs later. Within a batch, jobs that have failed before go first.
 """
 
 from bisect import insort
@@ -20,7 +20,7 @@ from dash_trl.sampling.health import Fleet, State
 
 @dataclass(eq=False)
 class Job:
-    """One piece of work that any server can do. Jobs compare by identity.
+    """One request that any server can complete. Jobs compare by identity.
 
     Attributes:
         tokens: number of tokens that the job adds to a server's load.
@@ -74,7 +74,7 @@ class Backlog:
             (job, URL of its server) for each assigned job.
         """
         given = []
-        # Servers reserved for a failed job that waits for room there: smaller jobs must not keep them full forever.
+        # Servers that are reserved for a failed job. Otherwise smaller jobs could keep them full forever.
         kept: set[str] = set()
         for job in tuple(self.waiting):
             url = self.fleet.choose(job.sequences, avoid=job.failed_on, kept=kept)

@@ -59,7 +59,7 @@ def encode_gaps(steps: Tensor) -> Tensor:
     """Encode positions as the gaps between them, in bytes.
 
     A gap is the number of elements between a position and the one before it. It is written as 255 + 255 + … + a
-    remainder below 255. Each position takes one byte, plus one for every 255 elements skipped before it.
+    remainder below 255. Each position takes one byte, plus one for every 255 unchanged elements before it.
 
     Args:
         steps: [C] int64, ascending and distinct positions, at least 0.

@@ -6,13 +6,12 @@ States of a server::
        ▲                                               │                                               │
        └── holds the current weights ── refitting ◄────┴────────── answers a probe ◄───────────────────┘
 
-After a failure or after idle time, such as the time between two batches, a server is no longer trusted. Another process
-with its start-up weights may have taken its place, and nothing in its answers would show that. Failed requests are
-counted separately from probes, because an engine that hangs still answers probes. Times are arguments: seconds on any
-clock.
+After a failure or after idle time, such as the time between two batches, a server is no longer trusted. The server may
+have restarted with its start-up weights, and its answers would not show that. Failed requests are counted separately
+from probes, because an engine that hangs still answers probes. Times are arguments: seconds on any clock.
 
 Several batches may be in progress at once. A server that still works on a job when another batch begins stays trusted:
-its connections are open, so it is still the same process. Each batch counts the time without a usable server from its
+its connections are open, so the process has not restarted. Each batch counts the time without a usable server from its
 own start, for two reasons: servers may not have been checked before that time, and a batch that starts later must not
 extend the timeout of an earlier one.
 """
@@ -22,7 +21,7 @@ from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-FAILURES_UNTIL_DEAD = 3  # in a row: one may be the request's fault, two a coincidence
+FAILURES_UNTIL_DEAD = 3  # consecutive failed requests: the request may cause one, and two may be a coincidence
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.5, 8.0  # seconds before a suspect is probed; the time doubles with each failure
 PROBE_EVERY = 1.0  # seconds between probes of a dead server
 SEQUENCES_PER_SERVER = 1024  # in flight, of all ranks: vLLM's largest default batch; more would wait in its queue
@@ -30,7 +29,11 @@ JOBS = 512  # in flight over all servers, each with a connection: half of the op
 
 
 class State(StrEnum):
-    """State of a server; only a healthy server may be given a prompt."""
+    """State of a server; only a healthy server may be given a prompt.
+
+    A suspect or dead server has to be probed. A refitting server is being given the current weights, or waits for the
+    next weight sync.
+    """
 
     HEALTHY = "healthy"
     SUSPECT = "suspect"
@@ -46,7 +49,7 @@ class Server:
         url: address of the server.
         state: current state.
         version: weight version that the server held when last checked; None if unknown.
-        failures: number of requests that failed in a row.
+        failures: number of consecutive failed requests.
         outstanding: job → (tokens, sequences), for the jobs that the server works on.
         rest_until: the server is not probed before this time, in seconds.
         last_error: last error, for the message when no server is left.
@@ -101,10 +104,10 @@ class Fleet:
         """Return the URLs of servers that may be given a job as soon as they have room.
 
         Args:
-            avoid: URLs of servers on which the job failed before. They count only if no other server holds the current
-                weights.
+            avoid: URLs of servers on which the job failed before. They are returned only if no other server holds the
+                current weights.
         """
-        # These were seen to hold the current weights. A suspect is checked again before it becomes healthy.
+        # Servers that held the current weights when last checked. Suspects are left out below, until they are checked.
         current = [server for server in self.servers.values() if server.version == self.version]
         avoid = set(avoid)
         current = [server for server in current if server.url not in avoid] or current
@@ -185,7 +188,7 @@ class Fleet:
         server.failures = 0
 
     def abandoned(self, url: str, job: Hashable) -> None:
-        """Record that a job was taken back from a server, which is no failure of the server.
+        """Record that a job was taken back from a server. This does not count as a failure of the server.
 
         Args:
             url: URL of the server.
@@ -224,9 +227,10 @@ class Fleet:
         self.servers[url].state = State.REFITTING
 
     def refitted(self, url: str, version: int, now: float) -> None:
-        """Record that a refitting server was seen to hold the weights of a version.
+        """Record that a refitting server holds the weights of a version.
 
-        If the version is no longer the current one, the server becomes dead, so that it is probed again.
+        If the version is no longer the current one, the server counts as dead, so that it is probed again. If the
+        server is no longer refitting, because a request has failed on it, nothing is recorded.
 
         Args:
             url: URL of the server.
@@ -281,9 +285,9 @@ class Fleet:
         self.look_around(now)
 
     def look_around(self, now: float) -> None:
-        """Suspect idle servers because new jobs are waiting, and update `down_since`.
+        """Make idle servers suspects, because new jobs are waiting, and update `down_since`.
 
-        While a server is idle, nobody sees whether another process takes its place.
+        While a server is idle, no request shows whether it has restarted.
 
         Args:
             now: current time in seconds.

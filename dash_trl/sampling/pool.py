@@ -7,9 +7,10 @@ The path of a job::
                         └────────────────────────┘
     submit_chains: coroutines that request one job after the other
 
-Several batches may be in progress at once; `backlog.Backlog` and `health.Fleet` decide which job goes where. While
-servers work, only the event loop's thread changes these two and the pool's other state. The results of a batch are
-handed over in a queue to the thread that collects them.
+A job is one request to a server. Several batches of jobs may be in progress at once; `backlog.Backlog` and
+`health.Fleet` decide which job goes where. While jobs are in progress, only the event loop's thread changes the
+backlog, the fleet and the pool's other state. The results of a batch go through a queue to the thread that collects
+them.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ URGENT = -1  # `Job.order` of jobs that the trainer waits for
 ATTEMPTS = 6  # failures of one job before the run ends with an error
 TICK = 0.25  # seconds between checks for servers that may be probed again or have stopped answering
 LOOK_AGAIN = 1.0  # seconds between probes of servers that are missing at the start
-START_TOGETHER = 1.0  # longest time in seconds that a batch waits for suspects to be checked
+START_TOGETHER = 1.0  # longest time in seconds for which a batch waits until suspects are checked
 KEEP_ALIVE = 4.0  # seconds; uvicorn closes idle connections after 5 s, and a request sent at that moment is lost
 
 
@@ -62,12 +63,12 @@ class Ask(Protocol):
 
 @dataclass(eq=False)
 class Chain:
-    """Sequence of requests, each of which depends on the result of the one before, as in a conversation.
+    """The requests of one row of several turns. Each request depends on the result of the request before.
 
     Attributes:
         run: coroutine function that requests one completion after the other; runs on the pool's event loop.
         versions: weight versions when the first request was given to its server, and when the last one was completed.
-        sequences: number of rows that the chain stands for.
+        sequences: number of rows that the chain samples.
     """
 
     run: Callable[[Ask], Awaitable[None]]
@@ -147,8 +148,8 @@ class ServerPool:
         urls: addresses of the servers, such as ["http://127.0.0.1:8000", "http://127.0.0.1:8001"].
         server_timeout: seconds without any usable server after which a `PoolError` is raised.
         request_timeout: seconds in which a server with jobs has to answer one of them. Otherwise the server becomes a
-            suspect, and its jobs go to other servers. Neither the time of a weight sync counts, nor the time that a
-            job waits in the backlog.
+            suspect, and its jobs go to other servers. The time of a weight sync and the time in the backlog do not
+            count.
         ranks: number of processes that share the servers.
 
     Attributes:
@@ -172,12 +173,12 @@ class ServerPool:
         self.backlog = Backlog(self.fleet)
         self.retried = 0
         self._batches: dict[Job, Batch] = {}  # unfinished job → its batch
-        self._requests: dict[Job, asyncio.Task[Any]] = {}
+        self._requests: dict[Job, asyncio.Task[Any]] = {}  # running job → its request
         self._chains: dict[Batch, list[asyncio.Task[None]]] = {}
         self._heard = dict.fromkeys(self.urls, 0.0)  # URL → when the server last answered or had no job
         self._worker: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._refitting: set[str] = set()  # URLs of single servers that are being given the current weights
+        self._refitting: set[str] = set()  # URLs of servers that get the current weights outside a weight sync
         self._sending = False  # whether a weight sync to all servers is in progress
         self._sent = -math.inf  # when the last weight sync ended
         self.refit: Callable[[VLLMServer], Awaitable[int | None]] | None = None
@@ -191,7 +192,10 @@ class ServerPool:
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE))
 
     def wait_until_ready(self) -> None:
-        """Wait until every server answers. A server that is missing at the start of a run is the user's mistake.
+        """Wait until every server answers.
+
+        A server that is missing at the start of a run counts as a mistake in the settings. A server that dies later
+        does not end the run.
 
         Raises:
             PoolError: if a server does not answer within `server_timeout`.
@@ -325,7 +329,7 @@ class ServerPool:
 
     async def _follow(self, batch: Batch, number: int, chain: Chain, sampling: dict[str, Any], order: int) -> None:
         """Run one chain, whose requests are jobs of their own, and report its end to the batch."""
-        if sampling.get("seed") is not None:  # vLLM varies the seed for the continuations of one request in this way
+        if sampling.get("seed") is not None:  # as vLLM varies it for the continuations of one request
             sampling = {**sampling, "seed": sampling["seed"] + number}
 
         async def ask(ids: list[int], max_tokens: int) -> Completion:
@@ -375,7 +379,7 @@ class ServerPool:
             self._loop.run(self._forget(batch))
 
     def cancel(self) -> None:
-        """Cancel all batches, whose results are no longer needed, and their requests on the servers."""
+        """Cancel all batches and their requests on the servers. Called if their results are no longer needed."""
 
         async def cancel() -> None:
             self._fail({*self._chains, *self._batches.values()}, PoolError("The work was cancelled."))
@@ -383,7 +387,7 @@ class ServerPool:
         self._loop.run(cancel())
 
     def run(self, jobs: list[Job]) -> list[Any]:
-        """Run jobs and wait for them. They go before all submitted batches, because the trainer waits for them.
+        """Run jobs and wait for them. These jobs go before all submitted batches, because the trainer waits for them.
 
         Args:
             jobs: jobs that are numbered from 0.
@@ -447,8 +451,8 @@ class ServerPool:
     def _take_in(self) -> None:
         """Take back jobs from servers that died or have stopped answering, and take in results from the others.
 
-        Does nothing during a weight sync. A server on which the sync fails may sample on with what it has loaded; it is
-        dead when the sync ends, so that its results are not used.
+        Does nothing during a weight sync: a server on which the sync fails may continue to sample with wrong weights.
+        Such a server counts as dead when the sync ends, so that its results are dropped.
         """
         if self._sending:
             return
@@ -489,14 +493,14 @@ class ServerPool:
         self._count_failure(job, str(error))
 
     def _count_failure(self, job: Job, error: str) -> None:
-        """Count a failure of a job. Jobs of a server that died count, too: one of them may be what kills servers."""
+        """Count a failure of a job. The loss of its server counts, too: the job may be the cause."""
         self.retried += 1
         if len(job.failed_on) >= ATTEMPTS:
             what = self.message(f"A request failed {ATTEMPTS} times, most recently on {job.failed_on[-1]}: {error}")
             self._fail({self._batches[job]}, PoolError(what))
 
     def _give_up(self) -> None:
-        """Fail the batches for which no server was usable for `server_timeout`. Weight syncs do not count."""
+        """Fail the batches for which no server was usable for `server_timeout`, not counting weight syncs."""
         if self._sending or self.backlog.running:
             return
         now = time.monotonic()
@@ -582,14 +586,15 @@ class ServerPool:
     def new_version(self, version: int) -> list[str]:
         """Begin a weight sync, which `weights_sent` ends. Requests in flight continue with the new weights.
 
-        It first waits for servers that are just being given older weights, which must not arrive after the new ones. No
-        other server is probed until the sync ends.
+        The call first waits for servers that are just being given older weights, which must not arrive after the new
+        weights. No other server is probed until the sync ends.
 
         Args:
             version: the new weight version.
 
         Returns:
-            URLs of the servers that have to be given the weights. Dead servers get them when they answer again.
+            URLs of the servers that have to be given the new weights. Dead servers get the weights when they answer
+            again.
         """
 
         async def begin() -> list[str]:
@@ -620,7 +625,7 @@ class ServerPool:
                 else:
                     logger.warning(f"vLLM server {url} did not load the weights of version {version}: {error}")
                     self.fleet.refit_failed(url, error, self._sent)
-            # Jobs may be waiting. Another process may have taken an idle server's place since it loaded the weights.
+            # Jobs may be waiting. Since an idle server loaded the weights, another process may have replaced it.
             self.fleet.look_around(self._sent)
             self._wake.set()
 
@@ -637,7 +642,7 @@ class ServerPool:
         return [self._recognising[url] for url in urls]
 
     async def _recognise(self, url: str) -> None:
-        """Check a server that is not trusted. If it holds other weights, it gets the current ones before any prompt."""
+        """Check a server that is not trusted. If it holds other weights, give it the current ones before any prompt."""
         server, known = self._servers[url], self.fleet.servers[url]
         try:
             await server.probe()
@@ -651,7 +656,7 @@ class ServerPool:
             if version is None:
                 self.fleet.waits(url, time.monotonic())
                 return
-            # With outstanding jobs the next answer shows whether the engine works, and a trial would queue behind them.
+            # If the server has jobs, its next answer shows whether the engine works, and a trial would wait for them.
             if doubtful and not known.outstanding:
                 await server.try_out()
             self.fleet.refitted(url, version, time.monotonic())

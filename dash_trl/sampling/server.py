@@ -82,7 +82,7 @@ class VLLMServer:
         timeout: seconds for one answer, unless a method says otherwise.
 
     Attributes:
-        adapter: name of the LoRA adapter for requests; None: requests use the model itself.
+        adapter: name of the LoRA adapter that requests use; None: requests use the model itself.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, timeout: float):
@@ -174,7 +174,7 @@ class VLLMServer:
             return WeightReport(checksum, parts[0]["dtype"], parts[0]["shape"])
 
     async def weight_tag(self) -> str:
-        """Return the version tag that the server was told last."""
+        """Return the last version tag that the server was told, see `Snapshot`."""
         info = await self._request("GET", "/weight_info", timeout=PROBE_SECONDS)
         with _readable(info):
             return info["weight_version"]
@@ -264,13 +264,13 @@ class VLLMServer:
     async def end_weight_update(self, tag: str) -> None:
         """Reset the prefix cache and tell the server the new version. Called after a weight update, before `resume`.
 
-        No cached prefix of the old weights may be reused. When vLLM pauses, it drops the KV cache of requests in
-        flight; it computes it again with the new weights.
+        No cached prefix of the old weights may be reused. The KV cache of requests in flight is dropped, too; vLLM
+        computes it again with the new weights.
 
         Args:
             tag: version tag of the new weights.
         """
-        options = {"reset_running_requests": "true"}  # in case a pause keeps the KV cache of requests in flight
+        options = {"reset_running_requests": "true"}  # if the pause has kept the KV cache of requests in flight
         done = await self._request("POST", "/reset_prefix_cache", params=options, timeout=CONTROL_SECONDS)
         if not done.get("success"):
             raise ServerError("did not reset its prefix cache, which holds prefixes of the old weights")
@@ -287,7 +287,7 @@ class VLLMServer:
     async def _request(
         self, method: str, path: str, *, timeout: float | None = None, parse: bool = True, **kwargs: Any
     ) -> Any:
-        """Send a request; return the answer, parsed from JSON if `parse`."""
+        """Send a request; return the answer, parsed from JSON, or None if `parse` is False."""
         seconds = self.timeout if timeout is None else timeout
         limit = aiohttp.ClientTimeout(None if seconds == math.inf else seconds, sock_connect=CONNECT_SECONDS)
         try:
@@ -330,7 +330,7 @@ class VLLMServer:
             )
         if "has no attribute 'dash_" in text:  # vLLM answers 500
             return ValueError(f"{said}. Start the server with `python -m dash_trl.serve` of this version of dash_trl.")
-        if self.adapter is not None and self.adapter in text:  # it has restarted and has no adapter yet
+        if self.adapter is not None and self.adapter in text:  # the server has restarted and has no adapter yet
             return ServerError(said, gone=True)
         if "not JSON compliant" in text:  # vLLM answers 400 if it computed NaN, which it cannot write as JSON
             return ServerError(f"{said}. A log-prob is {NOT_FINITE}")

@@ -66,8 +66,8 @@ class VLLMPool(VLLMGeneration):
         others: arguments of TRL's `VLLMGeneration`, such as `server_timeout` (see `ServerPool`).
 
     Attributes:
-        policy_version: [rows, 2] int64, policy versions of the rows that `generate` returned last: the optimizer steps
-            of the oldest and of the newest weights that may have written a token of the row.
+        policy_version: [rows, 2] int64, for each row of the last `generate` call, the optimizer steps of the oldest and
+            of the newest weights that may have sampled a token of the row.
         context: the smallest context length of the servers in tokens; None before the first weight sync.
     """
 
@@ -107,10 +107,10 @@ class VLLMPool(VLLMGeneration):
         )
         self.pool.refit = _waits_for_weights
         self._sync: WeightSync | None = None
-        self._steps = {0: 0}  # weight version (one for each weight sync) → optimizer step
+        self._steps = {0: 0}  # weight version → optimizer step that made these weights
         self._window: int | None = None  # window whose rows the next call of `generate` returns
         self._to_submit: dict[int, list[list[int]]] = {}  # window → prompts to submit in the next call of `generate`
-        self._to_run: Mapping[int, Sequence[Run]] = {}  # the same for windows whose rows take several turns
+        self._to_run: Mapping[int, Sequence[Run]] = {}  # window → `Chain.run` of each row, if rows take several turns
         self._seen: Seen | None = None  # for the windows in `_to_submit` and `_to_run`
         self._in_flight: dict[int, Batch] = {}  # window → its submitted batch
         self.policy_version = torch.zeros(0, 2, dtype=torch.long)
@@ -134,11 +134,12 @@ class VLLMPool(VLLMGeneration):
             images: unused.
             num_generations: largest number of rows in a group.
             profiler: unused.
-            max_tokens: token limit of each row, in place of `max_completion_length`.
+            max_tokens: token limit of each row; None: `max_completion_length` for all rows.
 
         Returns:
-            Prompt ids, completion ids, the sampler's log-probs (each in a list of its own) and the token ids of these
-            log-probs, for each row.
+            Four lists with one entry for each row: prompt ids, completion ids, the sampler's log-probs, and the token
+            ids of these log-probs. TRL expects a list for each token, so each log-prob and its token id is in a list of
+            its own.
         """
         window, self._window = self._window, None
         done: Sequence[Job | Chain]
@@ -168,16 +169,17 @@ class VLLMPool(VLLMGeneration):
         Args:
             window: number of the window that `generate` returns.
             prompts: number of a window → prompt token ids of this rank's rows, for windows not submitted before.
-            seen: called on the main thread once for each row of these windows, when the row has finished: while
-                `generate` waits for the row's window, and in `show_finished`. If it raises, the `generate` call of the
-                row's window raises the same error.
-            chains: number of a window → `Chain.run` of each row, for windows whose rows take several turns. A chain
-                keeps its completions itself; `generate` and `seen` get rows without tokens.
+            seen: called once for each finished job of these windows with all rows of the job (a group), or once for
+                each finished chain. Calls are on the main thread: while `generate` waits for the window, and in
+                `show_finished`. If `seen` raises an error, the `generate` call of the window raises the same error.
+            chains: number of a window → `Chain.run` of each row, for windows whose rows take several turns. The owner
+                of a chain keeps its completions: `generate` returns none for these windows, and `seen` gets no token
+                ids.
         """
         self._window, self._to_submit, self._to_run, self._seen = window, prompts, chains, seen
 
     def show_finished(self) -> None:
-        """Call `seen` with the finished rows of later windows, without waiting."""
+        """Call `seen` for the finished jobs and chains of later windows, without waiting."""
         for batch in self._in_flight.values():
             batch.take()
 
@@ -245,9 +247,9 @@ class VLLMPool(VLLMGeneration):
         return {**sampling, **self.generation_kwargs}
 
     def begin_scores(self, sequences: Sequence[Sequence[int]], *, order: int = URGENT) -> Batch:
-        """Request log P of every token but the first, under the servers' weights; `scores` waits for the result.
+        """Request the log-prob of every token but the first, by the servers' weights; `scores` waits for the result.
 
-        One rank may call this alone.
+        This is not a collective: a single rank may call it.
 
         Args:
             sequences: token ids of each sequence.
@@ -290,7 +292,8 @@ class VLLMPool(VLLMGeneration):
         """Check that the servers fit this trainer.
 
         Returns:
-            Dtype of the servers' weights, `context`, and why an adapter has to be merged (None: it need not).
+            Dtype of the servers' weights; `context`; the reason why an adapter has to be merged into its model, or None
+            if it can be sent alone.
         """
         dtype = check_servers(self.pool, self.model.config, self.model.name_or_path)
         reports = self.pool.ask_all(lambda server: server.weight_report())
@@ -322,9 +325,9 @@ class VLLMPool(VLLMGeneration):
         return dtype, context, why_merged
 
     def _why_merged(self, configs: dict[str, Any]) -> str | None:
-        """Return why the adapter cannot be sent alone and has to be merged into its model; None if it can."""
+        """Return the reason why the adapter has to be merged into its model; None if it can be sent alone."""
         if self.weight_sync != "file" or self._dist.is_fsdp:
-            return "sending only the adapter takes vllm_weight_sync='file' without FSDP"
+            return "sending only the adapter requires vllm_weight_sync='file', and no FSDP"
         obstacles = (obstacle(self.model, config) for config in configs.values())
         return next((one for one in obstacles if one is not None), None)
 
@@ -345,7 +348,7 @@ class VLLMPool(VLLMGeneration):
         return NCCLWeights(self.pool.urls, self.group_port, self.accelerator.device, self.request_timeout, dtype)
 
     def _adapter_alone(self, dtype: torch.dtype, why_not: str | None) -> AdapterWeights | None:
-        """Create the object that sends the adapter alone. If it has to be merged, log the reason and return None."""
+        """Create the object that sends only the adapter. If the adapter has to be merged, log why and return None."""
         if why_not is None:
             base = weights_checksum(
                 value.to(dtype) for _, value in self._whole_parameters(lambda name: self.model.prefix not in name)
@@ -365,26 +368,32 @@ class VLLMPool(VLLMGeneration):
         return AdapterWeights(self.weight_dir, dtype, self.model.peft_config[NAME], base)
 
     def _gather_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the adapter's matrices, unsharded, under their names in a checkpoint, for the next weight version."""
+        """Record the optimizer step of the next weight version; return an iterator over the adapter's matrices.
+
+        The matrices are unsharded and have the names of a checkpoint.
+        """
         self._steps[self.pool.fleet.version + 1] = self.step()
         own = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
         matrices = self._whole_parameters(lambda name: any(part in name for part in own))
         return ((name.replace(f".{NAME}.", "."), value) for name, value in matrices)
 
     def _whole_parameters(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the unsharded parameters whose names are wanted, one at a time. Under ZeRO-3 this is a collective."""
+        """Yield name and unsharded value of the wanted parameters, one at a time. Under ZeRO-3 this is a collective."""
         for name, parameter in self.model.named_parameters():
             if wanted(name):
                 with self._dist.gather_params([parameter]):
                     yield name, parameter.data
 
     def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all parameters, merged and unsharded, for the next weight version."""
+        """Record the optimizer step of the next weight version; return an iterator over all parameters.
+
+        The parameters are unsharded, and adapters are merged into them.
+        """
         self._steps[self.pool.fleet.version + 1] = self.step()
         if self._dist.is_fsdp:
             _reshard(self.model)
-        # Modules that PEFT trains in full (`modules_to_save`) already have the model's names here. TRL's copies of
-        # them for the adapter "ref" do not, and are left out.
+        # Modules that PEFT trains in full (`modules_to_save`) have the model's own names here. TRL's copies of these
+        # modules for the adapter "ref" have other names and are left out.
         return ((name, value) for name, value in self._iter_named_params() if ".modules_to_save." not in name)
 
     def _plain_name(self, name: str) -> str:
@@ -394,10 +403,10 @@ class VLLMPool(VLLMGeneration):
 
 
 def _reshard(model: torch.nn.Module) -> None:
-    """Free FSDP2's whole copies of parameters. After a pass without gradient, the root module keeps its
-    parameters whole.
+    """Free FSDP2's unsharded copies of parameters.
 
-    TRL assumes that all parameters are shards.
+    TRL assumes that all parameters are sharded. But after a pass without gradient, FSDP2's root module keeps its own
+    parameters unsharded.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -405,9 +414,9 @@ def _reshard(model: torch.nn.Module) -> None:
 
 
 async def _waits_for_weights(server: VLLMServer) -> None:
-    """Stand in for `ServerPool.refit` before the first weight sync: returns None, so that servers wait for the sync.
+    """Stand in for `ServerPool.refit` before the first weight sync: return None, so that servers wait for the sync.
 
-    The servers are not tried out, because a run that was killed may have left a server paused.
+    Servers that wait are not tested by `VLLMServer.try_out`: a server that a killed run has left paused would fail.
     """
 
 
@@ -439,7 +448,7 @@ def install(trainer: Any) -> None:
     """Make a trainer that was built in `without_client` sample from the servers in its arguments.
 
     Args:
-        trainer: a `GRPOTrainer` with our arguments.
+        trainer: a `GRPOTrainer` whose `args` are a `DASHConfig`.
     """
     args = trainer.args
     this: Any = weakref.proxy(trainer)

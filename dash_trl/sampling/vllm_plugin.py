@@ -23,7 +23,7 @@ def register() -> None:
 
     After the first load, a CPU build packs the weights of linear layers for its kernels (oneDNN; small ones in half
     precision for AMX) and from then on computes with the packed copy. Weights that are loaded later are silently
-    ignored, or there is no parameter into which they could be loaded. We therefore replace these layers by plain ones,
+    ignored, or fail to load because their parameter is gone. We therefore replace these layers by plain ones,
     which read their current weights.
     """
     from vllm.lora.request import LoRARequest
@@ -70,12 +70,12 @@ def model_shape(config: Any) -> dict[str, Any]:
 
 
 def _several(matrices: Any) -> list[Any]:
-    """List a layer's matrices. One that vLLM fused from several layers has a matrix, or None if unadapted, for each."""
+    """List a layer's matrices. A layer that vLLM fused from several layers has one entry for each: a matrix or None."""
     return list(matrices) if isinstance(matrices, list | tuple) else [matrices]
 
 
 class WeightReport:
-    """Mixin for vLLM's worker class. Method names begin with `dash`, so that they do not replace the worker's own."""
+    """Mixin for vLLM's worker class. Method names begin with `dash`, so that they replace no method of the worker."""
 
     def dash_load_adapter(self: Any, path: str) -> str:
         """Load a LoRA adapter in place of the last one.
@@ -122,7 +122,7 @@ class WeightReport:
         return str(os.path.isdir(folder))
 
     def dash_weight_report(self: Any) -> dict[str, Any]:
-        """Report the weights in this worker's part of the model.
+        """Report the weights that this worker holds.
 
         Returns:
             A dict of `checksums` (tensor name → hexadecimal checksum), `dtype`, `shape` (see `model_shape`) and

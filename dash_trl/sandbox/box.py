@@ -1,4 +1,4 @@
-"""`Sandbox` runs untrusted programs against tests. This module is the trainer's side; `confinement.py` runs inside.
+"""`Sandbox` runs untrusted programs against tests. This module runs in the trainer, `confinement.py` in the sandbox.
 
 The path of a program::
 
@@ -36,13 +36,13 @@ PROCESSES = 8  # threads in addition to the first, and child processes if they a
 DISK = 64 << 20  # bytes of all files; with namespaces the files are in memory
 START_SECONDS = 60.0  # for the starter, which imports numpy
 END_SECONDS = 10.0  # for the kernel to clean up killed processes
-IDLE = 0.5  # fraction of the wall time: a program that waits less than this for a CPU is not slowed by a busy machine
-# Fraction of the CPU limit: SIGKILL after more CPU time than this counts as caused by the limit. The kernel counts
-# ticks, and has been seen to kill at 0.8 of the limit.
+IDLE = 0.5  # fraction of wall time: if a program waits less than this for a CPU, a busy machine is not the cause
+# If a process ends by SIGKILL after more CPU time than this fraction of the limit, the limit counts as the cause. The
+# kernel counts ticks, and has been seen to kill at 0.8 of the limit.
 OUT_OF_CPU = 0.5
 
 # What each kind of isolation limits and protects, best kind first.
-ALWAYS = ("CPU time", "memory", "size of a file", "network", "no process")
+ALWAYS = ("CPU time", "memory", "size of a file", "network", "starting processes")
 STRICTLY = (*ALWAYS, "reading the user's files", "writing files", "other processes")
 LOOKED_AT = "size of all files and number of threads (looked at every 0.05 s)"
 PROTECTS: dict[str, tuple[str, ...]] = {
@@ -50,7 +50,7 @@ PROTECTS: dict[str, tuple[str, ...]] = {
     "landlock": (*STRICTLY, LOOKED_AT),
     "rlimits": (*ALWAYS, LOOKED_AT),
 }
-STRICT = ("namespaces", "landlock")  # kinds that are chosen automatically; `rlimits` has to be asked for
+STRICT = ("namespaces", "landlock")  # kinds that may be chosen automatically; `rlimits` has to be named by the user
 
 
 class SandboxError(RuntimeError):
@@ -86,8 +86,8 @@ class Verdict:
 class Sandbox(AbstractContextManager["Sandbox"]):
     """Runs untrusted programs against tests, each program in processes of its own.
 
-    Any thread may call `run`. The starter, a process that forks the confined ones, starts with the first program, and
-    again if it has died.
+    Any thread may call `run`. The confined processes are forked by another process, the starter. It is started with the
+    first program, and again if it has died.
 
     Args:
         cpu_seconds: limit of CPU time for one program with all its calls, in seconds.
@@ -97,7 +97,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         disk: limit of all files of a program, in bytes.
         count: largest number of programs at once; by default this process's share of the CPUs.
         isolation: a key of `PROTECTS`; None: the best of `STRICT` that this machine supports.
-        children: whether a program may start processes. Their CPU time counts, too. Requires namespaces.
+        children: whether a program may start processes. The CPU time of these processes counts, too. Requires
+            namespaces.
 
     Raises:
         ValueError: if an argument is invalid, or arguments contradict each other.
@@ -155,19 +156,19 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
         Args:
             program: Python source code.
-            tests: scripts, which run with the names that the program defines, or pairs of an input and the expected
-                output, see `Test`.
-            entry_point: name of the function that the scripts call. It is needed only if it is a name of Python's own,
-                such as `sum`.
+            tests: each test is a script, which runs with the names that the program defines, or a pair of an input and
+                the expected output, see `Test`.
+            entry_point: name of the function that the scripts call. It is needed only if Python itself has a function
+                of this name, such as `sum`.
 
         Returns:
             The verdict.
 
         Raises:
-            UnfitTests: if a script is not valid Python, calls nothing of the program, or passes it a value that cannot
-                be sent to its process.
+            UnfitTests: if a script is not valid Python, calls nothing of the program, or passes the program a value
+                that cannot be sent to the program's process.
             TimeoutError: if the program took longer than `wall_seconds` without using up its CPU time, and waited for a
-                CPU most of the time. A program that sleeps gets a verdict: it is wrong.
+                CPU most of the time. A program that sleeps gets a verdict instead: it has failed.
             SandboxError: if the program could not be run, or something outside the sandbox ended it.
         """
         job = {"tests": list(tests), "entry_point": entry_point}
@@ -179,8 +180,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 raise SandboxError(f"no process can be started for the program: {error}") from error
             with solution, checker:
                 try:
-                    end = time.monotonic() + self.others["wall_seconds"]  # the sandbox's start does not count
-                    ahead = any(isinstance(one, str) for one in tests)  # with pairs only, it runs once for each input
+                    end = time.monotonic() + self.others["wall_seconds"]  # without the sandbox's start
+                    ahead = any(isinstance(one, str) for one in tests)  # with pairs only, it starts for each input
                     return self._score({"program": program, "ahead": ahead}, job, solution, checker, end)
                 finally:
                     for one in (solution, checker):
@@ -194,7 +195,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         try:
             for one, message in ((solution, program), (checker, job)):
                 one.settimeout(max(0.0, end - time.monotonic()))
-                with suppress(BrokenPipeError, ConnectionResetError):  # its last message, read below, says why it ended
+                with suppress(BrokenPipeError, ConnectionResetError):  # it has ended; its last message says why
                     send(one, json.dumps(message).encode())
             verdict = _read(checker, end)
             asked = verdict is not None and "asked" in verdict
@@ -204,7 +205,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 _end(solution)
             status = _read(solution, end) or {}
         except TimeoutError:
-            of_tests, status = _last(checker), _last(solution)  # the tests first: without the program they would end
+            of_tests, status = _last(checker), _last(solution)  # tests first: without the program they would end
             wall = self.others["wall_seconds"]
             reason = (
                 f"the program and its tests took more than {wall:g} s of wall time, but not more than "
@@ -246,8 +247,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         return f"the program's process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}; {ended}"
 
     def _killed(self, status: dict[str, Any]) -> bool:
-        """Return whether a process was killed from outside. Inside the sandbox only a limit can send SIGKILL."""
-        if status["excess"] is not None:  # killed by its supervisor
+        """Return whether a process was killed from outside the sandbox. Inside, only a limit sends SIGKILL."""
+        if status["excess"] is not None:  # its supervisor killed it for exceeding a limit
             return False
         return status["ended"] == -9 and status["cpu"] < OUT_OF_CPU * self.settings["cpu_seconds"]
 
@@ -331,7 +332,7 @@ class _Starter:
         return self.owner == os.getpid() and self.process.poll() is None
 
     def begin(self) -> tuple[socket.socket, socket.socket]:
-        """Begin a job; return the sockets to its two supervisors: the program's and the tests'."""
+        """Fork the processes for a program and its tests; return the sockets to their supervisors, in this order."""
         solution, its_end = socket.socketpair()
         checker, other_end = socket.socketpair()
         with its_end, other_end:
@@ -339,7 +340,7 @@ class _Starter:
         return solution, checker
 
     def close(self) -> None:
-        """End the starter by closing its channel; the namespace of all its processes ends with it."""
+        """End the starter by closing its channel. All processes in the starter's namespace end with it."""
         if self.owner != os.getpid():
             self.channel.close()
             return  # this is a forked child's copy, and the process belongs to the parent
@@ -353,7 +354,7 @@ class _Starter:
             self.process.wait()
 
 
-# The whole environment of programs: it has no keys, and sets have the same order in every run.
+# The whole environment of programs. It contains no secrets, and PYTHONHASHSEED keeps the order of sets the same.
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -366,7 +367,7 @@ ENVIRONMENT = {
 
 
 def _read(source: socket.socket, end: float) -> dict[str, Any] | None:
-    """Read the next message until the time `end`; None if there are no more messages."""
+    """Read the next message, waiting until the time `end` at most; None if there are no more messages."""
     source.settimeout(max(1e-3, end - time.monotonic()))
     try:
         message = receive(source)
@@ -376,7 +377,7 @@ def _read(source: socket.socket, end: float) -> dict[str, Any] | None:
 
 
 def _last(control: socket.socket) -> dict[str, Any]:
-    """End one side, and return its last message, which says how it ended."""
+    """End the program or the tests, and return the last message, which says how the process ended."""
     _end(control)
     message: dict[str, Any] | None = {}
     with suppress(OSError, ValueError):
@@ -389,15 +390,15 @@ def is_idle(wall: float, *delays: float | None) -> bool:
     """Return whether a program and its tests were mostly waiting for something other than a CPU.
 
     Args:
-        wall: seconds that they took.
-        delays: for each of the two, the seconds for which it waited for a CPU; None if unknown.
+        wall: seconds of wall time that both took.
+        delays: for the program and for the tests, the seconds of waiting for a CPU; None if unknown.
     """
     known = [one for one in delays if one is not None]
     return len(known) == len(delays) and sum(known) < IDLE * wall
 
 
 def _end(control: socket.socket) -> None:
-    """Ask a supervisor to end its side."""
+    """Ask a supervisor to end its process."""
     with suppress(OSError):  # the supervisor has ended
         control.shutdown(socket.SHUT_WR)
 

@@ -2,12 +2,12 @@
 
 Request and answer::
 
-    run(program, tests) ──► POST /run_code: the source of `checker.py`, with program and tests as its standard input
-                        ◄── its output: one line before the program runs, and one line with the verdict
+    run(program, tests) ──► POST /run_code: the source of `checker.py`; program and tests are its standard input
+                        ◄── the checker's output: one line before the program runs, and one line with the verdict
 
-On the server the checker forks (`run_both`). The program runs in a process of its own, which the tests call, as in
-`Sandbox`. But both processes have the same user, and this package does not confine them. The lines begin with a random
-number. To forge a verdict, the program would have to find this number in the other process.
+On the server the checker forks (`run_both`). The program runs in one process, and the tests run in another, as in
+`Sandbox`. But both processes have the same user, and this package does not confine them. The lines of output begin with
+a random number. To forge a verdict, the program would have to find this number in the tests' process.
 """
 
 import http.client
@@ -27,9 +27,9 @@ from dash_trl.sandbox.checker import Test
 
 MOST_SENT = 32 << 20  # limit of a request, in bytes
 MOST_READ = 16 << 20  # limit of an answer, in bytes; the server cuts output at 1 MiB, but JSON may make it 6 MiB
-PATIENCE = 60.0  # seconds that the server may take in addition to the program's
-TRIES = 4
-PAUSE = 1.0  # seconds before the second try; doubled before each further one
+PATIENCE = 60.0  # seconds that the server may take in addition to the program's limit
+TRIES = 4  # number of times that a request is sent before a temporary error is raised
+PAUSE = 1.0  # seconds before the second try; doubled before each further try
 LONGEST_PAUSE = 60.0  # limit of the seconds that a server may ask for by Retry-After
 AGAIN = (408, 429, 500, 502, 503, 504)  # HTTP status codes after which a request is repeated
 
@@ -39,8 +39,8 @@ CODE = Path(checker.__file__).read_text(encoding="utf-8") + "\nrun_both()\n"
 class SandboxFusion:
     """Runs programs on a server of ByteDance's SandboxFusion, which verl uses, too.
 
-    The server's `python` has to be Python 3.10 or newer, and the server has to allow `fork`. The server's own limits
-    are the only ones for programs.
+    The server's `python` has to be Python 3.10 or newer, and the server has to allow `fork`. Except for `seconds`,
+    programs have only the server's own limits.
 
     Example::
 
@@ -77,7 +77,7 @@ class SandboxFusion:
         self.options, self.headers = dict(options or {}), dict(headers or {})
 
     def run(self, program: str, tests: Sequence[Test], entry_point: str | None = None) -> Verdict:
-        """Run a program against tests. If the program takes too long, that is a verdict.
+        """Run a program against tests. A program that takes too long gets a verdict: it has failed.
 
         Args:
             program: see `ProgramSandbox.run`.
@@ -106,7 +106,7 @@ class SandboxFusion:
         if result.get("status") != "Finished" or not lines:
             raise SandboxError(f"{self.url} did not run the tests: {json.dumps(answer):.1000}")
         verdict = None
-        with suppress(ValueError):  # there is only the first line, or the verdict was cut off
+        with suppress(ValueError):  # if there is only the first line, or the verdict was cut off
             verdict = json.loads(lines[-1][len(nonce) :])
         if verdict is None:
             return Verdict(0, 1, f"the tests' process ended with exit code {result.get('return_code')}", seconds)
@@ -132,7 +132,7 @@ class SandboxFusion:
                 asked_for = _seconds(headers.get("retry-after"))
             except (OSError, http.client.HTTPException, ValueError) as error:
                 failure = SandboxError(f"{self.url} gave no answer: {type(error).__name__}: {error}")
-                if isinstance(error, TimeoutError):  # a repetition would take as long
+                if isinstance(error, TimeoutError):  # another try would take as long
                     raise failure from error
             if left:
                 time.sleep(max(pause, asked_for))
@@ -140,7 +140,7 @@ class SandboxFusion:
         raise failure
 
     def _post(self, body: bytes) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """Send one request on a new connection. Redirects are not followed: they would send the tests elsewhere."""
+        """Send one request on a new connection. Redirects are not followed: these would send the tests elsewhere."""
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(str(parts.hostname), parts.port, timeout=self.seconds + PATIENCE)

@@ -3,7 +3,7 @@
 The way of a call::
 
     calls ──► a thread (functions), an event loop (coroutine functions), a worker process (`ProcessTool`)
-                └─ value, or error ──► a message for the policy        └─ over its time in this process: `Overdue`
+                └─ value, or error ──► a message for the policy        └─ timeout in this process: `Overdue`
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from dash_trl.workers import (
 )
 
 HANGS = Overdue, GivenUp  # the errors of a call that hangs in this process
-MOST_CALLS = 256  # at a time, for threads and for coroutines each: tools spend most of their time waiting
+MOST_CALLS = 256  # limit of calls at once, for threads and for coroutines separately: most tools only wait
 
 
 class ProcessTool:
@@ -69,7 +69,7 @@ class ProcessTool:
         weakref.finalize(self, self.workers.close)
 
     def as_function(self) -> Callable[..., Any]:
-        """Returns the tool as a function, since TRL and Transformers take only functions."""
+        """Returns the tool as a function, because TRL and Transformers accept only functions."""
 
         @functools.wraps(self.function)
         def tool(**arguments: Any) -> Any:
@@ -90,7 +90,8 @@ class ToolCalls:
     """Calls tools and the methods `reset` and `get_reward` of environments, many at a time, off the main thread.
 
     Args:
-        timeout: seconds for one call. A function that still runs after that cannot be stopped; nobody waits for it.
+        timeout: seconds for one call. A function that runs longer cannot be stopped; it continues, but its result is
+            ignored.
     """
 
     def __init__(self, timeout: float):
@@ -118,7 +119,7 @@ class ToolCalls:
 
         Args:
             function: a function or a coroutine function.
-            arguments: its keyword arguments.
+            arguments: keyword arguments of the function.
         Raises:
             Overdue: if it took longer than `timeout`.
             GivenUp: if so many calls hang that no more are made.
@@ -163,7 +164,7 @@ class ToolCalls:
                 if iscoroutinefunction(tool):
                     waiting.append((name, tool(**arguments)))
                 elif (apart := getattr(tool, "process_tool", None)) is not None:
-                    # Not through a thread: its time begins when a worker takes it.
+                    # Called without a thread, so that the timeout begins when a worker takes the call.
                     call = await called(apart.workers, apart.function, arguments, timeout=apart.timeout)
                     found.append((name, _value(call)))
                 else:
@@ -180,7 +181,7 @@ class ToolCalls:
         return [{"role": "tool", "name": name, "content": await self._content(value)} for name, value in found], failed
 
     async def _content(self, value: Any) -> str | list[dict[str, str]]:
-        """What the policy reads of a value. Not made in the event loop, since `__str__` may take long, or hang."""
+        """Returns what the policy reads of a value. `__str__` may take long or hang, so a thread calls it."""
         if type(value) is str:
             return _written(value)
         call = await self._made(_written, {"value": value})
@@ -196,7 +197,7 @@ async def _awaits(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _value(call: Call) -> Any:
-    """The value of a call, or its error as a value. Raises if the call hangs in this process."""
+    """Returns the value of a call, or its error as a value. Raises if the call hangs in this process."""
     if isinstance(call.error, HANGS):
         raise call.error
     return call.value if call.error is None else _Failed(call.error)
@@ -213,7 +214,7 @@ class _Failed:
 
 
 def _written(value: Any) -> str | list[dict[str, str]]:
-    """A value as text, or as blocks of text for the chat template, with only characters that a tokenizer takes."""
+    """Returns a value as text, or as text blocks for the chat template, without characters that tokenizers refuse."""
     if isinstance(value, list) and value and all(map(_is_block, value)):
         return [{**one, "text": _encodable(one["text"])} for one in value]
     return _encodable(str(value))
@@ -224,5 +225,5 @@ def _is_block(value: Any) -> bool:
 
 
 def _encodable(text: str) -> str:
-    """The text with lone surrogates, as from cut JSON or file names, replaced by question marks."""
+    """Replaces lone surrogates by question marks. Cut JSON and file names may contain such characters."""
     return text.encode(errors="replace").decode()

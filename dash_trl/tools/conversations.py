@@ -19,27 +19,27 @@ from dash_trl.tools.turns import TurnRules, Turns
 
 logger = logging.getLogger(__name__)
 
-ASK = object()
-NOTHING_SAID = {"role": "assistant", "content": ""}
+ASK = object()  # value of `Conversation.reward` as long as `get_reward` was not called
+NOTHING_SAID = {"role": "assistant", "content": ""}  # message of a row that has no turn
 
 
 class Conversation:
     """One row of several turns.
 
     Args:
-        example: the dataset row.
+        example: the dataset's example.
     Attributes:
         prompt: the messages before the first turn.
-        name: of the row's environment, if there are several environments.
+        name: name of the row's environment, if there are several environments.
         environment: the row's instance, if there are environments.
         turns: the completion so far; None before the row has begun.
         tools: the row's tools by name.
-        failure: why the row is unscored; None = it is not.
+        failure: what failed, so that the row is unscored; None = nothing has failed.
         reward: what `get_reward` of the environment returned; NaN = it failed, `ASK` = it was not called.
-        in_use: True while the environment may be at work, so that no other row may have it.
-        began: True = `begin` leased or made the environment; False = TRL did, or there is none.
+        in_use: True = the environment may still be at work, so no other row may use it.
+        began: True = `begin` leased or made the environment; False = TRL made it, or there is none.
         calls: number of tool calls so far.
-        failed_calls: how many of them failed.
+        failed_calls: number of tool calls that failed.
     """
 
     def __init__(self, example: Mapping[str, Any]):
@@ -60,12 +60,12 @@ class Conversations:
     """Runs rows of several turns: environments, tool calls and rewards.
 
     Args:
-        rules: returns the current rules of turns.
+        rules: function that returns the current rules of turns.
         calls: runs tools and the methods of environments.
         tools: the tools that do not come from an environment.
         environments: the pool of environments; None if there are none.
-        tokenize: takes a prompt and the tools that it names, and returns token ids.
-        end_id: the token that is the whole completion of a row that never began.
+        tokenize: function: a prompt, and the tools to list in it → token ids.
+        end_id: id of the only token in the completion of a row whose environment failed before the first turn.
     """
 
     def __init__(
@@ -91,19 +91,19 @@ class Conversations:
         return self._calls.run(coroutines)
 
     def lent(self) -> AbstractContextManager[None]:
-        """A context manager within which TRL has the idle environments, for rows of its own."""
+        """Context manager for rows that TRL begins itself: within it, TRL has the idle environments."""
         self._scored = ()
         return nullcontext() if self._environments is None else self._environments.lent()
 
     def begun(
         self, prompt_ids: Sequence[list[int]], environments: Sequence[Any] | None, names: Sequence[str | None] | None
     ) -> list[Conversation]:
-        """Makes rows for prompts that TRL has begun and will score.
+        """Makes rows for an evaluation, in which TRL has reset the environments and will score the completions.
 
         Args:
             prompt_ids: token ids of each prompt.
-            environments: the environment of each row, if there are any.
-            names: the environment's name of each row, if there are any.
+            environments: the environment of each row, if there are environments.
+            names: the name of each row's environment, if there are environments.
         """
         rows = []
         for i, ids in enumerate(prompt_ids):
@@ -123,7 +123,7 @@ class Conversations:
 
         Args:
             row: the row.
-            prompt_ids: token ids of its prompt, if they are known.
+            prompt_ids: token ids of the row's prompt, if they are known.
         Returns:
             Whether there is a turn to sample. There is none if the environment failed.
         """
@@ -141,7 +141,7 @@ class Conversations:
                 prompt_ids = self._tokenize(row.prompt, named)
             except Exception as error:
                 self._fail(row, error, "reset")
-                row.prompt = given  # the given prompt may itself be wrong: then tokenizing it below ends the run
+                row.prompt = given  # if the given prompt itself is wrong, tokenizing it below ends the run
             row.tools = {tool.__name__: tool for tool in methods_of(row.environment)}
         row.tools = {tool.__name__: tool for tool in self._tools} | row.tools
         prompt_ids = self._tokenize(row.prompt, named) if prompt_ids is None else prompt_ids
@@ -160,7 +160,7 @@ class Conversations:
         Returns:
             Whether there is another turn to sample.
         """
-        assert row.turns is not None, "it has begun"
+        assert row.turns is not None, "the row has begun"
         calls = row.turns.sampled(ids, log_probs)
         if calls:
             row.calls += len(calls)
@@ -188,12 +188,12 @@ class Conversations:
         """Returns which rows of an evaluation are unscored because a tool or an environment failed.
 
         Args:
-            rows: number of rows of this rank. Without tools, TRL runs them, and none counts as failed.
+            rows: number of rows of this rank. If there are no tools, none of these rows counts as failed.
         """
         return [row.failure is not None for row in self._scored] or [False] * rows
 
     def rewards(self, instances: Sequence[Any]) -> list[Any]:
-        """Returns the reward of each environment, calling `get_reward` where it was not called yet; NaN = failed."""
+        """Returns the reward of each environment; NaN = it failed. Calls `get_reward` unless it was called."""
         found = {id(row.environment): row.reward for row in self._scored if row.reward is not ASK}
         missing = [one for one in instances if id(one) not in found]
         values = self.run([self._reward(one) for one in missing])
@@ -201,7 +201,7 @@ class Conversations:
         return [found[id(one)] for one in instances]
 
     def give_back(self, rows: Sequence[Conversation]) -> None:
-        """Gives the environments of finished rows back to the pool. One that may still be at work is not used again."""
+        """Gives the environments of finished rows back to the pool, except those that may still be at work."""
         for row in rows:
             if self._environments is not None and row.environment is not None and not row.in_use:
                 self._environments.give_back(row.name, row.environment)
@@ -218,25 +218,25 @@ class Conversations:
 
     def _fail(self, row: Conversation, error: Exception, what: str) -> None:
         """Marks a row as unscored. Its environment is in an unknown state and does not return to the pool."""
-        text = "".join(traceback.format_exception_only(error)).strip()  # works even if the error's `__str__` fails
-        error.__traceback__ = None  # a hanging thread keeps the error; its traceback would keep the trainer in memory
+        text = "".join(traceback.format_exception_only(error)).strip()  # does not fail if the error's `__str__` fails
+        error.__traceback__ = None  # a thread that hangs keeps the error, and a traceback would keep the trainer
         row.failure, row.reward = f"{what}: {text}", math.nan
         logger.warning(f"A row is unscored because a call for it failed: {row.failure}")
         if not row.began:
             self._retire(row.environment)
 
     def _retire(self, instance: Any) -> None:
-        """Keeps TRL from using an environment again whose row TRL has begun."""
+        """Removes an environment that TRL has reset from TRL's idle instances, so that it is not used again."""
         if self._environments is not None:
             self._environments.retire(instance)
 
 
 class EnvironmentReward:
-    """The reward function of an environment's class: it returns what `get_reward` of each row's instance returned.
+    """The reward function for a class of environments. It returns the value of `get_reward` of each row's environment.
 
     Args:
-        kind: the class. The function does not apply to rows whose instance is of another class.
-        conversations: has the rewards.
+        kind: the class. The function does not apply to rows whose environment is of another class.
+        conversations: object that keeps the rewards.
     """
 
     def __init__(self, kind: type, conversations: Conversations):

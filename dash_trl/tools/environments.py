@@ -3,7 +3,7 @@
 The life of an instance::
 
     lease ──► reset: an observation for the prompt ──► its methods are tools ──► get_reward ──► give_back
-                └── raised, or over its time: the instance is not used again
+                └── an error, or a timeout: the instance is not used again
 """
 
 import inspect
@@ -15,12 +15,12 @@ NO_PROMPT = [{"role": "user", "content": ""}]  # as in TRL, if the environment's
 
 
 class Environments:
-    """A pool of environments by name; a single environment without a name is called None.
+    """A pool of environments by name. If there is a single environment without a name, its name is None.
 
     Args:
         factories: for each name, the function that makes an instance.
-        tools: for each name, the tools that prompts of this environment name.
-        pool: for each name, TRL's idle instances, which evaluations use.
+        tools: for each name, the tools that are listed in prompts with this environment.
+        pool: for each name, the list of TRL's idle instances. TRL uses them in evaluations.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Environments:
         self._take_back()
 
     def name_of(self, example: Mapping[str, Any]) -> str | None:
-        """Returns the name of a dataset row's environment: its column `environment`, if there are several.
+        """Returns the name of an example's environment: the column `environment`, if there are several environments.
 
         Raises:
             ValueError: if there is no environment of this name.
@@ -60,13 +60,13 @@ class Environments:
         self._idle[name].append(instance)
 
     def retire(self, instance: Any) -> None:
-        """Removes an instance from TRL's idle instances."""
+        """Removes an instance from TRL's idle instances, so that TRL does not use it again."""
         for pool in self._pool.values():
             pool[:] = [one for one in pool if one is not instance]
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """A context manager within which TRL has the idle instances, for an evaluation."""
+        """Context manager for an evaluation: within it, TRL has the idle instances."""
         for name, pool in self._pool.items():
             while (instance := self.lease(name)) is not None:  # another thread may lease some at the same time
                 pool.append(instance)
@@ -81,7 +81,7 @@ class Environments:
             pool.clear()
 
     def reset_arguments(self, example: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of `reset` as in TRL: the row's columns without `environment`, if there are several."""
+        """Returns the arguments of `reset`, as in TRL: all columns, without the one that names the environment."""
         several = None not in self.factories
         return {name: value for name, value in example.items() if not (several and name == "environment")}
 
@@ -93,7 +93,7 @@ def methods_of(instance: Any) -> list[Callable[..., Any]]:
 
 
 def owns_reward(kind: type) -> bool:
-    """Whether an environment's class scores its rows, by TRL's rule: its `get_reward` is a plain method."""
+    """Returns whether a class of environments gives rewards. By TRL's rule, its `get_reward` is then a plain method."""
     return inspect.isfunction(getattr(kind, "get_reward", None))
 
 

@@ -1,9 +1,9 @@
 """`Turns` collects the tokens and messages of a row of several turns, by TRL's rules::
 
-    sampled: the policy's turn ──► its calls of tools ──► answered: their answers ──► sampled ──► …
-                                        └── none, or no room for the answer: the row has ended
+    sampled: the policy's turn ──► its tool calls ──► answered: the answers of the tools ──► sampled ──► …
+                                        └── no calls, or no room for the answers: the row has ended
 
-It is a pure state machine on token ids: what the policy sampled is never tokenized again.
+This is a pure state machine on token ids: text that the policy sampled is never tokenized again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +12,8 @@ from typing import Any
 
 Message = dict[str, Any]
 
-# The largest number of characters in a token; the longest known token has 128. An answer with more characters than this
-# times the tokens of a completion is too long, and need not be tokenized.
+# The largest number of characters in a token; the longest known token has 128. If an answer has more than this number
+# times `most_tokens` characters, it cannot fit into a completion, and is not tokenized.
 MOST_CHARACTERS = 200
 
 
@@ -23,10 +23,10 @@ class TurnRules:
 
     Attributes:
         most_tokens: limit of a completion, including the answers of tools; TRL's `max_completion_length`.
-        context: number of positions that the sampler has; None = no limit.
+        context: the sampler's limit of tokens of prompt and completion together; None = no limit.
         most_rounds: limit of rounds of tool calls in a row, TRL's `max_tool_calling_iterations`; None = no limit.
-        parse: takes the token ids of a turn, those before it, and the tools; returns the policy's message.
-        encode: takes tool messages and returns their token ids, up to the beginning of the policy's next turn.
+        parse: function: token ids of a turn, token ids before the turn, tools → the policy's message.
+        encode: function: tool messages → their token ids, up to the beginning of the policy's next turn.
     """
 
     most_tokens: int
@@ -42,11 +42,11 @@ class Turns:
     Args:
         rules: limits and functions.
         prompt_ids: token ids of the prompt.
-        tools: the tools that the prompt names.
+        tools: the tools that are listed in the prompt.
     Attributes:
-        completion_ids: token ids so far.
-        own: for each of them, 1 = the policy sampled it, 0 = it belongs to a tool's answer.
-        log_probs: the sampler's log-prob of each of them, 0 for a tool's answer. None if the sampler reports none.
+        completion_ids: list of the token ids so far.
+        own: list with an entry for each token id, 1 = the policy sampled it, 0 = it belongs to a tool's answer.
+        log_probs: list of the sampler's log-probs, 0 for tokens of a tool's answer. None if the sampler reports none.
         messages: the messages of the policy and the tools, in order.
         rounds: number of rounds of tool calls that were answered.
     """
@@ -89,7 +89,9 @@ class Turns:
         return calls if self._rules.most_rounds is None or self.rounds < self._rules.most_rounds else []
 
     def never_began(self, token: int, message: Message) -> None:
-        """Makes a completion of one token for a row that is never sampled; the token does not count as the policy's.
+        """Makes a completion of one token for a row whose environment failed before its first turn.
+
+        The token does not count as sampled by the policy.
 
         Args:
             token: the token id; each row of a batch needs at least one.
@@ -99,10 +101,10 @@ class Turns:
         self._append([token], 0, None)
 
     def answered(self, messages: list[Message]) -> bool:
-        """Appends the answers of tools if there is room for all of them; else the row ends without them.
+        """Appends the answers of tools if there is room for all of them. Otherwise the row ends without the answers.
 
         Args:
-            messages: one per tool call.
+            messages: one message per tool call.
         Returns:
             Whether the policy has another turn.
         """

@@ -1,4 +1,4 @@
-"""Threads, worker processes and Ray tasks. No other part of the package starts any, except the sandbox."""
+"""Threads, worker processes and Ray tasks. No other folder of the package starts any, except the sandbox."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""`EventLoop` runs an asyncio loop on a thread. Two backends use it.
+"""`EventLoop` runs an asyncio loop on a thread. Two backends use such a loop.
 
 `AsyncCalls` runs coroutine functions, many at once, on an event loop of its own::
 
@@ -23,9 +23,9 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from dash_trl.workers.calls import Backend, Call, GivenUp, Overdue, Pace, forks
 
 CLOSE_SECONDS = 5.0  # time for a loop to answer before it is closed
-MOST_BLOCKED_LOOPS = 8  # loops abandoned because a call blocked them; at this number the function counts as broken
-MOST_DEAF = 64  # tasks that continue although they were cancelled; at this number other calls wait until some end
-PATIENCE = 3  # multiple of a call's timeout: if no such task has ended for that long, the function is broken
+MOST_BLOCKED_LOOPS = 8  # limit of loops that a call has blocked; at this number the function counts as broken
+MOST_DEAF = 64  # limit of cancelled tasks that continue; at this number other calls wait until one ends
+PATIENCE = 3  # if none of these tasks ends for this many timeouts, the function counts as broken
 LOOK_SECONDS = 1.0  # between checks whether the loop still answers, while calls run or wait
 LONGEST_PAUSE = 30.0  # seconds between retries; the first pauses are shorter: random, up to 1, 2, 4, ...
 
@@ -33,7 +33,7 @@ LONGEST_PAUSE = 30.0  # seconds between retries; the first pauses are shorter: r
 class EventLoop:
     """Asyncio loop on a daemon thread, which runs many requests at once while the main thread waits for them.
 
-    It does not use the main thread, because a notebook runs a loop of its own there.
+    The loop does not run on the main thread, because a notebook runs a loop of its own there.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class EventLoop:
             coroutine: the coroutine.
 
         Returns:
-            Its return value.
+            Return value of the coroutine.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
@@ -110,7 +110,7 @@ _loops: weakref.WeakSet[EventLoop] = weakref.WeakSet()
 
 
 def _stop_in_child() -> None:
-    """Stop all loops in a forked process: only the parent may continue their tasks, which use its connections."""
+    """Stop all loops in a forked process. Only the parent may continue their tasks, which use its connections."""
     for loop in _loops:
         loop._loop.stop()
 
@@ -123,10 +123,10 @@ class _Lane:
 
     Attributes:
         loop: the event loop.
-        out: set when calls are submitted, so that the watcher looks.
+        out: event that wakes the watcher (`AsyncCalls._watch`); set when calls are submitted.
         running: call → whether its function has begun, in the order in which the calls started.
-        given_up: whether the loop was abandoned because a call blocks it.
-        closed: whether the lane may start no more calls.
+        given_up: True = the loop was abandoned because a call blocks it.
+        closed: True = the lane may start no more calls.
         longest: longest timeout of any call, in seconds.
     """
 
@@ -139,10 +139,10 @@ class _Lane:
         self.closed = False
         self.longest = 0.0
         self._deaf: set[asyncio.Task[Any]] = set()  # tasks that were cancelled and have not ended
-        self._patience: asyncio.TimerHandle | None = None  # timer that runs while there are too many of them
+        self._patience: asyncio.TimerHandle | None = None  # timer that runs while there are too many of these tasks
 
     def look(self) -> None:
-        """Tell the loop and the watcher that calls wait. Any thread may call this."""
+        """Wake the loop and the watcher because calls wait. Any thread may call this."""
         self.out.set()
         self.loop.call(self.fill)
 
@@ -178,14 +178,15 @@ class _Lane:
     async def _run(self, call: Call) -> None:
         """Run a call until its end or its timeout, and finish it.
 
-        It never raises: in asyncio SystemExit would end the whole loop, and errors after a timeout would be printed.
+        This coroutine never raises: in asyncio, SystemExit would end the whole loop, and errors after a timeout would
+        be printed.
         """
         task: Any = asyncio.current_task()
         outcome: tuple[Any, BaseException | None] = None, GivenUp("nobody waits for it")
         try:
             if self._pace is not None:
                 await asyncio.sleep(self._pace.wait_seconds())
-            if not (self.given_up or call.cancelled):  # a blocked loop went on, or the call was cancelled
+            if not (self.given_up or call.cancelled):  # else another loop makes the call, or nobody waits for it
                 outcome = await self._outcome(call, task), None
         except BaseException as error:
             closed = isinstance(error, asyncio.CancelledError) and self.closed
@@ -209,7 +210,7 @@ class _Lane:
                 os._exit(1)
 
     def _give_up(self, call: Call, task: asyncio.Task[Any]) -> None:
-        """Finish a call that has taken its time. Its task may ignore the cancellation and go on."""
+        """Finish a call whose timeout has passed. Its task may ignore the cancellation and continue."""
         task.cancel()
         self._deaf.add(task)
         self._end(call, None, Overdue(f"took more than {call.timeout:g} s"))
@@ -233,8 +234,8 @@ class AsyncCalls:
         pace: limits the rate at which calls start; None: a call starts as soon as there is room.
 
     Attributes:
-        abandoned: number of loops that a call has blocked so far. At `MOST_BLOCKED_LOOPS`, calls that wait end with
-            `GivenUp`.
+        abandoned: number of loops that calls have blocked so far. When the number reaches `MOST_BLOCKED_LOOPS`, waiting
+            calls end with `GivenUp`.
     """
 
     def __init__(self, count: int, *, pace: Pace | None = None):
@@ -261,7 +262,7 @@ class AsyncCalls:
             lane.closed = True
             lane.out.set()  # ends the watcher
             lane.loop.close()
-            calls += list(lane.running)  # calls of a blocked loop, and of tasks that were cancelled before they began
+            calls += list(lane.running)  # calls on a blocked loop, and calls that were cancelled before they began
         for call in calls:
             call.finish(error=GivenUp("the runner was closed"))
 
@@ -315,7 +316,7 @@ class AsyncCalls:
 class RetriedCalls:
     """`Backend` that repeats failed calls on another backend.
 
-    Between two attempts a call takes up no room on the other backend.
+    Between two attempts, a call does not count towards the other backend's limit of calls at once.
 
     Args:
         backend: the backend that makes the calls.
@@ -339,7 +340,7 @@ class RetriedCalls:
 
     def close(self) -> None:
         """End all calls with `GivenUp`, and close the backend."""
-        self._loop.close()  # first, because a call that ends with the backend would be repeated
+        self._loop.close()  # first, because calls that fail when the backend closes would be repeated
         self._backend.close()
 
     async def _finish(self, call: Call) -> None:

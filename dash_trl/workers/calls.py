@@ -1,4 +1,4 @@
-"""`Call` is one call of a function, which a backend makes and which gets exactly one outcome.
+"""A `Call` is one call of a function. A backend makes the call, and the call gets exactly one outcome.
 
 `Request` collects the outcomes of calls for many rows, and tells which groups of rows are complete.
 """
@@ -15,7 +15,8 @@ from typing import Any, Protocol
 # If no call of this process ends for this time plus the timeouts, missing outcomes count as lost. Workers and Ray start
 # in less time.
 LAST_SECONDS = 1800.0
-# When a call last ended, by the monotonic clock. Writing an attribute of `Call` would empty Python's caches for it.
+# When a call last ended, by the monotonic clock. It is not an attribute of the class `Call`, because writing one would
+# empty Python's caches for the class.
 _last_end = [0.0]
 
 
@@ -25,13 +26,15 @@ class Call:
     Args:
         function: the function; a coroutine function for a backend that awaits it.
         arguments: name → value.
-        timeout: seconds from the start of the call, not from its submission. Then the call ends with `Overdue`.
+        timeout: seconds from the start of the call, not from its submission. After this time the call ends with
+            `Overdue`.
         done: called once with this call, on any thread, as soon as it has its outcome. It must be quick and not raise.
-        stop: event that cancels the call. Once it is set, a backend does not start the call, and need not finish it.
+        stop: event that cancels the call. Once it is set, a backend does not start the call and need not give it an
+            outcome.
 
     Attributes:
         value: return value of the function, once the call has one.
-        error: what the function raised, or why the call has no value; None if it has one.
+        error: what the function raised, or another reason why the call has no value; None if the call has a value.
     """
 
     __slots__ = ("_done", "arguments", "error", "function", "stop", "timeout", "value")
@@ -56,15 +59,15 @@ class Call:
         return self.stop is not None and self.stop.is_set()
 
     def finish(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Set the outcome. Only the first one counts: a thread that was abandoned may still deliver a second one.
+        """Set the outcome. Only the first outcome counts: an abandoned thread may still deliver a second one.
 
         Args:
             value: return value of the function.
-            error: what the function raised, or why there is no value; None if there is one.
+            error: what the function raised, or another reason why there is no value; None if there is a value.
         """
         try:
             done = self._done
-            del self._done  # only one thread succeeds, without a lock that 256 threads would share
+            del self._done  # only one thread succeeds; a lock would be shared by 256 threads
         except AttributeError:
             return
         self.value, self.error = value, error
@@ -72,7 +75,8 @@ class Call:
         done(self)
 
 
-# Number of forks between the process that imported this module and this one. Reading it is cheaper than `os.getpid`.
+# Number of forks between the process that imported this module and this process. A call during which the number grows
+# has forked and runs in the child. Reading the number is cheaper than `os.getpid`.
 forks = [0]
 
 
@@ -88,11 +92,11 @@ class Overdue(TimeoutError):
 
 
 class GivenUp(RuntimeError):
-    """A call was given up: too many earlier calls hang, nobody waits for it, or its backend was closed."""
+    """A call was given up, because too many earlier calls hang, nobody waits for it, or its backend was closed."""
 
 
 class Backend(Protocol):
-    """Makes calls. It finishes in bounded time every call that was submitted and not cancelled."""
+    """Makes calls. Every call that was submitted and not cancelled gets its outcome in bounded time."""
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Submit calls without waiting for them. Any thread may call this.
@@ -145,7 +149,7 @@ def call_all(
 def seconds_left(began: float, patience: float) -> float:
     """Compute the seconds until missing outcomes count as lost.
 
-    They are lost if no call of this process ends for `patience` seconds.
+    Outcomes count as lost if no call of this process ends for `patience` seconds.
 
     Args:
         began: when the caller began to wait, in seconds of the monotonic clock.
@@ -165,7 +169,7 @@ def lost(patience: float) -> RuntimeError:
 
 
 class Pace:
-    """Spaces the starts of calls evenly over all threads.
+    """Spaces the starts of calls evenly, counted over all threads together.
 
     Args:
         rate: largest number of starts per second.
@@ -186,7 +190,7 @@ class Pace:
 
 
 class Request:
-    """Collects the outcomes of F functions for N rows, which may come in any order.
+    """Collects the outcomes of F functions for N rows. The outcomes may come in any order.
 
     Args:
         functions: number of functions, F.
@@ -194,7 +198,7 @@ class Request:
         group_size: number of adjacent rows that make a group; the last group may be smaller.
 
     Attributes:
-        outcomes: [F][N] outcomes; None if an outcome has not come.
+        outcomes: F lists of N outcomes; None = this outcome has not come.
         stop: event that cancels the calls; set once nobody waits for the outcomes.
         patience: seconds; if no call of this process ends for that long, missing outcomes count as lost.
         group_size: as the argument.
@@ -230,7 +234,8 @@ class Request:
             outcomes: outcomes of the rows from `first` on.
 
         Returns:
-            Groups for which the function now has all outcomes. The caller has to pass each to `complete`, now or later.
+            Groups for which the function now has all outcomes. The caller has to pass each group to `complete`, now or
+            later.
         """
         left, size = self._rows_left[function], self.group_size
         with self._lock:
@@ -268,7 +273,7 @@ class Request:
         """Return the numbers of complete groups that were not returned before.
 
         Args:
-            wait: whether to wait for a group if there is none yet. Some group must then be left.
+            wait: whether to wait for a group if there is none yet. Then at least one group must not have been returned.
         """
         found: list[int] = []
         while not self._complete.empty() or wait and not found:
@@ -279,7 +284,7 @@ class Request:
     def _next(self) -> int:
         """Wait for the next complete group.
 
-        This wait always ends, whatever has gone wrong: after `patience` the missing rows get an error.
+        This wait always ends: after `patience` seconds without an outcome, the missing outcomes become errors.
         """
         began = time.monotonic()
         while True:
@@ -290,7 +295,7 @@ class Request:
                     self._lose()
 
     def _lose(self) -> None:
-        """Give all missing rows an error, and complete their groups."""
+        """Replace all missing outcomes by an error, and complete their groups."""
         self.cancel()
         error = lost(self.patience)
         with self._lock:

@@ -1,10 +1,10 @@
-"""`ProcessCalls` makes calls that compute, on worker processes. A worker is killed if a call takes too long.
+"""`ProcessCalls` makes CPU-bound calls in worker processes. A worker is killed if a call takes too long.
 
-The path of a row (a call on its way to a worker)::
+The path of a call (a `Row` in the code; it is not a row of a batch)::
 
-    submit ──► waiting rows ──► the pool's thread ──► a worker's socket ──► a few rows ahead of the running one
+    submit ──► waiting calls ──► the pool's thread ──► a worker's socket ──► a few calls ahead of the running one
                     ▲                 │   ◄── one outcome after the other ──┘
-                    └── not begun ◄───┴── the worker was killed or died: only the row that it was running fails
+                    └── not begun ◄───┴── the worker was killed or died: only the call that it was running fails
 
 A worker reports each outcome at once, so the pool knows which call a dead worker was running. No call is made twice.
 """
@@ -31,12 +31,13 @@ from dash_trl.workers.wire import Outcome, dump, failure, finish, pack
 
 logger = logging.getLogger(__name__)
 
-# A worker gets this many rows in advance, or rows that take about this many seconds. So it never waits for the next
-# row, and few rows wait behind one that takes long.
+# A worker gets this many calls in advance, or calls that take about this many seconds. So the worker never waits for
+# the next call, and few calls wait behind a call that takes long.
 ROWS_AHEAD = 32
 SECONDS_AHEAD = 0.01
-START_SECONDS = 300.0  # for a worker to start or to load a function; both import modules, and no timeout includes this
-STARTS = 3  # failed starts in a row, or workers lost before a row begins, after which rows fail with the reason
+START_SECONDS = 300.0  # for a worker to start or to load a function (both import modules); no timeout includes it
+# Calls fail after this many consecutive failed starts of workers. A call fails after it has lost this many workers.
+STARTS = 3
 NEWEST = 0.1  # weight of the last call in the moving average of a function's seconds
 
 
@@ -52,7 +53,7 @@ class Packed:
         seconds: first estimate of the seconds that a call takes.
 
     Attributes:
-        number: number by which workers that have the function know it.
+        number: number that identifies the function on the workers.
         seconds: moving average of the seconds that a call takes.
         reference: Ray's reference to `data`, if it was given to Ray.
     """
@@ -70,6 +71,8 @@ class Packed:
 
 class Row:
     """A call on its way to another process and back.
+
+    In this module and in `ray_calls`, names with `row` stand for calls; elsewhere a row is a row of a batch.
 
     Args:
         call: the call.
@@ -95,7 +98,7 @@ class Row:
             raise ValueError(text) from error
 
     def finish(self, outcome: Outcome) -> None:
-        """Finish the call; only log an error of its `done`, because other rows wait."""
+        """Finish the call. If its `done` raises an error, only log the error, because other calls wait."""
         try:
             finish(self.call, outcome)
         except Exception:
@@ -103,22 +106,22 @@ class Row:
 
 
 def next_rows(waiting: deque[Row], room: int, seconds: float) -> tuple[list[Row], list[bytes]]:
-    """Take the first waiting rows that have the same function and timeout.
+    """Take the first waiting calls that have the same function and timeout.
 
     Args:
-        waiting: waiting rows; taken rows are removed.
-        room: largest number of rows.
-        seconds: no more rows are taken once they are expected to take this long together.
+        waiting: waiting calls; taken calls are removed.
+        room: largest number of calls to take.
+        seconds: no more calls are taken once the taken ones are expected to take this long together.
 
     Returns:
-        The rows, and their pickled arguments.
+        The calls, and their pickled arguments.
     """
     rows: list[Row] = []
     arguments: list[bytes] = []
     while waiting and len(rows) < room and seconds > 0:
         row = waiting[0]
         like = not rows or row.function is rows[0].function and row.call.timeout == rows[0].call.timeout
-        if not like or rows and row.losses:  # a row that was lost goes alone: it may have ended its worker
+        if not like or rows and row.losses:  # a call that has lost a worker is sent alone: it may be the cause
             break
         waiting.popleft()
         if row.call.cancelled:
@@ -134,13 +137,13 @@ def next_rows(waiting: deque[Row], room: int, seconds: float) -> tuple[list[Row]
 
 
 class RemoteCalls:
-    """`Backend` that makes calls in other processes, by a service that starts when it is needed.
+    """`Backend` that makes calls in other processes. A service, which starts when it is needed, sends the calls.
 
     `wire` defines how functions and arguments are sent.
 
     Args:
-        start: starts and returns the service. Its `submit` takes rows and returns False if the service has ended; its
-            `close` ends it.
+        start: starts and returns the service. The service's `submit` takes calls (`Row`) and returns False if the
+            service has ended; its `close` ends the service.
         seconds: first estimate of the seconds that a call takes.
     """
 
@@ -185,11 +188,11 @@ class RemoteCalls:
 
 
 class ProcessCalls(RemoteCalls):
-    """`Backend` with worker processes, each with `MEMORY` bytes of address space. They end at `close` or at exit.
+    """`Backend` with worker processes, each with `MEMORY` bytes of address space. Workers end at `close` or at exit.
 
     Args:
         count: largest number of workers.
-        prepare: importable function that runs first in each worker, for slow imports.
+        prepare: importable function that runs first in each worker, for example for slow imports.
 
     Attributes:
         users: objects that share this backend, see `shared_workers`.
@@ -227,15 +230,15 @@ def shared_workers(count: int, prepare: Callable[[], object], user: object) -> P
 
 
 class _Worker:
-    """A worker process and its rows.
+    """A worker process and its calls. Calls that were sent together are a batch.
 
     Attributes:
         process: the process.
-        ready: whether it has prepared itself.
-        rows: unfinished rows that it was given, in order.
-        begun: number of unfinished rows in the batch that it has begun; these are the first of `rows`.
-        batches: sizes of the batches that it has not begun.
-        deadline: when it is killed unless it reports something, in seconds of the monotonic clock.
+        ready: whether `prepare` has ended in the worker.
+        rows: unfinished calls that the worker was given, in order.
+        begun: number of unfinished calls in the batch that the worker has begun; these are the first of `rows`.
+        batches: number of calls in each batch that the worker has not begun.
+        deadline: time at which the worker is killed unless it reports something, in seconds of the monotonic clock.
     """
 
     def __init__(self, prepare: Callable[[], object]):
@@ -247,7 +250,7 @@ class _Worker:
         self.deadline = time.monotonic() + START_SECONDS
 
     def expect(self, now: float) -> None:
-        """Set the deadline: what the worker does next begins now."""
+        """Set the deadline of the worker's next report: the next call, or loading a function, begins now."""
         if self.begun:
             self.deadline = now + self.rows[0].call.timeout
         else:
@@ -255,7 +258,7 @@ class _Worker:
 
 
 class Pool:
-    """Worker processes, and the only thread that uses them.
+    """Worker processes, and the thread that uses them. No other thread does.
 
     Args:
         count: see `ProcessCalls`.
@@ -264,7 +267,7 @@ class Pool:
 
     def __init__(self, count: int, prepare: Callable[[], object]):
         self._count, self._prepare = count, prepare
-        self._lock = threading.Lock()  # for the next two, which other threads also change
+        self._lock = threading.Lock()  # for `_waiting` and `_closing`, which other threads also change
         self._waiting: deque[Row] = deque()
         self._closing = False
         self._ear, self._mouth = socket.socketpair()  # a byte in `_mouth` wakes the thread, which reads `_ear`
@@ -273,20 +276,20 @@ class Pool:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._ear, selectors.EVENT_READ)
         self._workers: list[_Worker] = []
-        self._failed_starts = 0  # in a row
+        self._failed_starts = 0  # consecutive ones
         self._why = ""  # why the last start failed
         self._thread = threading.Thread(target=self._serve, daemon=True, name="dash_trl worker processes")
         self._thread.start()
         atexit.register(self.close)
 
     def submit(self, rows: Sequence[Row]) -> bool:
-        """Submit rows.
+        """Submit calls.
 
         Args:
-            rows: the rows.
+            rows: the calls.
 
         Returns:
-            False if the pool is closed, or belongs to a process from which this one was forked.
+            False if the pool is closed, or belongs to a process from which this process was forked.
         """
         with self._lock:
             if self._closing or not self._thread.is_alive():
@@ -306,7 +309,7 @@ class Pool:
 
     def _wake(self) -> None:
         """Wake the thread."""
-        with suppress(OSError):  # the socket is full, so the thread will wake, or the thread has ended
+        with suppress(OSError):  # a full socket wakes the thread anyway, or the thread has ended
             self._mouth.send(b"\0")
 
     # ------------------------------------------------------------------------------------------ on the thread
@@ -330,7 +333,7 @@ class Pool:
                         self._reach(key.data, key.data.process.send_more)
                 now = time.monotonic()
                 for worker in [one for one in self._workers if one.deadline <= now]:
-                    self._hear(worker)  # this thread may be late: the worker may have reported in the meantime
+                    self._hear(worker)  # a report may have come while this thread was busy
                     if worker.deadline <= now and worker in self._workers:
                         self._lose(worker, overdue=True)
         except BaseException:
@@ -339,7 +342,7 @@ class Pool:
             self._end()
 
     def _start_workers(self) -> None:
-        """Start a worker for each waiting row that finds no idle worker, up to the limit."""
+        """Start workers until there is an idle one for each waiting call, up to the limit."""
         free = sum(not worker.rows for worker in self._workers)
         while free < len(self._waiting) and len(self._workers) < self._count:
             if self._failed_starts >= STARTS:
@@ -355,7 +358,7 @@ class Pool:
             free += 1
 
     def _feed(self, worker: _Worker) -> None:
-        """Send waiting rows to a worker that has few rows left."""
+        """Send waiting calls to a worker that has few calls left."""
         if not worker.ready or len(worker.rows) > ROWS_AHEAD // 2:
             return
         room = min(ROWS_AHEAD - len(worker.rows), math.ceil(len(self._waiting) / (2 * self._count)))
@@ -370,11 +373,11 @@ class Pool:
             self._reach(worker, functools.partial(worker.process.send, function.number, function.data, arguments))
 
     def _reach(self, worker: _Worker, send: Callable[[], None]) -> None:
-        """Send to a worker, and watch its socket for room if something is left to send."""
+        """Send to a worker. If the socket is full, register it, so that the rest is sent when there is room."""
         try:
             send()
         except OSError:
-            return  # the worker is dead; `_hear` notices at the end of its socket
+            return  # the worker is dead; `_hear` notices this when it reads the socket
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.process.outgoing else 0)
         self._selector.modify(worker.process.socket, events, worker)
 
@@ -387,7 +390,7 @@ class Pool:
                     worker.ready, self._failed_starts = True, 0
                 elif frame == BEGUN:
                     worker.begun = worker.batches.popleft()
-                elif frame == UNFIT:  # it has begun none of its remaining rows
+                elif frame == UNFIT:  # the worker has begun none of its remaining calls
                     self._end_worker(worker)
                     self._waiting.extendleft(reversed(worker.rows))
                     return
@@ -402,7 +405,7 @@ class Pool:
             self._lose(worker, overdue=False)
 
     def _lose(self, worker: _Worker, *, overdue: bool) -> None:
-        """End a worker. Its running row fails; its other rows go back to the front of the waiting rows."""
+        """End a worker. Its running call fails; its other calls go back to the front of the waiting calls."""
         end = self._end_worker(worker)
         if not worker.ready:
             self._failed_starts += 1
@@ -411,7 +414,7 @@ class Pool:
             row = worker.rows.popleft()
             error = TimeoutError(f"took more than {row.call.timeout:g} s") if overdue else WorkerDied(end)
             row.finish(failure(error))
-        elif worker.rows:  # it was loading a function, or something outside ended it
+        elif worker.rows:  # it was loading a function, or something else ended it
             row = worker.rows[0]
             row.losses += 1
             if row.losses >= STARTS:

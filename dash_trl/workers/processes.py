@@ -2,18 +2,18 @@
 
 How a worker starts and ends::
 
-    WorkerProcess(prepare) ──► its watcher ──► a worker, which prepares itself and makes the calls from its socket
-                                 │               └─ ends when its starter kills it or ends, and may use MEMORY at most
-                                 └─ when the worker ends, ends all processes that it has started (Linux)
+    WorkerProcess(prepare) ──► a watcher ──► a worker, which runs `prepare` and makes the calls from its socket
+     (in the starter)            │              └─ ends when the starter kills it or ends; may use at most MEMORY
+                                 └─ when the worker ends, the watcher ends all processes that the worker started (Linux)
 
 Messages on the socket are frames of bytes, see `to_frame`::
 
     ──► calls: (number of a function, the function if it is new, the arguments of each call)
-    ◄── ready: b"", once, when the worker has prepared itself
-    ◄── begun: b"", when it has read calls and loaded their function; then one `Outcome` for each call, in order
-    ◄── b"unfit": the last call has changed the worker's state for good, so it makes no more calls
+    ◄── ready: b"", once, when `prepare` has ended
+    ◄── begun: b"", when the worker has read calls and loaded their function; then one `Outcome` per call, in order
+    ◄── b"unfit": the last call has changed the worker's state for good, so the worker makes no more calls
 
-`Command` runs any program with its children; `stop` ends all of them.
+`Command` runs any program; `Command.stop` ends the program and its children.
 """
 
 import ctypes
@@ -40,7 +40,8 @@ from dash_trl.workers.wire import outcome_of
 MEMORY = 4 << 30
 DEFAULT_MAX_WORKERS = 8  # per process; more workers do not speed up a batch of a few hundred rows
 OUT_OF_WORK_AGAIN = 0.1  # CPU seconds after which a call that caught `OutOfWork` gets it again
-# Functions that a worker and its sender keep. Functions that are created anew for each call must not fill the memory.
+# Number of functions that a worker and its starter remember. Without this limit, a program that creates a new function
+# for each call would fill the memory.
 FUNCTIONS_KEPT = 32
 STOP_SECONDS = 15.0  # from SIGTERM to SIGKILL, for a `Command`
 KILLED_SECONDS = 5.0  # to wait for a process after SIGKILL: a process in a system call that hangs does not end
@@ -48,7 +49,8 @@ SIGNALLED = 128  # a watcher's exit code is this plus the number of the signal t
 BEGUN, UNFIT = b"", b"unfit"
 _LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # numbers for Linux's prctl
-# Code of a worker's Python. It does not run the main script, which would start training again, but finds its modules.
+# Code of a worker's Python. It does not run the main script, which would start training again. With the starter's path,
+# it finds the same modules.
 _START = "import sys; sys.path[:] = {path!r}; from dash_trl.workers.processes import work; work({fd}, {prepare!r})"
 
 
@@ -63,10 +65,10 @@ def default_workers() -> int:
 
 
 class WorkerProcess:
-    """A worker process and the socket to it. It makes calls in the order in which they are sent.
+    """A worker process and the socket to it. The worker makes calls in the order in which they are sent.
 
     Args:
-        prepare: importable function that runs first in the worker. Its time counts for no call.
+        prepare: importable function that runs first in the worker. Its time does not count towards a call's timeout.
 
     Attributes:
         socket: the socket to the worker.
@@ -89,7 +91,7 @@ class WorkerProcess:
         self._incoming, self.outgoing = bytearray(), bytearray()
 
     def send(self, number: int, function: bytes, arguments: list[bytes]) -> None:
-        """Send calls of a function, as far as the socket takes them now. The function is sent if it is new.
+        """Send calls of a function, as far as the socket takes them now. The function itself is sent if it is new.
 
         Args:
             number: number of the function.
@@ -107,7 +109,7 @@ class WorkerProcess:
         self.send_more()
 
     def send_more(self) -> None:
-        """Send what waits to be sent, as far as the socket takes it now.
+        """Send the bytes in `outgoing`, as far as the socket takes them now.
 
         Raises:
             OSError: if the worker is dead.
@@ -148,10 +150,10 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def bury(self) -> str:
-        """Wait for the worker's end after `kill`, so that nothing of it is left.
+        """Wait until the worker, with all its processes, has ended after `kill`.
 
         Returns:
-            How it ended, such as "exit code 1".
+            How the worker ended, such as "exit code 1".
         """
         self.socket.close()
         try:
@@ -199,11 +201,11 @@ def work(fd: int, prepare: bytes) -> None:
         code = 0
     except BaseException:
         traceback.print_exc()
-    os._exit(code)  # without exit handlers: the closed socket tells the parent, which kills processes that are left
+    os._exit(code)  # without exit handlers; the parent sees the closed socket and kills the rest
 
 
 def _serve(parent: socket.socket, prepare: bytes) -> None:
-    """Prepare, and make the calls that arrive at the socket until it closes or the worker is unfit."""
+    """Run `prepare`, and make the calls that arrive at the socket until it closes or the worker is unfit."""
     # macOS refuses every useful limit, and other systems lack the constant.
     with suppress(AttributeError, ValueError, OSError):
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -235,10 +237,10 @@ def _serve(parent: socket.socket, prepare: bytes) -> None:
 
 
 class _State:
-    """State of a worker that a call may change to the harm of later calls: folder, environment, timers and limits.
+    """Restores the state of a worker that a call may change: folder, environment, timers and limits.
 
-    Python's functions that change this state are wrapped to record that they were called. Comparing everything after
-    each call would take as long as the call.
+    Later calls must not depend on such changes. Python's functions that change the folder, timers or limits are wrapped
+    to record that they were called, because comparing everything after each call would take as long as a call.
     """
 
     def __init__(self) -> None:
@@ -275,7 +277,7 @@ class _State:
             if self._folder != -1:
                 os.close(self._folder)
             self._folder = -1
-            with suppress(OSError):  # the user cannot read the folder, so nothing can return to it
+            with suppress(OSError):  # the folder cannot be read, so `restore` cannot return to it
                 self._folder = os.open(".", os.O_RDONLY)
         if "limits" in self._touched:
             kinds = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
@@ -286,7 +288,8 @@ class _State:
         """Undo what the last call has changed.
 
         Returns:
-            False if that fails: the folder cannot be restored, or a hard limit was lowered, which only root may raise.
+            False if this fails: the folder cannot be restored, or a hard limit was lowered, which only root may raise
+            again.
         """
         if _variables() != self._known:
             os.environ.clear()
@@ -328,11 +331,11 @@ def _load(function: bytes) -> Callable[..., Any]:
 
 
 def _leave_a_watch(parent: socket.socket) -> None:
-    """Fork the worker and return in it. This process stays behind as the watcher, and exits as the worker does.
+    """Fork. The child is the worker and returns. This process becomes the watcher and exits as the worker does.
 
-    When the worker ends, the watcher ends all descendants of the worker: orphans become children of the watcher. The
-    watcher ends the worker when it gets SIGTERM, and when the starter ends, because a trainer that is killed with
-    SIGKILL runs no exit handler.
+    When the worker ends, the watcher ends all descendants of the worker, which have become children of the watcher. The
+    watcher ends the worker when the watcher gets SIGTERM, and when the starter ends: a trainer that is killed with
+    SIGKILL runs no exit handler that could end the worker.
     """
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -350,7 +353,8 @@ def _leave_a_watch(parent: socket.socket) -> None:
             os.kill(worker, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, end)
-    # Two signs of the starter's end: the socket may have a copy elsewhere, and the starter may be dead already.
+    # Two ways to notice the starter's end: no signal comes if the starter is dead already, and the socket does not
+    # close while another process has a copy of it.
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     _at_the_end_of(parent, end)
     ended, status = 0, 0
@@ -368,7 +372,7 @@ def _leave_a_watch(parent: socket.socket) -> None:
 
 
 def _children() -> list[int]:
-    """Return the ids of this process's children. Not every kernel has `/proc/self/task/*/children`."""
+    """Return the ids of this process's children, from `/proc/*/stat`: not every kernel lists a process's children."""
     found = []
     for process in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError):  # the process has ended
@@ -391,13 +395,13 @@ def _at_the_end_of(parent: socket.socket, then: Callable[[], object]) -> None:
 
 
 class OutOfWork(BaseException):
-    """A call has used up its CPU time. It is no `Exception`, because sympy catches these and continues."""
+    """A call has used up its CPU time. It is not an `Exception`, because sympy catches exceptions and continues."""
 
 
 def run_within(cpu_seconds: float, function: Callable[..., Any], *args: Any) -> Any:
     """Call a function with a limit of CPU time. Has to run in a worker's main thread.
 
-    CPU time is used up by this process only, so other processes cannot make the call fail.
+    Only this process's CPU time counts, so a busy machine cannot make the call fail.
 
     Args:
         cpu_seconds: the limit, in seconds.

@@ -1,13 +1,13 @@
-"""`RayCalls` makes calls that compute, on a Ray cluster, which several training runs may share.
+"""`RayCalls` makes CPU-bound calls on a Ray cluster, which several training runs may share.
 
-The path of a row (a call on its way to a worker)::
+The path of a call (a `Row` in the code)::
 
-    submit ──► waiting rows ──► a Ray task with some rows, on any node ──► a worker process next to it, see `Pool`
-                    ▲               │   ◄── the outcomes of all its rows ───┘
+    submit ──► waiting calls ──► a Ray task with some calls, on any node ──► a worker process next to it, see `Pool`
+                    ▲               │   ◄── the outcomes of all its calls ───┘
                     └── retried ◄───┴── the task is lost with its node
 
-A call does not run in the Ray worker itself, but in a worker process that the Ray worker has started. That process is
-killed like those of `ProcessCalls`, so hangs and crashes do not affect Ray.
+A call does not run in the Ray worker itself, but in a worker process that the Ray worker has started. A call that hangs
+or crashes ends only this process, as with `ProcessCalls`, and does not affect Ray.
 """
 
 import functools
@@ -38,12 +38,12 @@ from dash_trl.workers.processes import FUNCTIONS_KEPT, default_workers, prepare_
 from dash_trl.workers.wire import Outcome, failure
 
 SECONDS_PER_TASK = 0.05  # expected work of a task; the overhead of a Ray task is a few milliseconds
-LOSSES = 2  # lost tasks of a row after which it is not retried
+LOSSES = 2  # a call is not retried after this many lost tasks
 CONNECT_SECONDS = 30.0
 CANCEL_SECONDS, CANCELLATIONS = 1.0, 5  # pause between cancellations of tasks, and their number
 LOCAL_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # despite its name also on Linux: Ray listens on 127.0.0.1 only
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on 127.0.0.1 only, despite the name on Linux, too
 }
 QUIET_SECONDS = 900.0  # if no task ends for this time plus the timeouts, the cluster has no free CPU for us
 
@@ -51,12 +51,13 @@ QUIET_SECONDS = 900.0  # if no task ends for this time plus the timeouts, the cl
 class RayCalls(RemoteCalls):
     """`Backend` that makes calls on a Ray cluster.
 
-    It uses the cluster to which this process is connected, or else the one at the environment variable `RAY_ADDRESS`.
-    If there is neither, it starts a local Ray with this process's share of the CPUs, which ends with the process. The
-    nodes of a cluster need dash_trl and the modules that the functions import. A task takes one CPU.
+    The backend uses the cluster to which this process is connected, or else the cluster that the environment variable
+    `RAY_ADDRESS` names. If there is neither, the backend starts a local Ray with this process's share of the CPUs; this
+    Ray ends with the process. The nodes of a cluster need dash_trl and the modules that the functions import. A task
+    takes one CPU.
 
     Args:
-        in_flight: largest number of rows that are submitted to Ray at a time.
+        in_flight: largest number of calls that are submitted to Ray at a time.
 
     Raises:
         ConnectionError: if there is no cluster at `RAY_ADDRESS`.
@@ -86,16 +87,16 @@ def _connect() -> None:
         if named:
             ray.init()
         else:
-            # Read the variable again: TRL imports vLLM if it is installed, and with it Ray, before the variable is set.
+            # Read the variable again: TRL imports vLLM, if installed, and vLLM imports Ray before the variable is set.
             ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, False)
             ray.init(address="local", num_cpus=default_workers(), include_dashboard=False)
     finally:
-        for name in added:  # other programs that this process starts must not inherit them
+        for name in added:  # programs that this process starts later must not inherit the variables
             del os.environ[name]
 
 
 def _check_answers(address: str) -> None:
-    """Raise `ConnectionError` if nothing listens at the address, for which Ray itself would wait for many minutes.
+    """Raise `ConnectionError` if nothing listens at the address. Ray itself would wait for many minutes.
 
     An address without a port, such as "auto", is left to Ray.
     """
@@ -111,7 +112,7 @@ def _check_answers(address: str) -> None:
 
 
 class _Tasks:
-    """Waiting rows, running tasks, and the only thread that uses both."""
+    """Waiting calls, running tasks, and the thread that uses both. No other thread does."""
 
     def __init__(self, in_flight: int):
         import ray
@@ -120,13 +121,13 @@ class _Tasks:
         self._task = ray.remote(max_retries=0)(_run_rows)
         self._room = in_flight
         self._waiting: deque[Row] = deque()
-        self._out: dict[Any, list[Row]] = {}
-        self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()  # new rows, futures of ended tasks, or None: end
+        self._out: dict[Any, list[Row]] = {}  # running task → its calls
+        self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()  # new calls, futures of ended tasks, or None: end
         self._thread = threading.Thread(target=self._serve, daemon=True, name="dash_trl tasks of Ray")
         self._thread.start()
 
     def submit(self, rows: Sequence[Row]) -> bool:
-        """Submit rows; always returns True."""
+        """Submit calls; always returns True."""
         self._news.put(rows)
         return True
 
@@ -139,7 +140,7 @@ class _Tasks:
     # ------------------------------------------------------------------------------------------ on the thread
 
     def _serve(self) -> None:
-        """Serve rows and tasks until `close`."""
+        """Serve calls and tasks until `close`."""
         while True:
             patience = self._patience()
             try:
@@ -165,7 +166,7 @@ class _Tasks:
         return QUIET_SECONDS + START_SECONDS + longest
 
     def _send(self) -> None:
-        """Start tasks for waiting rows, as far as there is room."""
+        """Start tasks for waiting calls, as far as there is room."""
         while self._waiting and self._room > 0:
             rows, arguments = next_rows(self._waiting, min(self._room, ROWS_AHEAD), SECONDS_PER_TASK)
             if not rows:
@@ -173,14 +174,14 @@ class _Tasks:
             function = rows[0].function
             if function.reference is None:
                 function.reference = self._ray.put(function.data)
-            # The reference is in a list, so that Ray does not fetch the function for nodes that have it already.
+            # The reference is in a list, so that Ray does not fetch the function again for each task, see `_packed`.
             task = self._task.remote([function.reference], arguments, rows[0].call.timeout)
             self._room -= len(rows)
             self._out[task] = rows
             task.future().add_done_callback(self._news.put)
 
     def _take(self, ended: Future[list[Outcome]]) -> None:
-        """Take the outcomes of an ended task, or retry its rows."""
+        """Take the outcomes of an ended task. If the task was lost, retry its calls."""
         rows = self._out.pop(ended.object_ref, [])  # type: ignore[attr-defined]  # []: the task was given up
         self._room += len(rows)
         error = ended.exception()
@@ -194,11 +195,11 @@ class _Tasks:
             if row.losses < LOSSES:
                 self._waiting.appendleft(row)
             else:
-                cause = getattr(error, "cause", error)  # Ray wraps an error that our own code raised there
+                cause = getattr(error, "cause", error)  # Ray wraps an error that our own code raised in the task
                 row.finish(failure(WorkerDied(f"Ray lost its task: {type(error).__name__}: {cause}")))
 
     def _give_up(self, why: str) -> None:
-        """Cancel all tasks, and end all rows with an error."""
+        """Cancel all tasks, and end all calls with an error."""
         out, self._out = self._out, {}
         rows = [*itertools.chain(*out.values()), *self._waiting]
         self._room += sum(map(len, out.values()))
@@ -222,7 +223,7 @@ class _Tasks:
 
 
 class _ReceivedRow(Row):
-    """A row of another process: its arguments arrive as bytes, and its outcome is returned as it is."""
+    """A call from another process: its arguments arrive as bytes, and its outcome is sent back as bytes."""
 
     def arguments(self) -> bytes:
         """Return the arguments, which are already pickled."""
@@ -235,7 +236,7 @@ class _ReceivedRow(Row):
 
 @functools.cache
 def _pool() -> Pool:
-    """Return the pool of this Ray worker, which all its tasks share."""
+    """Return the pool of this Ray worker. All tasks on the Ray worker share it."""
     return Pool(1, prepare_nothing)
 
 

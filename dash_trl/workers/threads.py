@@ -20,20 +20,20 @@ from typing import Any
 
 from dash_trl.workers.calls import Call, GivenUp, Overdue, Pace, forks
 
-MOST_ABANDONED = 64  # threads that hang at once; more would exhaust memory, so new calls wait until some return
-PATIENCE = 3  # multiple of a call's timeout: if no thread has returned for that long, the function is broken
+MOST_ABANDONED = 64  # limit of abandoned threads; more would exhaust memory, so new calls wait until one returns
+PATIENCE = 3  # if no abandoned thread returns for this many timeouts of a call, the function counts as broken
 
 
 class _Thread:
-    """State of a thread that the watcher reads: its current call and the call's deadline.
+    """The state of a thread that the watcher (`ThreadCalls._watch`) reads: its current call and the call's deadline.
 
     Attributes:
         calls: queue from which the thread takes calls; None ends the thread.
-        held: list with the current call. Whoever removes the call from the list, the thread or the watcher, decides its
-            outcome. This needs no lock, for which 256 threads would wait after each call.
-        deadline: when the current call is overdue, in seconds of the monotonic clock.
-        ended: number of calls that the thread has made.
-        closed: whether the thread may start no more calls.
+        held: list with the current call; empty between calls. The thread or the watcher removes the call from the list,
+            and the one that succeeds sets the call's outcome. With a lock instead, up to 256 threads would wait for it.
+        deadline: time at which the current call is overdue, in seconds of the monotonic clock.
+        ended: number of calls that the thread has finished.
+        closed: True = the thread may start no more calls.
     """
 
     def __init__(self, calls: queue.SimpleQueue[Call | None]):
@@ -45,15 +45,15 @@ class _Thread:
 
 
 class ThreadCalls:
-    """`Backend` that makes calls on threads, which start when they are needed.
+    """`Backend` that makes calls on threads. Threads start when they are needed.
 
     Args:
         count: largest number of calls at once.
         pace: limits the rate at which calls start; None: a call starts as soon as a thread is free.
 
     Attributes:
-        abandoned: number of threads that hang now. If `MOST_ABANDONED` threads hang, no call starts until one returns.
-            If none returns for `PATIENCE` timeouts, calls end with `GivenUp`.
+        abandoned: number of abandoned threads that have not returned. If there are `MOST_ABANDONED`, no call starts
+            until one returns. If none returns for `PATIENCE` timeouts, calls end with `GivenUp`.
     """
 
     def __init__(self, count: int, *, pace: Pace | None = None):
@@ -61,9 +61,11 @@ class ThreadCalls:
         self._lock = threading.Lock()
         self._waiting: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._threads: set[_Thread] = set()
-        self._submitted = 0  # number of calls, except those that did not end on one of the threads in `_threads`
+        # Number of submitted calls, without refused calls and without all calls of threads that were abandoned. The
+        # number of unfinished calls is `_submitted` minus the sum of `ended` over `_threads`.
+        self._submitted = 0
         self._shortest = float("inf")  # shortest timeout of any call
-        self._running = threading.Event()  # whether a call has started since the watcher last looked
+        self._running = threading.Event()  # wakes the watcher; set when a call starts, and while calls run
         self._ending: threading.Event | None = None  # ends the watcher
         self.abandoned = 0
         self._came_back = threading.Condition(self._lock)  # an abandoned thread has returned
@@ -81,7 +83,7 @@ class ThreadCalls:
             self._shortest = min([self._shortest, *(call.timeout for call in calls)])
             refused, waiting = self._start_threads(calls), self._waiting
         if not refused:
-            for call in calls:  # without holding the lock, which each call needs when it ends
+            for call in calls:  # after releasing the lock, so that other callers and the watcher need not wait
                 waiting.put(call)
             if waiting is not self._waiting:  # `close` was called in the meantime
                 refused = [(call, GivenUp("the runner was closed")) for call in _taken(waiting)]
@@ -104,14 +106,14 @@ class ThreadCalls:
             call.finish(error=GivenUp("the runner was closed"))
 
     def _start_threads(self, new: Sequence[Call] = ()) -> list[tuple[Call, Exception]]:
-        """Start a thread for each call that finds no free one. The caller holds the lock.
+        """Start threads until there is one for each unfinished call, at most `count`. The caller holds the lock.
 
         Args:
             new: calls that are not queued yet.
 
         Returns:
-            Refused calls, each with the reason. If the system starts no thread and none is left, all waiting calls are
-            refused; otherwise none is.
+            Refused calls, each with the reason. All waiting calls are refused if the system starts no more threads and
+            there is no other thread. Otherwise no call is refused.
         """
         unfinished = self._submitted - sum(one.ended for one in self._threads)
         for _ in range(min(self._count, unfinished) - len(self._threads)):
@@ -130,7 +132,7 @@ class ThreadCalls:
         while (call := me.calls.get()) is not None:
             value = error = None
             me.deadline = math.inf  # the call has not started
-            me.held = held = [call]  # set before `closed` is read: either `close` sees the call, or we see `closed`
+            me.held = held = [call]  # set before `closed` is read: `close` sees the call, or we see `closed`
             room = self.abandoned < MOST_ABANDONED or self._wait_for_room(call, me)
             if self._pace is not None and not (me.closed or call.cancelled):
                 time.sleep(self._pace.wait_seconds())
@@ -140,7 +142,7 @@ class ThreadCalls:
                 error = GivenUp(f"{self.abandoned} calls hang, so no more calls are made")
             else:
                 value, error = self._make(call, me)
-            if not _take(held):  # the call returned, but after its timeout
+            if not _take(held):  # the call returned after its timeout: this thread was abandoned
                 with self._lock:
                     self.abandoned -= 1
                     self._returns += 1
@@ -164,7 +166,7 @@ class ThreadCalls:
     def _make(self, call: Call, me: _Thread) -> tuple[Any, Any]:
         """Make a call; return (value, error)."""
         me.deadline = time.monotonic() + call.timeout
-        if not self._running.is_set():  # `set` takes a lock that all threads share
+        if not self._running.is_set():  # because `set` takes a lock that all threads share
             self._running.set()
         before = forks[0]
         try:
@@ -178,8 +180,8 @@ class ThreadCalls:
     def _watch(self, ending: threading.Event) -> None:
         """Abandon threads that are over their deadline.
 
-        It sleeps until the first deadline, and at most for the shortest timeout, so that a call that starts in the
-        meantime is seen before its own deadline.
+        The watcher sleeps until the first deadline, and at most for the shortest timeout, so that it notices a call
+        that starts in the meantime before the call's deadline.
         """
         while not ending.is_set():
             self._running.wait()
@@ -235,7 +237,7 @@ def _start(function: Callable[[Any], None], argument: Any) -> None:
 class Feeder:
     """Daemon thread that consumes the items that the main thread puts.
 
-    If the thread fails, the next `put` or `finish` raises its error.
+    If the thread fails, the next `put` or `finish` raises the thread's error.
 
     Args:
         consume: function that gets an iterator over the items; runs on the thread.

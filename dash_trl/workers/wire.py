@@ -55,9 +55,9 @@ def pack(function: Callable[..., Any]) -> bytes:
 
 
 def _send_by_value_where_needed(function: Any) -> None:
-    """Mark the function's module to be pickled by value if the other process could not import it by name.
+    """Mark the function's module to be pickled by value if the other process could not import the module by name.
 
-    This is the case for a module that this process has loaded by its file's path, without `import`.
+    This is the case if this process has loaded the module by its file's path, without `import`.
     """
 
     if isinstance(function, functools.partial):
@@ -84,8 +84,8 @@ def _file_of(name: str) -> str | None:
 def dump(value: Any) -> bytes:
     """Pickle a value for another process.
 
-    Plain pickle is ten times as fast as cloudpickle. It is used unless the value refers to the main script, which is a
-    different one in the other process.
+    Plain pickle is ten times as fast as cloudpickle. Plain pickle is used unless the value refers to the main script,
+    which is another script in the other process.
 
     Args:
         value: any object.
@@ -122,7 +122,7 @@ def outcome_of(function: Callable[..., Any], arguments: bytes) -> Outcome:
 def _readable(value: Any) -> bytes:
     """Pickle a value as `dump` does, and unpickle it once as a test.
 
-    Unpickling may fail or block. This must happen here, not in the process where all calls end.
+    Unpickling may fail or block. It has to do so in the worker, not in the process that receives all outcomes.
     """
     data = dump(value)
     if type(value) is not float and value is not None:
@@ -161,7 +161,7 @@ def finish(call: Call, outcome: Outcome) -> None:
     payload, text, trace, _ = outcome
     try:
         value = pickle.loads(payload)
-    except BaseException as unreadable:  # also SystemExit, which would end all other calls
+    except BaseException as unreadable:  # also SystemExit, which would end the thread that finishes all calls
         text = text or f"its value cannot be read: {type(unreadable).__name__}: {unreadable}"
         value = None
     if text:

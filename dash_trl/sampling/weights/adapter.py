@@ -2,7 +2,7 @@
 
 Path of the adapter::
 
-    A and B of the trained adapter ──► a folder in PEFT's format ──► vLLM adds B·A·x to what the base model computes
+    A and B of the trained adapter ──► a folder in PEFT's format ──► vLLM adds B·A·x to the base model's outputs
 
 Requests name the adapter. A new version replaces the last one while the server pauses, so requests in flight continue
 with the new version, as with full weights. The server uses its own base model, whose checksum has to equal the
@@ -92,7 +92,7 @@ class AdapterWeights(FileWeights):
     def __init__(self, directory: str | Path, dtype: torch.dtype, adapter: Any, base: int):
         super().__init__(directory, dtype)
         self.adapter, self.base = adapter, base
-        self._tags: dict[str, str] = {}  # server → its last version tag; its base model was checked then
+        self._tags: dict[str, str] = {}  # server → its last version tag, for which its base model was checked
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> int:
         matrices: dict[str, Tensor] = {}

@@ -6,7 +6,8 @@ What is sent to which server::
     all weights, by file or over HTTP  ──► all other servers
 
 The version that a server reports is only the tag that it was told. Therefore a server reports the checksum of its
-weights after every change, before it continues sampling. If that is not the trainer's, the server is given all weights.
+weights after every change, before it continues sampling. If the checksum differs from the trainer's, the server is
+given all weights.
 """
 
 import asyncio
@@ -25,14 +26,14 @@ from dash_trl.sampling.weights.snapshot import NamedTensors, Snapshot
 
 logger = logging.getLogger(__name__)
 
-MOST = 0.5  # of the bytes of all weights: if the changes are larger, they are dropped and all weights are sent
+MOST = 0.5  # largest size of the changes, as a fraction of all weights; above it all weights are sent
 
 
 class DifferenceWeights(FileWeights):
     """Sends the weights that changed over HTTP, and all weights if that is not possible.
 
     The first version is sent in full, but over HTTP. The log-prob check of the first sync thereby also covers weights
-    that are changed in place: vLLM may compute with copies of them (as it does for MLA).
+    that are changed in place: vLLM may compute with copies of weights (as it does for MLA).
 
     Args:
         directory: see `FileWeights`. A server that does not see the directory gets all weights over HTTP.
@@ -42,16 +43,16 @@ class DifferenceWeights(FileWeights):
     def __init__(self, directory: str | Path, dtype: torch.dtype):
         super().__init__(directory, dtype)
         self._held: dict[str, Tensor] = {}  # weights of version `_tag`, on the CPU
-        self._tag: str | None = None  # None: `_held` is no complete version
+        self._tag: str | None = None  # None: `_held` does not hold a complete version
         self._first: str | None = None  # tag of the first version
-        self._base: str | None = None  # version that `_parts` turn into `_tag`; None: there are no changes to send
+        self._base: str | None = None  # tag of the version that `_parts` turn into `_tag`; None: there are none
         self._parts: list[dict[str, str]] = []  # messages with the changes
         self._writing = asyncio.Lock()
 
     def write(self, parameters: NamedTensors, version: int) -> Snapshot:
         """Keep a new version in memory, and the changes since the last one.
 
-        No server is given weights during this call.
+        No server is given weights during this call, so no server gets a mixture of two versions.
 
         Args:
             parameters: name and value of each parameter, unsharded.

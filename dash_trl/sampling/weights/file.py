@@ -19,7 +19,7 @@ from dash_trl.sampling.weights.snapshot import NamedTensors, OnEach, Snapshot, e
 logger = logging.getLogger(__name__)
 
 WEIGHT_DIR = "_vllm_weights"  # in `output_dir`; push_to_hub leaves out names that begin with an underscore
-SHARD_BYTES = 4 << 30  # size at which a file is written: about the host memory that a weight sync takes
+SHARD_BYTES = 4 << 30  # bytes at which a file is written; a weight sync takes about this much host memory
 LOCK = ".dash_trl.lock"
 
 
@@ -31,7 +31,7 @@ class FileWeights:
     the end of the process.
 
     If a run is killed, the next run in the same directory removes its files. To make this safe, each run holds a lock
-    on a file in its folder; the kernel releases the lock with the process, however the process ended. On a filesystem
+    on a file in its folder, and the kernel releases the lock when the process ends for any reason. On a filesystem
     without locks there is no such file, and no run removes another run's weights.
 
     Args:
@@ -135,7 +135,7 @@ class FileWeights:
         weakref.finalize(self, _remove, self.run, self._lock)
 
     async def refit(self, server: VLLMServer, snapshot: Snapshot) -> int | None:
-        """Give a server a version unless it holds it already.
+        """Let a server load the current version, unless the server holds it already.
 
         Args:
             server: the server.
@@ -171,7 +171,8 @@ def _remove(run: Path, lock: IO[str]) -> None:
 def _remove_if_dead(lock_file: Path) -> None:
     """Remove the files of a run whose lock is free.
 
-    A process id would not do: it means nothing on another host, and another process may have it by now.
+    A process id would not show whether a run is alive: the run may be on another host, and a new process may have got
+    the same id.
     """
     try:
         with lock_file.open("r+") as lock:  # NFS gives no exclusive lock on a file that is open for reading only

@@ -21,8 +21,8 @@ class NCCLWeights:
     """Sends weights over NCCL, from GPU to GPU, with one of TRL's clients for each server.
 
     The main thread gathers the weights, because under ZeRO-3 and FSDP this is a collective. It passes copies of them in
-    buckets to one daemon thread per server. A server that hangs is dead after `timeout`. Experimental: this broadcast
-    has never run on GPUs.
+    buckets to one daemon thread per server. A server that hangs counts as dead after `timeout`. Experimental: this
+    broadcast has never run on GPUs.
 
     Args:
         urls: addresses of all servers.
@@ -102,7 +102,7 @@ class NCCLWeights:
             yield bucket
 
     def _broadcast(self, url: str, buckets: Iterator[list[tuple[str, Tensor]]]) -> None:
-        """Broadcast buckets to one server, on the server's thread."""
+        """Broadcast buckets to one server, on the daemon thread for this server."""
         torch.cuda.set_device(self.device)  # a new thread uses device 0
         client = self._clients.get(url) or self._connect(url)
         with client.weight_update():
@@ -132,7 +132,7 @@ class NCCLWeights:
             snapshot.verify(await server.weight_report(), server.url)
 
     async def refit(self, server: VLLMServer, snapshot: Snapshot) -> int | None:
-        """Check whether a server holds a version. Sending it to a single server would need all ranks.
+        """Check whether a server holds a version. Weights are not sent to a single server: this would need all ranks.
 
         Args:
             server: the server.
@@ -145,7 +145,7 @@ class NCCLWeights:
 
 
 def _try(url: str, work: Callable[[], Any], failed: dict[str, Any]) -> None:
-    """Do work for a server that has not failed, and record its error."""
+    """Do work for a server, unless the server has failed, and record an error of the work in `failed`."""
     if url not in failed:
         try:
             work()

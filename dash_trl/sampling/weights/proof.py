@@ -25,8 +25,8 @@ PROBE_TOKENS = 32
 PERTURBATION = 0.5  # factor; exact in every dtype, and it moves log-probs towards uniform, where they are stable
 SHIFT = 0.25  # added to the B matrices of an adapter
 
-# Largest mean absolute difference between the log-probs of trainer and server that rounding can explain. In any trained
-# model the perturbation changes log-probs by an order of magnitude more.
+# dtype → largest mean absolute difference between the log-probs of trainer and server that rounding can explain. In a
+# trained model the perturbation changes log-probs by an order of magnitude more.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 
 
@@ -145,9 +145,8 @@ def is_adapter(module: Any) -> bool:
 def scaled_outputs(model: nn.Module, scale: float) -> Iterator[None]:
     """Context in which the model computes as if its linear layers and embeddings were multiplied by `scale`.
 
-    A layer that is linear in its parameters returns `scale` times its output if they are scaled. So the outputs are
-    scaled and no parameter is changed, which works with any sharding. An adapter with its base layer counts as one
-    layer.
+    If the parameters of a linear layer are scaled, its output is scaled by the same factor. So the outputs are scaled
+    and no parameter is changed, which works with any sharding. An adapter with its base layer counts as one layer.
 
     Args:
         model: the trainer's model.
@@ -189,7 +188,8 @@ def check_probe(expected: Tensor, plain: Tensor, served: dict[str, list[float]],
 
     Args:
         expected: [tokens] the trainer's log-probs with the weights that the servers were given.
-        plain: [tokens] the trainer's log-probs with unperturbed weights; `expected` itself if these were sent.
+        plain: [tokens] the trainer's log-probs with unperturbed weights. Pass the object `expected` itself if the
+            servers were given unperturbed weights.
         served: URL → the server's log-probs.
         dtype: dtype of the servers' weights, which determines the tolerance.
 
@@ -205,7 +205,7 @@ def check_probe(expected: Tensor, plain: Tensor, served: dict[str, list[float]],
         )
     for url, values in served.items():
         difference = (torch.tensor(values) - expected).abs().mean().item()
-        if not difference <= tolerance:  # NaN, too
+        if not difference <= tolerance:  # also if the difference is NaN
             raise WeightMismatch(
                 f"{url} holds the weights that it was given but does not compute with them: its log-probs differ by "
                 f"{difference:.2g} from the trainer's (tolerance {tolerance}; the first weight sync perturbs the "

@@ -7,8 +7,8 @@ Ways of sending weights::
 
 The version that a server reports is only the tag that it was told. Therefore every weight sync compares the checksum
 of the weights that the server's workers hold with the trainer's. Workers may also hold one copy of the weights and
-compute with another. Therefore the first weight sync of a run sends weights that are changed in a known way, and the
-servers' log-probs have to follow (`proof.py`).
+compute with another copy. Therefore the first weight sync of a run sends weights that are changed in a known way, and
+the servers' log-probs have to follow (`proof.py`).
 """
 
 from collections.abc import Awaitable, Callable, Iterable
@@ -47,7 +47,7 @@ class Snapshot:
         """Check that a server reports these weights.
 
         Args:
-            report: the server's report. One without a checksum passes.
+            report: the server's report. A report without a checksum passes, because it cannot be compared.
             url: address of the server, for the error.
 
         Raises:
@@ -86,7 +86,7 @@ def errors_of(outcome: dict[str, Any]) -> dict[str, str | None]:
         URL → error message; None if the server has the weights.
 
     Raises:
-        WeightMismatch: if a server holds other weights. Like a refused request, this is an error of the whole run.
+        WeightMismatch: if a server holds other weights. Like a refused request, this ends the run.
         ValueError: if a server refused a request.
     """
     for result in outcome.values():

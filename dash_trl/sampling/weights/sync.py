@@ -72,15 +72,15 @@ class WeightSync:
     it worked, before any other collective. So a failure on one rank raises the same error on all ranks.
 
     Args:
-        pool: this rank's pool. It also gives the weights to a server that comes back later.
+        pool: this rank's pool. The pool also gives the weights to a server that comes back later.
         ranks: the ranks of the run.
         weights: object that sends the weights, such as `FileWeights`.
         model: the model with which the servers' log-probs are compared.
         vocabulary: number of token ids of the tokenizer.
         gather: returns name and value of all parameters (or of the adapter's) under the servers' names. All ranks call
-            it once for each weight version.
-        perturbation: change of the weights with which the first weight sync is checked. By default the one for full
-            weights (`of_all_weights`), for which the servers' names have to be the model's.
+            this function once for each weight version.
+        perturbation: change of the weights with which the first weight sync is checked. The default is the change of
+            all weights (`of_all_weights`); then `gather` has to return the model's own names.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_
         return
 
     async def verify(server: VLLMServer) -> int:
-        """Check a server that came back. After a restart it holds its own checkpoint, which is the wanted one."""
+        """Check a server that came back. After a restart it holds its own checkpoint, which is the right one here."""
         held.verify(await server.weight_report(), server.url)
         return held.version
 
