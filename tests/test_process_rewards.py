@@ -289,7 +289,7 @@ MISTAKES = [
     (dict(estimator="gae", value=lambda requests, trainer: []), "needs the attribute space = 'probability'"),
     (dict(anchored=True), r"makes the outcome the last value.* a value whose space is 'log'.* pass OutcomeValue\(\)"),
     (dict(settings=AUTO), r"process_weight='auto' is not possible with anchored=None and a value whose space is 'log'"),
-    (dict(settings=AUTO, value=MonteCarloValue(), anchored=False), "process_weight='auto' is not possible with anchored=False"),
+    (dict(settings=AUTO, value=MonteCarloValue(), anchored=False), "'auto' is not possible with anchored=False"),
     (
         dict(settings=CreditSettings(scale_floor=0.3), value=OutcomeValue(), anchored=True),
         "scale_floor=0.3 does nothing with anchored values",
