@@ -153,7 +153,7 @@ def test_a_model_whose_rows_do_not_see_a_shared_prompt_shares_none(tiny_model, t
     for layer in model.model.layers:
         layer.self_attn.__class__ = ForgetfulAttention
     trainer = run(DASHTrainer, tiny_model, tmp_path, loaded=model)
-    assert "do not share it, because another prompt moves the log-probs of a sample by 0, where" in caplog.text
+    assert "do not share it, because another prompt changes the log-probs of a sample by 0 instead" in caplog.text
     log = trainer.state.log_history[0]
     assert log["packing/padding_free"] == 1 and log["packing/shared_tokens"] == 0
 
@@ -250,7 +250,7 @@ class FakeModel:
         return [one + self.regrouped * torch.randn(one.shape, generator=generator) for one in found]
 
 
-LEAK, SHIFT = "move the log-probs of the next", "that it has alone"
+LEAK, SHIFT = "change the log-probs of the next", "that it has alone"
 
 
 @pytest.mark.parametrize(

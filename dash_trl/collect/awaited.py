@@ -1,7 +1,7 @@
 """Starts the rewards of a window and waits for them: all together, or group by group::
 
-    some rows have come ──► EarlyRewards ──┐
-    all rows are there ────────────────────┴──► begin ──► the request ──► Together, ByGroup ──► parts ──► report
+    some rows have been sampled ──► EarlyRewards ──┐
+    all rows have been sampled ────────────────────┴──► begin ──► the request ──► Together, ByGroup ──► parts ──► report
 
 Letters: B rows of this rank, N rows of all ranks, F reward functions.
 """
@@ -39,7 +39,8 @@ class RewardBatch:
         prompts: B texts or conversations.
         completions: B texts or lists of messages.
         completion_ids: B lists of token ids.
-        failed: [B] bool, rows that are unscored whatever the functions return; see `TurnCounts`. `None`: no row.
+        failed: [B] bool, True = the row is unscored, whatever the functions return; see `TurnCounts`. `None`: there is
+            no such row.
     """
 
     examples: list[dict[str, Any]]
@@ -50,16 +51,18 @@ class RewardBatch:
 
 
 class Awaited(Protocol):
-    """The rewards of a window that have begun. Every rank gets the same number of groups at a time.
+    """The interface by which a collector awaits the rewards of a window, which have begun.
 
-    NaN = the function does not apply. All rewards of a row are NaN if a function failed on it.
+    Every part has the same number of groups on every rank. In rewards, NaN = the function does not apply. All rewards
+    of a row are NaN if a function failed on the row.
     """
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Wait for the rewards, and hand them out as they come.
+        """Wait for the rewards, and yield them as they come.
 
         Yields:
-            Rows of this rank (indices of whole groups), their rewards [rows, F], and `Part.ends_step`.
+            Indices of this rank's rows, which form whole groups; the rewards of these rows [rows, F]; and
+            `Part.ends_step`.
         """
 
     def report(self) -> Tensor:
@@ -70,8 +73,8 @@ class Together:
     """Awaits all rewards of a window together, as one part.
 
     Args:
-        report: asks all functions and waits for them; returns [N, F].
-        own: this rank's rows among those of all ranks.
+        report: function that calls all reward functions, waits for them and returns [N, F].
+        own: slice of this rank's rows among the N rows of all ranks.
     """
 
     def __init__(self, report: Callable[[], Tensor], own: slice):
@@ -79,7 +82,7 @@ class Together:
         self._rewards: Tensor | None = None
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        # A copy: callbacks may change it, while the log has the originals.
+        # A copy, because callbacks may change the rewards, and the log must show the original ones.
         rewards = self.report()[self._own].to("cpu", copy=True)
         yield torch.arange(len(rewards)), rewards, True  # the part is the whole window
 
@@ -93,9 +96,10 @@ class ByGroup:
     """Awaits the rewards of a window group by group.
 
     Args:
-        arriving: yields the rows whose rewards have come since the last time, and `Part.ends_step`; see `arrivals`.
-        rewards: returns the rewards of such rows, [rows, F].
-        report: as in `Together`. When it is called, all rewards have come.
+        arriving: iterator over the rows whose rewards have come since the last item, with `Part.ends_step`; see
+            `arrivals`.
+        rewards: function that returns the rewards of such rows, [rows, F].
+        report: as in `Together`. It is called after all rewards have come.
     """
 
     def __init__(
@@ -115,23 +119,24 @@ class ByGroup:
 
 
 class Rewards:
-    """The reward functions of a run. They score one window after the other; failures are counted over the run.
+    """The reward functions of a run: scores one window after the other, and counts failures over the run.
 
-    To wait for a window's rewards, this class calls the trainer's `_calculate_rewards`, which a subclass may override.
-    That method calls `of_all`, which calls TRL's. So an override, TRL's logs and the count of failures see every
-    window.
+    To get the rewards of a window, this class calls the trainer's `_calculate_rewards`, which a subclass of the trainer
+    may override. The trainer's method calls `of_all`, and `of_all` calls TRL's method. So every window goes through an
+    override, through TRL's logs and through the count of failures.
 
     Args:
         ranks: the ranks of the run.
         recorder: logs figures and seconds.
         functions: the F reward functions, in the order of the columns; see `rewards.watch`.
-        names: their names.
-        num_generations: rows of a group in training.
-        group_size: returns the group size of the rows that the functions score at the moment.
-        early: begin to score rows as they are sampled, if every function scores each completion by itself. Rewards of
-            environments do not count here: they are known when a row ends.
-        calculate: the trainer's `_calculate_rewards`, on this rank's rows; returns [N, F].
-        groups_of_step: returns how many of this rank's groups the running optimizer step takes from the window.
+        names: the names of the reward functions.
+        num_generations: number of rows of a group in training.
+        group_size: function that returns the group size of the rows that the functions score at the moment.
+        early: True = begin to score rows as they are sampled, if every function scores each completion by itself.
+            Rewards of environments are not considered, because they are known as soon as a row ends.
+        calculate: the trainer's `_calculate_rewards`. It takes this rank's rows and returns [N, F].
+        groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
+            from the window.
     """
 
     def __init__(
@@ -159,13 +164,13 @@ class Rewards:
     def begin(self, window: int, batch: RewardBatch, *, by_group: bool) -> Awaited:
         """Begin to score a window after all its rows have been sampled, unless scoring began earlier.
 
-        All ranks call it at the same point. If the rewards are awaited together and did not begin early, the functions
-        are called only when someone waits for them.
+        All ranks call it at the same point. If the rewards are awaited together and did not begin early, the reward
+        functions are only called when `Awaited.parts` is iterated over.
 
         Args:
             window: number of the generation batch.
-            batch: its rows.
-            by_group: await the rewards group by group.
+            batch: the rows of the generation batch.
+            by_group: True = await the rewards group by group, False = together.
         """
         arguments = batch.examples, batch.prompts, batch.completions, batch.completion_ids
         request = self.early.claim(window)
@@ -173,7 +178,7 @@ class Rewards:
             request = self._ranks.agree(lambda: self._start(reward_rows(*arguments)))
 
         def report() -> Tensor:
-            if request is not None:  # the functions that TRL calls then return the request's results
+            if request is not None:  # then the functions that TRL calls return the results of this request
                 self.team.hand_over(request, batch.completions)
             rewards = self._calculate(*arguments)
             return rewards if batch.failed is None else _without(self._ranks.gather(batch.failed), rewards)
@@ -199,21 +204,22 @@ class Rewards:
         group_size: int | None = None,
         failed: Tensor | None = None,
     ) -> Tensor:
-        """Call the reward functions and unscore the rows on which one failed.
+        """Call the reward functions, and unscore the rows on which a function failed.
 
-        The trainer's `_calculate_rewards` and the values of process rewards call it.
+        The trainer's `_calculate_rewards` and `MonteCarloValue` call it.
 
         Args:
-            call_functions: TRL's `_calculate_rewards`. It returns [N, F], with NaN where a function does not apply or
-                failed.
-            training: False in an evaluation. Failures then do not count towards ending the run.
-            group_size: of these rows, if it differs from the run's.
+            call_functions: TRL's `_calculate_rewards`, with its arguments. It returns [N, F]; NaN = the function does
+                not apply, or failed.
+            training: True = training, False = evaluation, or values of process rewards. If it is False, failures do not
+                count towards ending the run.
+            group_size: the group size of these rows. `None`: the group size of the run.
             failed: see `RewardBatch`.
         Returns:
-            [N, F], with a row of NaN for each row on which a function failed.
+            [N, F]. If a function failed on a row, all F rewards of the row are NaN.
         Raises:
-            RuntimeError: on all ranks, if a function fails all the time. A mistake in the use of a function raises that
-                function's own error.
+            RuntimeError: on all ranks, if a function fails all the time. If a reward function was called in a wrong
+                way, the function's own error is raised instead.
         """
         self.team.join(group_size)
         with self._recorder.timed("reward", counts=training):
@@ -243,5 +249,5 @@ class Rewards:
 
 
 def _without(failed: Tensor, rewards: Tensor) -> Tensor:
-    """Unscore the rows [rows, F] on which a tool or an environment failed."""
+    """Set all rewards [rows, F] of the rows to NaN on which a tool or an environment failed ([rows] bool)."""
     return rewards.masked_fill(failed.to(rewards.device).unsqueeze(1), torch.nan)

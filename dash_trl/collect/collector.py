@@ -1,8 +1,11 @@
-"""`Collector`: the way from prompts to the parts of a window::
+"""`Collector` leads from prompts to the parts of a window::
 
     announce ──► sample ──► reward ──► credit ──► filter ──► log-probs ──► part
        ▲            └── meanwhile: the next window is sampled, and its rewards begin
-       └── with dynamic sampling: more groups, while too few have signal ──┘
+       └── with dynamic sampling: more groups, while too few groups have signal ──┘
+
+In this module, a *generation batch* is what a sampler samples at once: a window or, with dynamic sampling, one round of
+a window.
 
 Letters: B rows of this rank, M of them in a part, N rows of all ranks, R ranks, K groups of a rank, F reward functions.
 """
@@ -42,12 +45,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How sampled tokens become rows, and which rows are kept.
+    """Settings for building rows from sampled tokens, and for the filter.
 
     Attributes:
-        num_generations: rows of a group.
-        end_ids: a completion whose last token is none of these is truncated.
-        mask_truncated: no token of a truncated completion counts in the loss.
+        num_generations: number of rows of a group.
+        end_ids: token ids. A completion is truncated if its last token is not one of these.
+        mask_truncated: True = no token of a truncated completion counts in the loss.
         pad_token_id: see `to_rollouts`.
         pad_to_multiple_of: see `to_rollouts`.
         threshold: `gradient_filter_threshold`.
@@ -67,7 +70,7 @@ class _Begun:
 
     prompts: Prompts
     sampled: Sampled
-    truncated: Tensor  # [B] bool
+    truncated: Tensor  # [B] bool, True = the completion is truncated
     rollouts: RolloutBatch
     batch: RewardBatch
     awaited: Awaited
@@ -81,8 +84,8 @@ class _Round:
         begun: the batch.
         credited: this rank's rows with their credit.
         outcome: see `Part`.
-        keep: [B] bool, this rank's rows that the filter keeps.
-        signal: [R, K] bool, the groups of all ranks with at least one kept row.
+        keep: [B] bool, True = the filter keeps this row of this rank.
+        signal: [R, K] bool, True = the filter keeps at least one row of this group; the groups of all ranks.
     """
 
     begun: _Begun
@@ -97,11 +100,11 @@ class Part:
     """Groups of a window whose rewards came together. If rewards are awaited together, these are all groups.
 
     Attributes:
-        rows: [M] int64, indices of the rows in the window.
+        rows: [M] int64, indices of this rank's rows in the window.
         rollouts: these rows with their credit, dropped rows included.
-        outcome: [R · M], the advantages of all ranks' rows before callbacks change them; 0 in a silent group.
-        window: the survivors, for the optimizer.
-        ends_step: the running optimizer step needs no further part of this window.
+        outcome: [R · M], the advantages of all ranks' rows before callbacks change them.
+        window: the survivors among these rows, in the order in which micro-steps get them.
+        ends_step: True = the running optimizer step needs no further part of this window.
     """
 
     rows: Tensor
@@ -112,32 +115,36 @@ class Part:
 
 
 class Collector:
-    """Collects one window after the other.
+    """Collects the windows of a run, one after the other.
 
-    All ranks call `window` at the same point, and wait for its parts together.
+    All ranks call `window` at the same point, and wait together for the parts of the window.
 
     Args:
         ranks: the ranks of the run.
-        settings: returns the current settings; a callback may change some during a run.
+        settings: function that returns the current settings, because a callback may change some during a run.
         sampler: samples completions.
-        rewards: scores them.
+        rewards: scores the completions.
         log_probs: computes the log-probs that the loss needs.
         recorder: logs figures and seconds.
-        log: writes what TRL logs of a window.
-        tokenize: prompts → what TRL's `_tokenize_prompts` returns. `None`: prompts are tokenized later, by a
-            `rollout_func` or after environments are reset.
-        upcoming: returns this rank's rows of the windows after the one that begins, as far as their prompts may be
-            known.
+        log: writes the figures and tables that TRL logs about a window.
+        tokenize: function that takes prompts and returns what TRL's `_tokenize_prompts` returns. `None`: prompts are
+            tokenized later, by a `rollout_func` or after environments are reset.
+        upcoming: function that returns this rank's rows of the dataset for the windows after the current one, one list
+            per window whose prompts may be known already.
         ahead: decides how far sampling runs ahead of training.
-        log_staleness: log how old the weights are that sampled a window.
-        step: returns the number of optimizer steps taken.
-        dispatch: (name of an event, rollouts) → calls the callbacks.
-        advantages: (rewards [N, F], loss tokens [N]) → [N], advantages by outcome.
-        draw_order: number of rows → the order in which micro-steps get them, [rows] int64. It draws random numbers.
-        dynamic: decides how many groups a window samples. `None`: those of its examples.
-        more: number of prompts → this rank's next rows of the dataset.
-        verdicts: called on every rank with the examples of the window's generation batches, and which of this rank's
-            groups had signal and which were scored, [K] bool each.
+        log_staleness: True = log how old the weights are that sampled a window.
+        step: function that returns the number of optimizer steps taken.
+        dispatch: function that calls the callbacks; it takes the name of an event and the rollouts.
+        advantages: function that takes rewards [N, F] and numbers of loss tokens [N], and returns the advantages by
+            outcome, [N].
+        draw_order: function that takes a number of rows and returns the order in which micro-steps get them, [rows]
+            int64. It draws random numbers.
+        dynamic: decides how many groups a window samples. `None`: no dynamic sampling.
+        more: function that takes a number of prompts and returns this rank's next rows of the dataset. Needed with
+            `dynamic`.
+        verdicts: function that is called on every rank after each window. It takes a list with the examples of each
+            generation batch, and two bool tensors [K]: True = this rank's group had signal, and True = it was scored.
+            `None`: nobody needs this.
     Attributes:
         log_probs: as above.
     """
@@ -170,8 +177,8 @@ class Collector:
         self._tokenize, self._upcoming, self._ahead, self._step = tokenize, upcoming, ahead, step
         self._dispatch, self._advantages, self._draw_order = dispatch, advantages, draw_order
         self._dynamic, self._more, self._verdicts = dynamic, more, verdicts
-        self._numbers = count()  # of generation batches
-        self._announced: dict[int, Prompts] = {}  # of windows that have not begun
+        self._numbers = count()  # the numbers of generation batches
+        self._announced: dict[int, Prompts] = {}  # number of a window that has not begun → its prompts
         self._log_staleness = log_staleness
         self._empty_windows, self._unfilled_windows = EmptyWindows(settings().threshold), UnfilledWindows()
 
@@ -180,10 +187,10 @@ class Collector:
 
         Args:
             examples: B rows of the dataset, one per completion; the rows of a group are adjacent.
-            by_group: await rewards group by group instead of together.
-            serves_one_step: one optimizer step uses the whole window.
+            by_group: True = await rewards group by group, False = await them together.
+            serves_one_step: True = one optimizer step uses the whole window; False = several steps use it.
         Returns:
-            The parts of the window. Its figures are logged just before the last part.
+            The parts of the window. The figures of the window are logged just before the last part.
         """
         prompts = self._announce(examples)
         find_log_probs: Callable[[GenerationWindow], None]
@@ -193,50 +200,52 @@ class Collector:
         begun = self._begin(prompts, by_group=by_group)
         self._log_sampled(begun.sampled, begun.truncated)
         rollouts = begun.rollouts
-        num_items = self._ranks.sum(rollouts.loss_mask.sum())  # the normaliser must be known before the first part
+        # TRL's losses divide by the number of loss tokens of the window. It must be known before the first part.
+        num_items = self._ranks.sum(rollouts.loss_mask.sum())
         draw_order = self._draw_order
         if by_group:
-            # Groups run as they come, without a shuffle. Its random numbers are drawn all the same, so that later
-            # samples do not depend on `reward_pipeline`.
+            # Groups run in the order in which they come, not in a random order. The random numbers of the order are
+            # drawn all the same, so that later samples do not depend on `reward_pipeline`.
             draw_order(len(rollouts))
             draw_order = torch.arange
         if by_group and not serves_one_step:
-            # Later optimizer steps use the window, too. Old log-probs must be those of the weights before the first.
+            # Several optimizer steps use the window. Old log-probs must be by the weights before the first of them, so
+            # they are computed now for all rows.
             rollouts, find_log_probs = self.log_probs.of_all(rollouts), _are_known
         return self._parts(begun, rollouts, num_items, draw_order, find_log_probs)
 
     def first_prompts(self, prompts: int) -> int:
-        """Return the number of a rank's prompts with which the next window begins.
+        """Return the number of prompts with which the next window begins on a rank.
 
         Args:
-            prompts: a rank's prompts in one generation batch.
+            prompts: the number of prompts of a window on a rank, without dynamic sampling.
         """
         return prompts if self._dynamic is None else self._dynamic.first()
 
     def look(self) -> None:
-        """Between model passes, begin the rewards of rows of later windows that have come."""
+        """Begin the rewards of rows of later windows that have come. It is called between model passes."""
         self._sampler.look()
 
     def close(self) -> None:
-        """Drop what was sampled or scored ahead, because the run is over or interrupted."""
+        """Drop everything that was sampled or scored ahead, because the run is over or interrupted."""
         self._forget()
         self._rewards.cancel()
 
     # ------------------------------------------------------------------ from prompts to rows
 
     def _announce(self, examples: list[dict[str, Any]]) -> Prompts:
-        """Tell the sampler the prompts of the window that begins, and of those that may be sampled ahead.
+        """Tell the sampler the prompts of the window that begins, and of windows that may be sampled ahead.
 
         Each prompt is tokenized only once, because a chat template may depend on the time.
         """
         number, windows = self._ahead.window + 1, [examples, *self._upcoming()]
-        # The reader hands out the same list objects that it announced, so comparing identity is enough on all ranks.
+        # The dataset reader returns the same list objects that it announced, so it is enough to compare identity.
         has_changed = number in self._announced and self._announced[number].examples is not examples
         if has_changed:
             if self._ranks.rank == 0:
                 logger.warning(
                     f"Window {number} has other prompts than were read ahead for it, for example because a callback "
-                    "ended an epoch. The samples for the prompts read ahead are thrown away."
+                    "ended an epoch. The samples for the prompts that were read ahead are thrown away."
                 )
             self._forget()
         new = []
@@ -307,15 +316,16 @@ class Collector:
         draw_order: Callable[[int], Tensor],
         find_log_probs: Callable[[GenerationWindow], None],
     ) -> Iterator[Part]:
-        """For each part that comes: credit, filter, and find log-probs.
+        """Yield the parts of a window as their rewards come: compute credit, filter the rows, and add log-probs.
 
         Args:
-            begun: the batch.
-            rollouts: the batch's rows, possibly with log-probs already.
-            num_items: loss tokens of the window's rows on all ranks, dropped rows included.
-            draw_order: M → the order in which micro-steps get the rows of a part, [M] int64.
-            find_log_probs: adds to a part's survivors the log-probs that the loss needs; see `LogProbRules`. If one
-                optimizer step uses the window and beta is 0, there are none.
+            begun: the generation batch.
+            rollouts: the rows of the batch, possibly with log-probs already.
+            num_items: number of loss tokens of the window on all ranks, dropped rows included.
+            draw_order: function that takes M and returns the order in which micro-steps get the rows of a part, [M]
+                int64.
+            find_log_probs: function that adds the log-probs that the loss needs to the survivors of a part; see
+                `LogProbRules`. If one optimizer step uses the window and beta is 0, the loss needs none.
         """
         parts: list[Part] = []
         for rows, rewards, ends_step in begun.awaited.parts():
@@ -368,27 +378,32 @@ class Collector:
         return _Round(begun, credited, outcome, filtered.keep, signal)
 
     def _groups_with(self, rows: Tensor) -> Tensor:
-        """Return which groups have at least one of these rows, [K] bool."""
+        """Return [K] bool, True = at least one row of the group is True in `rows`."""
         return rows.view(-1, self._settings().num_generations).any(dim=1)
 
     def _own_rows(self, groups: Sequence[Tensor]) -> Tensor:
-        """Return the rows of this rank in the chosen groups ([R, K] of each round), [B] bool over all rounds."""
+        """Return [B] bool over all rounds, True = this row of this rank is in a chosen group.
+
+        Args:
+            groups: for each round, [R, K] bool, True = the group is chosen.
+        """
         own = torch.cat([one[self._ranks.rank] for one in groups])
         return own.repeat_interleave(self._settings().num_generations)
 
     def _by_rank(self, rows: Sequence[Tensor]) -> Tensor:
-        """Concatenate [R · B, …] of each round, so that the rows of a rank, of all rounds, are adjacent."""
+        """Concatenate [R · B, …] of each round. In the result, all rows of a rank are adjacent, round by round."""
         return torch.cat([one.unflatten(0, (self._ranks.count, -1)) for one in rows], dim=1).flatten(0, 1)
 
     def _placed(self, rollouts: CreditedRollouts, rows: Tensor, *, least: int) -> tuple[Survivors, Tensor]:
-        """As `_kept`, for survivors whose number differs between ranks.
+        """Put survivors in a random order, as `_kept`, where ranks may have different numbers of survivors.
 
-        Each rank gets as many places as the rank with the most survivors needs.
+        The tables of all ranks must have the same length. So each rank's table has as many rows as the rank with the
+        most survivors needs. Rows without a survivor have length 0, like dropped rows.
 
         Args:
             rollouts: this rank's rows of all rounds.
-            rows: [K] int64, indices of the survivors.
-            least: the smallest number of places.
+            rows: int64, indices of this rank's survivors.
+            least: the smallest length of a table.
         """
         places = max(-self._ranks.least(-len(rows)), least)
         lengths = torch.zeros(places, 4, dtype=torch.long)
@@ -398,11 +413,13 @@ class Collector:
         return rollouts.survivors(rows[order]), self._ranks.gather(lengths).view(-1, places, 4)
 
     def _credited(self, rollouts: ScoredRollouts) -> tuple[CreditedRollouts, Tensor]:
-        """Return the rows with their advantages after callbacks, and `Part.outcome`, the advantages before
-        callbacks.
+        """Compute the advantages of rows, and call the callbacks that may change rewards and advantages.
+
+        Returns:
+            The rows with their advantages after the callbacks, and `Part.outcome`, the advantages before the callbacks.
         """
         self._dispatch("on_rewards", rollouts)
-        unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have unscored a row, too
+        unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have set `scored` of a row to False, too
         rewards = self._ranks.gather(rollouts.rewards.masked_fill(unscored, torch.nan))
         outcome = self._advantages(rewards, self._ranks.gather(rollouts.loss_mask.sum(dim=1)))
         credited = rollouts.with_advantages(outcome[self._ranks.own(len(rollouts))].clone())
@@ -427,9 +444,9 @@ class Collector:
         """Log a window whose parts have all come.
 
         Args:
-            begun: its generation batches.
+            begun: the generation batches of the window.
             rewards: [N, F], see `Awaited.report`.
-            parts: its parts.
+            parts: the parts of the window.
         """
         order = torch.cat([part.rows for part in parts]).argsort()
         rollouts = joined([part.rollouts for part in parts]).rows(order)
@@ -451,4 +468,4 @@ class Collector:
 
 
 def _are_known(window: GenerationWindow) -> None:
-    """Find nothing: the rows have their log-probs already."""
+    """Do nothing. It is used in place of `find_log_probs` if the rows have their log-probs already."""

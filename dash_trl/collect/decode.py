@@ -1,4 +1,4 @@
-"""Turns token ids into completions and rows, as TRL's `_generate_and_score_completions` does::
+"""Turns token ids into completions and into rows of tensors, as TRL's `_generate_and_score_completions` does::
 
     token ids ──► decoded: texts, messages ──► Sampled ──► to_rollouts: padded, truncated rows masked ──► RolloutBatch
 
@@ -26,8 +26,8 @@ class Prompts:
     Attributes:
         number: number of the batch, from 0, in the order in which batches are announced.
         examples: B rows of the dataset.
-        tokenized: what TRL's `_tokenize_prompts` returned, token ids first. Empty if a `rollout_func` samples, or if
-            environments may add to prompts.
+        tokenized: the tuple that TRL's `_tokenize_prompts` returned; token ids come first. Empty if a `rollout_func`
+            samples, or if environments may add text to prompts.
     """
 
     number: int
@@ -47,12 +47,12 @@ class Prompts:
 
 @dataclass(frozen=True)
 class TurnCounts:
-    """What tools and environments did in the rows of a window on this rank.
+    """Counts of tool calls, and failures of tools and environments, in the rows of a window on this rank.
 
     Attributes:
-        calls: [B, 2] int64, tool calls and failed tool calls of each row; `None` without tools.
-        failed: [B] bool, a tool or the environment of the row hung or failed. Such a row is unscored.
-        failure: description of one such failure; empty if there is none.
+        calls: [B, 2] int64, the numbers of tool calls and of failed tool calls of each row. `None`: there are no tools.
+        failed: [B] bool, True = a tool or the environment of the row hung or failed, so the row is unscored.
+        failure: description of one of these failures; empty if no row failed.
     """
 
     calls: Tensor | None
@@ -69,13 +69,13 @@ class Sampled:
         completion_ids: B lists of token ids.
         completions: B texts or lists of messages; see `decoded`.
         policy_version: [B, 2] int64; see `RolloutBatch`.
-        prompts: B texts or conversations: those of the dataset, with what environments have added.
-        log_probs: B lists with a log-prob per completion token; `None` or NaN if a token's is unknown. `None`: all are
-            unknown.
-        own_tokens: B lists, 1 = token written by the policy, 0 = token of a tool or environment. `None`: the policy
-            wrote all tokens.
+        prompts: B texts or conversations: the prompts of the dataset, and the text that environments added to them.
+        log_probs: B lists with one number per completion token, its log-prob; `None` or NaN in place of a number = the
+            log-prob is unknown. `None` in place of the lists: all log-probs are unknown.
+        own_tokens: B lists with one number per completion token, 1 = the policy wrote it, 0 = a tool or an environment
+            wrote it. `None`: the policy wrote all tokens.
         columns: extra fields of a `rollout_func`: name → a list with one value per row, or one value for all rows.
-        turns: what tools and environments did; `None` without them.
+        turns: counts and failures of tools and environments. `None`: there are no tools and no environments.
     """
 
     prompt_ids: list[list[int]]
@@ -92,7 +92,7 @@ class Sampled:
     def examples(self, examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Add the columns of a `rollout_func` to the rows of the dataset.
 
-        As in TRL, a list that is too short leaves the last rows without the column.
+        As in TRL, if a column has fewer values than there are rows, the last rows do not get the column.
 
         Args:
             examples: B rows of the dataset.
@@ -112,16 +112,19 @@ def decoded(
     *,
     tools: Sequence[Any] = (),
 ) -> list[Any]:
-    """Decode completions into the form that reward functions get. Each row is decoded independently of the others.
+    """Decode completions into the form that reward functions get.
+
+    The result for a row does not depend on the other rows.
 
     Args:
-        tokenizer: if it can parse a response (reasoning, …), the message has the parsed fields.
+        tokenizer: the tokenizer. If it has a response template or schema, a message gets the fields that this template
+            parses from the response (reasoning, …).
         prompts: B texts or conversations.
         prompt_ids: B lists of token ids.
         completion_ids: B lists of token ids.
-        tools: the tools that the prompts name.
+        tools: the tools that the prompts describe.
     Returns:
-        B texts. For conversations, B lists with one message each.
+        B texts, if the prompts are texts. B lists with one message each, if the prompts are conversations.
     """
     if not is_conversational({"prompt": prompts[0]}):
         return tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
@@ -133,8 +136,10 @@ def decoded(
 
 
 def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[Any]) -> dict[str, Any]:
-    """Parse a message as TRL does. If it has JSON that is nested too deeply, return its text, as TRL does for other
-    malformed output.
+    """Parse a response as TRL does.
+
+    If the response has JSON that is nested too deeply, return its text as the message, as TRL does for other malformed
+    output. TRL's parser raises a RecursionError there, which would end the run.
     """
     try:
         return parse_response(tokenizer, ids, prefix=prompt, tools=list(tools))
@@ -143,13 +148,13 @@ def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[A
 
 
 def is_truncated(completion_ids: Sequence[list[int]], end_ids: Collection[int]) -> Tensor:
-    """Return which completions do not end with an end-of-sequence or padding token.
+    """Return which completions are truncated: those that do not end with an end-of-sequence or padding token.
 
     Args:
         completion_ids: B lists of token ids.
-        end_ids: end-of-sequence and padding tokens.
+        end_ids: ids of the end-of-sequence and padding tokens.
     Returns:
-        [B] bool.
+        [B] bool, True = truncated.
     """
     return torch.tensor([int(ids[-1]) not in end_ids for ids in completion_ids], dtype=torch.bool)
 
@@ -169,9 +174,11 @@ def to_rollouts(
         sampled: B rows.
         examples: see `Sampled.examples`.
         group: [B] int64; see `RolloutBatch`.
-        pad_token_id: fills padding.
-        masked: [B] bool, True = no token of this completion counts (TRL's `mask_truncated_completions`).
-        pad_to_multiple_of: the widths of prompts and completions, in tokens, are multiples of this.
+        pad_token_id: token id of padding.
+        masked: [B] bool, True = no token of this completion counts (TRL's `mask_truncated_completions`). `None`: no
+            completion is masked.
+        pad_to_multiple_of: number; the widths of prompts and completions, in tokens, are multiples of it. `None`: they
+            are as small as possible.
     """
 
     def table(rows: Sequence[Sequence[Any]], side: str, padding: float, dtype: torch.dtype = torch.long) -> Tensor:

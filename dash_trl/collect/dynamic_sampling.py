@@ -1,8 +1,8 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, Section 3.2): sample prompts until a window's groups have signal::
+"""Dynamic sampling (DAPO, arXiv 2503.14476, Section 3.2): sample prompts until a window is full of groups with signal::
 
     first round ──► groups with signal: too few? ──► another round … ──► at most `max_num_gen_batches` × the window
 
-This module only decides how many groups to sample, and which of them make the window.
+This module only decides how many groups are sampled, and which of them belong to the window.
 
 Letters: R ranks, K groups of a rank in a round.
 """
@@ -19,17 +19,17 @@ SMOOTHING = 0.2  # the weight of the last window in the running share of groups 
 class DynamicSampling:
     """Decides how many groups each round of a window samples. The decision is the same on every rank.
 
-    The size of a later round is estimated from the share of groups with signal so far; it is at most the size of the
-    window. If windows are sampled ahead, the first round already has the size that is estimated from the last windows,
-    so that training rarely has to wait for another round.
+    The size of the second and later rounds is estimated from the share of groups with signal in the rounds before; it
+    is at most the size of the window. If windows are sampled ahead, the size of the first round is estimated from the
+    last windows, so that training rarely has to wait for a second round.
 
     Args:
-        groups: groups of a window on a rank.
+        groups: number of groups of a window on a rank.
         ranks: R, the number of ranks.
-        most: the largest number of generation batches; `max_num_gen_batches`.
-        ahead: windows are sampled ahead.
+        most: `max_num_gen_batches`; all rounds of a window together have at most this number times `groups` groups.
+        ahead: True = windows are sampled ahead.
     Attributes:
-        room: groups of a window on all ranks.
+        room: number of groups of a window on all ranks.
     """
 
     def __init__(self, groups: int, ranks: int, *, most: int, ahead: bool):
@@ -56,19 +56,19 @@ class DynamicSampling:
         return min(math.ceil(missing / share / self._ranks), self._groups, allowed)
 
     def note(self, signal: Sequence[Tensor]) -> None:
-        """Note the share of groups with signal in a complete window.
+        """Update the running share of groups with signal after a window is complete.
 
         Args:
-            signal: as in `next`, for all rounds.
+            signal: as in `next`, for all rounds of the window.
         """
         sampled, found = _counted(signal)
         self._share += SMOOTHING * (found / sampled - self._share)
 
     def metrics(self, signal: Sequence[Tensor]) -> dict[str, float]:
-        """Return the figures of a complete window; the unit of groups is the window.
+        """Return the figures of a complete window. Numbers of groups are given as a share of `room`.
 
         Args:
-            signal: as in `next`, for all rounds.
+            signal: as in `next`, for all rounds of the window.
         """
         sampled, found = _counted(signal)
         return {
@@ -80,22 +80,21 @@ class DynamicSampling:
 
 
 def _counted(signal: Sequence[Tensor]) -> tuple[int, int]:
-    """Return the number of groups of all ranks and rounds, and the number of those with signal."""
+    """Return the number of groups of all ranks and rounds, and the number of these groups that have signal."""
     return sum(one.numel() for one in signal), sum(int(one.sum()) for one in signal)
 
 
 def places_in_window(signal: Sequence[Tensor], room: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Choose the groups of the window: the first ones with signal, then silent ones if there is room left.
+    """Choose the groups of the window: first groups with signal, then silent groups if there is room left.
 
-    Within a round, the first group of each rank comes first, then the second group of each rank, and so on. So each
-    rank has about the same number of groups.
+    Within a round, the first group of each rank is considered first, then the second group of each rank, and so on. So
+    each rank has about the same number of chosen groups.
 
     Args:
-        signal: for each round, [R, K] bool, the groups with signal.
-        room: groups of the window on all ranks; at most the number of groups in all rounds.
+        signal: for each round, [R, K] bool, True = the group has signal.
+        room: number of groups of the window on all ranks; at most the number of groups in all rounds.
     Returns:
-        For each round, [R, K] bool, the groups with signal that are trained on; and [R, K] bool, all groups of the
-        window.
+        Two lists with [R, K] bool for each round: True = a chosen group with signal; True = a chosen group.
     """
     flat = torch.cat([one.T.flatten() for one in signal])
     trained = flat & (flat.cumsum(dim=0) <= room)

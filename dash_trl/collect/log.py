@@ -1,4 +1,4 @@
-"""Logs what TRL logs of a window: its tokens, its rewards, and the table of completions.
+"""Logs the figures of a window that TRL logs, about tokens and rewards, and the table of completions.
 
 Letters: B rows of this rank, N rows of all ranks, F reward functions.
 """
@@ -14,8 +14,8 @@ from trl.trainer.utils import nanstd
 from dash_trl.collect.decode import Sampled, TurnCounts
 from dash_trl.distributed import Ranks
 
-# The run ends after this number of windows in a row whose rows all failed. At the beginning of a run, one such window
-# is enough, as for reward functions.
+# The run ends if tools or environments failed on all rows of this number of windows in a row. If all rows of the first
+# window failed, the run ends at once, as with reward functions.
 BROKEN_AFTER = 3
 
 
@@ -39,9 +39,10 @@ def reward_figures(rewards: Tensor, names: Sequence[str], weights: Tensor) -> di
     """Return TRL's figures about rewards.
 
     Args:
-        rewards: [N, F]; NaN = the function does not apply. A row of NaN only is left out of the figures of the sum.
+        rewards: [N, F]; NaN = the function does not apply. A row in which all F rewards are NaN is left out of the
+            figures of the weighted sum.
         names: names of the F reward functions.
-        weights: [F], their weights.
+        weights: [F], the weight of each reward function.
     """
     figures = {}
     for name, column in zip(names, rewards.T, strict=True):
@@ -58,14 +59,15 @@ class WindowLog:
 
     Args:
         ranks: the ranks of the run.
-        figures: adds one value to each figure.
-        total: sets a running total.
+        figures: function that adds one value to each figure; see `Recorder.log`.
+        total: function that sets a running total; see `Recorder.total`.
         tables: TRL's `_logs`, the columns of the table of completions.
-        extra: TRL's `_pending_extra_logs`, what reward functions have logged with `log_extra`.
-        metrics: TRL's `_pending_metrics`, what reward functions have logged with `log_metric`.
+        extra: TRL's `_pending_extra_logs`, the columns that reward functions have logged with `log_extra`.
+        metrics: TRL's `_pending_metrics`, the values that reward functions have logged with `log_metric`.
         names: names of the F reward functions.
-        weights: returns their current weights.
-        count_tokens: adds to the number of tokens that the run has seen, and returns that number.
+        weights: function that returns the current weights of the reward functions.
+        count_tokens: function that adds a number to the number of tokens that the run has seen, and returns the new
+            number.
     """
 
     def __init__(
@@ -91,9 +93,9 @@ class WindowLog:
 
         Args:
             sampled: this rank's rows.
-            truncated: [B] bool.
+            truncated: [B] bool, True = the completion is truncated.
         Raises:
-            RuntimeError: on all ranks, if tools or environments have failed on every row of the last windows.
+            RuntimeError: on all ranks, if tools or environments failed on every row of the last windows.
         """
         own = sampled.own_tokens
         completions = torch.tensor([len(ids) for ids in sampled.completion_ids] if own is None else list(map(sum, own)))
@@ -105,7 +107,7 @@ class WindowLog:
             self._turns(sampled.turns)
 
     def _turns(self, turns: TurnCounts) -> None:
-        """Log the tool calls of a window, and raise if tools or environments are broken."""
+        """Log the tool calls of a window, and raise an error if tools or environments fail on all rows."""
         failed = self._ranks.gather(turns.failed)
         self._failed_in_a_row = self._failed_in_a_row + 1 if failed.all() else 0
         if self._failed_in_a_row == BROKEN_AFTER:
@@ -123,15 +125,15 @@ class WindowLog:
     def rewarded(
         self, prompts: Sequence[Any], completions: Sequence[Any], rewards: Tensor, advantages: Tensor, silent: Tensor
     ) -> None:
-        """Log the rewards and the table of a window, and what its reward functions have logged.
+        """Log the rewards and the table of a window, and the values that reward functions have logged themselves.
 
         Args:
-            prompts: B of this rank.
-            completions: B of this rank.
-            rewards: [N, F], of all ranks, as the functions returned them. NaN = the function does not apply, or the row
-                is unscored.
-            advantages: [N], of all ranks; each is the mean over a row's loss tokens.
-            silent: [groups] bool, True = the group has no signal.
+            prompts: the B prompts of this rank.
+            completions: the B completions of this rank.
+            rewards: [N, F], rewards of all ranks' rows as the functions returned them. NaN = the function does not
+                apply, or the row is unscored.
+            advantages: [N], mean advantage of each row's loss tokens, for all ranks.
+            silent: [groups] bool, True = all advantages by outcome of the group are 0.
         """
         self._figures(reward_figures(rewards, self._names, self._weights()))
         self._figures({"frac_reward_zero_std": silent.float().mean().item()})
@@ -140,7 +142,7 @@ class WindowLog:
         for name, column in zip(self._names, rewards.T, strict=True):
             self._tables["rewards"][name] = _table(column.tolist())
         self._tables["advantages"] = _table(advantages.tolist())
-        # Sorted, because each name is gathered by itself, and ranks may have logged the names in different orders.
+        # Sorted, because each name is gathered by itself, and each rank may have logged the names in another order.
         for name in sorted(set(self._gathered(list(self._extra)))):
             self._tables["extra"][name] = _table(self._gathered(self._extra.get(name, [None] * len(prompts))))
         for name in sorted(set(self._gathered(list(self._metrics)))):
@@ -154,5 +156,5 @@ class WindowLog:
 
 
 def _table(rows: list[Any]) -> deque[Any]:
-    """Make a column as TRL does. It has room for one window; rows of an evaluation push the oldest ones out."""
+    """Make a column of the table as TRL does: it has room for one window, and new rows replace the oldest rows."""
     return deque(rows, maxlen=len(rows))

@@ -1,9 +1,9 @@
-"""Who samples a window: this process, a user's `rollout_func`, or vLLM servers::
+"""Samplers: a window is sampled by this process, by a user's `rollout_func`, or by vLLM servers::
 
     begin: prompts are known ──► take: the rows of a window ──► meanwhile: rewards are awaited, and the device is idle
 
-As rows come, a sampler hands them to `on_rows`, so that their rewards may begin; this includes rows of windows that
-have not begun yet. `on_rows` is `None` if nobody needs rows before their window is taken.
+A sampler passes rows to the function `on_rows` as soon as they are sampled, so that their rewards may begin early. This
+includes rows of windows that have not begun yet. `on_rows` is `None` if rewards do not begin early.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +27,14 @@ Timed = Callable[[str], AbstractContextManager[Any]]  # name of a phase → a co
 
 
 class Sampler(Protocol):
-    """Interface of all samplers. All ranks call every method but `look` and `forget` at the same point."""
+    """The interface of all samplers. All ranks call each method, except `look` and `forget`, at the same point."""
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
-        """Begin a window, or continue it with more groups. The next `take` takes this generation batch.
+        """Begin a generation batch: a window, or another round of a window. The next `take` takes this batch.
 
         Args:
-            window: number of the generation batch.
-            new: generation batches that have not been announced before, in order.
+            window: number of the generation batch that begins.
+            new: generation batches that have not been announced before, in the order of their numbers.
         """
 
     def take(self, prompts: Prompts) -> Sampled:
@@ -45,13 +45,13 @@ class Sampler(Protocol):
         """
 
     def meanwhile(self) -> None:
-        """Called while rewards are awaited, when the device has nothing else to do."""
+        """Use the time in which rewards are awaited and the device has nothing else to do."""
 
     def look(self) -> None:
-        """Hand rows of later windows that have come to `on_rows`, without waiting."""
+        """Pass rows of later windows that have come to `on_rows`. It does not wait."""
 
     def log(self) -> None:
-        """Log figures of the sampler. Called once per window."""
+        """Log figures of the sampler. It is called once per window."""
 
     def forget(self) -> None:
         """Drop all announced prompts and everything sampled ahead."""
@@ -61,10 +61,10 @@ class ByFunction:
     """Samples with a user's `rollout_func`, which never runs ahead.
 
     Args:
-        function: prompts → the function's result, checked.
+        function: the `rollout_func`, wrapped in a check of its results. It takes prompts.
         decode: see `decode.decoded`.
-        versions: returns the policy versions of rows that are sampled now.
-        timed: a context whose seconds are logged as a phase.
+        versions: function that takes a number of rows and returns the policy versions of rows sampled now.
+        timed: function that returns a context whose seconds are logged as a phase; see `Recorder.timed`.
     """
 
     def __init__(
@@ -101,17 +101,18 @@ class ByFunction:
 
 
 class InProcess:
-    """Samples in this process, with Transformers or colocated vLLM. It samples the next window while rewards are
-    awaited.
+    """Samples in this process, with Transformers or colocated vLLM.
+
+    With `async_level`, the next windows are sampled while rewards are awaited.
 
     Args:
-        generate: tokenized prompts → token ids, and log-probs or `None`.
+        generate: function that takes tokenized prompts and returns token ids, and log-probs or `None`.
         decode: see `decode.decoded`.
-        versions: returns the policy versions of rows that are sampled now.
-        on_rows: see the module.
-        timed: a context whose seconds are logged as a phase.
-        log_probs: computes the log-probs of sampled tokens. `None` if the generator reports them or the loss does not
-            need them.
+        versions: function that takes a number of rows and returns the policy versions of rows sampled now.
+        on_rows: see the docstring of the module.
+        timed: function that returns a context whose seconds are logged as a phase; see `Recorder.timed`.
+        log_probs: function that computes the log-probs of sampled tokens. `None`: `generate` returns log-probs, or the
+            loss does not need them.
     """
 
     def __init__(
@@ -126,8 +127,8 @@ class InProcess:
     ):
         self._generate, self._decode, self._versions = generate, decode, versions
         self._on_rows, self._timed, self._log_probs = on_rows, timed, log_probs
-        self._known: dict[int, Prompts] = {}  # generation batches that are not sampled yet
-        self._sampled: dict[int, Sampled] = {}
+        self._known: dict[int, Prompts] = {}  # generation batches that may be sampled ahead, and are not sampled yet
+        self._sampled: dict[int, Sampled] = {}  # generation batches that were sampled ahead
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
         self._known |= {one.number: one for one in new}
@@ -153,7 +154,7 @@ class InProcess:
         return self._finished(prompts.number, sampled)
 
     def _finished(self, window: int, sampled: Sampled) -> Sampled:
-        """Add log-probs if they are needed, and let the rewards begin."""
+        """Add log-probs if they are needed, and pass the rows to `on_rows`, so that their rewards begin."""
         if sampled.log_probs is None and self._log_probs is not None:
             sampled = replace(sampled, log_probs=self._log_probs(sampled.prompt_ids, sampled.completion_ids))
         if self._on_rows is not None:
@@ -175,14 +176,16 @@ class OnServers:
 
     Args:
         pool: a `VLLMPool`.
-        generate: asks the pool for completions, after it has sent new weights.
+        generate: function that sends new weights to the pool's servers and then gets completions from the pool. It
+            takes tokenized prompts and returns token ids and log-probs.
         decode: see `decode.decoded`.
-        on_rows: see the module.
-        timed: a context whose seconds are logged as a phase.
-        figures: adds one value to each figure.
-        total: sets a running total.
-        add: adds up a tensor over the ranks.
-        on_group: gets each group as it comes. `None`: nobody needs it.
+        on_rows: see the docstring of the module.
+        timed: function that returns a context whose seconds are logged as a phase; see `Recorder.timed`.
+        figures: function that adds one value to each figure; see `Recorder.log`.
+        total: function that sets a running total; see `Recorder.total`.
+        add: function that adds up a tensor over the ranks.
+        on_group: function that gets each group as soon as it is sampled, for callbacks with `on_group_sampled`. `None`:
+            there are no such callbacks.
     """
 
     def __init__(
@@ -202,7 +205,7 @@ class OnServers:
         self._pool, self._generate, self._decode, self._on_rows, self._timed = pool, generate, decode, on_rows, timed
         self._figures, self._total, self._add = figures, total, add
         self._known: dict[int, Prompts] = {}
-        self._completions: dict[int, list[Any]] = {}  # of the rows that have come
+        self._completions: dict[int, list[Any]] = {}  # generation batch → completions of its rows; None = not sampled
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
         self._known |= {one.number: one for one in new}
@@ -215,9 +218,9 @@ class OnServers:
         with self._timed("generate"):
             completion_ids, log_probs = self._generate(
                 prompts.tokenized
-            )  # while it waits, the pool calls `_come` on this thread
+            )  # while this call waits, the pool calls `_come` on this thread
             versions = self._pool.policy_version
-            if self._on_rows is None:  # then the pool does not call it
+            if self._on_rows is None:  # then `_come` has not decoded the completions
                 completions = self._decode(prompts.prompts, prompts.ids, completion_ids)
             else:
                 completions = self._completions.pop(prompts.number)
@@ -225,7 +228,7 @@ class OnServers:
         return Sampled(prompts.ids, completion_ids, completions, versions, prompts=prompts.prompts, log_probs=log_probs)
 
     def _come(self, window: int, first: int, completion_ids: list[list[int]]) -> None:
-        """Hand over rows that have come. The pool calls it on the main thread."""
+        """Pass rows that have been sampled to `on_group` and `on_rows`. The pool calls it on the main thread."""
         own, prompts = slice(first, first + len(completion_ids)), self._known[window]
         if self._on_group is not None:
             self._on_group(prompts, first, completion_ids)
@@ -242,7 +245,7 @@ class OnServers:
             self._pool.show_finished()
 
     def log(self) -> None:
-        """Log the healthy servers as the main process sees them, and other figures as sums over the ranks."""
+        """Log the number of healthy servers, as the main process counts them, and other figures summed over ranks."""
         healthy, *counts = self._pool.metrics()
         retried, queued = self._add(torch.tensor(counts)).tolist()
         self._figures({"servers/healthy": healthy, "async/queued_groups": queued})

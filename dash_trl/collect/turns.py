@@ -1,9 +1,9 @@
 """Samplers for rows with several turns, which call tools or act in an environment::
 
-    in rounds, all ranks in step: sample all rows that wait ──► run their tools, side by side ──► …
-    on servers, each row by itself: ask a server ──► run its tools ──► ask a server ──► …
+    TurnsInProcess, in rounds: sample a turn of all rows that wait ──► run their tools, in parallel ──► …
+    TurnsOnServers, each row by itself: ask a server for a turn ──► run the tools ──► ask a server ──► …
 
-`TurnsInProcess` works in rounds, `TurnsOnServers` on servers.
+All ranks run the same number of rounds.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,31 +32,32 @@ class Rounds:
 
     Args:
         ranks: the ranks of the run.
-        conversations: run tools and environments.
-        generate: samples one turn. It is called on every rank in every round, if necessary without any row.
+        conversations: runs tools and environments.
+        generate: function that samples one turn. Every rank calls it in every round, if necessary without any row.
     """
 
     def __init__(self, ranks: Ranks, conversations: Conversations, generate: GenerateTurn):
         self._ranks, self._conversations, self._generate = ranks, conversations, generate
 
     def sample(self, rows: Sequence[Conversation], prompt_ids: Sequence[list[int] | None]) -> None:
-        """Lead rows from their prompts to their ends.
+        """Sample all turns of rows.
 
         Args:
             rows: the rows.
-            prompt_ids: token ids of each prompt; `None` if they are not known yet.
+            prompt_ids: token ids of each prompt. `None` in place of the ids: the prompt is tokenized after the row's
+                environment is reset.
         """
         begin = [self._conversations.begin(*one) for one in zip(rows, prompt_ids, strict=True)]
         waiting = self._those(rows, begin)
         self._rounds(waiting, first=True)
 
     def go_on(self, rows: Sequence[Conversation], ids: Sequence[list[int]], log_probs: Sequence[Any] | None) -> None:
-        """Lead rows, whose first turns are already sampled, to their ends.
+        """Sample the remaining turns of rows whose first turn is sampled already.
 
         Args:
             rows: the rows.
             ids: token ids of each first turn.
-            log_probs: the sampler's log-probs of each first turn, or `None`.
+            log_probs: the sampler's log-probs of each first turn. `None`: unknown.
         """
         self._rounds(self._answered(rows, ids, log_probs), first=False)
 
@@ -74,13 +75,16 @@ class Rounds:
         return self._those(rows, answers)
 
     def _those(self, rows: Sequence[Conversation], go_on: Sequence[Any]) -> list[Conversation]:
-        """Run the rows' coroutines, and return the rows that have another turn."""
+        """Run one coroutine per row (`go_on`), and return the rows that have another turn."""
         found = self._ranks.agree(partial(self._conversations.run, go_on))
         return [row for row, has_turn in zip(rows, found, strict=True) if has_turn]
 
 
 class _Windows:
-    """Keeps the rows of windows from the beginning of sampling until nobody needs their environments."""
+    """Keeps the rows of windows from the beginning of sampling until the rewards of the window have come.
+
+    Until then, reward functions may use the environments of the rows.
+    """
 
     def __init__(self, conversations: Conversations, use: Use, *, knows_log_probs: bool):
         self._conversations, self._use, self._knows_log_probs = conversations, use, knows_log_probs
@@ -95,13 +99,18 @@ class _Windows:
         return rows
 
     def begin(self) -> None:
-        """Give back the environments of windows that were taken: their rewards have come."""
+        """Give back the environments of windows that were taken, because the rewards of these windows have come."""
         for number in self._taken:
             self._conversations.give_back(self._rows.pop(number))
         self._taken.clear()
 
     def sampled(self, window: int, versions: Tensor) -> Sampled:
-        """Return the rows of a window, all of which have ended."""
+        """Return the rows of a window after all of them have ended.
+
+        Args:
+            window: number of the generation batch.
+            versions: [B, 2], policy versions of the rows.
+        """
         rows = self._rows[window]
         turns = [row.turns for row in rows if row.turns is not None]
         known = self._knows_log_probs or any(one.log_probs is not None for one in turns)
@@ -123,7 +132,7 @@ class _Windows:
         )
 
     def taken(self, window: int) -> None:
-        """Prepare a window for its reward functions, which are asked next."""
+        """Prepare a window for its reward functions, which are called next."""
         rows = self._rows[window]
         self._taken.add(window)
         self._use([row.environment for row in rows])
@@ -140,10 +149,10 @@ class TurnsInProcess(InProcess):
     """Samples rows with several turns in this process.
 
     Args:
-        rounds: sample the turns.
-        conversations: run tools and environments.
-        use: passes the environments of a window's rows to reward functions.
-        knows_log_probs: the generator reports log-probs.
+        rounds: samples the turns.
+        conversations: runs tools and environments.
+        use: function that passes the environments of a window's rows to reward functions.
+        knows_log_probs: True = the generator reports log-probs.
         others: the arguments of `InProcess`.
     """
 
@@ -176,8 +185,8 @@ class TurnsOnServers(OnServers):
     """Samples rows with several turns on vLLM servers.
 
     Args:
-        conversations: run tools and environments.
-        use: passes the environments of a window's rows to reward functions.
+        conversations: runs tools and environments.
+        use: function that passes the environments of a window's rows to reward functions.
         others: the arguments of `OnServers`.
     """
 
@@ -195,7 +204,7 @@ class TurnsOnServers(OnServers):
         self._pool.expect(window, {}, None if self._on_rows is None else self._come, chains=chains)
 
     async def _lead(self, row: Conversation, prompt_ids: list[int] | None, ask: Any) -> None:
-        """Lead a row from its prompt to its end. This runs on the pool's event loop."""
+        """Sample all turns of a row. This coroutine runs on the pool's event loop."""
         goes_on = await self._conversations.begin(row, prompt_ids)
         while goes_on and row.turns is not None:
             turn = await ask(row.turns.context, row.turns.room)
@@ -213,5 +222,5 @@ class TurnsOnServers(OnServers):
         self._on_rows(window, first, [row.prompt], [row.turns.completion_ids], deepcopy([row.turns.messages]))
 
     def forget(self) -> None:
-        super().forget()  # first end the conversations that are running
+        super().forget()  # first, because it ends the conversations that are running
         self._windows.forget()

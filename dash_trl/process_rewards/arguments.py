@@ -1,14 +1,19 @@
-"""Checks of users' arguments that several modules share, and the names of functions in errors."""
+"""A check of users' arguments that several modules use, and the name by which an error calls a function."""
 
 import re
 from typing import Any
 
-# In a plain Python string, "\boxed" holds a backspace and "\frac" a form feed. No model writes either.
+# In a plain Python string, "\boxed" holds a backspace and "\frac" a form feed. No model writes these two characters.
 _ESCAPED = re.compile("[\a\b\v\f]")
 
 
 def check_escapes(name: str, text: str) -> None:
-    """Raise a `ValueError` if the text holds a control character: Python has read a backslash as an escape."""
+    """Raise a `ValueError` if the text holds a control character, because Python has read a backslash as an escape.
+
+    Args:
+        name: the name of the argument, for the error.
+        text: the value of the argument.
+    """
     if _ESCAPED.search(text):
         raise ValueError(
             f"{name}={text!r} holds a control character: Python reads a backslash and a letter as an escape, as in "

@@ -1,4 +1,4 @@
-"""`ProcessRewardCallback` replaces the advantages of a window by one advantage per token::
+"""`ProcessRewardCallback` replaces the outcome advantages of a window by one advantage per token::
 
     rollouts ──► Segmenter ──► ValueEstimator ──► credit estimator ──► rollouts.advantages [B, T]
 
@@ -44,8 +44,8 @@ from dash_trl.update import check_tensor, unknown_log_probs, weighted_rewards
 logger = logging.getLogger(__name__)
 
 
-# Estimators whose credit for a group depends on no other group of the window. Only they work with `reward_pipeline`,
-# which passes on a part of the window at a time.
+# Estimators whose credit for a group depends on no other group of the window. Only these estimators work with
+# `reward_pipeline`, which trains on one part of the window after the other.
 PER_GROUP = ("centered_return", "episode", "grpo_process")
 WITHOUT_UTILITIES = ("gae", "grpo")  # estimators that do not use the utilities U
 CREDIT = "process/credit"  # the column in the table of completions
@@ -53,19 +53,22 @@ CREDIT = "process/credit"  # the column in the table of completions
 
 @dataclass(frozen=True)
 class _Part:
-    """One part of a window: the rows of this rank or, if groups are spread over several ranks, the rows of all ranks.
+    """One part of a window, with what the figures and the evidence of the window are computed from.
+
+    Its rows are the rows of this rank or, if groups are spread over several ranks, the rows of all ranks.
 
     Letters: R rows, T tokens that the policy wrote, K boundaries, M groups.
 
     Attributes:
-        rewards: what the credit estimator was given.
-        credit: [R, T], the advantages that it returned.
+        rewards: the input of the credit estimator.
+        credit: [R, T], the advantages that the credit estimator returned.
         boundaries: [R, K] int, padded with −1.
-        values: [R, K], NaN where V is missing or was not asked for.
-        skipped: [R] bool, True = not valued: the row is unscored, has no token, or its group is solved.
+        values: [R, K], NaN = V is missing or was not asked for.
+        skipped: [R] bool, True = no V was asked for: the row is unscored, has no token, or its group is solved.
         groups: [M] int64, the numbers of the groups.
         evidence: how well V predicted the outcomes of these groups.
-        entropy: [1, 2], the sum of the entropies and the number of tokens, of this rank; 0 where no entropy is known.
+        entropy: [1, 2], the sum of the entropies of this rank's tokens and the number of these tokens; 0 and 0 if
+            entropies are not known.
         alone: True = the rows are those of this rank only.
     """
 
@@ -81,40 +84,41 @@ class _Part:
 
 
 class ProcessRewardCallback(DASHCallback):
-    """Replaces the advantages by one advantage per token, from the values of each completion's prefixes::
+    """Replaces the outcome advantages by one advantage per token, computed from the values of each row's prefixes::
 
         trainer = DASHTrainer(..., callbacks=[ProcessRewardCallback()])
 
-    Values are computed once per completion, after sampling and before the filter. A problem that no completion solves
-    can still teach: if its completions differ in progress, their advantages are not 0 and the filter keeps them. With
-    anchored values, the scale of such a group comes from the previous windows (`credit._scaled`). As long as these have
-    no group with different outcomes, such a group gets no process reward.
+    Values are computed once per completion, after sampling and before the filter. The policy can learn from a problem
+    that no completion solves: if the completions differ in progress, their advantages are not 0 and the filter keeps
+    them. With anchored values, the process rewards of such a group are scaled as in the previous windows
+    (`credit._scaled`). If no previous window has a group with different outcomes, the advantages of the group stay 0.
 
     Args:
-        value: estimates V(prefix). Default: `AnswerLogProbValue()`.
+        value: the value estimator, which computes V(prefix). None = `AnswerLogProbValue()`.
         estimator: name of the credit estimator, one of `dash_trl.process_rewards.ESTIMATORS`.
-        settings: weights of the outcome and the process part, floor of the scale, γ and λ. Default: `CreditSettings()`.
-            For a value that learns, it has `process_weight="auto"` if the estimator has weights and `anchored` is not
-            False: at first V has the weight 0, later the weight that its predictions have earned.
+        settings: the `CreditSettings` of the estimator. None = the defaults of `CreditSettings`, except for a value
+            that learns: its `process_weight` is "auto" if the estimator has weights and `anchored` is not False. Then V
+            has the weight 0 at first, and later a weight that depends on how well V predicts outcomes.
         markers: see `Segmenter`.
         max_episode_tokens: see `Segmenter`.
         min_episode_tokens: see `Segmenter`.
         final_answer: see `Segmenter`.
-        answer_column: dataset column with the accepted answer, a text or a list of texts; for values that need it.
-        skip_solved: compute no values for solved groups, since nothing is left to learn there. A group is solved if its
-            completions all have the same reward and this is at least `solved_reward`. A value that learns, such as
-            `OutcomeValue`, still learns from solved groups.
-        solved_reward: the weighted sum of rewards from which a completion counts as solved. Default: for each
+        answer_column: name of the dataset column with the accepted answer, a text, a number or a list of these. It is
+            used only if the value estimator needs answers.
+        skip_solved: True = compute no values for solved groups, because the policy has nothing to learn there. A group
+            is solved if all its completions have the same reward and this reward is at least `solved_reward`. A value
+            that learns, such as `OutcomeValue`, still learns from solved groups.
+        solved_reward: number, the weighted sum of rewards from which a completion counts as solved. None = for each
             completion, the sum of the positive `reward_weights` of the reward functions that apply to it (those whose
-            reward is not NaN). This default assumes that the highest reward of each function is 1.
-        anchored: make the outcome the last value, so that the process rewards of a row add up to outcome − V_0; see
-            `dash_trl.process_rewards.credit.anchor`. Then a policy that learns to please V earns nothing without a
-            better outcome. Default: True for a value that learns and for `process_weight="auto"`, if estimator and
-            value allow it.
+            reward is not NaN). None assumes that the highest reward of each function is 1.
+        anchored: True = make the outcome the last value, so that the process rewards of a row add up to outcome − V_0;
+            see `dash_trl.process_rewards.credit.anchor`. Then a policy that learns to raise V gains nothing without a
+            better outcome. None = True for a value that learns and for `process_weight="auto"`, if estimator and value
+            allow it; else False.
     Raises:
         ValueError: if the estimator is unknown or a setting does not fit the estimator or the value; when training
-            begins, if the lengths of episodes contradict each other; during training, if the answer column or the
-            servers are missing, or if a user's estimator returns values or advantages of the wrong form.
+            begins, if an argument of `Segmenter` is wrong; during training, if the answer column or the servers are
+            missing, or if an estimator of your own returns values or advantages of the wrong form.
     """
 
     def __init__(
@@ -134,8 +138,8 @@ class ProcessRewardCallback(DASHCallback):
     ):
         if estimator not in ESTIMATORS:
             raise ValueError(
-                f"estimator={estimator!r} is unknown: use one of {', '.join(ESTIMATORS)}. Register your own under a "
-                "name: dash_trl.process_rewards.ESTIMATORS['mine'] = function."
+                f"estimator={estimator!r} is unknown: use one of {', '.join(ESTIMATORS)}. Register an estimator of "
+                "your own under a name: dash_trl.process_rewards.ESTIMATORS['mine'] = function."
             )
         self.value = AnswerLogProbValue() if value is None else value
         if isinstance(value, type) or not callable(self.value):
@@ -149,17 +153,17 @@ class ProcessRewardCallback(DASHCallback):
         if estimator == "gae" and not in_its_unit:
             raise ValueError(
                 "estimator='gae' compares values with the outcome, so both must have the same unit: pass "
-                "value=AnswerLogProbValue(space='probability'), MonteCarloValue() or OutcomeValue(). Your own value "
-                "says so by an attribute, space = 'probability' or 'reward'."
+                "value=AnswerLogProbValue(space='probability'), MonteCarloValue() or OutcomeValue(). A value estimator "
+                "of your own needs the attribute space = 'probability' or 'reward'."
             )
         can_be_anchored = in_its_unit and estimator not in WITHOUT_UTILITIES
         if anchored and not can_be_anchored:
             raise ValueError(
-                f"anchored=True with estimator={estimator!r} and a value whose space is {space!r}: it makes the "
-                "outcome the last value. Leave it out for estimators that do not use differences of values "
-                f"({', '.join(WITHOUT_UTILITIES)}). For the others, the value must have the unit of the outcome: pass "
-                "OutcomeValue(), MonteCarloValue() or AnswerLogProbValue(space='probability'). Your own value says so "
-                "by an attribute, space = 'probability' or 'reward'."
+                f"anchored=True makes the outcome the last value, which is not possible with estimator={estimator!r} "
+                f"and a value whose space is {space!r}. Leave anchored out for estimators that do not use differences "
+                f"of values ({', '.join(WITHOUT_UTILITIES)}). For other estimators, the value must have the unit of "
+                "the outcome: pass OutcomeValue(), MonteCarloValue() or AnswerLogProbValue(space='probability'). A "
+                "value estimator of your own needs the attribute space = 'probability' or 'reward'."
             )
         self._learns = hasattr(self.value, "learn")
         if settings is None:
@@ -170,15 +174,15 @@ class ProcessRewardCallback(DASHCallback):
         self.anchored = can_be_anchored and (self._learns or self._auto) if anchored is None else anchored
         if self._auto and not self.anchored:
             raise ValueError(
-                f"process_weight='auto' with anchored={anchored} and a value whose space is {space!r}: V earns this "
-                "weight by reducing the variance of the outcome, so it must be anchored and have the unit of the "
-                "outcome. Leave anchored out and pass OutcomeValue(), MonteCarloValue() or "
+                f"process_weight='auto' is not possible with anchored={anchored} and a value whose space is {space!r}: "
+                "this weight follows from how far V reduces the variance of the outcome, so V must be anchored and "
+                "have the unit of the outcome. Leave anchored out and pass OutcomeValue(), MonteCarloValue() or "
                 "AnswerLogProbValue(space='probability'), or give the weight as a number."
             )
         if self.anchored and settings.scale_floor is not None:
             raise ValueError(
-                f"scale_floor={settings.scale_floor} does nothing with anchored values, which have the scale of the "
-                "outcome advantages. Leave it out."
+                f"scale_floor={settings.scale_floor} does nothing with anchored values, because they get the scale of "
+                "the outcome advantages. Leave scale_floor out."
             )
         if settings.scale_floor is None:
             settings = replace(settings, scale_floor=FLOORS.get(str(space), FLOORS["log"]))
@@ -189,7 +193,7 @@ class ProcessRewardCallback(DASHCallback):
         self.needs_log_probs = getattr(self.value, "needs_log_probs", False)
         self._needs_answers = getattr(self.value, "needs_answers", True)
         self.watches_groups = hasattr(self.value, "begin") and not self.needs_log_probs
-        # A checkpoint's evidence counts only for the same value in the same space.
+        # The evidence of a checkpoint is used only if this description of the value is the same.
         self._watched = {"of": named(self.value), "space": space, "fields": [one.name for one in fields(Evidence)]}
         self.segmentation: dict[str, Any] = {
             "markers": markers,
@@ -205,29 +209,33 @@ class ProcessRewardCallback(DASHCallback):
         self._logged_entropy: float | None = None
         self._diagnostics = Diagnostics()
         self._watch = Watch()
-        self._columns: dict[str, Any] = {}  # TRL's, of the table of completions
+        self._columns: dict[str, Any] = {}  # the additional columns of TRL's table of completions
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # Parts of the current window, until it is whole. They are emptied here since an interrupted run may leave some.
+        # The parts of the current window, until the window is whole. An interrupted run may have left some behind, so
+        # the list begins empty here and not in __init__.
         self._parts: list[_Part] = []
         self._lessons: list[tuple[int, ValueRequest, float]] = []  # (group, request, outcome) for a value that learns
         self._cells: list[tuple[int, str]] = []  # (group, credit per episode), if completions are logged
         self._segmenter = Segmenter(kwargs["processing_class"], **self.segmentation)
-        # What `begin` of the value returned, by the token ids of prompt and completion.
+        # Token ids of prompt and completion → what the value estimator's `begin` returned for them.
         self._begun: dict[tuple[int, ...], Any] = {}
 
     def on_group_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, group: SampledGroup, **kwargs: Any
     ) -> None:
-        """Starts the values of a group while others are sampled. Solved groups take part, since rewards are unknown."""
+        """Starts to compute the values of a group while other groups are sampled.
+
+        Rewards are not known yet, so values of solved groups are computed, too.
+        """
         trainer, requests = kwargs["trainer"], {}
         ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
         rows = zip(group.examples, map(tuple, group.prompt_ids), map(tuple, group.completion_ids), strict=True)
         for example, prompt, completion in rows:
             if trainer.mask_truncated_completions and completion[-1] not in ends:
-                continue  # it is truncated and masked, so no token of it counts
+                continue  # the completion is truncated and masked, so none of its tokens counts
             requests[prompt + completion] = ValueRequest(
                 prompt_ids=prompt,
                 completion_ids=completion,
@@ -240,7 +248,7 @@ class ProcessRewardCallback(DASHCallback):
 
     @property
     def _pays(self) -> bool:
-        """Whether V changes the advantages of this window. Not if its "auto" weight is 0."""
+        """Whether V changes the advantages of this window. False if the "auto" weight of V is 0."""
         return not self._auto or self._weight > 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,14 +260,14 @@ class ProcessRewardCallback(DASHCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         name = type(self.value).__name__
-        if (of_value := state.get(name)) is not None:  # else the state is that of another value
+        if (of_value := state.get(name)) is not None:  # None: the checkpoint comes from a run with another value
             self.value.load_state_dict(of_value)  # type: ignore[attr-defined]
         elif hasattr(self.value, "state_dict"):
             logger.warning(
                 f"The checkpoint holds nothing that {name} has learned: it comes from a run with another value. "
                 "Learning starts anew."
             )
-        worth = state.get("worth", {})  # checkpoints of earlier versions lack it or its evidence
+        worth = state.get("worth", {})  # checkpoints of earlier versions have no "worth", or no evidence in it
         if {one: worth.get(one) for one in self._watched} == self._watched:
             self._watch.load_state_dict(worth.get("evidence", []))
             self._diagnostics.entropies = list(worth["entropies"])
@@ -277,7 +285,7 @@ class ProcessRewardCallback(DASHCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """An evaluation adds rows to TRL's table. They have no credit, so the column would not fit."""
+        """Removes the credit column from TRL's table of completions, because an evaluation adds rows without credit."""
         self._columns.pop(CREDIT, None)
 
     def on_advantages(
@@ -290,7 +298,7 @@ class ProcessRewardCallback(DASHCallback):
     ) -> None:
         trainer, started = kwargs["trainer"], time.perf_counter()
         if not self._parts:
-            self.last, self._seconds = [], 0.0  # seconds that the values and the credit of this window take
+            self.last, self._seconds = [], 0.0  # `_seconds`: the time that values and credit of this window take
             if self._auto:
                 self._weight = trainer.ranks.agree(self._watch.weight, from_main=True)
             if self.anchored:
@@ -307,16 +315,18 @@ class ProcessRewardCallback(DASHCallback):
             self._end_window(trainer)
 
     def _part(self, rollouts: CreditedRollouts, trainer: Any) -> tuple[_Part, Tensor]:
-        """Values these rows; returns them as a part of the window, and their credit [B, T]."""
+        """Computes values and credit of these rows; returns a part of the window, and the credit [B, T]."""
         ranks, group_size = trainer.ranks, trainer.num_generations
-        # If each rank has whole groups, as is usual, it computes the credit of its own rows, else of all ranks' rows.
+        # If each rank has whole groups, which is usual, it computes the credit of its own rows only. If groups are
+        # spread over ranks, each rank computes the credit of all rows.
         alone = len(rollouts) % group_size == 0
         gather = _as_it_is if alone else ranks.gather
         mine, columns = slice(None) if alone else ranks.own(len(rollouts)), rollouts.completion_ids.shape[1]
         width = max(columns, 1) if alone else max(1, *ranks.gather_object(columns))
 
         outcome = weighted_rewards(rollouts.rewards, trainer.reward_weights).masked_fill(~rollouts.scored, torch.nan)
-        # The credit estimator sees only tokens that the policy wrote: lengths, boundaries and columns count no others.
+        # The credit estimator gets only tokens that the policy wrote: lengths, boundaries and columns do not count the
+        # tokens of tools.
         own = rollouts.loss_mask.bool()
         outcomes, lengths = gather(outcome), gather(own.sum(dim=1))
         skipped = self._skipped(outcomes, gather(self._highest(rollouts, trainer.reward_weights)), lengths, group_size)
@@ -360,10 +370,10 @@ class ProcessRewardCallback(DASHCallback):
         ), per_token
 
     def _end_window(self, trainer: Any) -> None:
-        """When the window is whole: lets V learn from it, compares V with its outcomes, and logs the figures."""
+        """Ends a window whose parts have all come: lets V learn, compares V with the outcomes, and logs figures."""
         window, self._parts = joined(self._parts), []
         ready, started = getattr(self.value, "ready", True), time.perf_counter()
-        if self._learns:  # in the order of the groups' numbers, since rewards may arrive in any order
+        if self._learns:  # sorted by the number of the group, because rewards may arrive in any order
             lessons, self._lessons = sorted(self._lessons, key=lambda lesson: lesson[0]), []
             self.value.learn([one[1] for one in lessons], [one[2] for one in lessons], trainer)  # type: ignore[attr-defined]
         worth = self._judged(window, trainer.ranks)
@@ -383,7 +393,7 @@ class ProcessRewardCallback(DASHCallback):
             self._diagnostics.watch(worth, full=self._watch.full, entropy=mean)
 
     def _credit_cells(self, rollouts: CreditedRollouts, tokenizer: Any) -> list[str]:
-        """[B]: the episodes of each row with the mean advantage of their loss tokens."""
+        """Returns a text for each of the B rows: its episodes with the mean advantage of their loss tokens."""
         advantages, cells = rollouts.advantages, []
         if advantages.dim() == 1:
             advantages = advantages.unsqueeze(1).expand_as(rollouts.loss_mask)
@@ -401,14 +411,14 @@ class ProcessRewardCallback(DASHCallback):
         return cells
 
     def _highest(self, rollouts: CreditedRollouts, weights: Tensor) -> Tensor:
-        """[B]: the weighted sum of rewards from which each row counts as solved."""
+        """Returns [B]: for each row, the weighted sum of rewards from which the row counts as solved."""
         applies = ~rollouts.rewards.isnan()
         if self.solved_reward is not None:
             return torch.full(applies.shape[:1], float(self.solved_reward))
         return (applies * weights.to(applies.device).clamp(min=0)).sum(dim=1)
 
     def _skipped(self, outcomes: Tensor, highest: Tensor, lengths: Tensor, group_size: int) -> Tensor:
-        """[N] bool, True = no V is needed: the row is unscored, has no token (is masked), or its group is solved."""
+        """Returns [N] bool, True = no V is needed: the row is unscored, has no loss token, or its group is solved."""
         groups, solved = (cells.view(-1, group_size) for cells in (outcomes, outcomes > highest - ALIKE))
         solved = (groups == groups[:, :1]).all(dim=1) & solved.all(dim=1) & self.skip_solved
         return solved.repeat_interleave(group_size) | outcomes.isnan() | (lengths == 0)
@@ -416,10 +426,18 @@ class ProcessRewardCallback(DASHCallback):
     def _values(
         self, rollouts: CreditedRollouts, skipped: Tensor, outcome: Tensor, trainer: Any
     ) -> tuple[list[ValueRequest], list[list[float]], Tensor]:
-        """Requests and values of this rank's rows, and [1, 2], the sum of the known entropies and their number.
+        """Computes V for this rank's rows.
 
-        A skipped row also has boundaries if V learns from it. V does not learn from rows without a token: they have no
-        prefix with known log-probs, so their outcomes would count in V_0 only.
+        A skipped row also has boundaries in its request if V learns from it. V does not learn from a row without a loss
+        token, because such a row has no prefix with known log-probs and its outcome would count in V_0 only.
+
+        Args:
+            rollouts: the rows of this rank.
+            skipped: [B] bool, the rows of `_skipped`.
+            outcome: [B], NaN = unscored.
+            trainer: the `DASHTrainer`.
+        Returns:
+            A request per row, the values of each request, and `_Part.entropy`.
         """
         learned = ~outcome.isnan() & rollouts.loss_mask.any(dim=1) & self._learns
         asked = ~skipped | learned
@@ -437,7 +455,7 @@ class ProcessRewardCallback(DASHCallback):
     def _requests(
         self, rollouts: CreditedRollouts, asked: Tensor, log_probs: Tensor | None, entropies: Tensor | None
     ) -> list[ValueRequest]:
-        """One request for each row of this rank; without boundaries where V is not asked for."""
+        """Returns one request for each row of this rank; a row for which no V is asked has no boundaries."""
         requests, loss_mask = [], None if rollouts.tool_mask is None else rollouts.loss_mask
         for row, example in enumerate(rollouts.examples):
             tokens = rollouts.completion_mask[row].bool()
@@ -457,14 +475,17 @@ class ProcessRewardCallback(DASHCallback):
                     begun=self._begun.get(prompt + completion) if own is None else None,
                 )
             )
-        for request in requests:  # only now, since several rows may have the same tokens
+        for request in requests:  # not in the loop above, because several rows may have the same tokens
             self._begun.pop(request.prompt_ids + request.completion_ids, None)
         return requests
 
     def _judged(self, window: _Part, ranks: Ranks) -> dict[str, float]:
-        """Adds the evidence of a window, in the order of its groups, and returns the figures, the same on all ranks."""
+        """Adds the evidence of a window to that of earlier windows, and returns the figures for the log.
+
+        The evidence is added in the order of the groups, so that all ranks have the same evidence and figures.
+        """
         of_ranks = ranks.gather_object((window.groups, window.evidence))
-        of_all = of_ranks if window.alone else of_ranks[:1]  # if groups are spread over the ranks, each has all rows
+        of_all = of_ranks if window.alone else of_ranks[:1]  # if not alone, each rank has the rows of all ranks
         order = torch.cat([groups for groups, _ in of_all]).argsort(stable=True)
         self._watch.add(joined([evidence for _, evidence in of_all]).of_groups(order))
         worth = self._watch.figures()
@@ -474,9 +495,9 @@ class ProcessRewardCallback(DASHCallback):
         return {**worth, "process/weight": self._weight} if self._auto else worth
 
     def _credit(self, rewards: Rewards) -> Tensor:
-        """[N, T]: the advantages by the chosen estimator."""
+        """Returns [N, T]: the advantages by the chosen estimator."""
         if not self._pays:
-            return ESTIMATORS["grpo"](rewards, CreditSettings())  # for the logged figures
+            return ESTIMATORS["grpo"](rewards, CreditSettings())  # only for the logged figures
         settings = self.settings
         if self._auto:  # (1 − w)·outcome + w·(outcome − V) = outcome − w·V
             settings = replace(settings, outcome_weight=1 - self._weight, process_weight=self._weight)
@@ -486,17 +507,19 @@ class ProcessRewardCallback(DASHCallback):
         return credit
 
     def _warn_of_losses(self, anchored: bool | None) -> None:
-        """Warns of settings that give a value that learns more weight than its predictions have earned."""
+        """Warns of settings that give V more weight than its predictions justify. V is a value that learns."""
         name = named(self.value)
         if anchored is False and self.estimator not in WITHOUT_UTILITIES:
             logger.warning(
-                f"anchored=False with {name}, which learns during the run: its process rewards are not tied to the "
-                "outcome, and a policy that learns to please V may lose everything else. Leave anchored out."
+                f"anchored=False with {name}, which learns during the run: the process rewards of a completion do not "
+                "depend on its outcome, so the policy may learn to raise V while its outcomes become worse. Leave "
+                "anchored out."
             )
         if self.estimator == "gae":
             logger.warning(
-                f"estimator='gae' uses {name} as its critic from the beginning, however well that predicts outcomes. "
-                "'centered_return' gives it the weight that it earned in the previous windows."
+                f"estimator='gae' uses {name} as its critic from the beginning, even if V predicts outcomes badly. "
+                "'centered_return' gives V a weight that depends on how well V predicted the outcomes of the previous "
+                "windows."
             )
 
 
@@ -505,7 +528,16 @@ def _is_weighed(estimator: str) -> bool:
 
 
 def _log_probs(rollouts: CreditedRollouts, rows: Tensor, trainer: Any) -> tuple[Tensor, Tensor | None]:
-    """[B, T], the sampler's log-probs, NaN = not reported; if it has none, the policy's, and its entropies [B, T]."""
+    """Returns the log-probs of the rows' tokens, for a value that needs them.
+
+    Args:
+        rollouts: the rows of this rank.
+        rows: [B] bool, True = log-probs of this row are needed.
+        trainer: the `DASHTrainer`.
+    Returns:
+        If the sampler reports log-probs: these, [B, T] with NaN = not reported, and None. Else the policy's log-probs
+        and entropies, [B, T] each, from a pass.
+    """
     sampled, mask = rollouts.sampling_per_token_logps, rollouts.loss_mask
     if sampled is None:
         return trainer.log_probs_and_entropies(rollouts, rows)
@@ -514,21 +546,23 @@ def _log_probs(rollouts: CreditedRollouts, rows: Tensor, trainer: Any) -> tuple[
 
 
 def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
-    """The accepted answers of a dataset row: of a GSM8K solution, what follows `####`.
+    """Returns the accepted answers of a dataset row.
 
-    None and NaN stand for missing cells of a table and are left out.
+    Of a text with `####`, such as a solution of GSM8K, the answer is the text after the last `####`. None and NaN stand
+    for missing cells of a table and are left out.
 
     Args:
         example: the dataset row.
-        column: the column with the answer: a text, a number, or a list of either.
+        column: name of the column with the answer, which is a text, a number, or a list of these.
     Raises:
-        ValueError: if the column is missing or holds something else.
+        ValueError: if the column is missing or holds a value of another type.
     """
     if column not in example:
         raise ValueError(
-            f"A dataset row has the columns {sorted(example)}, but not {column!r}, and V(prefix) is the probability of "
-            "the answer in it. Name the column with ProcessRewardCallback(answer_column=...), or use a value that "
-            "needs no answer, such as OutcomeValue() (examples/train_math_process.py: --value outcome)."
+            f"A dataset row has the columns {sorted(example)}, but not {column!r}, where ProcessRewardCallback looks "
+            "for the answer from whose probability V(prefix) is computed. Name the column of your dataset with "
+            "ProcessRewardCallback(answer_column=...), or use a value that needs no answer, such as OutcomeValue() "
+            "(examples/train_math_process.py: --value outcome)."
         )
     answers = example[column]
     answers = answers if isinstance(answers, list | tuple) else [answers]
@@ -545,22 +579,25 @@ def accepted_answers(example: dict[str, Any], column: str) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[Sequence[float]], padding: float) -> Tensor:
-    """[B, K]: rows of different lengths, padded; int64 or float32 like `padding`, since MPS can gather these two."""
+    """Returns rows of different lengths as one padded tensor [B, K].
+
+    The dtype is int64 if `padding` is an int, and float32 if it is a float, because MPS can gather only these two.
+    """
     dtype = torch.tensor(padding).dtype
     return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=padding)
 
 
 def _among_own(boundaries: Tensor, own: Tensor) -> Tensor:
-    """[B, K]: for each boundary, how many tokens before it the policy wrote (`own`, [B, T] bool); −1 stays −1."""
+    """Counts for each boundary [B, K] how many tokens before it the policy wrote (`own`, [B, T] bool); −1 stays −1."""
     before = torch.nn.functional.pad(own.long().cumsum(dim=1), (1, 0))
     return before.gather(1, boundaries.clamp(min=0)).where(boundaries >= 0, boundaries)
 
 
 def _as_it_is(rows: Tensor, *, pad: float = 0) -> Tensor:
-    """Used in place of `gather` and of sums over ranks, if the ranks need nothing of each other."""
+    """Returns its argument. It replaces `gather` and sums over ranks if each rank computes its own rows only."""
     return rows
 
 
 def _sum(ranks: Ranks, sums: Tensor) -> Tensor:
-    """The sum over the ranks in float64. It is exchanged as an object, since not every device has float64."""
+    """Returns the sum over the ranks in float64. Ranks exchange lists, because not every device has float64."""
     return torch.tensor(ranks.gather_object(sums.tolist()), dtype=torch.double).sum(dim=0)

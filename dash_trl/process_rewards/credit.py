@@ -2,18 +2,21 @@
 
     V at b_0 … b_n ──► U_i = V_i − V_{i−1} on the last token of episode i ──► estimator ──► A [N, T]
 
-They are pure functions of whole groups and are chosen by name (`ESTIMATORS`). Values may be *anchored*: then the
-outcome is the last value of a row (`anchor`).
+The estimators are pure functions of whole groups. A user chooses one by its name in `ESTIMATORS`. Values may be
+*anchored*, which means that the outcome is the last value of a row (`anchor`).
 
 Letters: N rows (the G completions of a prompt are adjacent), T completion tokens, K boundaries per row, G group size;
 V_i value at boundary i, U_i utility of episode i, r_t process reward of token t (U_i at the last token of episode i,
-else 0), R_t = Σ_{s ≥ t} r_s return-to-go, w_o and w_p weights of the outcome and the process part.
+else 0), R_t = Σ_{s ≥ t} r_s return-to-go. An advantage is the sum of an outcome part, with the weight w_o, and a
+process part, with the weight w_p: what the outcome and what the process rewards contribute.
 
-`centered_return` keeps the following laws. The docstring of each other estimator says which of them it breaks.
+`centered_return` keeps the following laws. The docstring of each other estimator names the laws that the estimator
+breaks.
 
-1. If an episode is split in two with the same total, the credit of its first token does not change.
-2. If a row outlasts the rest of its group by an episode with U = 0, this episode earns nothing, whether the group fails
-   or succeeds.
+1. If an episode is split in two and the two U add up to the former U, the credit of the episode's first token does not
+   change.
+2. If a row is longer than all other rows of its group by an episode with U = 0, the process part of this episode is 0,
+   whether the group fails or succeeds.
 3. Adding a constant to all V of a group changes nothing.
 4. Permuting the rows of a group permutes their credit.
 5. Without process rewards, the credit is exactly the outcome advantage.
@@ -29,35 +32,36 @@ from torch import Tensor
 
 from dash_trl.update import check_tensor
 
-# Default of `scale_floor` for each space of V: process rewards are divided by their spread, or by this if it is larger.
+# Default of `CreditSettings.scale_floor` for each space of V.
 FLOORS = {"log": 0.1, "probability": 0.01, "reward": 0.01}
-ALIKE = 1e-5  # smaller differences of outcomes count as rounding: sums of weighted rewards are float32
-# The published formulas have these: the post adds one to the standard deviation, verl's whitening one to the variance.
-STD_EPSILON = 1e-6
-VARIANCE_EPSILON = 1e-8
+ALIKE = 1e-5  # smaller differences of outcomes count as rounding, because weighted sums of rewards are float32
+STD_EPSILON = 1e-6  # added to a standard deviation, as in the post "Implementing Process Rewards in VeRL"
+VARIANCE_EPSILON = 1e-8  # added to a variance, as in verl's whitening
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """The input of a credit estimator: whole groups of this rank or, if groups are spread over several ranks, of all.
+    """The input of a credit estimator: whole groups, with the process rewards and the outcome of each row.
 
-    Completions of several turns are given without the tokens of tools: the policy's turns follow each other directly.
+    The rows are those of this rank or, if groups are spread over several ranks, those of all ranks. In completions of
+    several turns, the tokens of tools are removed, so that the policy's turns follow each other directly.
 
     Args:
         process: [N, T], U_i on the last token of episode i, 0 elsewhere.
-        ends: [N, T] bool, True on those last tokens (a U may be 0).
+        ends: [N, T] bool, True = the last token of an episode (also if its U is 0).
         values: [N, T], V at the last boundary at or before token t; used by `gae`.
         mask: [N, T] bool, True = a token of the completion; the padding is on the right.
         outcome: [N], the weighted sum of a row's rewards; NaN = unscored.
         outcome_advantages: [N], the trainer's advantages from the outcomes.
-        valued: [N] bool, False = no process reward, because V_0 or V_n is missing, or the row is unscored or has no
-            token. Such a row gets its outcome advantage (`_outcome_part`) and is left out of baselines and scales.
+        valued: [N] bool, True = the row has process rewards. False = it has none, because V_0 or V_n is missing, or
+            because the row is unscored or has no token. Such a row gets its outcome advantage (`_outcome_part`) and is
+            left out of baselines and scales.
         group_size: G, which divides N.
-        unit: for anchored values, the advantage that a reward of 1 has in a group whose outcomes are all the same;
-            None = the values are not anchored.
-        sum_over_ranks: takes a float64 tensor of any shape and returns its sum over the ranks, for statistics of the
-            whole batch; the identity if all rows are here. It is a collective: an estimator calls it equally often on
-            every rank, even on a rank without a valued row.
+        unit: number, the advantage that a reward of 1 gets in a group whose outcomes are all the same. None = the
+            values are not anchored.
+        sum_over_ranks: function that takes a float64 tensor of any shape and returns its sum over the ranks, for
+            statistics of the whole batch. If all rows are on this rank, it returns its argument. It is a collective: an
+            estimator must call it equally often on every rank, also on a rank without a valued row.
     Raises:
         ValueError: if a tensor has the wrong shape or dtype, or the rows are not whole groups.
     """
@@ -86,20 +90,21 @@ class Rewards:
 
 @dataclass(frozen=True)
 class CreditSettings:
-    """Settings of the credit estimators; `SETTINGS` says which estimator has which of them.
+    """Settings of the credit estimators; `SETTINGS` lists which estimator uses which settings.
 
     Args:
         outcome_weight: w_o >= 0, the weight of the outcome part of the advantage.
-        process_weight: w_p >= 0, the weight of the process part. With "auto", which needs anchored values, it is the
-            weight w that V earned in the previous windows (`worth.Watch`), and the outcome part gets 1 − w. While w is
-            0, the advantages are exactly those without the callback, for every estimator.
-        scale_floor: > 0, in the unit of V. Process rewards are divided by their spread, or by this if it is larger:
-            where V hardly moves, its noise should not become an advantage of 1. None: 0.1 for log-probs, 0.01 for other
-            values (`FLOORS`).
-        gamma: γ in [0, 1], discount per token; with `gae`, per episode.
+        process_weight: w_p >= 0, the weight of the process part; or "auto", which needs anchored values. With "auto",
+            the weight w follows from how well V predicted the outcomes of the previous windows (`worth.Watch`), and the
+            outcome part has the weight 1 − w. While w is 0, every estimator gives exactly the advantages of a run
+            without the callback.
+        scale_floor: number > 0, in the unit of V. Process rewards are divided by their spread, or by this number if it
+            is larger. So if V hardly changes, its noise does not become an advantage of about 1. None = 0.1 for
+            log-probs, 0.01 for other values (`FLOORS`).
+        gamma: γ in [0, 1], the discount per token; with `gae`, per episode.
         lam: λ of `gae` in [0, 1], per episode.
     Raises:
-        ValueError: if a number is out of range, or outcome_weight is set beside "auto".
+        ValueError: if a number is out of range, or if `outcome_weight` is set together with "auto".
     """
 
     outcome_weight: float = 1.0
@@ -128,10 +133,10 @@ class CreditSettings:
 def anchor(boundaries: Tensor, values: Tensor, lengths: Tensor, outcomes: Tensor) -> tuple[Tensor, Tensor]:
     """Adds a boundary at the end of each row, with the outcome as its value.
 
-    The final answer becomes an episode: U_{n+1} = outcome − V_n. So ΣU = outcome − V_0, however V moves in between: if
-    one episode is paid too much because V was made to look good, a later episode loses as much. If all U are known,
-    this is the return of VinePPO (arXiv 2410.01679, eq. 5), whose terminal state has a reward and no value. If no token
-    follows b_n, the outcome replaces V_n.
+    The final answer becomes an episode with U_{n+1} = outcome − V_n. So ΣU = outcome − V_0, whatever the values between
+    are. If the policy makes V look good within an episode, a later episode loses what this episode gains. If all U are
+    known, ΣU is the return of VinePPO (arXiv 2410.01679, eq. 5), where the terminal state has a reward and no value. If
+    no token follows b_n, the outcome replaces V_n.
 
     Args:
         boundaries: [N, K] int, padded with −1.
@@ -155,8 +160,8 @@ def place_rewards(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Turns values at boundaries into process rewards: the last token of episode i gets U_i = V_i − V_{i−1}.
 
-    So ΣU = V_n − V_0. If an inner value is missing, the two episodes beside it become one. A row without V_0 or V_n, or
-    without a token (a masked completion), is not valued.
+    So ΣU = V_n − V_0. If an inner value is missing, the episodes before and after its boundary become one. A row
+    without V_0, without V_n or without a token (a masked completion) gets no process rewards: `valued` is False.
 
     Args:
         boundaries: [N, K] int, padded with −1.
@@ -186,7 +191,8 @@ def place_rewards(
     process, ends = torch.zeros(rows, width, dtype=torch.double), torch.zeros(rows, width, dtype=torch.bool)
     process[row, token], ends[row, token] = utilities[row, k], True
 
-    # Each value holds from its boundary to the next known one or to the row's end; 0 before the first and in padding.
+    # Each value is repeated from its boundary to the next boundary with a known value, or to the end of the row. The
+    # tokens before the first known value and the padding get 0.
     starts = torch.where(known, boundaries, lengths).flip(1).cummin(dim=1).values.flip(1)
     edges = torch.cat([torch.zeros_like(lengths), starts, lengths, torch.full_like(lengths, width)], dim=1)
     levels = torch.nn.functional.pad(torch.where(known, values, 0.0), (1, 1))
@@ -198,16 +204,17 @@ def place_rewards(
 
 
 def grpo(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = the outcome advantage: no process reward. This is the baseline of every comparison."""
+    """A_t = the outcome advantage, without process rewards. This is the baseline for comparing estimators."""
     return _broadcast(rewards.outcome_advantages, rewards)
 
 
 def centered_return(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = w_o·A_outcome + w_p·(R_t − mean_{j≠i} R_{j,t}) / σ.
 
-    R_{j,t} is 0 after the end of row j. σ is the standard deviation of the group's totals ΣU, at least the floor; for
-    anchored values see `_scaled`. The baseline depends on other rows only, so it leaves the policy gradient unbiased. σ
-    contains the row itself, as in GRPO, and so weights the groups. This is our default; it keeps all laws.
+    R_{j,t} is 0 after the end of row j. σ is the standard deviation of ΣU over the rows of the group, or the floor if
+    that is larger; for anchored values see `_scaled`. The baseline depends on other rows only, so it leaves the policy
+    gradient unbiased. σ depends on the row itself, as in GRPO, which weights the groups differently. This estimator is
+    the default and keeps all laws.
     """
     returns = _returns_to_go(rewards.process)
     centred = returns.sub_(_mean_of_others(returns, rewards))
@@ -218,8 +225,8 @@ def centered_return(rewards: Rewards, settings: CreditSettings) -> Tensor:
 def episode(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = w_o·A_outcome + w_p·U_k / σ for the tokens of episode k (VinePPO, arXiv 2410.01679, eq. 5).
 
-    σ is the root mean square of the group's U, at least the floor; for anchored values see `_scaled`. Breaks law 1:
-    each half of a split episode gets only its own U.
+    σ is the root mean square of all U of the group, or the floor if that is larger; for anchored values see `_scaled`.
+    Breaks law 1: each half of a split episode gets only the U of this half.
     """
     own = spread_over_episodes(rewards.process, rewards.ends)
     rms = _pooled(rewards.process, rewards.ends, rewards, centre=False)[1]
@@ -229,10 +236,10 @@ def episode(rewards: Rewards, settings: CreditSettings) -> Tensor:
 def grpo_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = w_o·A_outcome + w_p·Σ_{s ≥ t} (U_s − μ) / σ over episode ends s.
 
-    This is the remedy of "Training-Free Process Rewards for LLM RL" for mixed scales: outcome and process rewards are
-    normalised separately. μ and σ are the mean and standard deviation of all U of the group (σ at least the floor; for
-    anchored values see `_scaled`). Breaks laws 1 and 2: n·μ/σ is taken off the first token of a row with n episodes, so
-    the number of episodes counts.
+    Outcome and process rewards are normalised separately, because their scales differ ("Training-Free Process Rewards
+    for LLM RL"). μ and σ are the mean and standard deviation of all U of the group (σ is at least the floor; for
+    anchored values see `_scaled`). Breaks laws 1 and 2: n·μ/σ is subtracted at the first token of a row with n
+    episodes, so the advantage depends on the number of episodes.
     """
     mean, std = _pooled(rewards.process, rewards.ends, rewards)
     normalised = _scaled(rewards.process - mean, std, rewards, settings).masked_fill_(~rewards.ends, 0)
@@ -240,11 +247,11 @@ def grpo_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
 
 
 def deepseek_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = Σ_{s ≥ t} (r_s − μ) / σ with μ and σ over all tokens of the group, the outcome on the last token.
+    """A_t = Σ_{s ≥ t} (r_s − μ) / σ, with μ and σ over all tokens of the group.
 
-    DeepSeekMath's process supervision (arXiv 2402.03300, 4.1.3) in the form of the post "Implementing Process Rewards
-    in VeRL", which takes μ and σ over all tokens. Breaks laws 1, 2, 5 and 6: a token without reward gets −μ/σ, which
-    adds up over the length, and σ includes the outcome.
+    r_s also contains the outcome, on the last token. This is DeepSeekMath's process supervision (arXiv 2402.03300,
+    4.1.3) in the form of the post "Implementing Process Rewards in VeRL", where μ and σ are over all tokens. Breaks
+    laws 1, 2, 5 and 6: a token without reward gets −μ/σ, which adds up over the length, and σ includes the outcome.
     """
     combined = _combined(rewards, settings)
     mean, std = _pooled(combined, rewards.mask, rewards)
@@ -253,13 +260,14 @@ def deepseek_process(rewards: Rewards, settings: CreditSettings) -> Tensor:
 
 
 def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """A_t = W(Σ_sources Σ_{s ≥ t} (r_s·n/(n−1) − b)), b = Σ_j mean_j / (n−1), with s over the places of each source.
+    """A_t = W(Σ_sources Σ_{s ≥ t} (r_s·n/(n−1) − b)), b = Σ_j mean_j / (n−1), with s over the tokens of each source.
 
-    PRIME (arXiv 2502.01456, eq. 5): a leave-one-out baseline b for each source of rewards, then whitening W over the
-    batch. n is the number of rows of the group that have the source, and mean_j the mean of row j over its places: the
-    last token for the outcome, the ends of episodes for the process rewards. Deviation: PRIME's reward model scores
-    every token, so PRIME subtracts b at every token; here process rewards and their b are at the ends of episodes only.
-    Breaks laws 1 (b is subtracted once per episode), 2, 5 and 6 (the whitening mixes the sources).
+    This is PRIME (arXiv 2502.01456, eq. 5): a leave-one-out baseline b for each source of rewards, then whitening W
+    over the batch. The sources are the outcome, whose only token is the last one, and the process rewards, whose tokens
+    are the ends of episodes. n is the number of rows of the group that have a token of the source, and mean_j is the
+    mean of row j over these tokens. Deviation: PRIME's reward model scores every token, so PRIME subtracts b at every
+    token. Here b of the process rewards is subtracted only at the ends of episodes. Breaks laws 1 (b is subtracted once
+    per episode), 2, 5 and 6 (the whitening mixes the sources).
     """
     last = torch.zeros_like(rewards.mask)
     last[_last_token(rewards)] = True
@@ -272,8 +280,9 @@ def prime_rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
 def rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_t = s_i − mean_{j≠i} s_j with s = w_o·outcome + w_p·ΣU (Ahmadian et al. 2024, arXiv 2402.14740).
 
-    All tokens of a row get the same number: ΣU telescopes to V_n − V_0, so the structure is lost. Breaks laws 2 (tokens
-    of a trailing episode get the number of their row), 5 (there is no division by the spread) and 6.
+    All tokens of a row get the same number, which depends on V only by ΣU = V_n − V_0. So the advantage does not show
+    which episode was good. Breaks laws 2 (an episode at the end gets the number of its row), 5 (there is no division by
+    the spread) and 6.
     """
     total = _combined(rewards, settings).sum(dim=1)
     return _or_outcome(
@@ -284,20 +293,20 @@ def rloo(rewards: Rewards, settings: CreditSettings) -> Tensor:
 def reinforce_plus_plus(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A = W(G) with G_t = r_t + γ·G_{t+1} and the outcome on the last token (REINFORCE++, arXiv 2501.03262).
 
-    W is the whitening over all tokens of the batch. Breaks laws 1 (another split changes the mean over tokens), 2, 5
-    and 6: W mixes outcome and process rewards and ignores groups.
+    W is the whitening over all tokens of the batch. Breaks law 1 (another split changes the mean over tokens), and laws
+    2, 5 and 6, because W mixes outcome and process rewards and ignores groups.
     """
     returns = _discounted(_combined(rewards, settings), torch.full_like(rewards.process, settings.gamma))
     return _or_outcome(_whitened(returns, rewards), rewards, settings)
 
 
 def reinforce_plus_plus_baseline(rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """`reinforce_plus_plus` with the group's mean total subtracted from the outcome.
+    """`reinforce_plus_plus`, with the mean total reward of the group subtracted on the last token.
 
-    This is the paper's "REINFORCE++ w/ baseline": A = W(G) with G_t = r_t + γ·G_{t+1}. The last token has the outcome
-    minus mean_j s_j, with s = w_o·outcome + w_p·ΣU. Without process rewards and with γ = 1 this is verl's
-    W(s_i − mean_j s_j). Deviation: with process rewards, verl still gives this one number to all tokens; here a token
-    is paid for what comes after it. Breaks laws 1, 2, 5 and 6, because of W.
+    This is the paper's "REINFORCE++ w/ baseline": A = W(G) with G_t = r_t + γ·G_{t+1}. On the last token, r is the
+    outcome minus mean_j s_j, with s = w_o·outcome + w_p·ΣU. Without process rewards and with γ = 1, this is verl's
+    W(s_i − mean_j s_j). Deviation: with process rewards, verl gives the number of the row to all tokens; here, the
+    advantage of a token depends on the rewards from this token on. Breaks laws 1, 2, 5 and 6, because of W.
     """
     combined = _combined(rewards, settings)
     baseline = _pooled(combined.sum(dim=1, keepdim=True), rewards.valued.unsqueeze(1), rewards)[0]
@@ -310,11 +319,12 @@ def reinforce_plus_plus_baseline(rewards: Rewards, settings: CreditSettings) -> 
 def gae(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """A_k = δ_k + γλ·A_{k+1}, δ_k = r_k + γ·V_k − V_{k−1}, with V(prefix) as the critic (GAE, arXiv 1506.02438).
 
-    Each episode k is one step, and all its tokens get its A. The final answer is a step, too: its r is the outcome, and
-    V is 0 after it. V must be in the outcome's unit. The result is not whitened: a row that did what its values
-    promised has no advantage. So choose `gradient_filter_threshold` in the unit of the reward. There are no weights,
-    since there is only one part, the outcome minus what V expected. Breaks laws 1 (λ counts episodes), 2 (the outcome
-    is paid on the last token), 3 (V is compared with the outcome), 5 and 6.
+    Each episode k is one step of GAE, and all tokens of the episode get A_k. The final answer is a step, too: its
+    reward is the outcome, and V after it is 0. The other steps have no reward. V must have the unit of the outcome. The
+    result is not whitened: if the outcome of a row is what V predicted at each boundary, the row has no advantage. So
+    choose `gradient_filter_threshold` in the unit of the reward. `outcome_weight` and `process_weight` are not used,
+    because the advantage cannot be divided into an outcome part and a process part. Breaks laws 1 (λ counts episodes),
+    2 (the outcome is on the last token), 3 (V is compared with the outcome), 5 and 6.
     """
     values = rewards.values.masked_fill(~rewards.mask, 0)
     after = torch.nn.functional.pad(values, (0, 1))[:, 1:]
@@ -343,7 +353,7 @@ ESTIMATORS: dict[str, Callable[[Rewards, CreditSettings], Tensor]] = {
 }
 
 _WEIGHTS = {"outcome_weight", "process_weight"}
-# The fields of `CreditSettings` that each estimator uses. Setting another one would do nothing and is an error.
+# The fields of `CreditSettings` that each estimator uses. To set another field is an error, since it would do nothing.
 SETTINGS: dict[str, set[str]] = {
     "centered_return": _WEIGHTS | {"scale_floor"},
     "episode": _WEIGHTS | {"scale_floor"},
@@ -359,7 +369,12 @@ SETTINGS: dict[str, set[str]] = {
 
 
 def check_settings(estimator: str, settings: CreditSettings) -> None:
-    """Raises a `ValueError` for a setting that the estimator (one of `ESTIMATORS`) does not use."""
+    """Raises a `ValueError` if a setting was changed that the estimator does not use.
+
+    Args:
+        estimator: one of `ESTIMATORS`.
+        settings: the settings; a field with its default value counts as not changed.
+    """
     names = {one.name for one in fields(settings)}
     has = SETTINGS.get(estimator, names)  # a user's estimator may use any setting
     for name in sorted(names - has):
@@ -378,14 +393,14 @@ def _broadcast(per_row: Tensor, rewards: Rewards) -> Tensor:
 
 
 def _with_outcome(process: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """`_outcome_part` + w_p·process, the second on valued rows only. It overwrites `process`."""
+    """Returns `_outcome_part`, plus w_p·process on valued rows. Overwrites `process`."""
     process.mul_(float(settings.process_weight) * rewards.valued.double().unsqueeze(1))
     process.add_(_outcome_part(rewards, settings))
     return process.masked_fill_(~rewards.mask, 0)
 
 
 def _or_outcome(advantages: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """`advantages` on valued rows, `_outcome_part` on the others."""
+    """Returns `advantages` for valued rows and `_outcome_part` for the others."""
     outcome = _outcome_part(rewards, settings)
     return torch.where(rewards.valued.unsqueeze(1), advantages, outcome).masked_fill_(~rewards.mask, 0)
 
@@ -393,8 +408,8 @@ def _or_outcome(advantages: Tensor, rewards: Rewards, settings: CreditSettings) 
 def _outcome_part(rewards: Rewards, settings: CreditSettings) -> Tensor:
     """[N, 1]: w_o·A_outcome.
 
-    An anchored process part contains the outcome, too. So with anchored values a row that is not valued gets
-    (w_o + w_p)·A_outcome, as if its V did not move. With process_weight="auto" this is A_outcome.
+    With anchored values, the process part of a valued row contains the outcome, too. So a row that is not valued gets
+    (w_o + w_p)·A_outcome, as if V were constant in it. With process_weight="auto", this is A_outcome.
     """
     weight = alone = settings.outcome_weight
     if rewards.unit is not None:
@@ -412,32 +427,33 @@ def _combined(rewards: Rewards, settings: CreditSettings) -> Tensor:
 
 
 def _last_token(rewards: Rewards) -> tuple[Tensor, Tensor]:
-    """The rows that have tokens, and the position of the last token of each."""
+    """Returns the indices of the rows that have tokens, and the position of the last token of each."""
     lengths = rewards.mask.sum(dim=1)
     row = lengths.nonzero().squeeze(1)
     return row, lengths[row] - 1
 
 
 def _discounted(values: Tensor, discounts: Tensor) -> Tensor:
-    """[N, T]: G_t = v_t + d_t·G_{t+1} with the discounts d, [N, T]."""
+    """Returns [N, T]: G_t = v_t + d_t·G_{t+1}, with the values v and the discounts d, [N, T] each."""
     if (discounts == 1).all():
         return _returns_to_go(values)
-    sums, discounts = values.t().contiguous(), discounts.t().contiguous()  # [T, N]: a token of all rows is contiguous
+    sums, discounts = values.t().contiguous(), discounts.t().contiguous()  # [T, N]: contiguous at each t
     for t in reversed(range(len(sums) - 1)):
         sums[t].addcmul_(sums[t + 1], discounts[t])
     return sums.t().contiguous()
 
 
 def _scaled(values: Tensor, spread: Tensor, rewards: Rewards, settings: CreditSettings) -> Tensor:
-    """Brings process rewards to the unit of the outcome advantages. It overwrites `values`.
+    """Scales process rewards to the unit of the outcome advantages. Overwrites `values`.
 
-    If values are not anchored, process rewards are divided by their own spread [N, 1], at least the floor.
+    If V is not anchored, process rewards are divided by `spread` [N, 1], or by the floor if it is larger.
 
-    Anchored process rewards have the outcome's unit. They are multiplied by the advantage that a reward of 1 has in
-    their group, Σ A_i·Δo_i / Σ Δo_i² with the outcome advantages A and the centred outcomes Δo. In GRPO this is 1/σ, so
-    that w_o = 1 − w and w_p = w give (outcome − w·V) / σ. If all outcomes of a group are the same, A says nothing; then
-    the factor comes from other groups whose outcomes differ (`Rewards.unit`). So a problem that no completion solves is
-    paid for its progress, and the noise of V has no more weight there than elsewhere.
+    If V is anchored, process rewards have the unit of the outcome. They are multiplied by the advantage that a reward
+    of 1 has in their group: Σ A_i·Δo_i / Σ Δo_i², with the outcome advantages A and the centred outcomes Δo. In GRPO
+    this factor is 1/σ, so w_o = 1 − w and w_p = w give (outcome − w·V) / σ. If all outcomes of a group are the same,
+    all its A are 0 and the factor cannot be computed. Then the factor of other groups, whose outcomes differ, is used
+    (`Rewards.unit`). So the completions of a problem that none of them solves still get credit for their progress, and
+    the noise of V has the same weight in all groups.
     """
     if rewards.unit is None:
         floor = FLOORS["log"] if settings.scale_floor is None else settings.scale_floor
@@ -450,16 +466,16 @@ def _scaled(values: Tensor, spread: Tensor, rewards: Rewards, settings: CreditSe
 
 
 def outcome_units(outcome: Tensor, advantages: Tensor, used: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums from which the advantage of a reward of 1 follows: Σ A·Δo and Σ Δo² over the used rows of each group.
+    """Computes Σ A·Δo and Σ Δo² over the used rows of each group. Their ratio is the advantage of a reward of 1.
 
     Args:
-        outcome: [N], o; may be NaN where not used.
-        advantages: [N], A.
+        outcome: [N], the outcomes o; NaN is allowed in rows that are not used.
+        advantages: [N], the outcome advantages A.
         used: [N] bool, True = the row counts.
         group_size: G, which divides N.
     Returns:
-        Σ A·Δo and Σ Δo² in float64, with Δo from the mean of the used rows, and a bool tensor that is True where the
-        outcomes of a group are all the same; each [N / G].
+        [N / G] each: Σ A·Δo and Σ Δo² in float64, where Δo is the difference from the mean of the used rows; and bool,
+        True = the outcomes of the group are all the same.
     """
     used = used.view(-1, group_size)
     of_used = outcome.double().view(-1, group_size).masked_fill(~used, 0)
@@ -479,7 +495,7 @@ def _groups(values: Tensor, rewards: Rewards) -> Tensor:
 
 
 def _mean_of_others(values: Tensor, rewards: Rewards) -> Tensor:
-    """[N, T]: at each token, the mean over the other valued rows of the group; 0 if there is none."""
+    """Returns [N, T]: at each token, the mean over the other valued rows of the group; 0 if there are none."""
     used = _groups(rewards.valued.unsqueeze(1).to(values.dtype), rewards)
     grouped = _groups(values, rewards) * used
     total = grouped.sum(dim=1, keepdim=True)
@@ -487,13 +503,15 @@ def _mean_of_others(values: Tensor, rewards: Rewards) -> Tensor:
 
 
 def _pooled(values: Tensor, places: Tensor, rewards: Rewards, *, centre: bool = True) -> tuple[Tensor, Tensor]:
-    """[N, 1] each: mean and unbiased standard deviation over the `places` of a group.
+    """Computes the mean and the unbiased standard deviation of each group, for all of its rows.
 
     Args:
         values: [N, T], or [N, 1] for one number per row.
-        places: bool, of the shape of `values`, True = the value counts; those of rows without a value never do.
-        rewards: has the groups and the valued rows.
-        centre: if False, the root mean square takes the place of the standard deviation.
+        places: bool, same shape as `values`, True = the number counts. Rows that are not valued never count.
+        rewards: the input of the estimator, from which groups and valued rows are taken.
+        centre: True = standard deviation, False = root mean square.
+    Returns:
+        [N, 1] each: the mean, and the standard deviation or root mean square.
     """
     used = _groups(places & rewards.valued.unsqueeze(1), rewards)
     grouped, count = _groups(values, rewards).masked_fill(~used, 0), used.sum(dim=(1, 2), keepdim=True)
@@ -507,7 +525,7 @@ def _pooled(values: Tensor, places: Tensor, rewards: Rewards, *, centre: bool = 
 
 
 def _prime_source(values: Tensor, places: Tensor, rewards: Rewards) -> Tensor:
-    """r·n/(n−1) − b at the places of a source of rewards, 0 elsewhere; see `prime_rloo`."""
+    """Computes r·n/(n−1) − b at the tokens of a source of rewards (True in `places`), 0 elsewhere; see `prime_rloo`."""
     places = places & rewards.valued.unsqueeze(1)
     means = (values * places).sum(dim=1) / places.sum(dim=1).clamp(min=1)
     counted = _groups(places.any(dim=1).to(values.dtype), rewards)
@@ -519,7 +537,10 @@ def _prime_source(values: Tensor, places: Tensor, rewards: Rewards) -> Tensor:
 
 
 def _whitened(values: Tensor, rewards: Rewards) -> Tensor:
-    """(x − mean) / √(σ² + 1e-8) over the tokens of the valued rows of all ranks; unchanged for fewer than two."""
+    """Computes (x − mean) / √(σ² + 1e-8), with mean and σ² over the tokens of the valued rows of all ranks.
+
+    If there are fewer than two such tokens, the values are returned unchanged.
+    """
     places = rewards.mask & rewards.valued.unsqueeze(1)
     count, mean, variance = moments([(values[places], 1)], rewards.sum_over_ranks)
     if count < 2:
@@ -530,13 +551,16 @@ def _whitened(values: Tensor, rewards: Rewards) -> Tensor:
 def moments(
     samples: Iterable[tuple[Tensor, Tensor | int]], sum_over_ranks: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and unbiased variance of S samples over all ranks, each [S] float64; NaN where values are too few.
+    """Computes count, mean and unbiased variance of S samples over all ranks.
 
-    Σ(x − mean)² takes a second sum over the ranks, since computing it from Σx² would lose digits.
+    The variance takes a second sum over the ranks, because to compute it from Σx² would lose digits.
 
     Args:
-        samples: S pairs of this rank: a tensor of values, which may be empty, and how often each of them counts.
+        samples: S pairs of this rank: a tensor of values, which may be empty, and the number of times that each value
+            counts.
         sum_over_ranks: see `Rewards`.
+    Returns:
+        [S] float64 each: count, mean, variance. The mean of no values and the variance of one value are NaN.
     """
     weighed = [(values.double(), torch.as_tensor(times).expand_as(values)) for values, times in samples]
     sums = [torch.stack([times.sum().double(), (values * times).sum()]) for values, times in weighed]
@@ -548,9 +572,16 @@ def moments(
 
 
 def spread_over_episodes(values: Tensor, ends: Tensor) -> Tensor:
-    """[N, T]: each token gets the value at the end of its episode; tokens of the final answer get 0."""
+    """Gives each token the value at the end of its episode; tokens of the final answer get 0.
+
+    Args:
+        values: [N, T].
+        ends: [N, T] bool, True = the last token of an episode.
+    Returns:
+        [N, T].
+    """
     stops = ends.clone()
-    stops[:, -1:] = True  # the tokens after a row's last end are a run, too
+    stops[:, -1:] = True  # the tokens after the last episode end of a row are a run, too
     stop = stops.flatten().nonzero().squeeze(1)
     levels = torch.where(ends.flatten()[stop], values.flatten()[stop], 0)
     runs = stop.diff(prepend=stop.new_tensor([-1]))

@@ -1,15 +1,15 @@
-"""Checks whether process rewards reach the advantages, and computes the logged figures.
+"""Computes the logged figures of process rewards, and checks whether process rewards reach the advantages.
 
-Checks 1 to 3 are those of "Training-Free Process Rewards for LLM RL".
+The checks, of which 1 to 3 come from "Training-Free Process Rewards for LLM RL":
 
 0. Are there any values?
-1. Does any row have more than one advantage?
-2. Does the process part change the advantages?
-3. What does V cost?
+1. Do the tokens of any row have different advantages?
+2. Do the process rewards change the advantages noticeably?
+3. Does V take a small share of the time?
 4. Does V order the completions of a problem better than chance?
-5. If V is made of the policy's own log-probs: does the policy still have any entropy?
+5. If V is computed from the policy's own log-probs: does the policy still have entropy?
 
-Each failed check is logged once as a warning that names the remedy.
+A check that fails in `PATIENCE` windows in a row logs a warning that names the remedy.
 """
 
 import logging
@@ -26,24 +26,26 @@ logger = logging.getLogger(__name__)
 
 # Estimators that by definition give all tokens of a row the same advantage.
 SCALAR_ESTIMATORS = ("grpo", "rloo")
-DROWNED = 0.01  # the process part is lost if its spread is below this share of the outcome advantages' spread
-DEAR = 0.5  # V is expensive if it takes more than this share of the time between two windows
-LOST = 0.1  # the policy has stopped exploring if its entropy falls below this share of the first windows' entropy
-PATIENCE = 3  # windows in a row with a failed check before the warning, since one window may be an accident
+DROWNED = 0.01  # check 2 fails if process rewards change the advantages by less than this share of their spread
+DEAR = 0.5  # check 3 fails if V takes more than this share of the time between two windows
+LOST = 0.1  # check 5 fails if the policy's entropy falls below this share of the entropy in the first windows
+PATIENCE = 3  # a check must fail in this number of windows in a row before it warns; one window may be an accident
 
 
-Figures = dict[str, tuple[float, float]]  # name → mean and standard deviation; NaN where there is nothing to average
+Figures = dict[str, tuple[float, float]]  # name → mean and standard deviation; NaN if there are no numbers to average
 
 
 def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: Tensor, *, skipped: Tensor) -> Figures:
-    """The figures of a window over all ranks: those that are logged, under their names, and those that the checks need.
+    """Computes the figures of a window over all ranks.
+
+    A name with "/" is the name of a figure in the log. The figures whose names have no "/" are only for the checks.
 
     Args:
-        rewards: what the credit estimator was given; N rows, T completion tokens.
+        rewards: the input of the credit estimator; N rows, T completion tokens.
         boundaries: [N, K] int, padded with −1.
         values: [N, K], NaN = missing, or padding.
-        credit: [N, T], the advantages.
-        skipped: [N] bool, True = the row is not valued.
+        credit: [N, T], the advantages that the credit estimator returned.
+        skipped: [N] bool, True = no V was asked for, because the row is unscored, has no token, or its group is solved.
     """
     asked, valued = ~skipped, rewards.valued
     count, lengths = (boundaries >= 0).sum(dim=1), rewards.mask.sum(dim=1)
@@ -73,7 +75,7 @@ def batch_figures(rewards: Rewards, boundaries: Tensor, values: Tensor, credit: 
 
 
 def process_metrics(figures: Figures) -> dict[str, float]:
-    """The figures of `batch_figures` that are logged."""
+    """Selects the figures of `batch_figures` that are logged, and leaves out those that are NaN."""
     numbers = {name: mean for name, (mean, _) in figures.items() if "/" in name}
     numbers["advantage/std"] = figures["advantage/mean"][1]
     numbers["advantage/std_outcome_only"] = figures["advantage/mean_outcome_only"][1]
@@ -81,21 +83,26 @@ def process_metrics(figures: Figures) -> dict[str, float]:
 
 
 def structured(credit: Tensor, mask: Tensor) -> Tensor:
-    """[N] bool, True = the tokens of the row have more than one advantage.
+    """Returns which rows have tokens with different advantages.
 
     Args:
         credit: [N, T], the advantages.
         mask: [N, T] bool, True = a token of the completion.
+    Returns:
+        [N] bool, True = the advantages of the row's tokens differ.
     """
     low, high = torch.where(mask, credit, credit[:, :1]).aminmax(dim=1)
     return high - low > 1e-6
 
 
 class Diagnostics:
-    """Runs the checks on each window and warns once per check, if it fails in `PATIENCE` windows in a row.
+    """Runs the checks on each window and warns if a check has failed in `PATIENCE` windows in a row.
+
+    The warning is not repeated while the check goes on failing. A window in which the check passes sets its count back
+    to 0, so the warning may come again later.
 
     Attributes:
-        entropies: the policy's mean entropy per token in each of the first `PATIENCE` windows that V paid for.
+        entropies: the policy's mean entropy per token in the first `PATIENCE` windows in which V had a weight above 0.
     """
 
     def __init__(self) -> None:
@@ -116,12 +123,12 @@ class Diagnostics:
         """Runs checks 0 to 3 on one window.
 
         Args:
-            figures: of `batch_figures`.
-            seconds: the time that the values took.
+            figures: the result of `batch_figures`.
+            seconds: the time that the values and the credit took.
             estimator: name of the credit estimator.
-            ready: False while the value estimator has too little data, so that missing values are no mistake.
-            pays: False while V has the weight 0 on purpose.
-            auto: the weight of V is "auto", so that a small weight is no mistake.
+            ready: False = the value estimator has too little data yet, so missing values are expected.
+            pays: False = V has the weight 0 on purpose, so it is expected to change nothing.
+            auto: True = `process_weight` is "auto", so a small weight is expected.
         """
         now = time.perf_counter()
         between, self._last = now - self._last, now
@@ -136,37 +143,38 @@ class Diagnostics:
                 "empty, or does the value estimator return only NaN? process/missing_values in the log is the share of "
                 "missing values.",
             )
-        # If no token has an advantage, the filter's metrics already show it.
+        # Not if all advantages are 0, because the filter's metrics already show that.
         if pays and figures["advantage/mean"][1] > 0 and not math.isnan(several_structured):
             self._note(
                 "structure",
                 estimator in SCALAR_ESTIMATORS or several_structured == 0,
                 f"In every row, all tokens have the same advantage: estimator={estimator!r} loses the structure of the "
-                "process rewards. Use 'centered_return', 'episode' or another per-token estimator.",
+                "process rewards. Use 'centered_return', 'episode' or another estimator that gives each token an "
+                "advantage of its own.",
             )
         if pays and valued and not auto:
             self._note(
                 "scale",
                 process < DROWNED * outcome,
-                f"The process part changes the advantages by {process:.1e}, but the spread of the outcome advantages "
-                f"is {outcome:.1e}: the process part is drowned. Raise CreditSettings.process_weight, or lower "
-                "scale_floor if V hardly moves.",
+                f"Process rewards have almost no effect: they change the advantages by {process:.1e}, but the standard "
+                f"deviation of the outcome advantages is {outcome:.1e}. Raise CreditSettings.process_weight, or lower "
+                "scale_floor if V hardly changes within a completion.",
             )
         self._note(
             "time",
             seconds > DEAR * between,
             f"V(prefix) takes {seconds:.1f} s of the {between:.1f} s between two generation windows. Fewer and longer "
-            "episodes (a larger min_episode_tokens) or a larger max_tokens_per_pass make it cheaper.",
+            "episodes (a larger min_episode_tokens) or a larger max_tokens_per_pass make V cheaper.",
         )
 
     def watch(self, figures: Mapping[str, float], *, full: bool, entropy: float | None) -> None:
-        """Runs checks 4 and 5 on a window that V paid for.
+        """Runs checks 4 and 5 on a window in which V has a weight above 0.
 
         Args:
-            figures: of `Watch.figures`.
-            full: they cover the full number of windows.
-            entropy: the policy's mean entropy per token, for a V that is made of the policy's log-probs;
-                None = unknown, or another V.
+            figures: the result of `Watch.figures`.
+            full: True = the figures cover the full number of windows.
+            entropy: the policy's mean entropy per token. None = unknown, or V is not computed from the policy's
+                log-probs.
         """
         low = figures.get("process/concordance_low")
         if full and low is not None:
@@ -174,9 +182,9 @@ class Diagnostics:
                 "worth",
                 low <= 0.5,
                 "V orders the completions of a problem no better than chance: the better one has the larger V in "
-                f"{figures['process/concordance']:.1%} of the pairs, and the 95 % interval begins at {low:.1%}. Its "
-                "credit is noise. Use another value, or CreditSettings(process_weight='auto'), which gives V the "
-                "weight 0 until it predicts outcomes, or leave the callback out.",
+                f"{figures['process/concordance']:.1%} of the pairs, and the 95 % interval begins at {low:.1%}. So the "
+                "process rewards are noise. Use another value, or CreditSettings(process_weight='auto'), which gives V "
+                "the weight 0 until V predicts outcomes, or leave the callback out.",
             )
         if entropy is not None and len(self.entropies) < PATIENCE:
             self.entropies.append(entropy)
@@ -186,10 +194,10 @@ class Diagnostics:
                 "entropy",
                 entropy < LOST * first,
                 f"The policy's mean entropy per token has fallen to {entropy:.2g}, from {first:.2g} in the first "
-                "windows that V paid for. V is made of the policy's own log-probs, so its credit may reward confidence "
-                "in any text, and the logged figures of V cannot show this. Look at the accuracy on held-out problems. "
-                "If it falls, use a smaller process_weight (0 switches V off), or a value that is not made of "
-                "log-probs.",
+                "windows in which V had a weight above 0. V is computed from the policy's own log-probs, so it may "
+                "reward confidence in any text, and the logged figures of V cannot show this. Look at the accuracy on "
+                "held-out problems. If the accuracy falls, use a smaller process_weight (0 switches V off), or a value "
+                "that is not computed from log-probs.",
             )
 
     def _note(self, check: str, failed: bool, message: str) -> None:

@@ -1,10 +1,10 @@
-"""Cuts completions into episodes, at whose boundaries V(prefix) is estimated::
+"""Cuts completions into episodes; V(prefix) is estimated at their boundaries::
 
     token ids ──► bytes ──► text ──► markers, sentence ends, final answer ──► token positions b_0 = 0 < b_1 < … < b_n
 
-Episode i consists of the tokens b_{i−1} … b_i − 1. The tokens from b_n on are the final answer. A position in the text
-becomes a token position through the bytes of each token. So every boundary lies between two tokens, even if several
-tokens make one character or a marker begins within a token.
+Episode i consists of the tokens b_{i−1} … b_i − 1. The tokens from b_n on are the final answer. The bytes of each token
+tell to which token a position in the text belongs. So every boundary lies between two tokens, even if several tokens
+form one character or a marker begins within a token.
 """
 
 import re
@@ -38,8 +38,8 @@ EPISODE_MARKERS = (
     "Finally",
 )
 
-# Where the final answer begins. V_n is taken before it: after it, the policy only copies an answer that is already
-# there.
+# The beginning of the final answer. The last value, V_n, belongs to the prefix before it: within the final answer, the
+# policy only copies what it has found before.
 FINAL_ANSWER = r"(?i:\b(?:the\s+)?(?:final\s+)?answer\s+is)|\\boxed\b|####"
 
 _BOXED_AS_BOUNDARY = re.compile(r"(?<!\\)(?:\\\\)*\\boxed")
@@ -51,10 +51,11 @@ Markers = Sequence[str] | Callable[[str], Iterable[int]]
 
 @dataclass(frozen=True)
 class Episodes:
-    """The boundaries of one completion.
+    """The boundaries of the episodes of one completion.
 
     Args:
-        boundaries: token positions 0 = b_0 < b_1 < … < b_n <= length. If n = 0, the completion is a final answer only.
+        boundaries: token positions 0 = b_0 < b_1 < … < b_n <= length. If n = 0, the final answer is the whole
+            completion.
         length: number of tokens of the completion.
     """
 
@@ -62,7 +63,10 @@ class Episodes:
     length: int
 
     def slices(self) -> list[slice]:
-        """The n episodes and the final answer, which may be empty. Together they cover the completion without gaps."""
+        """Returns a slice of tokens for each of the n episodes and one for the final answer, which may be empty.
+
+        Together the slices cover the completion without gaps.
+        """
         ends = [*self.boundaries[1:], self.length]
         return [slice(start, end) for start, end in zip(self.boundaries, ends, strict=True)]
 
@@ -71,7 +75,7 @@ def token_bytes(tokenizer: Any) -> dict[int, bytes]:
     """Maps each token id of a fast tokenizer to the bytes of its text.
 
     Args:
-        tokenizer: byte-level BPE (Qwen, Llama 3) or SentencePiece.
+        tokenizer: a fast tokenizer, byte-level BPE (Qwen, Llama 3) or SentencePiece.
     Raises:
         ValueError: if the tokenizer is not fast.
     """
@@ -100,25 +104,25 @@ class Segmenter:
     """Cuts completions into episodes.
 
     A new episode starts with the token that holds the first byte of a marker. If no marker follows within
-    `max_episode_tokens`, the episode ends at its last sentence end or, if it has none, at that length. The last
-    boundary is the beginning of the final answer. If a completion has no final answer in the expected format, truncated
-    or not, its last boundary is its end (before the end-of-sequence token): V with the forced answer then shows how far
-    it came.
+    `max_episode_tokens` tokens, the episode ends at the last sentence end within this length, or at this length if it
+    contains no sentence end. The last boundary is the beginning of the final answer. If no final answer is found,
+    because the completion is truncated or has another format, the last boundary is the end of the completion, before
+    the end-of-sequence token. V at this boundary then measures the progress of the whole completion.
 
     In a completion of several turns, each turn of the policy begins an episode, however short the previous episode is.
-    So the call of a tool and the tool's answer belong to one episode. Markers and sentence ends are searched in the
-    policy's own text only, and the final answer in its last turn only.
+    So the call of a tool and the tool's answer belong to one episode. Markers and sentence ends are searched only in
+    text that the policy wrote, and the final answer only in the policy's last turn.
 
     Args:
         tokenizer: a fast tokenizer.
-        markers: texts that begin an episode where they begin a word; or a function that takes a text and returns
-            character positions.
-        max_episode_tokens: the largest length of an episode; a longer one is cut as described above.
-        min_episode_tokens: a boundary that is nearer than this to the previous one, or to the final answer, is left
-            out.
-        final_answer: regular expression for the beginning of the final answer; its last match counts. An earlier match
-            replaces it if no word lies between the two, or if they are nearer than `min_episode_tokens`: the final
-            answer ``The answer is $\\boxed{72}$`` begins at "The".
+        markers: list of texts, or a function that takes a text and returns the character positions at which episodes
+            begin. A text of the list begins an episode only if it stands at the beginning of a word.
+        max_episode_tokens: the largest number of tokens of an episode. A longer episode is cut as described above.
+        min_episode_tokens: the least number of tokens between two boundaries. A boundary is left out if fewer tokens
+            lie between it and the previous boundary or the final answer.
+        final_answer: regular expression for the beginning of the final answer. The last match counts. The match before
+            it replaces it if no word lies between the two matches, or fewer than `min_episode_tokens` tokens. So the
+            final answer ``The answer is $\\boxed{72}$`` begins at "The", not at "\\boxed".
     Raises:
         ValueError: if the settings contradict each other, or the tokenizer is not fast.
     """
@@ -169,8 +173,9 @@ class Segmenter:
         """Returns the episodes of one completion.
 
         Args:
-            token_ids: of the completion, without padding; it may end with the end-of-sequence token.
-            own: for each token, 1 = the policy wrote it, 0 = a tool or an environment did. None: the policy wrote all.
+            token_ids: token ids of the completion, without padding. They may end with the end-of-sequence token.
+            own: one number per token, 1 = the policy wrote it, 0 = a tool or an environment wrote it. None = the policy
+                wrote all tokens.
         """
         turns = _turns([1] * len(token_ids) if own is None else own)
         boundaries = []
@@ -180,14 +185,16 @@ class Segmenter:
             if not is_last and len(found) > 1:
                 found = found[:-1]  # the episode goes on to the next turn
             boundaries += [turn.start + at for at in found]
-        return Episodes((0, *boundaries[1:]), len(token_ids))  # b_0 = 0, even if an environment begins
+        # b_0 = 0, even if the text of an environment comes before the policy's first turn.
+        return Episodes((0, *boundaries[1:]), len(token_ids))
 
     def _of_turn(self, token_ids: Sequence[int], *, is_last: bool) -> tuple[int, ...]:
-        """The boundaries of a turn, with its beginning and its end (or the beginning of the final answer)."""
+        """Returns the boundaries of a turn, from its beginning to its end (or to the beginning of the final answer)."""
         written = len(token_ids)
         while written and token_ids[written - 1] in self._special:
             written -= 1
-        # A model may have more embeddings than its tokenizer has tokens (Qwen2.5: 271 more). Their ids have no text.
+        # A model may have more embeddings than its tokenizer has tokens (Qwen2.5: 271 more). The ids of the additional
+        # embeddings have no text.
         pieces = [self._bytes.get(token, b"") for token in token_ids[:written]]
         starts = [0, *accumulate(map(len, pieces))]  # the first byte of each token; the last entry is the end
         # A byte that is not valid UTF-8, such as half a character at a truncated end, becomes a character of its own.
@@ -219,7 +226,7 @@ class Segmenter:
                 continue
             while cut - boundaries[-1] > self._longest:
                 start = boundaries[-1]
-                # The rest of the episode must also have the minimal length.
+                # The tokens that are left after the cut must also be at least `min_episode_tokens`.
                 latest = min(start + self._longest, cut - self._shortest)
                 at = bisect_right(sentences, latest) - 1
                 first = bisect_left(sentences, start + self._shortest)
@@ -229,7 +236,11 @@ class Segmenter:
 
 
 def _turns(own: Sequence[int]) -> list[slice]:
-    """The runs of tokens that the policy wrote. If a tool's answer ends the completion, an empty run follows it."""
+    """Returns the runs of tokens that the policy wrote, as slices.
+
+    If the completion ends with the answer of a tool, an empty run is added at the end. It stands for the turn that the
+    policy did not write any more.
+    """
     turns = [slice(*run.span()) for run in re.finditer(b"\x01+", bytes(own))]
     if not turns or turns[-1].stop < len(own):
         turns.append(slice(len(own), len(own)))
@@ -237,5 +248,8 @@ def _turns(own: Sequence[int]) -> list[slice]:
 
 
 def line_starts(text: str) -> list[int]:
-    """The character positions at which lines begin; as `markers`, each line becomes an episode."""
+    """Returns the character positions at which lines begin.
+
+    With `Segmenter(markers=line_starts)`, each line becomes an episode.
+    """
     return [match.end() for match in re.finditer(r"\n+", text)]

@@ -1,9 +1,9 @@
-"""Features of a prefix for `OutcomeValue`: a few numbers from the log-probs and entropies of its tokens::
+"""Features of a prefix for `OutcomeValue`: five or seven numbers from the log-probs and entropies of its tokens::
 
     log p_t, H_t of a completion's tokens, boundaries b_0 = 0 < b_1 < … ──► one row of features per boundary
 
-A row depends only on the tokens and the boundaries before its boundary. So a value that is made of it does not know how
-the completion goes on or ends.
+Here a row of features belongs to one boundary. It depends only on the tokens and the boundaries before this boundary.
+So a value that is computed from the row cannot reveal how the completion goes on or ends.
 
 Letters: K boundaries, F features.
 """
@@ -11,7 +11,7 @@ Letters: K boundaries, F features.
 from collections.abc import Sequence
 from itertools import pairwise
 
-# The features of a prefix in this order; the last two only if entropies are known.
+# The names of the features, in the order of the columns. The last two exist only if entropies are known.
 FEATURES = (
     "sum of log-probs",
     "minimum of log-probs",
@@ -30,19 +30,21 @@ def prefix_features(
     entropies: Sequence[float] | None = None,
     own: Sequence[int] | None = None,
 ) -> list[list[float]]:
-    """Returns one row of features for each boundary after b_0, at which there is no token yet.
+    """Returns one row of features for each boundary except b_0, because no token comes before b_0.
 
-    With a = the boundary before b, and n = the number of tokens before b that the policy wrote, the row of b is::
+    Let b be a boundary, a the boundary before b, and n the number of tokens before b that the policy wrote. The row of
+    b is::
 
         Σ_{t<b} log p_t, min_{t<b} log p_t, Σ_{a≤t<b} log p_t, min_{a≤t<b} log p_t, n, Σ_{t<b} H_t, max_{t<b} H_t
 
-    If the log-prob or entropy of a token is unknown (NaN), the sums in the rows of all prefixes with this token are
+    If the log-prob or the entropy of a token is unknown (NaN), the sums of every prefix that contains the token are
     NaN.
 
     Args:
         boundaries: 0 = b_0 < b_1 < …, K token positions in the completion.
         log_probs: log p_t of each token of the completion; 0 for tokens that the policy did not write.
-        entropies: H_t of each token, in the same form. None: leave out the last two features.
+        entropies: H_t of each token; 0 for tokens that the policy did not write. None = leave out the last two
+            features.
         own: see `ValueRequest`.
     Returns:
         [K − 1, F] as nested lists.

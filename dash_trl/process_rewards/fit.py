@@ -1,6 +1,7 @@
-"""Fits outcomes to features of prefixes: logistic or linear regression with squares and products, and ridge.
+"""Fits a model that predicts the outcome from the features of a prefix, for `OutcomeValue`.
 
-The computation is in float64 and deterministic: it has no random numbers, and nothing has to be tuned.
+It is a logistic or linear ridge regression on the features, their squares and their products. The computation is in
+float64 and deterministic: it has no random numbers and no learning rate.
 
 Letters: M prefixes, F features, R rollouts, P = 1 + F + F(F + 1)/2 columns.
 """
@@ -11,25 +12,24 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Newton's method ends if no entry of the gradient, per rollout, is larger than this. It takes 5 to 10 steps. A step
-# that increases the objective is halved.
+# Newton's method ends if no entry of the gradient, divided by the number of rollouts, is larger than this.
 GRADIENT = 1e-12
-MOST_STEPS = 100
-SHORTEST = 2.0**-30
+MOST_STEPS = 100  # a bound against endless loops; Newton's method takes 5 to 10 steps
+SHORTEST = 2.0**-30  # a step that increases the objective is halved until this share of it is left
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted model: features of a prefix → expected outcome.
+    """A fitted model. It takes the features of prefixes and returns their expected outcomes.
 
     Attributes:
-        base: the mean outcome of the rollouts.
-        mean: [F], mean of each feature in the fitted data, in which each rollout counts 1.
+        base: number, the mean outcome of the rollouts.
+        mean: [F], mean of each feature in the fitted data. Each rollout has the weight 1, shared by its prefixes.
         scale: [F], standard deviation of each feature; 1 for a constant feature.
-        low: [F], smallest value of each feature.
-        high: [F], largest value of each feature.
-        weights: [P], one per column.
-        logistic: True = the weights give log-odds, False = they give the outcome itself.
+        low: [F], smallest value of each feature in the fitted data.
+        high: [F], largest value of each feature in the fitted data.
+        weights: [P], the weight of each column of `columns`.
+        logistic: True = columns times weights are log-odds of the outcome, False = they are the outcome itself.
     """
 
     base: float
@@ -43,14 +43,14 @@ class Fit:
     def __call__(self, features: Tensor) -> list[float]:
         """Returns the expected outcome of each prefix.
 
-        The outcome of a prefix is bitwise the same, whatever other prefixes are computed with it.
+        The result for a prefix is bitwise the same, whichever other prefixes are computed in the same call.
 
         Args:
             features: [M, F] float64.
         Returns:
-            M numbers; NaN where a feature is NaN.
+            M numbers; NaN for a prefix with a feature that is NaN.
         """
-        # A matrix product and torch's sigmoid may round a row differently at another place in memory.
+        # No matrix product and no `torch.sigmoid`: both may round a row differently, depending on its index.
         columns = self.columns(features)
         scores = torch.zeros_like(columns[:, 0])
         for column, weight in zip(columns.unbind(1), self.weights.tolist(), strict=True):
@@ -58,9 +58,10 @@ class Fit:
         return [(1 + math.tanh(score / 2)) / 2 if self.logistic else score for score in scores.tolist()]
 
     def columns(self, features: Tensor) -> Tensor:
-        """Returns 1, the standardised features, and their squares and products.
+        """Returns the columns of the regression: 1, the standardised features, and their squares and products.
 
-        A feature outside the range of the fitted data is clamped to it, since squares do not extrapolate.
+        A feature outside the range of the fitted data is clamped to this range, because a fit with squares is
+        unreliable outside of it.
 
         Args:
             features: [M, F] float64.
@@ -73,17 +74,18 @@ class Fit:
 
 
 def fit_outcomes(features: Tensor, rollout: Tensor, outcomes: Tensor, *, logistic: bool, ridge: float) -> Fit:
-    """Minimises Σ_m ω_m·ℓ(y_m, x_m·w) + ridge/2·Σ_{p>0} w_p² over the weights w.
+    """Fits the weights w that minimise Σ_m ω_m·ℓ(y_m, x_m·w) + ridge/2·Σ_{p>0} w_p².
 
-    ℓ(y, s) is −y·s + log(1 + e^s) in a logistic fit, else (y − s)²/2. ω_m = 1 / (number of prefixes of m's rollout), so
-    each rollout counts 1, however many prefixes it has. The intercept w_0 is not penalised.
+    x_m are the columns of prefix m, and y_m is the outcome of its rollout. In a logistic fit,
+    ℓ(y, s) = −y·s + log(1 + e^s); in a linear fit, ℓ(y, s) = (y − s)²/2. ω_m is 1 divided by the number of prefixes of
+    the rollout that m belongs to, so that each rollout has the weight 1. The intercept w_0 is not penalised.
 
     Args:
         features: [M, F] float64, finite.
-        rollout: [M] int64, the rollout that each prefix belongs to.
-        outcomes: [R] float64, of the rollouts; for a logistic fit within 0 … 1, and neither all 0 nor all 1.
-        logistic: fit a logistic instead of a linear regression.
-        ridge: > 0.
+        rollout: [M] int64, index of the rollout that each prefix belongs to.
+        outcomes: [R] float64, outcome of each rollout. For a logistic fit within 0 … 1, and neither all 0 nor all 1.
+        logistic: True = logistic regression, False = linear regression.
+        ridge: number > 0, weight of the penalty.
     """
     share = 1 / rollout.bincount(minlength=len(outcomes)).double()[rollout]
     mean = (share.unsqueeze(1) * features).sum(dim=0) / share.sum()
@@ -91,7 +93,7 @@ def fit_outcomes(features: Tensor, rollout: Tensor, outcomes: Tensor, *, logisti
     low, high = features.aminmax(dim=0)
     constant = high == low
     scale = torch.where(constant, 1.0, spread)
-    mean = torch.where(constant, low, mean)  # exact, so that the column of a constant feature is exactly 0
+    mean = torch.where(constant, low, mean)  # without rounding, so that a constant feature gives exactly 0
     size = 1 + features.shape[1] * (features.shape[1] + 3) // 2
     fit = Fit(float(outcomes.mean()), mean, scale, low, high, torch.zeros(size, dtype=torch.double), logistic)
     x, y = fit.columns(features), outcomes[rollout]
@@ -106,7 +108,10 @@ def _linear(x: Tensor, y: Tensor, share: Tensor, penalty: Tensor) -> Tensor:
 
 
 def _logistic(x: Tensor, y: Tensor, share: Tensor, penalty: Tensor) -> Tensor:
-    """Minimises by Newton's method. The objective is convex, and strictly convex if both outcomes occur."""
+    """Fits a logistic regression by Newton's method.
+
+    The objective is convex, and strictly convex if both outcomes occur, so the minimum is unique.
+    """
 
     def objective(weights: Tensor) -> Tensor:
         scores = x @ weights

@@ -1,9 +1,10 @@
 """`MonteCarloValue` estimates V(prefix) by the mean reward of completions that begin with the prefix::
 
-    prefixes of all ranks ──► sorted, cut into calls ──► each rank finishes its part, K times ──► rewards ──► means
+    prefixes of all ranks ──► sorted, cut into calls ──► each rank finishes some prefixes, K times ──► rewards ──► means
 
-A call samples at most as many rows as a window of the trainer. The ranks divide the prefixes of all ranks evenly: every
-rank makes the same number of calls, and none waits for a rank with more prefixes.
+A call samples at most as many rows as a window of the trainer has, or K rows on each rank if that is more. Each call is
+divided evenly among the ranks, so that every rank makes the same number of calls and no rank waits for another that has
+more prefixes.
 """
 
 from collections import defaultdict
@@ -24,7 +25,7 @@ from dash_trl.update import weighted_rewards
 
 @dataclass(frozen=True)
 class _Prefix:
-    """One prefix to be valued: row `row` of rank `rank`, up to `boundary`. At most `room` tokens may follow it."""
+    """One prefix: row `row` of rank `rank`, up to `boundary`. At most `room` tokens may be sampled after it."""
 
     rank: int
     row: int
@@ -44,18 +45,20 @@ class _Prefix:
 class MonteCarloValue:
     """V(prefix) = mean reward of K completions of the prefix (VinePPO, arXiv 2410.01679, eq. 4).
 
-    It is unbiased and in the unit of the reward, but expensive: it takes K rollouts per boundary. The trainer's sampler
-    makes them, no longer than the trainer's own completions. A batch is as large as the trainer's, or has the K
-    rollouts of one prefix if these are more; vLLM servers get all prefixes at once. The trainer's reward functions and
-    reward weights score them. A rollout whose reward failed is left out; if all of a prefix failed, its value is
-    missing. The figures that reward functions log of these rollouts are dropped.
+    This V is unbiased and has the unit of the reward, but it is expensive: it takes K rollouts per boundary. The
+    trainer's sampler makes the rollouts, with prefix no longer than the trainer's own completions. A batch has at most
+    as many rows as a window of the trainer, or K rows on each rank if that is more. vLLM servers get all prefixes at
+    once. The trainer's reward functions and reward weights score the rollouts. A rollout whose reward failed is left
+    out. If all rollouts of a prefix failed, the value of the prefix is missing. Figures that reward functions log about
+    these rollouts are dropped.
 
-    A rollout has one turn. With tools or environments, V would belong to a policy that has none, so this is an error.
+    A rollout has only one turn. With tools or an environment, V would be the value for a policy without tools, so this
+    is an error.
 
     Args:
-        num_rollouts: K, at least 1.
+        num_rollouts: K >= 1, number of rollouts per boundary.
     Raises:
-        ValueError: during training, if there are tools, an environment, or an `env_mask` of a `rollout_func`.
+        ValueError: during training, if there are tools or an environment, or if a `rollout_func` returns `env_mask`.
     """
 
     space = "reward"
@@ -84,10 +87,17 @@ class MonteCarloValue:
         return [[means[rank, row, boundary] for boundary in request.boundaries] for row, request in enumerate(requests)]
 
     def _calls(self, prefixes: list[_Prefix], trainer: Any) -> list[tuple[list[_Prefix], list[_Prefix]]]:
-        """Cuts the prefixes of all ranks into calls; returns for each call all of its prefixes, and those of this rank.
+        """Cuts the prefixes of all ranks into calls.
 
-        The size of a call is a multiple of the number of ranks. In a call either all prefixes have room or none has.
-        Prefixes with similar room share a call, since it takes as long as its longest row.
+        The number of prefixes in a call is a multiple of the number of ranks; the last prefix of a call is repeated if
+        needed. In a call, either tokens may follow every prefix or no token may follow any of them. Prefixes with a
+        similar `room` share a call, because a call takes as long as its longest row.
+
+        Args:
+            prefixes: the same list on every rank.
+            trainer: the `DASHTrainer`.
+        Returns:
+            For each call, a list of all its prefixes, and a list of the prefixes that this rank finishes.
         """
         ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
         size = ranks * max(1, trainer.args.generation_batch_size // (ranks * self.num_rollouts))
@@ -102,7 +112,10 @@ class MonteCarloValue:
         return calls
 
     def _continuations(self, calls: list[tuple[list[_Prefix], list[_Prefix]]], trainer: Any) -> Iterator[list]:
-        """For each call, K continuations of each of this rank's prefixes; they may be longer than the prefix's room."""
+        """Yields for each call K continuations of each of this rank's prefixes, as token ids.
+
+        A continuation may be longer than the `room` of its prefix; the caller cuts it.
+        """
         pool = server_pool(trainer)
         asked = [prefix for _, mine in calls for prefix in mine if prefix.room]
         if pool is not None and asked:
@@ -135,7 +148,10 @@ def _check_turns(requests: Sequence[ValueRequest], trainer: Any) -> None:
 
 
 def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:
-    """How many tokens may follow: the trainer's completions end at `max_completion_length` or with the context."""
+    """Returns how many tokens may follow a boundary.
+
+    A completion ends at `max_completion_length`, or where the model's context is full.
+    """
     contexts = [length for length in (trainer.context_length, trainer.args.vllm_max_model_length) if length]
     left = [trainer.max_completion_length, *(length - len(request.prompt_ids) for length in contexts)]
     return max(0, min(left) - boundary)
@@ -143,7 +159,7 @@ def _room(request: ValueRequest, boundary: int, trainer: Any) -> int:
 
 @contextmanager
 def _at_most(tokens: int, trainer: Any) -> Iterator[None]:
-    """Limits the completions of the trainer's sampler to `tokens`."""
+    """Within the context, limits the completions of the trainer's sampler to this number of tokens."""
     if trainer.use_vllm:
         owner, name = trainer.vllm_generation, "max_completion_length"
     else:
@@ -157,7 +173,11 @@ def _at_most(tokens: int, trainer: Any) -> Iterator[None]:
 
 
 def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[int]], group_size: int) -> torch.Tensor:
-    """[N, F], the rewards of all ranks' rows, by TRL's method; NaN = not applicable, a row of NaN is unscored."""
+    """Calls the reward functions by TRL's method for the rows of this rank.
+
+    Returns:
+        [N, F], the rewards of all ranks' rows. NaN = the function does not apply; a row of NaN only is unscored.
+    """
     examples = [row.request.example or {} for row in rows]
     prompts = [example["prompt"] for example in examples]
     prompt_ids = [list(row.request.prompt_ids) for row in rows]
@@ -169,7 +189,7 @@ def _rewards(trainer: Any, rows: Sequence[_Prefix], completion_ids: list[list[in
 
 @contextmanager
 def _unlogged(trainer: Any) -> Iterator[None]:
-    """Keeps what reward functions log here apart from the figures of the trainer's own rollouts."""
+    """Within the context, drops what reward functions log, so that it does not enter the figures of training."""
     names = ("_pending_extra_logs", "_pending_metrics")
     before = {name: getattr(trainer, name) for name in names}
     vars(trainer).update({name: defaultdict(list) for name in names})

@@ -1,9 +1,9 @@
 """`OutcomeValue` learns V(prefix) during a run, from the outcomes of the last windows::
 
-    a window's rollouts ──► features of their prefixes ──► V, by the fit to the previous windows
+    rollouts of a window ──► features of their prefixes ──► V, by the fit to the previous windows
                                      └── and outcomes ──► buffer of the last windows ──► the fit for the next window
 
-All ranks keep the same buffer and use the fit of rank 0.
+All ranks have the same buffer and use the fit that rank 0 computes.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ ROUNDING = 1e-5  # a weighted sum of rewards is float32 and may miss 0 or 1 by t
 
 @dataclass(frozen=True)
 class _Rollouts:
-    """The data that the R scored rollouts of a window add to the buffer.
+    """The entry of one window in the buffer: the features and outcomes of the window's R scored rollouts.
 
-    It holds tensors only, so that `torch.load(weights_only=True)` can read it.
+    All fields are tensors, so that `torch.load(weights_only=True)` can read a checkpoint that contains them.
 
     Attributes:
         problem: [R] int64, a number that identifies the prompt.
         outcome: [R] float64.
-        prefixes: [R] int64, how many rows of `features` belong to each rollout.
+        prefixes: [R] int64, number of rows in `features` that belong to each rollout.
         features: [M, F] float64, finite; one row per prefix, rollout by rollout.
     """
 
@@ -50,34 +50,39 @@ class _Rollouts:
 class OutcomeValue:
     """V(prefix) = E[outcome | features of the tokens' log-probs], fitted to the rollouts of the last windows.
 
-    It needs neither answers nor a reward model. It uses the outcomes of the run's own rollouts and the log-probs of
-    their tokens as the sampler reports them. If the sampler reports none (transformers' `generate`), log-probs and
-    entropies come from one forward pass over all scored rows, which costs a third of training on them. The features are
-    those of `process_rewards.features`. `process_rewards.fit` fits them by logistic regression with squares and
-    products. All scored rows with tokens teach, including those of solved groups, and each rollout counts 1.
+    `OutcomeValue` needs neither answers nor a reward model. It uses the outcomes of the run's own rollouts and the
+    log-probs that the sampler reports for their tokens. If the sampler reports no log-probs (transformers' `generate`),
+    log-probs and entropies come from one forward pass over all scored rows. This pass takes about a third of the time
+    of training on these rows. `process_rewards.features` computes the features, and `process_rewards.fit` fits a
+    regression with squares and products to them. The fit uses all scored rows that have tokens, also those of solved
+    groups, and each rollout has the weight 1.
 
-    - A window is valued by a fit that has not seen its outcomes. Afterwards it is added to the buffer.
-    - V(b_0) is the mean outcome of the buffer: the empty prefix has no log-probs, so a fit to it would give the same.
-      (The mean of the row's own group would reveal outcomes of the window that is valued.) V knows nothing about the
-      problem. Its difficulty shows in the log-probs of the first episode, and is paid there.
-    - V is missing until the buffer holds `min_rollouts` rollouts above its mean outcome and as many others, both from
-      at least `min_problems` problems. Until then rows keep their outcome advantage.
+    - V of a window comes from a fit that has not seen the outcomes of this window. Afterwards the window is added to
+      the buffer.
+    - V(b_0) is the mean outcome of the buffer, because the empty prefix has no log-probs. (The mean outcome of the
+      row's own group would reveal outcomes of the window whose V is computed.) So V_0 does not depend on the problem.
+      The difficulty of the problem changes the log-probs of the first episode, and so the first U.
+    - V is missing until the buffer holds at least `min_rollouts` rollouts with an outcome above the mean and at least
+      `min_rollouts` others. Both kinds must come from at least `min_problems` problems. Until then, rows keep their
+      outcome advantage.
     - A prefix that contains a token with unknown log-prob has no value.
 
-    V relies on the policy's confidence. It does not see errors of which the model is sure, and a policy that is paid
-    for its own log-probs may learn to be sure of everything. So watch entropy and accuracy.
+    V relies on the policy's confidence. It does not see errors of which the model is sure, and a policy that is
+    rewarded by V may learn to be sure of everything. So watch entropy and accuracy.
 
     Args:
-        space: "probability" for outcomes within 0 … 1; "reward" for other outcomes, fitted by least squares.
-        num_windows: the number of last windows in the buffer.
-        ridge: weight of the squared coefficients in the fit, compared with rollouts, each of which has the weight 1.
+        space: "probability" for outcomes within 0 … 1, fitted by logistic regression; "reward" for other outcomes,
+            fitted by least squares.
+        num_windows: number of windows in the buffer; older windows are dropped.
+        ridge: number > 0, weight of the penalty on squared coefficients. Each rollout has the weight 1.
         min_rollouts: see above.
         min_problems: see above.
     Attributes:
-        ready: whether there is a fit.
+        ready: True = there is a fit, so V is not missing.
     Raises:
         ValueError: if a setting is out of range; during training, if a reward is outside 0 … 1 with
-            `space="probability"`, or if a resumed state has features of another sampler.
+            `space="probability"`, or if the buffer of a resumed run has other features, because another sampler made
+            them.
     """
 
     needs_answers = False
@@ -105,26 +110,26 @@ class OutcomeValue:
         self.min_rollouts, self.min_problems = min_rollouts, min_problems
         self._windows: list[_Rollouts] = []  # the buffer, the same on all ranks
         self._fit: Fit | None = None
-        self._outdated = False
-        self._said = False  # whether the warning about missing data was given
+        self._outdated = False  # True = the buffer has changed since the last fit
+        self._said = False  # True = the warning about missing data was given
 
     @property
     def ready(self) -> bool:
         return self._fit is not None
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
-        if self._outdated:  # fitted here, since the ranks are not known yet when a checkpoint is loaded
+        if self._outdated:  # not fitted in load_state_dict, because the ranks are not known yet there
             self._fit = trainer.ranks.agree(partial(self._fitted, say=trainer.ranks.rank == 0), from_main=True)
             self._outdated = False
         return trainer.ranks.agree(partial(self._values, requests))
 
     def learn(self, requests: Sequence[ValueRequest], outcomes: Sequence[float], trainer: Any) -> None:
-        """Adds a window that has been valued to the buffer. A collective.
+        """Adds a window to the buffer, after V has been computed for it. This is a collective.
 
         Args:
             requests: this rank's scored rollouts.
-            outcomes: their weighted rewards.
-            trainer: the trainer, for its ranks and its log.
+            outcomes: the weighted reward of each rollout.
+            trainer: the trainer; its `ranks` and its `recorder` are used.
         """
         own, unknown = trainer.ranks.agree(partial(self._lessons, requests, outcomes))
         parts = [one for one in trainer.ranks.gather_object(own) if one is not None]
@@ -141,14 +146,18 @@ class OutcomeValue:
         )
 
     def learned_from(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the buffer has a rollout of the problem with these prompt tokens."""
+        """Whether the buffer has a rollout of a prompt.
+
+        Args:
+            prompt_ids: token ids of the prompt.
+        """
         return any(_number(prompt_ids) in window.problem for window in self._windows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the settings and the buffer, from which the fit follows; the same on all ranks.
+        """Returns the settings and the buffer. The fit is not stored, since it is computed from them again.
 
-        A resumed run uses its own settings. The saved ones are for programs that have no others. The tensors are never
-        changed later.
+        The state is the same on all ranks, and its tensors are never changed later. A resumed run uses the settings of
+        its own `OutcomeValue`; the stored settings are for programs that only load a checkpoint.
         """
         settings = {
             "space": self.space,
@@ -181,12 +190,12 @@ class OutcomeValue:
         return prefix_features(request.boundaries, request.log_probs, request.entropies, request.own)
 
     def _columns(self, requests: Sequence[ValueRequest]) -> int:
-        """F of these requests. Raises a `ValueError` if they or the buffer have different F."""
+        """Returns F, the number of features. Raises a `ValueError` if requests and buffer do not all have the same."""
         known = {len(FEATURES) if request.entropies is not None else WITHOUT_ENTROPIES for request in requests}
         known |= {window.features.shape[1] for window in self._windows[-1:]}
         if len(known) > 1:
             raise ValueError(
-                f"OutcomeValue has rollouts with {WITHOUT_ENTROPIES} numbers per prefix, and others with "
+                f"OutcomeValue has rollouts with {WITHOUT_ENTROPIES} features per prefix, and others with "
                 f"{len(FEATURES)}: a sampler reports log-probs only, but a pass of the trainer's model also gives "
                 "entropies. Use the sampler that the run began with, or delete callback_states.pt of the checkpoint to "
                 "begin with an empty buffer."
@@ -203,7 +212,11 @@ class OutcomeValue:
             )
 
     def _lessons(self, requests: Sequence[ValueRequest], outcomes: Sequence[float]) -> tuple[_Rollouts | None, int]:
-        """This rank's rollouts for the buffer, None if there are none; and how many of their prefixes are unknown."""
+        """Returns this rank's rollouts for the buffer, and the number of prefixes that are left out.
+
+        A prefix is left out if it contains a token with unknown log-prob. If this rank has no rollouts, None takes
+        their place.
+        """
         self._check(outcomes)
         if not requests:
             return None, 0
@@ -231,11 +244,11 @@ class OutcomeValue:
                 self._said = True
                 logger.warning(
                     f"OutcomeValue cannot tell good prefixes from bad ones yet: of the {len(better)} rollouts of the "
-                    f"last {self.num_windows} generation windows, {found[0]} from {found[1]} problems have a reward "
-                    f"above the mean and prefixes with known log-probs, and {found[2]} from {found[3]} problems a "
-                    f"lower reward. It needs {self.min_rollouts} from {self.min_problems} problems of each kind. Until "
-                    "then rows keep their outcome advantage. Easier or harder problems, a larger num_windows, or "
-                    "smaller min_rollouts and min_problems help."
+                    f"last {self.num_windows} generation windows, {found[0]} rollouts from {found[1]} problems have a "
+                    f"reward above the mean and prefixes with known log-probs, and {found[2]} rollouts from {found[3]} "
+                    f"problems have a lower reward and such prefixes. It needs {self.min_rollouts} rollouts from "
+                    f"{self.min_problems} problems of each kind. Until then, rows keep their outcome advantage. Easier "
+                    "or harder problems, a larger num_windows, or smaller min_rollouts and min_problems help."
                 )
             return None
         rollout = torch.arange(len(better)).repeat_interleave(buffer.prefixes)
@@ -245,5 +258,5 @@ class OutcomeValue:
 
 
 def _number(prompt_ids: Sequence[int]) -> int:
-    """A number that identifies a prompt; the same on every rank and in every run."""
+    """Returns a number that identifies a prompt. It is the same on every rank and in every run."""
     return int.from_bytes(hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=7).digest(), "big")

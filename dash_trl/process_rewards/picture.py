@@ -13,16 +13,17 @@ def credit_html(
     *,
     title: str = "",
 ) -> str:
-    """Returns HTML that shades each token by its advantage (green > 0 > red) and shows V at the boundaries.
+    """Returns HTML that shades each token by its advantage and shows V at the boundaries.
 
-    In a notebook, show it by `IPython.display.HTML(credit_html(...))`.
+    Tokens with a positive advantage are green, tokens with a negative advantage are red. In a notebook,
+    `IPython.display.HTML(credit_html(...))` shows the result.
 
     Args:
-        tokens: the texts of the tokens.
-        advantages: one per token; the largest absolute value gets the full color.
-        boundaries: token positions at which V is known.
+        tokens: list of texts, one per token.
+        advantages: list of numbers, one per token. The largest absolute value gets the darkest color.
+        boundaries: token positions of the episode boundaries.
         values: V at each boundary; NaN = missing.
-        title: a heading.
+        title: heading above the completion; empty = no heading.
     """
     strongest = max((abs(advantage) for advantage in advantages), default=0.0) or 1.0
     marks = dict(zip(boundaries, values, strict=True))
@@ -41,7 +42,11 @@ def credit_html(
 
 
 def credit_lines(episodes: Iterable[tuple[float, str]]) -> str:
-    """A line for each episode, such as `[+0.52] 7+5=12`, from its advantage and its text."""
+    """Returns a text with one line per episode, such as `[+0.52] 7+5=12`, for the table of completions.
+
+    Args:
+        episodes: the mean advantage and the text of each episode.
+    """
     return "\n".join(f"[{advantage:+.2f}] {text.strip()}" for advantage, text in episodes)
 
 

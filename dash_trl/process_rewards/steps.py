@@ -1,4 +1,4 @@
-"""`StepValue` gives credit by a score of each episode, from a function or a process reward model::
+"""`StepValue` computes V(prefix) from scores of the episodes, which a function or a process reward model gives::
 
     completion ──► Segmenter ──► texts of the episodes ──► scores ──► V, whose differences are the process rewards
 
@@ -19,20 +19,21 @@ from dash_trl.update import evaluating
 
 
 class ScoreSteps(Protocol):
-    """A function that scores the episodes of some completions of this rank."""
+    """The type of a function that scores the episodes of completions. It is called with completions of this rank."""
 
     def __call__(
         self, prompts: list[str], steps: list[list[str]], **columns: list[Any]
     ) -> Sequence[Sequence[float | None] | None]:
-        """Returns n numbers for each completion.
+        """Returns one score per episode, n numbers for each completion.
 
-        A `None` or NaN is an unknown score. A completion with one, or with `None` in place of its numbers, gets its
-        outcome advantage.
+        None or NaN means that the score of an episode is unknown. None in place of the n numbers means that all scores
+        of the completion are unknown. A completion with an unknown score gets no process rewards: it keeps its outcome
+        advantage.
 
         Args:
             prompts: the prompts as the policy read them, including the chat template.
-            steps: the n texts of the episodes of each completion; they may begin or end with white space.
-            columns: the columns of the dataset without `prompt`.
+            steps: for each completion, the n texts of its episodes. A text may begin or end with white space.
+            columns: the columns of the dataset except `prompt`, each with one entry per completion.
         """
 
 
@@ -40,12 +41,13 @@ class StepValue:
     """V(prefix) from the scores that a function gives to the episodes.
 
     Args:
-        score: the function, such as a `ProcessRewardModel`. It is called on every rank with this rank's completions.
-        rewards: if True, a score is the reward of its episode, as in PRIME (arXiv 2502.01456), and V is the sum of the
-            scores so far. Then a completion with more episodes may earn more. If False, a score is V after its episode.
-            Then the first episode earns nothing, since there is no score of the prompt.
+        score: the function, such as a `ProcessRewardModel`. Every rank calls it with the rank's own completions.
+        rewards: True = a score is the reward of the episode, as in PRIME (arXiv 2502.01456), and V is the sum of the
+            scores so far. A completion with more episodes may then earn more. False = a score is V after the episode.
+            The first episode then earns nothing, because the prompt alone has no score to compare with.
     Raises:
-        ValueError: if `score` is not a function; during training, if it returns other numbers of scores than steps.
+        ValueError: if `score` is not a function; during training, if the number of scores of a completion differs from
+            its number of steps.
     """
 
     space = "reward"
@@ -99,19 +101,19 @@ def _pairs(boundaries: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class ProcessRewardModel:
-    """Scores a step by the probability that it is right, from a token classifier at the last token of the step.
+    """Scores each step by the probability that it is right, as a token classifier predicts it.
 
-    The model is an `AutoModelForTokenClassification`, trained in the form of TRL's former `PRMTrainer` or of
-    Math-Shepherd (arXiv 2312.08935): it reads the prompt, then each step followed by a separator, and the last token of
-    the separator has the label.
+    The model is an `AutoModelForTokenClassification`, trained with data in the form of TRL's former `PRMTrainer` or of
+    Math-Shepherd (arXiv 2312.08935): the input is the prompt, then each step followed by a separator. The prediction at
+    the last token of a separator is the score of the step before it.
 
     Args:
-        model: the name or directory of a checkpoint, which each rank loads onto its device; or a model, which stays on
-            its device.
-        tokenizer: of the model. Default: the checkpoint's.
-        separator: the text after a step; white space at the ends of a step is removed.
-        label: the label whose probability is the score.
-        batch_size: number of completions in a pass.
+        model: the name or directory of a checkpoint, or a model. Each rank loads a checkpoint onto its device; a model
+            stays on the device where it is.
+        tokenizer: the tokenizer of the model. Default: the tokenizer of the checkpoint.
+        separator: the text after each step. White space at the beginning and the end of a step is removed.
+        label: index of the label that means "right"; its probability is the score.
+        batch_size: number of completions in one model pass.
     Raises:
         ValueError: if the model is of another kind, or a completion is too long for it.
     """
@@ -137,7 +139,7 @@ class ProcessRewardModel:
 
     def __call__(self, prompts: list[str], steps: list[list[str]], **columns: list[Any]) -> list[list[float]]:
         if self._moves:
-            self.model.to(PartialState().device)  # here, since the rank's device may be unknown before
+            self.model.to(PartialState().device)  # not in __init__, where the rank's device may still be unknown
         rows = [self._row(*one) for one in zip(prompts, steps, strict=True)]
         scores: list[list[float]] = []
         for first in range(0, len(rows), self.batch_size):
@@ -145,7 +147,7 @@ class ProcessRewardModel:
         return scores
 
     def _row(self, prompt: str, steps: list[str]) -> tuple[list[int], list[int]]:
-        """The token ids, and the position of the last token of each step."""
+        """Returns the token ids of the model's input, and for each step the position of its separator's last token."""
         ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         ends = []
         for step in steps:

@@ -1,8 +1,8 @@
-"""Tree-packed passes: a response once (the trunk) and many short continuations of its prefixes (the branches).
+"""Tree-packed passes: one pass over a response (the trunk) and many short continuations of its prefixes (the branches).
 
-One pass over trunk and branches gives the same log-probs as one pass per prefix, for about the cost of the trunk. The
-trunk's attention is plain causal SDPA; only the few branch tokens need a mask (`dash_trl.update.trees`). Several trees
-are packed into one sequence.
+Such a pass gives the same log-probs as one pass per prefix, but computes the trunk only once. So it costs about as much
+as a pass over the trunk alone. The trunk has plain causal attention (SDPA). Only the few branch tokens need a mask
+(`dash_trl.update.trees`). Several trees are packed into one sequence.
 
 Letters: L tokens of the packed sequence, Q branch tokens of a tree, S tokens of a tree.
 """
@@ -31,7 +31,7 @@ class Branch:
     Args:
         attach: number of trunk tokens before the branch, at least 1.
         tokens: token ids of the branch.
-        scored: log-probs are wanted of the tokens from this index on.
+        scored: index in `tokens` of the first token whose log-prob is computed; the tokens after it follow.
     """
 
     attach: int
@@ -51,7 +51,7 @@ class Tree:
 
     @property
     def scored(self) -> int:
-        """Number of tokens whose log-probs are wanted; each needs one row of logits."""
+        """Number of tokens whose log-probs are computed; the model returns the logits of one position for each."""
         return sum(len(branch.tokens) - branch.scored for branch in self.branches)
 
 
@@ -71,11 +71,11 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
     """Computes log P of the scored tokens of all branches in one pass, at temperature 1.
 
     Args:
-        model: the model that is called; it may be wrapped or have adapters.
-        base_model: the transformers model in it. Its attention is switched to `tree_attention` for this pass.
+        model: the model to call. It may be wrapped or have adapters.
+        base_model: the transformers model inside `model`. Its attention is switched to `tree_attention` for this pass.
         trees: the trees, packed into one sequence.
     Returns:
-        log P as [tree][branch][token].
+        Nested lists of log-probs: one list per tree, in it one list per branch, in it one number per scored token.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -114,13 +114,15 @@ def tree_log_probs(model: Any, base_model: Any, trees: Sequence[Tree]) -> list[l
 
 
 def tree_flaw(model: Any, base_model: Any) -> str | None:
-    """Tries tree passes of a model (by `isolation_flaw`) and returns why they are wrong; None = they are right.
+    """Tests by `isolation_flaw` whether tree passes of a model are right.
 
-    Under ZeRO-3 and FSDP this is a collective.
+    Under ZeRO-3 and FSDP this is a collective, because each model pass is one.
 
     Args:
-        model: see `tree_log_probs`; in evaluation mode.
+        model: see `tree_log_probs`. It must be in evaluation mode.
         base_model: see `tree_log_probs`.
+    Returns:
+        The reason why tree passes are wrong; None = they are right.
     """
 
     def tree(sample: Sequence[int]) -> Tree:
@@ -142,7 +144,7 @@ def tree_flaw(model: Any, base_model: Any) -> str | None:
 
 
 def branch_mask(tree: Tree) -> Tensor:
-    """[1, 1, Q, S] bool, True = attends: which tokens of the tree each branch token sees."""
+    """Returns which tokens of the tree each branch token attends to: [1, 1, Q, S] bool, True = attends."""
     lengths = torch.tensor([len(branch.tokens) for branch in tree.branches], dtype=torch.long)
     attach = torch.tensor([branch.attach for branch in tree.branches], dtype=torch.long)
     owner = torch.arange(len(lengths)).repeat_interleave(lengths)  # [Q], the branch that each token belongs to
@@ -153,11 +155,13 @@ def branch_mask(tree: Tree) -> Tensor:
 
 
 def loop_log_probs(model: Any, trees: Sequence[Tree]) -> list[list[list[float]]]:
-    """Computes the same as `tree_log_probs` with one pass per branch, for models that cannot do tree passes.
+    """Computes what `tree_log_probs` computes, with one pass per branch, for models that cannot do tree passes.
 
     Args:
-        model: the model that is called.
+        model: the model to call.
         trees: see `tree_log_probs`.
+    Returns:
+        See `tree_log_probs`.
     """
     device = next(model.parameters()).device
     results = []

@@ -1,10 +1,11 @@
-"""Value estimators: V(prefix) at the boundaries of the episodes, once per completion::
+"""Value estimators, which compute V(prefix) at the boundaries of the episodes of each completion::
 
     request: prompt, completion, boundaries, answers ──► estimator ──► one value per boundary, NaN = missing
 
-`AnswerLogProbValue` takes the policy's log-prob of the known answer after the prefix. `MonteCarloValue` lets the policy
-finish the prefix K times. `OutcomeValue` predicts the outcome from the tokens' log-probs, fitted to the last windows. A
-value that cannot be computed is missing (NaN), never 0: log P = 0 would mean certainty.
+`AnswerLogProbValue` computes the policy's log-prob of the known answer after the prefix. `MonteCarloValue` lets the
+policy finish the prefix K times and takes the mean reward. `OutcomeValue` predicts the outcome from the log-probs of
+the prefix's tokens, by a fit to the last windows. A value that cannot be computed is missing (NaN). It is never 0,
+because log P = 0 would mean certainty.
 """
 
 import logging
@@ -32,32 +33,34 @@ ASK = "\nThe answer is "
 END_THOUGHT = "</think>\n"
 _THOUGHT_TAG = re.compile("</?think>")
 
-# In the budget of a pass, the logits of one scored token count as this many tokens. So a pass over 8,192 tokens has the
-# logits of at most 256 tokens: 156 MB in float32 for a vocabulary of 152 thousand.
+# In the token budget of a pass, each scored token counts as 32 tokens, because its logits take memory. So a pass with a
+# budget of 8,192 tokens has the logits of at most 256 tokens: 156 MB in float32 for a vocabulary of 152 thousand.
 LOGITS_TOKENS = 32
 
-FLOOR = -10.0  # the log-prob of an answer's token is raised to this, which bounds U
+FLOOR = -10.0  # a smaller log-prob of an answer's token is raised to this number, which bounds U
 
-DUMMY = Tree((0,), (Branch(1, (0,), 0),))  # for a rank without requests left that takes part in the passes of others
+DUMMY = Tree((0,), (Branch(1, (0,), 0),))  # a rank runs it if the other ranks have more passes, which are collectives
 
 
 @dataclass(frozen=True)
 class ValueRequest:
-    """One completion whose prefixes are to be valued.
+    """One completion, and the boundaries at which V is asked for.
 
     Args:
         prompt_ids: token ids without padding, at least one.
         completion_ids: token ids without padding.
-        boundaries: positions in the completion. A prefix is the prompt and `completion_ids[:boundary]`. If there are
-            none, no value is asked for.
+        boundaries: positions in the completion, one prefix each: the prompt and `completion_ids[:boundary]`. Empty = no
+            value is asked for.
         answers: the accepted answers.
-        example: the dataset row, for the reward functions of `MonteCarloValue`.
-        log_probs: of each token of the completion, by the policy that sampled it; NaN = unknown, 0 = not written by the
-            policy. Only for an estimator that `needs_log_probs`.
-        entropies: in the same form, if they are known.
-        own: for each token of the completion, 1 = the policy wrote it, 0 = a tool or an environment did. None: the
-            policy wrote all.
-        begun: what the estimator's `begin` returned for this completion. None: it did not begin.
+        example: the dataset row, for the reward functions of `MonteCarloValue`. None = not given.
+        log_probs: one number per token of the completion, its log-prob by the policy that sampled it; NaN = unknown,
+            0 = a token that the policy did not write. None = not given, because the estimator's `needs_log_probs` is
+            False.
+        entropies: one number per token, in the same form as `log_probs`. None = unknown.
+        own: one number per token of the completion, 1 = the policy wrote it, 0 = a tool or an environment wrote it.
+            None = the policy wrote all tokens.
+        begun: what the estimator's `begin` returned for this completion. None = `begin` was not called or did not
+            begin.
     """
 
     prompt_ids: tuple[int, ...]
@@ -72,20 +75,23 @@ class ValueRequest:
 
 
 class ValueEstimator(Protocol):
-    """Values the prefixes of a rank's completions.
+    """Computes V for the prefixes of a rank's completions.
 
     An estimator may also have these attributes and methods:
 
-    - `needs_answers`: False if it does not use `ValueRequest.answers`. Then the dataset needs no column with answers.
-    - `needs_log_probs`: True if it uses `ValueRequest.log_probs`.
-    - `ready`: False while it has no values yet, so that missing values are no mistake.
-    - `begin(requests, trainer, order)`: called as soon as a vLLM server has sampled a group, on the main thread of one
-      rank alone. For each request it returns values, or an object by which `__call__` awaits them, or None if it did
-      not begin. `__call__` gets this as `ValueRequest.begun`. `order` is the number of the group's window.
-    - `learn(requests, outcomes, trainer)`: called once per window, when the whole window has been valued, on every rank
-      at the same point. It gets this rank's scored rows with their boundaries, and their weighted rewards.
-    - `state_dict()` and `load_state_dict(state)`: its state for checkpoints, made of tensors, numbers, lists and dicts.
-      The state is the same on all ranks, and its tensors are never changed later.
+    - `needs_answers`: False = the estimator does not use `ValueRequest.answers`, and the dataset needs no column with
+      answers.
+    - `needs_log_probs`: True = the estimator uses `ValueRequest.log_probs`.
+    - `ready`: False = the estimator has no values yet, so missing values are expected.
+    - `begin(requests, trainer, order)`: starts the computation early. It is called as soon as a vLLM server has sampled
+      a group, on the main thread of one rank alone. For each request it returns the values, or an object by which
+      `__call__` awaits the values, or None if it did not begin. `__call__` gets the result as `ValueRequest.begun`.
+      `order` is the number of the group's window.
+    - `learn(requests, outcomes, trainer)`: learns from a window. It is called once per window, after V was computed for
+      the whole window, on every rank at the same point. It gets this rank's scored rows with their boundaries, and the
+      weighted reward of each row.
+    - `state_dict()` and `load_state_dict(state)`: the estimator's state for checkpoints, made of tensors, numbers,
+      lists and dicts. The state must be the same on all ranks, and its tensors must not be changed later.
     """
 
     space: str
@@ -94,7 +100,7 @@ class ValueEstimator(Protocol):
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
         """Returns one list per request with one value per boundary; NaN = missing.
 
-        It is called on every rank at the same point.
+        Every rank calls it at the same point, so it may use collectives.
 
         Args:
             requests: the completions of this rank.
@@ -105,16 +111,16 @@ class ValueEstimator(Protocol):
 def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: Any) -> list[list[float]]:
     """Checks that an estimator returned one number for each boundary of each request.
 
-    NaN is allowed: it is a missing value.
+    NaN is allowed, because it stands for a missing value.
 
     Args:
-        values: what the estimator returned.
-        requests: what it was asked for.
-        estimator: the estimator, which the error names.
+        values: the result of the estimator.
+        requests: the requests that the estimator was given.
+        estimator: the estimator, whose name the error states.
     Returns:
         The values as lists of floats.
     Raises:
-        ValueError: if the values have another form.
+        ValueError: if the result has another form.
     """
     try:
         numbers = [[float(value) for value in row] for row in values]
@@ -127,7 +133,7 @@ def checked_values(values: Any, requests: Sequence[ValueRequest], estimator: Any
         reason = f"{found} values for requests that have {expected} boundaries"
     raise ValueError(
         f"What the value estimator {named(estimator)} returned cannot be used: {reason}. Return a list with one list "
-        "of numbers per request, one number per boundary; a value that is not known is math.nan."
+        "of numbers per request, one number per boundary, and math.nan for a value that is not known."
     )
 
 
@@ -137,24 +143,25 @@ class AnswerLogProbValue:
     This is the "log-probability approximation" of "Training-Free Process Rewards for LLM RL", at temperature 1.
     Deviations:
 
-    - The force prompt and the answer are tokenised together, so that the answer's tokens are those that the model would
+    - The force prompt and the answer are tokenised together, so that the answer has the tokens that the model would
       write.
-    - A token's log-prob is raised to `FLOOR` before the mean. This bounds U, and the U still add up to V_n − V_0.
-    - Several accepted answers count together, as min(0, logsumexp of their means).
+    - A log-prob below `FLOOR` is raised to `FLOOR` before the mean is computed. This bounds each U. The U of a row
+      still add up to V_n − V_0.
+    - With several accepted answers, V is min(0, logsumexp of the means of the answers).
 
-    With the mean over tokens, long and short answers are comparable, but V is not log P(answer): exp(V) is the
-    geometric mean of the tokens' probabilities. For an answer of several tokens it is above the answer's probability.
+    The mean over tokens makes long and short answers comparable. But V is then not log P(answer): exp(V) is the
+    geometric mean of the tokens' probabilities, which is larger than P(answer) if the answer has several tokens.
 
     Args:
-        force_prompt: text after the prefix; the answer is expected at its end. Default: ``"\\nThe answer is "``. If a
-            thought is open at the boundary, ``"</think>\\n"`` comes before it. A thought is open if the last tag in
-            prompt and completion is `<think>`. A prefix that ends within a tag is cut before the tag. A force prompt of
-            your own is used unchanged at every boundary; models with other tags for thoughts need one.
-        closing: text after the answer that is scored, too, such as ``"}"`` or ``"<|im_end|>"``. With it, the answer "4"
-            does not profit from a policy that would write "42".
-        space: "log", or "probability" for exp(V), the geometric mean of the tokens' probabilities.
-        max_tokens_per_pass: budget of one model pass. It counts all tokens, prompts included, and 32 for each scored
-            token. A tree that is larger gets a pass of its own.
+        force_prompt: text between the prefix and the answer. None = ``"\\nThe answer is "``, or
+            ``"</think>\\n\\nThe answer is "`` if a thought is open at the boundary. A thought is open if the last tag
+            in the prefix is `<think>`. If a prefix ends within a tag, it is cut before the tag. A force prompt of
+            your own is used unchanged at every boundary. If your model has other tags for thoughts, pass your own.
+        closing: text after the answer whose tokens are scored, too, such as ``"}"`` or ``"<|im_end|>"``. Without it, a
+            policy that would write "42" also gets a high V for the answer "4".
+        space: unit of V: "log" for the mean log-prob, or "probability" for its exponential.
+        max_tokens_per_pass: token budget of one model pass. It counts all tokens, prompts included, or 32 for each
+            scored token if that is more. A larger tree gets a pass of its own.
     Raises:
         ValueError: if `space` is unknown, or the force prompt holds a control character because Python read a backslash
             as an escape.
@@ -191,17 +198,20 @@ class AnswerLogProbValue:
         return [next(found) if request.begun is None else request.begun for request in requests]
 
     def begin(self, requests: Sequence[ValueRequest], trainer: Any, order: int) -> list[Any]:
-        """Computes the values by passes of this rank alone, while it waits for servers; see `ValueEstimator`.
+        """Computes the values by model passes on this rank alone, while this rank waits for vLLM servers.
+
+        This is `begin` of `ValueEstimator`. It does nothing if a pass needs all ranks (FSDP, ZeRO-3), if windows are
+        sampled ahead, or if the model's tree passes have not been tested yet.
 
         Args:
             requests: the completions of a group.
             trainer: the `DASHTrainer`.
             order: not used.
         Returns:
-            The values of each request; None for all of them if passes of one rank alone are not possible now.
+            The values of each request, or None for each request if it did nothing.
         """
         model = trainer.model
-        sharded = trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled()  # then all ranks take part in a pass
+        sharded = trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled()  # then every pass needs all ranks
         if sharded or trainer.args.async_level or model not in self._flaws:
             return [None] * len(requests)
         base = model.get_base_model() if is_peft_model(model) else model
@@ -221,12 +231,12 @@ class AnswerLogProbValue:
         """Computes the values with any model and tokenizer, without a trainer.
 
         Args:
-            requests: the completions to be valued.
+            requests: the completions and their boundaries.
             model: a transformers model.
-            tokenizer: its tokenizer.
-            call: the wrapper to call in place of `model`, if there is one.
-            passes_on_all_ranks: takes this rank's number of passes and returns the largest number of any rank. Under
-                ZeRO-3 and FSDP a pass is a collective, so ranks with fewer passes run dummy passes.
+            tokenizer: the tokenizer of the model.
+            call: the wrapper of `model` that is called for a pass. None = `model` itself is called.
+            passes_on_all_ranks: function that takes this rank's number of passes and returns the largest number on any
+                rank. Under ZeRO-3 and FSDP a pass is a collective, so a rank with fewer passes runs dummy passes.
         Returns:
             One list per request with one value per boundary; NaN = missing.
         """
@@ -246,7 +256,7 @@ class AnswerLogProbValue:
         call: Any,
         passes_on_all_ranks: Callable[[int], int],
     ) -> list[list[float]]:
-        """One pass per bin of trees or, if tree passes are wrong, per branch; equally many passes on every rank."""
+        """Runs one pass per bin of trees or, if tree passes are wrong, per branch; as many passes on every rank."""
         asked = [i for i, tree in enumerate(trees) if tree.branches]
         branches: list[list[list[float]]] = [[] for _ in trees]  # [tree][branch][scored token], log-probs
         with evaluating(call):
@@ -265,7 +275,10 @@ class AnswerLogProbValue:
         return [self._values(one, request) for one, request in zip(branches, requests, strict=True)]
 
     def _tree(self, request: ValueRequest, tokenizer: Any) -> Tree:
-        """The completion as trunk, with one branch per boundary and answer: all answers at b_0, all at b_1, …"""
+        """Returns the completion as trunk, with one branch per boundary and answer: all answers at b_0, then at b_1, …
+
+        The trunk ends at the last boundary. Without boundaries or answers, the tree is empty.
+        """
         if not request.boundaries or not any(request.answers):
             return Tree((), ())
         ids = request.prompt_ids + request.completion_ids
@@ -280,12 +293,12 @@ class AnswerLogProbValue:
         return Tree(ids[: max(prefixes)], tuple(branches))
 
     def _answers(self, answers: Iterable[str], force_prompt: str, tokenizer: Any) -> list[tuple[tuple[int, ...], int]]:
-        """For each answer, the tokens of force prompt and answer, and the index of the first token of the answer."""
+        """Returns for each answer the tokens of force prompt and answer, and the index of the answer's first token."""
         texts = [force_prompt + answer + self.closing for answer in answers if answer]
         encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         found = []
         for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            # A token that straddles the end of the force prompt belongs to the answer.
+            # A token with characters of both the force prompt and the answer counts as the answer's first token.
             scored = next((i for i, (_, end) in enumerate(offsets) if end > len(force_prompt)), None)
             if scored is not None:
                 found.append((tuple(ids), scored))
@@ -307,7 +320,7 @@ class AnswerLogProbValue:
         return value if self.space == "log" else math.exp(value)
 
     def _takes_trees(self, model: Any, call: Any, most_on_all_ranks: Any) -> bool:
-        """Whether tree passes of this model are right. All ranks try it together when they first see the model."""
+        """Whether tree passes of this model are right. All ranks test this together when they first use the model."""
         if model not in self._flaws:
             flaw: str | None = "its attention is not plain causal in every layer"
             if plain_causal_attention(model):
@@ -324,11 +337,19 @@ class AnswerLogProbValue:
 
 
 def _open_thoughts(ids: Sequence[int], prefixes: Iterable[int], tokenizer: Any) -> list[tuple[int, bool]]:
-    """For each prefix, given by its number of tokens: the number without an incomplete tag, and if a thought is open.
+    """Returns for each prefix where it ends and whether a thought is open there.
 
-    A thought is open if the last tag in prompt and completion is `<think>`. A tag may be one token or several.
+    A thought is open if the last tag in the prefix is `<think>`. A tag may be one token or several tokens.
+
+    Args:
+        ids: token ids of prompt and completion.
+        prefixes: the number of tokens of each prefix.
+        tokenizer: the tokenizer of the model.
+    Returns:
+        For each prefix: its number of tokens, without the tokens of an incomplete tag at its end; and a bool, True = a
+        thought is open.
     """
-    # Fast tokenizers write tokens in alphabets of their own, but the characters of a tag stand for themselves in all.
+    # Byte-level tokenizers replace some characters in their tokens, but never the characters of these tags.
     pieces = [token or "" for token in tokenizer.convert_ids_to_tokens(ids)]
     starts = [0, *accumulate(map(len, pieces))]  # the first character of each token; the last entry is the end
     tags = list(_THOUGHT_TAG.finditer("".join(pieces)))
@@ -342,7 +363,7 @@ def _open_thoughts(ids: Sequence[int], prefixes: Iterable[int], tokenizer: Any) 
 
 
 def server_pool(trainer: Any) -> Any:
-    """The `VLLMPool` of the trainer's vLLM servers; None if the trainer samples in another way."""
+    """Returns the `VLLMPool` of the trainer's vLLM servers; None if the trainer samples in another way."""
     sampler = getattr(trainer, "vllm_generation", None)
     return sampler if hasattr(sampler, "begin_scores") else None
 
@@ -350,10 +371,11 @@ def server_pool(trainer: Any) -> Any:
 class ServerValue(AnswerLogProbValue):
     """Computes `AnswerLogProbValue` on the trainer's vLLM servers, by one request per boundary and answer.
 
-    The request for a completion starts as soon as the completion is sampled, while others are still sampled. The values
-    are those of the weights that the servers have then. A server reads each prefix anew, where a tree pass reads the
-    completion once. So this pays if there are many servers and the trainer is the bottleneck. The servers'
-    `--max-model-len` must have room for the force prompt and the answer after the longest completion.
+    The requests of a group start as soon as the group is sampled, while other groups are still sampled. So the values
+    belong to the weights that the servers have at that time. A server computes each prefix anew, but a tree pass
+    computes the completion only once. So this class is useful if there are many servers and the trainer is the
+    bottleneck. The servers' `--max-model-len` must have room for the force prompt and the answer after the longest
+    completion.
     """
 
     def __call__(self, requests: Sequence[ValueRequest], trainer: Any) -> list[list[float]]:
@@ -367,14 +389,15 @@ class ServerValue(AnswerLogProbValue):
         return trainer.ranks.agree(values)
 
     def begin(self, requests: Sequence[ValueRequest], trainer: Any, order: int = -1) -> list[tuple[Tree, Any]]:
-        """Requests the log-probs from the servers, and does not wait for them; see `ValueEstimator`.
+        """Requests the log-probs from the servers, and does not wait for the answers; see `ValueEstimator`.
 
         Args:
             requests: the completions of a group.
             trainer: the `DASHTrainer`.
-            order: number of the group's window; earlier windows are served first.
+            order: number of the group's window. The servers get the requests of earlier windows first.
         Returns:
-            For each request its tree, and what `__call__` awaits the log-probs by.
+            For each request, its tree and an object by which `__call__` awaits the log-probs; None in place of this
+            object if the tree has no branches.
         """
         found = []
         for tree in self._trees(requests, trainer._tokenizer):
@@ -392,7 +415,7 @@ class ServerValue(AnswerLogProbValue):
         pool = server_pool(trainer)
         if pool is None:
             raise ValueError(
-                "ServerValue uses the vLLM servers that a run samples from, but this run has none: name them with "
-                "vllm_server_urls, or use AnswerLogProbValue, which uses the trainer's model."
+                "ServerValue needs the vLLM servers that a run samples from, but this run has no servers: name them "
+                "with vllm_server_urls, or use AnswerLogProbValue, which uses the trainer's model."
             )
         return pool

@@ -1,14 +1,14 @@
-"""Measures how well V(prefix) predicts outcomes, and derives its weight::
+"""Measures how well V(prefix) predicts outcomes, and computes from that the weight of V::
 
     V and outcomes of a window ──► `Evidence`, sums per group ──► evidence of the last windows ──► figures, a weight
 
 Groups are the independent units: the rollouts of a group share a problem, and the prefixes of a rollout share an
-outcome. So each figure is a function of sums over groups. Its interval comes from the jackknife that leaves out one
-group at a time (Tukey 1958), with Student's t. V of a window must be computed without the outcomes of that window;
-otherwise the figures are biased.
+outcome. So each figure is a function of sums over groups. The interval of a figure comes from the jackknife, which
+leaves out one group at a time (Tukey 1958), and Student's t. V of a window must be computed without the outcomes of
+that window; otherwise the figures are biased.
 
-Only the inner boundaries b_1 … b_{n−1} count: V_0 knows nothing about the rollout, and at b_n nothing is left to
-decide.
+Only the inner boundaries b_1 … b_{n−1} count. V_0 is the same for all rollouts of a prompt, and V_n comes right before
+the final answer, where the outcome is decided already.
 
 Letters: N rows (the G completions of a prompt are adjacent), K boundaries per row, M = N / G groups.
 """
@@ -27,25 +27,25 @@ from torch import Tensor
 from dash_trl.process_rewards.credit import outcome_units
 from dash_trl.rollout import joined
 
-WINDOWS = 8  # the number of last windows that count; `OutcomeValue` is fitted to as many
-LEAST_GROUPS = 8  # an interval and a weight need at least this many groups with different outcomes
-LEAST_WEIGHT = 0.02  # a smaller weight becomes 0, since it would add little but noise
+WINDOWS = 8  # only the last 8 windows count; `OutcomeValue` is fitted to the same number of windows by default
+LEAST_GROUPS = 8  # an interval and a weight need at least this number of groups with different outcomes
+LEAST_WEIGHT = 0.02  # a smaller weight becomes 0, because it would add little more than noise
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Sums over the rollouts of each group, in float64.
+    """Sums over the rollouts of each group, in float64, from which the figures and the weight of V are computed.
 
-    A rollout counts if it is scored and V is known at an inner boundary.
+    A rollout counts if it is scored and V is known at one of its inner boundaries at least. y is the outcome of a
+    rollout, A its outcome advantage, and Δ the difference from the mean of the group.
 
     Attributes:
         pairs: [M], number of pairs of rollouts with different outcomes.
-        won: [M], number of those pairs in which the better outcome has the larger V, as the mean over its inner
-            boundaries; a tie counts one half.
-        products: [M, 3], ΣΔV², ΣΔVΔy, ΣΔy² with Δ from the group's mean; 0 if the outcomes do not differ. All
-            boundaries of a rollout together count 1.
-        units: [M, 2], ΣAΔy, ΣΔy² over all scored rollouts, with the outcome advantage A; 0 if the outcomes do not
-            differ.
+        won: [M], number of those pairs in which the rollout with the better outcome has the larger V. Here V is the
+            mean over the inner boundaries of a rollout. A tie counts one half.
+        products: [M, 3], ΣΔV², ΣΔVΔy, ΣΔy²; 0 if the outcomes do not differ. The boundaries of a rollout together have
+            the weight 1.
+        units: [M, 2], ΣAΔy, ΣΔy² over all scored rollouts, also those without V; 0 if the outcomes do not differ.
     """
 
     pairs: Tensor
@@ -54,7 +54,11 @@ class Evidence:
     units: Tensor
 
     def of_groups(self, groups: Tensor) -> Evidence:
-        """The evidence of the groups with the given indices, in that order."""
+        """Returns the evidence of some groups.
+
+        Args:
+            groups: int64, indices of the groups. The result has their order.
+        """
         return Evidence(self.pairs[groups], self.won[groups], self.products[groups], self.units[groups])
 
 
@@ -67,14 +71,14 @@ def evidence_of(
         boundaries: [N, K] int, padded with −1.
         values: [N, K], NaN = missing.
         outcomes: [N], NaN = unscored.
-        advantages: [N], of the outcomes.
+        advantages: [N], the outcome advantages.
         group_size: G, which divides N.
     """
     number, scored = torch.arange(boundaries.shape[1]), ~outcomes.isnan()
     inner = (number > 0) & (number < (boundaries >= 0).sum(dim=1, keepdim=True) - 1)
     known = inner & values.isfinite() & scored.unsqueeze(1)
     v, y = torch.where(known, values.double(), 0), torch.where(scored, outcomes.double(), 0)
-    # The weight of each boundary: those of a rollout sum to 1.
+    # The weight of each boundary. The weights of one rollout sum to 1.
     share = known / known.sum(dim=1, keepdim=True).clamp(min=1).double()
     # [M, G] each.
     used, v_mean, y_of = (cells.view(-1, group_size) for cells in (known.any(dim=1), (share * v).sum(dim=1), y))
@@ -99,12 +103,12 @@ def evidence_of(
 def interval(groups: Tensor, figure: Callable[[Tensor], Tensor]) -> tuple[float, float]:
     """Computes a figure from sums over groups, and the half-width of its 95 % interval.
 
-    The half-width is Student's t times the jackknife's standard error σ, σ² = (M − 1)/M·Σ_g (f_{−g} − f̄)² with the
-    figure f_{−g} without group g.
+    The half-width is Student's t times the jackknife's standard error σ. Here σ² = (M − 1)/M·Σ_g (f_{−g} − f̄)², where
+    f_{−g} is the figure without group g, and f̄ the mean of all f_{−g}.
 
     Args:
         groups: [M, S], S numbers per group, M >= 2.
-        figure: a function from sums [..., S] to figures [...].
+        figure: a function that takes sums over groups [..., S] and returns figures [...].
     Returns:
         The figure and the half-width.
     """
@@ -115,29 +119,42 @@ def interval(groups: Tensor, figure: Callable[[Tensor], Tensor]) -> tuple[float,
 
 
 def student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t by the Cornish-Fisher expansion (A&S 26.7.5), within 0.5 % from 6 on."""
+    """Returns the 97.5 % quantile of Student's t by the Cornish-Fisher expansion (A&S 26.7.5).
+
+    Args:
+        degrees: the degrees of freedom. From 6 on, the relative error is below 0.5 %.
+    """
     z = NormalDist().inv_cdf(0.975)
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     return z + first / degrees + second / degrees**2
 
 
 class Watch:
-    """Keeps the evidence of the last `WINDOWS` windows. It is the same on all ranks, since all are given the same."""
+    """Keeps the evidence of the last `WINDOWS` windows, and computes the figures and the weight of V from it.
+
+    Every rank must add the same evidence, so that all ranks compute the same weight.
+    """
 
     def __init__(self) -> None:
         self._windows: list[Evidence] = []
 
     @property
     def full(self) -> bool:
-        """Whether there is evidence of `WINDOWS` windows."""
+        """Whether `WINDOWS` windows have been added."""
         return len(self._windows) == WINDOWS
 
     def add(self, window: Evidence) -> None:
-        """Adds a window. One without evidence counts, too, so that old windows are dropped."""
+        """Adds the evidence of a window and drops the oldest window if there are more than `WINDOWS`.
+
+        A window whose groups give no evidence must be added, too, so that old windows are dropped.
+        """
         self._windows = [*self._windows, window][-WINDOWS:]
 
     def figures(self) -> dict[str, float]:
-        """Returns the logged figures for which there is evidence; at least one window must have been added."""
+        """Returns the figures for the log; a figure without enough evidence is left out.
+
+        At least one window must have been added before.
+        """
         of_all = joined(self._windows)
         sums = torch.stack([of_all.won, of_all.pairs], dim=1)[of_all.pairs > 0]
         if not len(sums):
@@ -150,12 +167,12 @@ class Watch:
         return found
 
     def weight(self) -> float:
-        """Returns the weight of V, within 0 … 1: the lower end of the interval of β.
+        """Returns the weight of V, from 0 to 1: the lower end of the 95 % interval of β, at most 1.
 
-        β is the slope of the outcome over V, both centred in their group, over the groups with different outcomes. V is
-        a control variate of the outcome: outcome − w·V has the smallest variance at w = β. A correct V has β = 1, and
-        noise has β = 0. The weight is exactly 0 if there are fewer than `LEAST_GROUPS` such groups, if the interval
-        reaches down to 0, or if the weight would be below `LEAST_WEIGHT`.
+        β is the slope of the linear regression of the outcome on V. Both are centred in their group, and only groups
+        with different outcomes count. V is a control variate of the outcome: outcome − w·V has the smallest variance at
+        w = β. A correct V has β = 1, and noise has β = 0. The weight is exactly 0 if there are fewer than
+        `LEAST_GROUPS` such groups, or if the lower end of the interval is below `LEAST_WEIGHT`.
         """
         if not self._windows:
             return 0.0
@@ -168,14 +185,18 @@ class Watch:
         return low if low >= LEAST_WEIGHT else 0.0
 
     def unit(self) -> float:
-        """The advantage that a reward of 1 had in the groups with different outcomes; 0 if there is no such group."""
+        """Returns the advantage that a reward of 1 had in the groups with different outcomes.
+
+        `credit._scaled` uses it for groups whose outcomes are all the same. It is 0 if there is no group with different
+        outcomes.
+        """
         if not self._windows:
             return 0.0
         products, squares = joined(self._windows).units.sum(dim=0).tolist()
         return products / squares if squares else 0.0
 
     def state_dict(self) -> list[dict[str, Tensor]]:
-        """The evidence of the windows; its tensors are never changed."""
+        """Returns the evidence of the windows for a checkpoint. Its tensors are never changed later."""
         return [dict(vars(window)) for window in self._windows]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
@@ -183,12 +204,15 @@ class Watch:
 
 
 def _log_odds(sums: Tensor) -> Tensor:
-    """Log-odds of won pairs, half a pair added to each side; unlike a share, its interval cannot reach beyond 1."""
+    """Computes the log-odds of won pairs, with half a pair added to won and to lost pairs.
+
+    If the interval of the log-odds is converted to a share of pairs, it stays within 0 … 1.
+    """
     won, pairs = sums.unbind(-1)
     return ((won + 0.5) / (pairs - won + 0.5)).log()
 
 
 def _slope(sums: Tensor) -> Tensor:
-    """The slope β; 0 if V is constant."""
+    """Computes the slope β; 0 if V is constant."""
     vv, vy, _ = sums.unbind(-1)
     return (vy / vv).nan_to_num(0.0, 0.0, 0.0)

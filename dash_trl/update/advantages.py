@@ -1,7 +1,7 @@
-"""Estimators: rewards → advantages. They are pure functions of any number of whole groups.
+"""Estimators, which compute advantages from rewards. They are pure functions of any number of whole groups.
 
-`group_advantages` is TRL's family (GRPO, Dr. GRPO, GDPO). `OUTCOME_ESTIMATORS` has estimators for which TRL's
-GRPOTrainer has no option, under verl's names.
+`group_advantages` computes the advantages that TRL's options describe (GRPO, Dr. GRPO, GDPO). `OUTCOME_ESTIMATORS` has
+estimators for which TRL's GRPOTrainer has no option, under the names that verl gives them.
 
 Letters: N rows (the G completions of a prompt adjacent), F reward functions, G group size, M = N / G groups.
 """
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from dash_trl.update.arguments import check_tensor
 
-# TRL adds this to every standard deviation (grpo_trainer.py). Equal advantages need the same constant.
+# TRL adds this to every standard deviation (grpo_trainer.py). Our advantages equal TRL's only with the same constant.
 STD_FLOOR = 1e-4
 
-# Rewards are float32, so a weighted sum of them is exact to a few units in the last place only. A smaller spread is
-# rounding, not signal. TRL divides it by (0 + 1e-4) and gets advantages up to 3.6e-3 for equal rewards.
+# Rewards are float32, so a weighted sum of rewards has rounding errors of a few units in the last place. A group whose
+# rewards differ by no more than that counts as constant. TRL divides such differences by (0 + 1e-4) and gets advantages
+# up to 3.6e-3 for equal rewards.
 ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 
@@ -33,24 +34,23 @@ def group_advantages(
 
     `sum_then_normalize`: r_i = Σ_k w_k r_ik and A_i = (r_i − mean_group r) / (σ + 1e-4). Here σ is the standard
     deviation of the group ("group") or of all N rows ("batch"); with "none" (DASH's eq. 4, Dr. GRPO) there is no
-    division. `normalize_then_sum` (GDPO, arXiv 2601.05242): the rewards of each function are normalised in their group
-    first, then their weighted sum is normalised over all N rows.
+    division. `normalize_then_sum` (GDPO, arXiv 2601.05242): the rewards of each function are normalised in their group.
+    Then the weighted sum of the normalised rewards is normalised over all N rows.
 
-    Standard deviations are the unbiased ones. Deviation from TRL: a group whose rewards are equal has advantage exactly
-    0, while TRL divides float32 rounding by 1e-4.
+    All standard deviations are unbiased. Deviation from TRL: if all rewards of a group are equal, the advantages are
+    exactly 0. TRL divides the rounding errors of float32 by 1e-4 instead.
 
     Args:
-        rewards: [N, F]; NaN = the function does not apply. A row of NaN only is unscored: it is left out of every mean
-            and standard deviation and has advantage 0.
+        rewards: [N, F]; NaN = the function does not apply. A row in which all F rewards are NaN is unscored: it is left
+            out of every mean and standard deviation, and its advantage is 0.
         weights: [F], the weight of each reward function.
-        group_size: G, dividing N.
+        group_size: G, which divides N.
         scale_rewards: "group", "batch" or "none"; ignored by `normalize_then_sum`.
         multi_objective_aggregation: "sum_then_normalize" or "normalize_then_sum".
     Returns:
-        [N] float32 on the CPU, same order.
+        [N] float32 on the CPU, in the order of the rows.
     Raises:
-        ValueError: a tensor has another number of dimensions or another length, or the rows do not split into whole
-            groups.
+        ValueError: if a tensor has another shape, or if the rows do not split into whole groups.
     """
     rewards, weights = rewards.cpu().double(), weights.cpu().double()  # MPS has no float64
     total, advantages = _in_groups(rewards, weights, group_size)
@@ -58,7 +58,8 @@ def group_advantages(
         grouped = rewards.view(-1, group_size, rewards.shape[1])  # [M, G, F]
         normalised = _centred(grouped, scale=grouped.abs()) / (_std(grouped, dim=1) + STD_FLOOR)
         total = (normalised * weights).nansum(dim=2).masked_fill(total.squeeze(2).isnan(), torch.nan).flatten()
-        # The mean over all rows is 0 up to rounding. Subtracting that rounding would give signal to a constant group.
+        # TRL subtracts the mean over all rows here, which is 0 except for rounding errors. We do not subtract it,
+        # because the rounding errors would give the rows of a constant group an advantage other than 0.
         advantages = total / (_std(total, dim=0) + STD_FLOOR)
     elif scale_rewards == "group":
         advantages = advantages / (_std(total, dim=1) + STD_FLOOR)
@@ -74,7 +75,8 @@ def group_advantages(
 def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
     """A_i = r_i − mean_{j≠i} r_j (RLOO: Ahmadian et al. 2024, arXiv 2402.14740), as in TRL's RLOOTrainer.
 
-    The baseline does not depend on row i, so the gradient is unbiased. Deviation: the reward has no KL term.
+    The baseline does not depend on row i, so the gradient is unbiased. Deviation from RLOOTrainer: no KL term is added
+    to the reward.
 
     Args:
         rewards: [M, G], one reward per row; NaN = unscored.
@@ -106,8 +108,9 @@ def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
 def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
     """A_best = (r_best − r_second) / (σ_group + 1e-4), 0 for all other rows (pass@k: arXiv 2503.19595, as in verl).
 
-    The difference is what the best reward of the group would lose without the best row. If two rows are equally good,
-    there is no signal: with rewards of 0 and 1, a group has signal only if exactly one row is right.
+    Without the best row, the best reward of the group would be r_second. So the difference is what the best row adds.
+    If two rows are equally good, all advantages are 0. With rewards of 0 and 1, a group has signal only if exactly one
+    row has the reward 1.
 
     Args:
         rewards: [M, G], one reward per row; NaN = unscored.
@@ -124,7 +127,8 @@ def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
 def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
     """A_i = (r_i − mean r) / (σ + 1e-4) over all N rows (REINFORCE++, arXiv 2501.03262, with γ = 1 and no KL).
 
-    Groups play no part: a group whose rewards are equal has signal. Deviation: verl weighs rows by their tokens.
+    Groups are not considered: a group whose rewards are all equal may have advantages other than 0. Deviation: verl
+    weights each row by its number of tokens in mean and standard deviation; here all rows have the same weight.
 
     Args:
         rewards: [M, G], one reward per row; NaN = unscored.
@@ -137,12 +141,11 @@ def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """A_i = c_i / (σ(c) + 1e-4) with c_i = r_i − mean_group r; σ is over all N rows (REINFORCE++ w/ baseline, same
-    paper).
+    """A_i = c_i / (σ(c) + 1e-4) with c_i = r_i − mean_group r ("REINFORCE++ w/ baseline", arXiv 2501.03262).
 
-    `scale_rewards="batch"` divides by the standard deviation of the rewards instead, not of c. Deviation: verl weighs
-    rows by their tokens. The mean of c is then not 0 and is subtracted, which gives signal to groups whose rewards are
-    equal.
+    σ(c) is over all N rows. `group_advantages` with `scale_rewards="batch"` divides by the standard deviation of r
+    instead of c. Deviation: verl weights each row by its number of tokens. The mean of c is then not 0, and verl
+    subtracts it, which gives groups whose rewards are all equal advantages other than 0.
 
     Args:
         rewards: [M, G], one reward per row; NaN = unscored.
@@ -163,20 +166,20 @@ OUTCOME_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def outcome_advantages(
     estimator: str, rewards: Tensor, weights: Tensor, group_size: int, *, lengths: Tensor | None = None
 ) -> Tensor:
-    """Compute the advantages of an estimator by its name. A group whose rewards are equal up to rounding counts as
-    constant.
+    """Compute advantages with an estimator of `OUTCOME_ESTIMATORS`.
+
+    Rewards of a group that differ only by rounding errors count as equal.
 
     Args:
-        estimator: one of `OUTCOME_ESTIMATORS`.
-        rewards: [N, F]; NaN = the function does not apply. A row of NaN only is unscored.
+        estimator: name of the estimator, a key of `OUTCOME_ESTIMATORS`.
+        rewards: [N, F]; NaN = the function does not apply. A row in which all F rewards are NaN is unscored.
         weights: [F], the weight of each reward function.
-        group_size: G, at least 2, dividing N.
+        group_size: G >= 2, which divides N.
         lengths: [N], the number of loss tokens of each row. `None`: all rows have the same number.
     Returns:
-        [N] float32 on the CPU, same order; 0 for unscored rows.
+        [N] float32 on the CPU, in the order of the rows; 0 for unscored rows.
     Raises:
-        ValueError: a tensor has another number of dimensions or another length, or the rows do not split into whole
-            groups.
+        ValueError: if a tensor has another shape, or if the rows do not split into whole groups.
     """
     rewards, weights = rewards.cpu().double(), weights.cpu().double()  # MPS has no float64
     total, centred = _in_groups(rewards, weights, group_size)
@@ -187,18 +190,18 @@ def outcome_advantages(
 
 
 def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Compute one reward per row, r_i = Σ_k w_k r_ik, for estimators of your own.
+    """Compute the weighted sum of each row's rewards, r_i = Σ_k w_k r_ik. Estimators of your own may use it.
 
-    The result is NaN for an unscored row. Such a row must not count as 0, so compute sums and means over groups with
-    `nansum` and `nanmean`.
+    The result is NaN for an unscored row. An unscored row must not count as 0, so compute sums and means over groups
+    with `nansum` and `nanmean`.
 
     Args:
-        rewards: [N, F]; NaN = the function does not apply. A row of NaN only is unscored.
+        rewards: [N, F]; NaN = the function does not apply. A row in which all F rewards are NaN is unscored.
         weights: [F], the weight of each reward function, on any device.
     Returns:
-        [N], same order; NaN for an unscored row.
+        [N], in the order of the rows; NaN for an unscored row.
     Raises:
-        ValueError: a tensor has another number of dimensions or another length.
+        ValueError: if a tensor has another shape.
     """
     check_tensor("rewards", rewards, N=None, F=None)
     check_tensor("weights", weights, F=rewards.shape[1])
@@ -207,17 +210,17 @@ def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def checked_advantages(advantages: Tensor, rewards: Tensor, culprit: str) -> Tensor:
-    """Check what an estimator returned, and set unscored rows to 0.
+    """Check the advantages that an estimator returned, and set those of unscored rows to 0.
 
     Args:
-        advantages: what the estimator returned.
-        rewards: [N, F], the rewards that it was given.
-        culprit: the estimator to name in the error.
+        advantages: the result of the estimator.
+        rewards: [N, F], the rewards that the estimator was given.
+        culprit: name of the estimator, for the error.
     Returns:
         [N] float32.
     Raises:
-        ValueError: `advantages` is no float tensor [N], or it is not finite for a scored row, which would turn every
-            parameter into NaN.
+        ValueError: if `advantages` is not a float tensor [N], or if an advantage of a scored row is not finite. One
+            such advantage would turn every parameter of the model into NaN.
     """
     check_tensor(f"What {culprit} returned", advantages, "floats", N=len(rewards))
     unscored = rewards.isnan().all(dim=1).to(advantages.device)
@@ -233,7 +236,7 @@ def checked_advantages(advantages: Tensor, rewards: Tensor, culprit: str) -> Ten
 
 
 def _in_groups(rewards: Tensor, weights: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return the weighted rewards, and the same minus the mean of their group, [M, G, 1] each."""
+    """Return [M, G, 1] each: the weighted sum of rewards of each row, and this sum minus the mean of the group."""
     total = weighted_rewards(rewards, weights)
     if group_size < 1 or len(total) % group_size:
         raise ValueError(
@@ -245,13 +248,18 @@ def _in_groups(rewards: Tensor, weights: Tensor, group_size: int) -> tuple[Tenso
 
 
 def _from_mean(rewards: Tensor) -> Tensor:
-    """Subtract the row's mean from [M, G], ignoring NaN. The result is exactly 0 if all values are equal."""
+    """Subtract from each of M groups of G values the mean of the group, ignoring NaN. Equal values give exactly 0."""
     return _centred(rewards, scale=rewards.abs())
 
 
 def _centred(values: Tensor, *, scale: Tensor) -> Tensor:
-    """Subtract the group mean from [M, G] or [M, G, K], ignoring NaN. It is exactly 0 if the group's spread is rounding
-    of `scale`.
+    """Subtract from each group the mean of the group, ignoring NaN.
+
+    If the values of a group differ only by the rounding errors of numbers as large as `scale`, the result is exactly 0.
+
+    Args:
+        values: [M, G] or [M, G, K].
+        scale: same shape, absolute size of the numbers from which `values` was computed.
     """
     high = values.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
     low = values.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
@@ -260,7 +268,10 @@ def _centred(values: Tensor, *, scale: Tensor) -> Tensor:
 
 
 def _std(values: Tensor, *, dim: int) -> Tensor:
-    """Compute the unbiased standard deviation along `dim` (kept), ignoring NaN; NaN for fewer than two values."""
+    """Compute the unbiased standard deviation along `dim`, which is kept with length 1.
+
+    NaN is ignored. The result is NaN if there are fewer than two other values.
+    """
     count = (~values.isnan()).sum(dim=dim, keepdim=True)
     squares = (values - values.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
     return torch.where(count > 1, squares / (count - 1).clamp(min=1), torch.nan).sqrt()

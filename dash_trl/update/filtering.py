@@ -1,8 +1,8 @@
-"""Gradient filtering: decides from the advantages which rows are worth a model pass (the paper's Section 3.5).
+"""Gradient filtering: decides from the advantages which rows are dropped before model passes (the paper's Section 3.5).
 
-A row whose advantage is zero has no policy gradient. Dropping it before any forward pass changes only the time that a
-step takes. Terms without the advantage (KL with beta > 0, entropy bonus, auxiliary losses) are lost with the row; with
-them, filtering is an approximation, as in the paper.
+A row whose advantage is 0 has no policy gradient. If the loss has no other terms, dropping the row changes only the
+time that a step takes. If the loss has terms without the advantage (KL with beta > 0, entropy bonus, auxiliary losses),
+these terms of a dropped row are missing, so filtering is an approximation, as in the paper.
 
 Letters: B rows, T completion tokens.
 """
@@ -14,13 +14,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Filtered:
-    """The filter's verdict on B rows. Every row is in exactly one of the four masks.
+    """The result of the filter for B rows. Every row is True in exactly one of the four masks.
 
     Attributes:
-        keep: [B] bool, the row survives.
-        constant: [B] bool, no signal at all, that is `max_t |A_t| = 0`: its group is constant, or it has no loss token.
-        threshold: [B] bool, a signal below the threshold.
-        unscored: [B] bool, no usable reward.
+        keep: [B] bool, True = the row is a survivor.
+        constant: [B] bool, True = dropped, because `max_t |A_t| = 0`: all rewards of the group are equal, or the row
+            has no loss token.
+        threshold: [B] bool, True = dropped, because `max_t |A_t|` is below the threshold.
+        unscored: [B] bool, True = dropped, because the row is unscored.
     """
 
     keep: Tensor
@@ -35,9 +36,9 @@ def filter_rows(advantages: Tensor, loss_mask: Tensor, scored: Tensor, threshold
     Args:
         advantages: [B], or [B, T] for per-token credit.
         loss_mask: [B, T], 1 = a token that the loss counts.
-        scored: [B] bool.
-        threshold: at least 0; 0 drops only rows without any signal. `None` turns filtering off: every row is kept, as
-            in TRL.
+        scored: [B] bool, True = the row is scored.
+        threshold: number >= 0; 0 drops only unscored rows and rows whose advantages are all 0. `None` turns filtering
+            off: every row is kept, as in TRL.
     """
     per_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
     signal = (per_token.abs() * loss_mask).amax(dim=1)

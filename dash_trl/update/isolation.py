@@ -1,17 +1,18 @@
-"""Tests on the model itself that samples in the same packed row do not see each other.
+"""Tests, by running the model, that samples in the same packed row do not influence each other.
 
-A model keeps samples apart only if each of its layers passes the keyword arguments of a pass on to its attention, and
-if it builds no attention mask of its own. No configuration tells whether that holds. If it does not, the update is
-wrong without an error. So three samples are packed before the first pass that counts, and these properties are tested::
+A model keeps samples apart only if each layer passes the keyword arguments of a pass on to the attention function, and
+if the model builds no attention mask of its own. A model's configuration does not show whether this is so. If it is
+not, the update is wrong without an error. So before the first training pass, three samples are packed, and these
+properties are tested::
 
     isolation   other tokens in the first sample do not change the log-probs of the second
     layout      a packed sample has the log-probs that it has alone, within rounding
     prompt      if the samples share a prompt, another token in it changes the log-probs of all of them
 
-The isolation test compares passes of the same shapes, which round alike. So it finds the slightest leak, even in
-bfloat16 and for a model whose log-probs hardly depend on their context. Only in a mixture of experts do other tokens
-change the rounding, because they regroup the experts. The size of that effect is measured by changing the third sample:
-it comes after the second, so causal attention hides its tokens from the second.
+The isolation test compares passes of the same shapes, where rounding is the same. So it finds even a very small leak,
+also in bfloat16 and with a model whose log-probs depend little on the context. A mixture of experts is an exception:
+other tokens change the rounding, because they change which tokens an expert computes together. The size of this effect
+is measured by changing the third sample, which cannot leak into the second one because attention is causal.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +26,13 @@ from torch import Tensor, nn
 LogProbs = Callable[[Sequence[Sequence[int]]], Sequence[Tensor]]
 
 SAMPLE_TOKENS = (24, 12, 18)  # even, so that a sample splits into a prompt and a completion, or a trunk and branches
-DRAWS = 2  # draws of other tokens: a leak shows in every draw, a change in a router's decision only in some
-NOISE = 8.0  # a leak is far more than this number of times the effect of regrouped experts
-SEEN = 0.5  # another shared prompt must move a sample by at least this share of what it does if the sample is alone
-SAME = 1e-6  # nats: a difference below this is none, since equal shapes round alike
-# The mean difference of log-probs that rounding may cause between passes of different shapes, as a share of the spread
-# of the log-probs (logits round in proportion to their size). The value for float32 leaves room for TF32.
+DRAWS = 2  # draws of other tokens: a leak shows in every draw, a changed choice of experts only in some
+NOISE = 8.0  # a leak is much larger than this number times the effect of regrouped experts
+SEEN = 0.5  # another shared prompt must change the log-probs by at least this share of the change without packing
+SAME = 1e-6  # nats: a smaller difference counts as none, because passes of the same shape round in the same way
+# The mean difference of log-probs that rounding may cause between passes of different shapes, as a share of the
+# standard deviation of the log-probs (the rounding error of a logit is proportional to its size). The value for float32
+# leaves room for TF32.
 ROUNDING = {torch.float32: 0.01, torch.float16: 0.03, torch.bfloat16: 0.15}
 
 
@@ -45,15 +47,15 @@ def isolation_flaw(
     """Test packed passes, and describe what is wrong with them.
 
     Args:
-        packed: runs all samples in one row. An exception counts as a flaw, because a `forward` may not accept what
-            packing needs.
-        alone: runs each sample in a row of its own.
-        vocabulary: token ids are below this number.
+        packed: function that runs all samples in one packed row. An exception counts as a flaw, because the `forward`
+            of a model may not accept the arguments of packed passes.
+        alone: function that runs each sample in a row of its own.
+        vocabulary: number; all token ids are below it.
         dtype: the dtype in which the model computes.
-        others: the same two functions with another prompt before the samples, which differs before its last token.
-            `None`: the samples do not share a prompt.
+        others: two functions like `packed` and `alone`, but with another shared prompt before the samples. The two
+            prompts have the same last token. `None`: the samples do not share a prompt.
     Returns:
-        The flaw in words; `None` if there is none.
+        A text that describes the flaw; `None` if there is no flaw.
     """
     samples = [_tokens(length, start, vocabulary) for start, length in enumerate(SAMPLE_TOKENS)]
     expected = alone(samples)
@@ -64,7 +66,7 @@ def isolation_flaw(
         said = (str(error).splitlines() or [""])[0].rstrip(".")
         return f"a packed pass raises {type(error).__name__}: {said}"
     if not leak <= max(SAME, NOISE * noise):  # also if the leak is NaN
-        return f"other tokens in one sample move the log-probs of the next by {leak:.2g}"
+        return f"other tokens in one sample change the log-probs of the next by {leak:.2g}"
     shift = max(_distance(one, other) for one, other in zip(found, expected, strict=True))
     if others is not None:
         moved, due = (
@@ -72,9 +74,7 @@ def isolation_flaw(
             for function, before in zip(others, (found, expected), strict=True)
         )
         if any(not one >= SEEN * other for one, other in zip(moved, due, strict=True)):
-            return (
-                f"another prompt moves the log-probs of a sample by {min(moved):.2g}, where it should by {min(due):.2g}"
-            )
+            return f"another prompt changes the log-probs of a sample by {min(moved):.2g} instead of {min(due):.2g}"
     spread = torch.cat([one.float() for one in expected]).std().item()
     if not shift <= ROUNDING.get(dtype, max(ROUNDING.values())) * spread:
         return f"the log-probs of a sample differ by {shift:.2g} from those that it has alone"
@@ -82,8 +82,10 @@ def isolation_flaw(
 
 
 def _leak(packed: LogProbs, samples: Sequence[Sequence[int]], found: Tensor, vocabulary: int) -> tuple[float, float]:
-    """Return how far other tokens in the first sample move the second from `found`, and how far other tokens in the
-    third do.
+    """Measure how much other tokens in one sample change the log-probs of the second sample from `found`.
+
+    Returns:
+        The mean change with other tokens in the first sample, and with other tokens in the third sample.
     """
     first, second, third = samples
     moved, regrouped = [], []
@@ -115,8 +117,8 @@ def evaluating(model: nn.Module, *, checkpointing: bool = False) -> Iterator[Non
 
     Args:
         model: the model.
-        checkpointing: leave modules with gradient checkpointing in training mode. They may pass on other arguments
-            then.
+        checkpointing: True = leave modules with gradient checkpointing in training mode, because they may pass other
+            arguments on in this mode, which a test of the model must see.
     """
     training = {module: module.training for module in model.modules()}
     model.eval()

@@ -1,27 +1,28 @@
-"""Losses for rollouts of older weights, as settings of TRL's losses; the weight of each pass in an optimizer step.
+"""Two things about losses: losses for rollouts of older weights, and the weight of each pass in an optimizer step.
 
-The losses are sums over loss tokens::
+The losses for rollouts of older weights are computed by TRL's losses with other settings (`trl_settings`). They are
+sums over loss tokens::
 
     aipo              −(1/N) Σ min(π/μ, δ) Â                                                        δ: aipo_delta
     aipo, detached    −(1/N) Σ sg(min(π/μ, δ)) Â log π                                              sg: no gradient
     decoupled_ppo     −(1/N) Σ min(π_prox/μ, c) min(u Â, clip(u, 1 − ε, 1 + ε_high) Â),  u = π/π_prox
                                                                    c: vllm_importance_sampling_clip_max
 
-μ is the probability that the sampler gave the token, π_prox its probability by the weights with which the generation
-window began, and π its probability by the weights that are trained. Â is the advantage. N is the number of loss tokens
-by which TRL's `dapo` divides (with `filter_denominator="kept"`, the survivors').
+μ, π_prox and π are probabilities of the token: by the sampler, by the weights with which the generation window began,
+and by the weights that are trained. Â is the advantage. N is the number of loss tokens by which TRL's `dapo` divides;
+with `filter_denominator="kept"`, only the loss tokens of survivors count.
 
-AIPO is LlamaRL's (arXiv 2505.24034), per token and without KL and entropy terms, as in PRIME-RL. It is differentiated
-through the minimum: a token above δ has no gradient, whatever the sign of Â. The detached form gives such a token the
-gradient δ Â ∇log π, as in PipelineRL and TRL's `cispo`. Decoupled PPO is AReaL's (arXiv 2505.24298) with its first
-factor truncated at c; AReaL's formula is c = inf.
+AIPO comes from LlamaRL (arXiv 2505.24034); here it is per token and without KL and entropy terms, as in PRIME-RL. The
+minimum is differentiated, too: a token with π/μ above δ has no gradient, whatever the sign of Â. In the detached form,
+such a token has the gradient δ Â ∇log π, as in PipelineRL and TRL's `cispo`. Decoupled PPO comes from AReaL (arXiv
+2505.24298). Here its first factor is truncated at c; AReaL has no truncation (c = inf).
 
-A loss is computed per pass. An optimizer step may have more or fewer passes than TRL has micro-batches, and each pass
-has a share of the survivors. `loss_scale` and `regularizer_weight` give each pass its weight, so that the step does not
-depend on packing. The regularizers (entropy bonus and the router loss of a mixture of experts) do not contain the
-advantage. TRL adds them to every micro-batch with the weight 1 / accumulation steps; here, each pass gets them in
-proportion to its tokens. That remains an approximation: they are averaged over survivors instead of all rows, and a
-router loss is not linear in the batch.
+A loss is computed per pass. An optimizer step may have more or fewer passes than TRL has micro-batches, and the
+survivors are distributed over the passes. `loss_scale` and `regularizer_weight` return the weight of each pass, so that
+the optimizer step does not depend on packing. The regularizers (the entropy bonus and the router loss of a mixture of
+experts) do not contain the advantage. TRL adds them to every micro-batch with the weight 1 / accumulation steps. Here,
+their weight in a pass is proportional to the loss tokens of the pass. This is an approximation, because regularizers
+are averaged over survivors instead of all rows, and a router loss is not linear in the batch.
 
 Letters: B rows, T completion tokens, R ranks.
 """
@@ -38,30 +39,31 @@ from dash_trl.update.schedule import Segment
 # These losses compare the policy with the sampler, so they need the sampler's log-probs.
 OFF_POLICY_LOSSES = ("aipo", "decoupled_ppo")
 
-# vLLM's API writes this for a log-prob of −inf, for which JSON has no number. A sampled token cannot have that
-# log-prob, so it counts as unknown.
+# vLLM's API returns this number for a log-prob of −inf, because JSON has no number for −inf. A sampled token cannot
+# have the log-prob −inf, so its log-prob counts as unknown.
 NO_LOG_PROB = -9999.0
 
-# TRL averages the first losses over the rows of a micro-batch, and bnpo over its tokens. The other losses (dapo, cispo,
-# vespo, and ours, which are computed as dapo or cispo) divide by the tokens of the whole generation batch and need no
-# correction.
+# TRL averages the losses of `ROW_MEAN_LOSSES` over the rows of a micro-batch, and bnpo over the tokens of a
+# micro-batch. The other losses (dapo, cispo, vespo, and ours, which are computed as dapo or cispo) divide by the tokens
+# of the whole generation batch, which does not depend on packing.
 ROW_MEAN_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
 TOKEN_MEAN_LOSSES = ("bnpo",)
 
 
 def trl_settings(loss_type: str, *, delta: float, detached: bool) -> dict[str, Any]:
-    """Return the attributes of a `GRPOTrainer` with which TRL computes the loss. `delta` belongs to its `args`.
+    """Return the attributes of a `GRPOTrainer` with which TRL computes our losses. `delta` is an attribute of `args`.
 
-    aipo is TRL's `dapo` with μ as the old log-probs, so that r = π/μ. In min(min(r, delta) Â, clip(r, 1 − 1, 1 + δ − 1)
-    Â), both terms are min(r, δ) Â, so the outer minimum, which depends on the sign of Â, has no effect. The detached
-    form is `cispo`. Decoupled PPO is `dapo` with TRL's correction, whose ratio is π_prox/μ.
+    aipo is TRL's `dapo` with log μ in place of the old log-probs, so that r = π/μ. In TRL's formula
+    min(min(r, delta) Â, clip(r, 1 − 1, 1 + δ − 1) Â), both terms are then min(r, δ) Â. So the outer minimum, which
+    depends on the sign of Â, has no effect. The detached form is TRL's `cispo`. Decoupled PPO is TRL's `dapo` with
+    TRL's importance sampling correction, whose ratio is π_prox/μ.
 
     Args:
-        loss_type: TRL's or ours.
-        delta: δ.
-        detached: use the detached form of aipo.
+        loss_type: one of TRL's losses or of `OFF_POLICY_LOSSES`.
+        delta: number, δ of aipo.
+        detached: True = use the detached form of aipo.
     Returns:
-        Attribute → value; empty for TRL's own losses.
+        Name of the attribute → value; empty for TRL's own losses.
     """
     if loss_type == "decoupled_ppo":
         correction = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate"}
@@ -75,24 +77,26 @@ def trl_settings(loss_type: str, *, delta: float, detached: bool) -> dict[str, A
 
 
 def unknown_log_probs(sampling_per_token_logps: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return the loss tokens whose log-prob the sampler did not report (NaN, or what vLLM writes for −inf).
+    """Return which loss tokens have an unknown log-prob, because the sampler did not report it (NaN or `NO_LOG_PROB`).
 
     Args:
         sampling_per_token_logps: [B, T].
         loss_mask: [B, T], 1 = a token that the loss counts.
     Returns:
-        [B, T] bool.
+        [B, T] bool, True = a loss token whose log-prob is unknown.
     """
     return ~(sampling_per_token_logps > NO_LOG_PROB) & loss_mask.bool()
 
 
 def behaviour_log_probs(sampling_per_token_logps: Tensor, old_per_token_logps: Tensor) -> Tensor:
-    """Return the sampler's log-probs, with the trainer's in place of those that the sampler did not report.
+    """Return the sampler's log-probs, with the old log-prob in place of each log-prob that the sampler did not report.
+
+    With the old log-prob, the ratio π/μ of such a token is 1 at the beginning of the window.
 
     Args:
         sampling_per_token_logps: [B, T].
-        old_per_token_logps: [B, T], log-probs by the weights at the start of the window, so that the ratio of such a
-            token begins at 1. They are read, and must be finite, only where they are needed.
+        old_per_token_logps: [B, T], log-probs by the weights at the beginning of the window. Only the log-probs of
+            tokens that the sampler did not report are used; the others may be NaN.
     Returns:
         [B, T].
     """
@@ -108,12 +112,12 @@ def importance_sampling_ratio(
     clip_min: float | None,
     clip_max: float | None,
 ) -> Tensor:
-    """Compute w = π_old / π_sampler per token, or its product over the sequence; truncate or mask it (TRL 1.16's
-    definition).
+    """Compute the importance sampling ratio w = π_old / π_sampler, as TRL 1.16 defines it.
 
-    Truncated: w is clipped to [clip_min, clip_max] (TIS). Masked: w outside of this range becomes 0 (MIS).
+    In the token modes, w is the ratio of each token; in the sequence modes, the product of these ratios over the row.
+    Truncation clips w to [clip_min, clip_max] (TIS). Masking sets w to 0 outside of this range (MIS).
 
-    TRL computes it in the method that also generates, before rewards are known. Here it is computed for survivors only.
+    TRL computes w in the method that also generates, before rewards are known. Here, w is computed for survivors only.
 
     Args:
         old_per_token_logps: [B, T].
@@ -139,24 +143,24 @@ def importance_sampling_ratio(
 
 
 def loss_scale(loss_type: str, denominator: str, *, rows: int, tokens: int, segment: Segment) -> float:
-    """Return the factor of a re-packed micro-batch's loss that makes the sum over a segment independent of packing.
+    """Return the factor of a micro-batch's loss that makes the sum over a segment independent of packing.
 
-    TRL takes the mean over a micro-batch of b rows and averages over a micro-steps and R ranks. So each row has the
-    weight 1 / (b·a·R) = 1 / all_rows. A row of a re-packed micro-batch would have the weight 1 / (rows·a·R). With
-    `passes` = a·R, the factors are::
+    TRL takes the mean over the b rows of a micro-batch, and then the mean over a micro-steps and R ranks. So each row
+    has the weight 1 / (b·a·R) = 1 / all_rows. After packing, micro-batches have different numbers of rows, and a row
+    would have the weight 1 / (rows·a·R). With `passes` = a·R, the factors that correct this are::
 
         all:   rows · passes / all_rows   (row means)      tokens · passes / all_tokens   (bnpo)      1 (token sums)
         kept:  rows · passes / kept_rows                   tokens · passes / kept_tokens      all_tokens / kept_tokens
 
-    "all" is exactly GRPO's update; "kept" is an average over the segment's survivors. Deviation: in TRL, bnpo divides
-    by the tokens of each *local* micro-batch. Here it divides by those of the segment, which does not depend on
-    packing.
+    With "all", the update is exactly GRPO's. With "kept", the loss is an average over the survivors of the segment.
+    Deviation: in TRL, bnpo divides by the number of tokens of each *local* micro-batch. Here it divides by the number
+    of tokens of the segment, which does not depend on packing.
 
     Args:
-        loss_type: TRL's or ours.
-        denominator: "all" or "kept".
-        rows: rows of this micro-batch, dummies included, because TRL's mean counts them, too.
-        tokens: loss tokens of this micro-batch on this rank.
+        loss_type: one of TRL's losses or of `OFF_POLICY_LOSSES`.
+        denominator: "all" or "kept" (`filter_denominator`).
+        rows: number of rows of this micro-batch, dummy rows included, because TRL's mean counts them, too.
+        tokens: number of loss tokens of this micro-batch on this rank.
         segment: the counts of the segment, over all ranks.
     """
     divisor_rows, divisor_tokens = segment.all_rows, segment.all_tokens
@@ -170,25 +174,27 @@ def loss_scale(loss_type: str, denominator: str, *, rows: int, tokens: int, segm
 
 
 def regularizer_weight(tokens: int, segment: Segment) -> float:
-    """Return the weight of a pass relative to a micro-batch of TRL's: tokens · passes / kept_tokens.
+    """Return the weight of the regularizers in a pass: tokens · passes / kept_tokens.
 
-    Here `passes` = micro-steps × ranks. The weights of a segment's passes add up to `segment.passes`.
+    In TRL, each micro-batch has the weight 1. The weights of all passes of a segment add up to `segment.passes` =
+    micro-steps × ranks, which is the number of micro-batches in TRL.
 
     Args:
-        tokens: loss tokens of the pass on this rank; 0 for a dummy, which then has no weight.
+        tokens: number of loss tokens of the pass on this rank; 0 for a pass over dummy rows, whose weight is then 0.
         segment: the counts of the segment, over all ranks.
     """
     return tokens * segment.passes / max(segment.kept_tokens, 1)
 
 
 class ScaledCoefficient(float):
-    """A coefficient that counts `scale` times when it is a factor, and once in sums, comparisons and logs.
+    """A float that is `scale` times as large in a multiplication, and unchanged in sums, comparisons and logs.
 
-    Within one method, TRL multiplies by the coefficient, logs it, and adapts it (`use_adaptive_entropy`).
+    `regularizer_weight` must scale TRL's entropy coefficient where TRL multiplies by it. But the same method of TRL
+    also logs and adapts the coefficient (`use_adaptive_entropy`), which must not be scaled.
 
     Args:
         value: the coefficient.
-        scale: its factor.
+        scale: the factor by which a multiplication uses the coefficient.
     """
 
     scale: float

@@ -1,7 +1,7 @@
-"""Packing: distributes survivors over token-balanced micro-batches, the same number on all ranks.
+"""Packing: distributes survivors over micro-batches with similar numbers of tokens.
 
-Every rank computes the plan of all ranks from one gathered table of lengths. So no further collective is needed to
-agree on the plan.
+All ranks get the same number of micro-batches. Every rank computes the plan of all ranks from one gathered table of
+lengths, so no further collective is needed to agree on the plan.
 
 Letters: R ranks, M rows per rank (dropped ones included), S micro-steps.
 """
@@ -17,17 +17,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One model pass. A rank without rows runs a masked dummy row.
+    """The rows of one model pass.
 
     Attributes:
-        rows: for each rank, the rows that it runs.
+        rows: for each rank, the indices of the rows that the rank runs. A rank without rows runs a dummy row.
     """
 
     rows: tuple[tuple[int, ...], ...]
 
     @property
     def size(self) -> int:
-        """Number of rows of the tensors, the same on every rank, because TRL gathers metrics per row."""
+        """Number of rows of the pass's tensors. It is the same on every rank, because TRL gathers metrics per row."""
         return max(1, *(len(rows) for rows in self.rows))
 
 
@@ -43,34 +43,35 @@ def plan_segment(
 ) -> list[list[MicroBatch]]:
     """Distribute the survivors of a segment over its micro-steps.
 
-    A segment is a run of micro-steps of one optimizer step that share one generation batch. All ranks get the same
-    number of micro-batches in each micro-step, because a pass is a collective under ZeRO-3 and FSDP, and a backward
-    pass is one under DDP. The last micro-step is filled first, because gradients are synchronised there; empty
-    micro-steps come first and cost nothing. If a small budget leads to more micro-batches than micro-steps, a
-    micro-step runs several. So the budget always holds, except for a single row that is longer.
+    A segment is the micro-steps within one optimizer step that use one window. All ranks get the same number of
+    micro-batches in each micro-step, because a pass is a collective under ZeRO-3 and FSDP, and a backward pass is a
+    collective under DDP. If there are fewer micro-batches than micro-steps, the first micro-steps stay empty, because
+    gradients are synchronised in the last one. If there are more micro-batches than micro-steps, a micro-step runs
+    several of them. So no micro-batch exceeds the budget, except if a single row does.
 
     Args:
         lengths: [R, M, 4] int, see `RolloutBatch.lengths`; the third column is not used. A dropped row has completion
             length 0.
         micro_steps: S, at least 1.
-        last_must_run: an earlier segment of the same optimizer step had real rows. Then the last micro-step must run
-            even if this segment keeps no row (with dummies), because DDP synchronises and DeepSpeed steps there.
+        last_must_run: True = the last micro-step runs a pass even if this segment has no survivor (then with dummy
+            rows). Needed if an earlier segment of the same optimizer step has run passes, because DDP synchronises
+            gradients and DeepSpeed steps in the last micro-step.
         max_rows: row budget of a micro-batch, used if `max_tokens` is `None`.
-        max_tokens: token budget of a micro-batch. It counts the tokens that the model computes if `padding_free`, else
-            the padded rectangle.
-        padding_free: rows are laid end to end instead of padded to the longest.
+        max_tokens: token budget of a micro-batch. If `padding_free`, the tokens that the model computes count;
+            otherwise, padding counts, too. `None`: `max_rows` is the budget.
+        padding_free: True = passes are padding-free, False = padded.
         min_shared: rows with the same prompt stay together as far as they fit, if they can share at least this number
             of prompt tokens. `None`: no row shares its prompt.
     Returns:
         S lists of micro-batches, in the order in which they run; rows are indices into M.
     """
-    # Column by column: one list per row would trigger Python's garbage collector, which takes longer than the plan.
+    # Column by column: one list per row would trigger Python's garbage collector, which takes longer than the packing.
     packed = [
         _pack(*columns, max_rows=max_rows, max_tokens=max_tokens, padding_free=padding_free, min_shared=min_shared)
         for columns in zip(*(lengths[..., column].tolist() for column in (0, 1, -1)), strict=True)
     ]
     count = max(int(last_must_run), *map(len, packed))
-    # Dummies first, so that the last pass of every rank with rows is a real one.
+    # Dummy rows first, so that the last pass of every rank that has rows is a pass over real rows.
     aligned = [[()] * (count - len(bins)) + [tuple(rows) for rows in bins] for bins in packed]
     micro_batches = map(MicroBatch, zip(*aligned, strict=True))
     # The last micro-steps get ⌈count / S⌉ micro-batches, the first ones ⌊count / S⌋.
@@ -87,11 +88,23 @@ def _pack(
     padding_free: bool,
     min_shared: int | None,
 ) -> list[list[int]]:
-    """Pack the rows of one rank into bins of at most `max_rows` rows or `max_tokens` tokens."""
+    """Pack the rows of one rank into bins; see `plan_segment`.
+
+    Args:
+        prompts: number of prompt tokens of each row.
+        completions: number of completion tokens of each row; 0 for a dropped row.
+        same: checksum of each row's prompt; see `RolloutBatch.lengths`.
+        max_rows: see `plan_segment`.
+        max_tokens: see `plan_segment`.
+        padding_free: see `plan_segment`.
+        min_shared: see `plan_segment`.
+    Returns:
+        Lists of row indices, one list per bin.
+    """
     rows = [row for row, completion in enumerate(completions) if completion > 0]
     if not padding_free:
         return _sorted_bins(rows, prompts, completions, max_rows=max_rows, max_tokens=max_tokens)
-    families: dict[tuple[int, ...], list[int]] = {}  # rows that share their prompt
+    families: dict[tuple[int, ...], list[int]] = {}  # each family is the rows that can share one prompt, or one row
     for row in rows:
         shares = min_shared is not None and prompts[row] > min_shared
         families.setdefault((prompts[row], same[row]) if shares else (row,), []).append(row)
@@ -113,13 +126,13 @@ def _pack(
         bins = [[units[one] for one in held] for held in fitted_bins(range(len(units)), sizes, max_tokens)]
     if min_shared is None:
         return [[row for unit in held for row in unit] for held in bins]
-    # Units of one family that ended up in the same bin share their prompt, too.
+    # If units of one family are in the same bin, their rows share the prompt, too. So they must be adjacent.
     order = {row: place for place, row in enumerate(row for family in families.values() for row in family)}
     return [sorted((row for unit in held for row in unit), key=order.__getitem__) for held in bins]
 
 
 def _within(family: Sequence[int], tokens: Callable[[Sequence[int]], int], max_tokens: int) -> Iterator[list[int]]:
-    """Split rows with the same prompt into units of at most `max_tokens` tokens; a longer row is a unit of its own."""
+    """Split rows with the same prompt into units of at most `max_tokens` tokens. A longer row is a unit of its own."""
     unit: list[int] = []
     for row in family:
         if unit and tokens([*unit, row]) > max_tokens:
@@ -134,14 +147,16 @@ def balanced_bins(
 ) -> list[list[list[int]]]:
     """Fill bins with nearly equal token sums (longest processing time first, Graham 1969).
 
-    If `max_rows` does not bind, the largest sum is at most 4/3 of the best possible. A unit that fits into no bin is
-    split, so that `count` bins suffice.
+    If `max_rows` has no effect, the largest sum is at most 4/3 of the smallest possible. A unit for which no bin has
+    room is split, so that `count` bins are enough.
 
     Args:
-        units: lists of at most `max_rows` rows each, which should stay together.
-        tokens: returns the number of tokens of a unit.
+        units: lists of at most `max_rows` rows. The rows of a unit stay in one bin if possible.
+        tokens: function that returns the number of tokens of a unit.
         count: number of bins.
         max_rows: the largest number of rows in a bin.
+    Returns:
+        Lists of units, one list per bin.
     """
     bins: list[list[list[int]]] = [[] for _ in range(count)]
     open_bins = {max_rows: [(0, index) for index in range(count)]}  # free rows → a heap of (tokens, bin)
@@ -165,12 +180,15 @@ def balanced_bins(
 def fitted_bins(rows: Sequence[int], tokens: dict[int, int], max_tokens: int) -> list[list[int]]:
     """Fill few bins of at most `max_tokens` tokens, by best-fit-decreasing.
 
-    It needs at most 11/9 of the fewest possible bins, plus 1. A row longer than the budget gets a bin of its own.
+    The number of bins is at most 11/9 of the smallest possible number, plus 1. A row that is longer than the budget
+    gets a bin of its own.
 
     Args:
-        rows: the rows.
-        tokens: the number of tokens of each row.
+        rows: indices of the rows.
+        tokens: row → its number of tokens.
         max_tokens: token budget of a bin.
+    Returns:
+        Lists of rows, one list per bin.
     """
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
@@ -189,8 +207,10 @@ def fitted_bins(rows: Sequence[int], tokens: dict[int, int], max_tokens: int) ->
 def _sorted_bins(
     rows: list[int], prompts: list[int], completions: list[int], *, max_rows: int, max_tokens: int | None
 ) -> list[list[int]]:
-    """Form runs of rows of similar length for a padded layout: rows × (longest prompt + longest completion) ≤
-    budget.
+    """Pack rows of similar length together, for padded passes.
+
+    A bin with n rows has n × (longest prompt + longest completion) tokens, padding included. This must be at most
+    `max_tokens`; without `max_tokens`, n must be at most `max_rows`.
     """
     bins: list[list[int]] = []
     prompt = completion = 0

@@ -1,13 +1,14 @@
-"""Padding-free model passes: the samples of a micro-batch lie end to end in one row, and attention stays within each.
+"""Padding-free model passes: the rows of a micro-batch lie end to end in one packed row, each seeing only itself.
 
-Rows with the same prompt p share it. Its last token is repeated, so that each completion c follows its own predictor::
+Rows with the same prompt p share it: the prompt is computed once, except for its last token. The last prompt token
+predicts the first token of a completion c, so it is computed again before each completion::
 
     packed row   [p_1 … p_(P−1)] [p_P c¹_1 c¹_2 …] [p_P c²_1 …] …     each prompt a trunk, each completion a branch
     positions     0 … P−2         P−1 P P+1 …       P−1 P …
 
-If the model uses FlashAttention, its varlen kernels keep the samples apart; otherwise SDPA does (`tree_attention`).
-Both work through transformers' attention interface. In both cases no position is spent on padding, and attention costs
-Σ L_i² instead of B · (max L)².
+If the model uses FlashAttention, FlashAttention's varlen kernels keep the rows apart. If the model uses SDPA,
+`tree_attention` keeps them apart. Both are called through transformers' attention interface. In both cases nothing is
+computed for padding, and attention costs Σ L_i² instead of B · (max L)², where L_i is the length of row i.
 
 Letters: B rows, P prompt tokens, T completion tokens, L tokens of the packed row.
 """
@@ -34,18 +35,19 @@ from dash_trl.update.zero3 import forget_plain_passes
 
 logger = logging.getLogger(__name__)
 
-# In tokens; see `ModelPasses.min_shared`. A branch needs attention in two parts and computes the last prompt token
-# again. For short prompts that costs more than sharing saves. Speed relative to packing without sharing, groups of 8:
-# 0.97 with prompts of 8 tokens, 1.09 and 1.12 with 16, 1.20 and 1.20 with 32
+# Number of tokens; see `ModelPasses.min_shared`. To share a short prompt costs more than it saves, because a branch
+# needs attention in two parts and computes the last prompt token again. Speed relative to passes without sharing,
+# groups of 8: 0.97 with prompts of 8 tokens, 1.09 and 1.12 with 16, 1.20 and 1.20 with 32
 # (`python benchmarks/update_phase.py --prompts 8 16 32`, one thread).
 MIN_SHARED = 15
-COMMON_PROMPT_TOKENS = 12  # prompt tokens of the rows that test sharing
+COMMON_PROMPT_TOKENS = 12  # number of prompt tokens in the test whether sharing a prompt works
 
 
 def plain_causal_attention(model: PreTrainedModel) -> bool:
     """Whether every layer has plain causal attention through transformers' attention interface.
 
-    Sliding windows, linear attention and state-space layers would mix samples in a packed row.
+    Only such a model can run padding-free passes. Sliding windows, linear attention and state-space layers would mix
+    the rows that are packed together.
 
     Args:
         model: a transformers model.
@@ -59,8 +61,8 @@ def plain_causal_attention(model: PreTrainedModel) -> bool:
 def has_dropout(model: nn.Module) -> bool:
     """Whether a pass in training mode draws random numbers.
 
-    It looks for dropout modules, and for rates that some models keep as a float and pass to a function (OPT's
-    `dropout`, Mixtral's `jitter_noise`).
+    This is so if the model has a dropout module with p > 0, or a module with a float attribute for a rate above 0,
+    which the module passes to a function (OPT's `dropout`, Mixtral's `jitter_noise`).
 
     Args:
         model: any module.
@@ -77,16 +79,18 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def enable_padding_free(model: PreTrainedModel) -> str | None:
-    """Prepare packed passes of a model, which need plain causal attention on SDPA or FlashAttention.
+    """Register attention functions that can run packed passes of a model.
 
-    Eager and flex attention cannot keep samples apart. The model itself is not changed: with our own attention in its
-    config, a pickle of it would need this package. Instead, the function that this process has registered as "sdpa" is
-    replaced by one that can handle trees. It remains plain SDPA for all passes without trees.
+    The model must have plain causal attention with SDPA or FlashAttention; eager and flex attention cannot keep rows
+    apart. The model itself is not changed, because a pickle of a model with our attention in its config would need this
+    package. Instead, the function that is registered in this process under the name of the model's attention ("sdpa",
+    "flash_attention_2", …) is replaced by a function that can handle trees. For passes without trees, the new function
+    does what the old one does.
 
     Args:
         model: a transformers model.
     Returns:
-        The reason why the model cannot run packed passes; `None` if `packing_flaw` should test it.
+        The reason why the model cannot run packed passes; `None` if it may be able to, which `packing_flaw` tests.
     """
     if not plain_causal_attention(model):
         return "its attention is not plain causal in every layer"
@@ -100,16 +104,16 @@ def enable_padding_free(model: PreTrainedModel) -> str | None:
         if attention in functions and not hasattr(functions[attention], "__wrapped__"):
             AttentionInterface.register(attention, flash_tree_attention(functions[attention]))
     else:
-        return f"its attn_implementation {attention!r} cannot keep samples apart: use 'sdpa' or 'flash_attention_2'"
+        return f"its attn_implementation {attention!r} cannot keep rows apart: use 'sdpa' or 'flash_attention_2'"
     return None
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where the tokens of a padded micro-batch go in the packed row.
+    """Which tokens of a padded micro-batch form the packed row, and which log-probs of the packed row are needed.
 
-    The indices are computed on the CPU, where the masks are. To compute them from a mask on a GPU, the CPU would have
-    to wait for the device each time.
+    The indices are computed on the CPU, where the masks are. If they were computed from a mask on a GPU, the CPU would
+    have to wait for the GPU in each pass.
 
     Attributes:
         tokens: [L] int64, the packed tokens as positions in the flattened [B, P + T].
@@ -137,8 +141,8 @@ class PackedLayout:
         Args:
             attention_mask: [B, P + T], on the CPU.
             logits_to_keep: T; the log-probs of the last T columns are needed.
-            same_prompt: [B] bool, True = the row has the same prompt as the row before it and shares it. `None`: no row
-                does.
+            same_prompt: [B] bool, True = the row shares its prompt with the row before. `None`: no row shares its
+                prompt.
         """
         mask = attention_mask.bool()
         wanted = mask.clone()
@@ -161,9 +165,7 @@ class PackedLayout:
 
 
 def _trees(prompts: list[int], lengths: list[int], shared: list[bool]) -> Iterator[TreeShape]:
-    """Yield the trees of the rows that have a token. A row that shares its prompt with no other is a tree without
-    branches.
-    """
+    """Yield the trees of the rows that have a token. A row with a prompt of its own is a tree without branches."""
     starts = [row for row, length in enumerate(lengths) if length and not shared[row]]
     for first, end in zip(starts, [*starts[1:], len(lengths)], strict=True):
         family = [row for row in range(first, end) if lengths[row]]
@@ -175,13 +177,13 @@ def _trees(prompts: list[int], lengths: list[int], shared: list[bool]) -> Iterat
 
 
 def same_prompt(inputs: dict[str, Tensor], min_shared: int) -> Tensor:
-    """Return which rows of a micro-batch have the same prompt as the row before, for `PackedLayout.of`.
+    """Return which rows of a micro-batch share their prompt with the row before, for `PackedLayout.of`.
 
     Args:
         inputs: the inputs of a pass.
-        min_shared: only prompts with more tokens than this count.
+        min_shared: number of tokens; a prompt is shared only if it has more tokens than this.
     Returns:
-        [B] bool.
+        [B] bool, True = the row shares its prompt with the row before.
     """
     real = inputs["prompt_mask"].bool()
     prompts = inputs["prompt_ids"].masked_fill(~real, -1)
@@ -190,12 +192,12 @@ def same_prompt(inputs: dict[str, Tensor], min_shared: int) -> Tensor:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Copy a tensor or a layout from the CPU to a device; other values are returned as they are.
+    """Copy a tensor or the tensors of a layout to a device.
 
-    To a GPU, the copy goes through page-locked memory, so that the GPU computes meanwhile.
+    A copy from the CPU to a GPU goes through page-locked memory, so that the GPU can compute during the copy.
 
     Args:
-        value: a tensor, a `PackedLayout`, or anything else.
+        value: a tensor, a `PackedLayout`, or any other value, which is returned unchanged.
         device: the device.
     """
     if isinstance(value, PackedLayout):
@@ -213,10 +215,10 @@ def pack_inputs(input_ids: Tensor, layout: PackedLayout, *, flash: bool) -> dict
     Args:
         input_ids: [B, P + T].
         layout: the layout of its mask, on the same device.
-        flash: the model runs FlashAttention's varlen kernels.
+        flash: True = the model uses FlashAttention, False = SDPA.
     Returns:
-        `input_ids`, `position_ids`, `labels` ([1, L] each; the label is −100 if the next-token log-prob is not needed),
-        and the arguments by which the attention keeps samples apart.
+        `input_ids`, `position_ids` and `labels`, [1, L] each, and the arguments by which the attention keeps rows
+        apart. The label of a token whose log-prob is not needed is −100.
     """
     packed_ids = input_ids.flatten()[layout.tokens].unsqueeze(0)
     inputs: dict[str, Any] = {
@@ -246,19 +248,20 @@ def packed_log_probs(
     compute_aux_loss: bool = False,
     **ignored: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute log-probs, entropies and the MoE auxiliary loss by one packed pass. It replaces TRL's method for
-    log-probs.
+    """Compute log-probs, entropies and the MoE auxiliary loss by one packed pass.
+
+    It replaces TRL's method `_get_per_token_logps_and_entropies` and has the same results.
 
     Args:
         model: the model.
         input_ids: [B, P + T].
         attention_mask: [B, P + T].
         logits_to_keep: T, the number of completion columns.
-        flash: the model runs FlashAttention's varlen kernels.
+        flash: True = the model uses FlashAttention, False = SDPA.
         layout: the layout of `attention_mask`. `None`: it is built here.
-        same_prompt: see `PackedLayout.of`; used if `layout` is `None`.
-        compute_entropy: return entropies, too.
-        compute_aux_loss: return the MoE auxiliary loss, too.
+        same_prompt: see `PackedLayout.of`; only used if `layout` is `None`.
+        compute_entropy: True = return entropies, too.
+        compute_aux_loss: True = return the MoE auxiliary loss, too.
         ignored: TRL's image arguments, which are `None` for a text model.
     Returns:
         Log-probs [B, T], entropies [B, T] or `None`, and the auxiliary loss or `None`.
@@ -271,10 +274,10 @@ def packed_log_probs(
     outputs = model(**inputs, fused_lm_head=True)
 
     def unpacked(values: Tensor) -> Tensor:
-        """[1, L − 1] → [B, T], 0 for padding. Value i belongs to packed token i + 1, as the fused LM head returns it.
+        """Turn the output of the fused LM head, [1, L − 1], into [B, T] with 0 for padding.
 
-        The result depends on the model's output even if no value is needed, so that a dummy micro-batch has a gradient
-        of zeros.
+        Value i of the output belongs to packed token i + 1. The result depends on the output even if no value is
+        needed, so that a pass over dummy rows has a gradient, which is 0.
         """
         target = values.new_zeros(len(input_ids) * logits_to_keep)
         target = target.index_copy(0, layout.targets, values[0][layout.sources])
@@ -289,21 +292,21 @@ def packing_flaw(
     """Test whether a model can run packed passes; see `isolation_flaw`.
 
     Args:
-        packed: (input_ids, attention_mask, logits_to_keep) → (log-probs, …), by packed passes.
-        padded: the same by TRL's method.
-        model: the model that both call.
-        vocabulary: token ids are below this number.
+        packed: function (input_ids, attention_mask, logits_to_keep) → (log-probs, …) that runs packed passes.
+        padded: function with the same arguments and results that calls TRL's method.
+        model: the model that both functions call.
+        vocabulary: number; all token ids are below it.
         device: the device of the model.
-        shared: the rows have the same prompt, which `packed` computes once.
+        shared: True = the rows have the same prompt, and `packed` computes it once.
     Returns:
-        The flaw in words; `None` if the model can.
+        A text that describes what is wrong with packed passes; `None` if they are right.
     """
 
     def log_probs(function: Any, samples: Sequence[Sequence[int]], first: int = 0) -> list[Tensor]:
-        # All prompts have the same last token. It is computed in each row, so a row would see a change of it even if it
-        # did not see the rest of its prompt.
+        # All common prompts have the same last token. This token is computed in each row, so a row would notice another
+        # last token even if it did not see the shared rest of the prompt.
         common = [*((first + 5 * i) % vocabulary for i in range(COMMON_PROMPT_TOKENS - 1)), 0] * shared
-        prompt = len(common) or min(map(len, samples)) // 2  # the same for all, so that no row is padded on its left
+        prompt = len(common) or min(map(len, samples)) // 2  # the same in all rows, so none is padded on the left
         rows = [[*common, *sample] for sample in samples]
         kept = max(map(len, rows)) - prompt
         ids, mask = torch.zeros(2, len(rows), prompt + kept, dtype=torch.long)
@@ -323,22 +326,27 @@ def packing_flaw(
 
 
 class ModelPasses:
-    """Builds the inputs of passes, and runs the passes for which TRL's method for log-probs is called.
+    """Decides whether passes are padding-free, builds their inputs, and runs them in place of TRL's method.
+
+    Each bool below is a reason against padding-free passes or against shared prompts.
 
     Args:
         models: transformers models without wrappers and adapters; the policy first, then the reference if there is one.
-        virtual_tokens: prompt tuning puts virtual tokens before each prompt. Padding lies between them and the prompt,
-            so the width of the padding is part of the input.
-        continuous_batching: generation uses paged variants of the attention that the model was loaded with.
-        noisy_embeddings: NEFTune adds noise to the embeddings. The longer a row, the smaller the noise.
-        compiled: the model is compiled by torch.compile. It traces SDPA sample by sample, so it needs a graph for each
-            number of rows in a pass, and gives up after 8 graphs. FlashAttention takes any number of rows in one graph.
+        virtual_tokens: True = prompt tuning puts virtual tokens before each prompt. Padding lies between these and the
+            prompt, so the width of the padding changes the result.
+        continuous_batching: True = generation replaces the model's attention by a paged variant.
+        noisy_embeddings: True = NEFTune adds noise to the embeddings. The size of the noise depends on the length of
+            the row.
+        compiled: True = the model is compiled by torch.compile. With SDPA, torch.compile traces the rows of a packed
+            row one by one. So it needs a graph for each number of rows, and gives up after 8 graphs. With
+            FlashAttention, one graph is enough for any number of rows.
         share_prompts: see `DASHConfig`.
-        router_losses: the loss has a term over all tokens that the model computes.
+        router_losses: True = the loss has a term over all tokens that the model computes. A shared prompt would count
+            only once in it.
     Attributes:
-        flash: the policy uses FlashAttention.
+        flash: True = the policy uses FlashAttention.
         padded_because: the reason why passes are padded. `None`: they are padding-free.
-        alone_because: the reason why no row shares its prompt. `None`: rows do.
+        alone_because: the reason why no row shares its prompt. `None`: rows share prompts.
         compiled: as above.
     """
 
@@ -376,7 +384,7 @@ class ModelPasses:
         self.compiled = compiled
         self._name = type(models[0]).__name__
         self._trim_prompts = not virtual_tokens
-        self._layout: PackedLayout | None = None  # of the running pass; `None`: built from its mask
+        self._layout: PackedLayout | None = None  # layout of the running pass; `None`: it is built from the mask
         self._hook: Any = None
 
     @property
@@ -386,7 +394,7 @@ class ModelPasses:
 
     @property
     def min_shared(self) -> int | None:
-        """Rows share a prompt if it has more tokens than this. `None`, if no row shares its prompt."""
+        """Number of tokens: rows share a prompt only if it has more tokens. `None`: no row shares its prompt."""
         return None if self.padded_because or self.alone_because else self._least_shared
 
     def prepare(
@@ -399,15 +407,15 @@ class ModelPasses:
         device: torch.device,
         ranks: Ranks,
     ) -> None:
-        """Test packed passes of the models once they are prepared for training, and warn if passes have to be padded.
+        """Test packed passes of the models, and warn if passes must be padded.
 
-        Every rank calls it, because a pass is a collective under ZeRO-3 and FSDP.
+        Call it on every rank after the models are prepared for training. A pass is a collective under ZeRO-3 and FSDP.
 
         Args:
             wrapped: the policy as the training loop calls it.
             models: the policy and, if there is one, the reference model.
             padded: TRL's method for log-probs.
-            vocabulary: model and tokenizer know all token ids below this number.
+            vocabulary: number; model and tokenizer know all token ids below it.
             device: the device of the models.
             ranks: the ranks of the run.
         """
@@ -415,8 +423,8 @@ class ModelPasses:
             self._hook.remove()
         self._hook = forget_plain_passes(wrapped)
         if self.padding_free:
-            # Test a compiled policy as the training loop calls it: a trace may take another way through it. If
-            # accelerate unwrapped it, it would lose DDP's `no_sync`.
+            # A compiled policy is tested as the training loop calls it, because its compiled code may differ from the
+            # model's own code. It is not unwrapped, because accelerate's unwrapping would remove DDP's `no_sync`.
             called = [wrapped if self.compiled and model is models[0] else model for model in models]
             trials = partial(self._flaw, list(zip(called, models, strict=True)), padded, vocabulary, device, ranks)
             self.padded_because = trials(shared=False)
@@ -425,12 +433,12 @@ class ModelPasses:
                 if self.alone_because and ranks.rank == 0:
                     logger.warning(
                         f"{self._name}: rows with the same prompt do not share it, because {self.alone_because}. The "
-                        "update is the same; it takes longer."
+                        "update is the same, but it takes longer."
                     )
         if not self.padding_free and ranks.rank == 0:
             logger.warning(
                 f"{self._name}: model passes are padded, not padding-free, because {self.padded_because}. The update "
-                "is the same; it takes longer."
+                "is the same, but it takes longer."
             )
 
     def _flaw(
@@ -443,9 +451,17 @@ class ModelPasses:
         *,
         shared: bool,
     ) -> str | None:
-        """Return what is wrong with packed passes of one of the models, on any rank; `None` if nothing is.
+        """Test packed passes of the models on all ranks.
 
-        Each entry of `models` is (the model as it is called, the model itself).
+        Args:
+            models: pairs of the model as it is called and the transformers model inside.
+            padded: TRL's method for log-probs.
+            vocabulary: see `prepare`.
+            device: the device of the models.
+            ranks: the ranks of the run.
+            shared: True = test shared prompts, too.
+        Returns:
+            A text that describes what is wrong with one of the models on any rank; `None` if all are right.
         """
         same_prompt = torch.tensor([False, *[shared] * (len(SAMPLE_TOKENS) - 1)])
         flaws = [
@@ -494,7 +510,9 @@ class ModelPasses:
 
     @contextmanager
     def laid_out(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Within the context, `log_probs` uses the layout of `inputs`. TRL passes on only the masks.
+        """Within the context, `log_probs` uses the layout of `inputs`.
+
+        TRL calls `log_probs` with the ids and the mask only, so it cannot pass the layout on.
 
         Args:
             inputs: the inputs of a pass.
@@ -514,7 +532,9 @@ class ModelPasses:
         logits_to_keep: int,
         **kwargs: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Run one pass on real rows and tokens only.
+        """Run one pass: packed if passes are padding-free, otherwise with TRL's method for the rows that have a token.
+
+        So a padded pass computes padding, too, but no dummy rows.
 
         Args:
             padded: TRL's method for log-probs.
@@ -530,7 +550,7 @@ class ModelPasses:
         if self.padding_free:
             return packed_log_probs(model, *batch, flash=self.flash, layout=self._layout, **kwargs)
         layout = self._layout or PackedLayout.of(attention_mask.cpu(), logits_to_keep)
-        real = layout.rows  # the rows behind them are masked dummies
+        real = layout.rows  # the rows after these are dummy rows
         *per_token, aux_loss = padded(model, input_ids[:real], attention_mask[:real], logits_to_keep, **kwargs)
         logps, entropies = (
             None if values is None else torch.cat([values, values.new_zeros(len(input_ids) - real, values.shape[1])])

@@ -25,16 +25,16 @@ from dash_trl.update.packing import MicroBatch
 class Segment:
     """The counts that a pass needs for its weight in the loss, over all ranks.
 
-    If the segment comes in parts, `kept_rows` and `kept_tokens` are those of a part, because those of the segment are
-    not known before its last part.
+    If the rewards of the segment's rows come in several parts, `kept_rows` and `kept_tokens` count only the rows of one
+    part, because the survivors of the whole segment are not known before the last part.
 
     Attributes:
-        micro_steps: micro-steps of the segment.
+        micro_steps: number of micro-steps of the segment.
         passes: micro-steps × ranks.
-        all_rows: rows, dropped ones included.
-        all_tokens: loss tokens, those of dropped rows included.
-        kept_rows: survivors.
-        kept_tokens: loss tokens of survivors.
+        all_rows: number of rows, dropped rows included.
+        all_tokens: number of loss tokens, those of dropped rows included.
+        kept_rows: number of survivors.
+        kept_tokens: number of loss tokens of the survivors.
     """
 
     micro_steps: int
@@ -47,12 +47,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Pass:
-    """A micro-batch and its segment.
+    """A model pass: its micro-batch, and the segment whose counts give the pass its weight in the loss.
 
     Attributes:
         micro_batch: its rows are positions in the generation window.
-        segment: the segment that it belongs to.
-        tokens: the loss tokens that each rank has in it.
+        segment: the segment that the micro-batch belongs to.
+        tokens: for each rank, the number of loss tokens that the rank has in the micro-batch.
     """
 
     micro_batch: MicroBatch
@@ -67,13 +67,14 @@ class Schedule:
         steps_per_generation: TRL's option.
         num_iterations: TRL's option.
         accumulation: `gradient_accumulation_steps`.
-        rows_per_step: rows of a rank in a micro-step; `per_device_train_batch_size`.
-        pack: (lengths [R, M, 4], micro-steps, last must run) → the micro-batches of each micro-step.
+        rows_per_step: `per_device_train_batch_size`, the number of rows of a rank in a micro-step.
+        pack: function that takes lengths [R, M, 4], a number of micro-steps, and a bool (True = the last micro-step
+            must run a pass), and returns a list of micro-batches for each micro-step; see `plan_segment`.
     Attributes:
-        generate_every: micro-steps from one window to the next.
-        optimizer_step: the micro-steps of the running optimizer step.
-        ran_model: some rank has run a pass in this optimizer step.
-        segments: the segments of this optimizer step by their first micro-step, silent ones included.
+        generate_every: number of micro-steps from one window to the next.
+        optimizer_step: range of the micro-steps of the running optimizer step.
+        ran_model: True = a rank has run a pass in this optimizer step.
+        segments: first micro-step → segment, for the segments of this optimizer step, also those without survivors.
     """
 
     def __init__(
@@ -97,21 +98,24 @@ class Schedule:
         self._global_step, self._completed = -1, 0
         self._sampled_at: int | None = None
         self._planned: dict[int, list[Pass]] = {}
-        self._ran = torch.zeros(0, 0, dtype=torch.bool)  # [R, B], rows that have run in this use of the window
+        # [R, B], True = the row has run. With `num_iterations` > 1, a window is used several times; this is about the
+        # running use.
+        self._ran = torch.zeros(0, 0, dtype=torch.bool)
 
     def begin_optimizer_step(self, step: int, micro_steps: int, global_step: int) -> None:
         """Begin an optimizer step.
 
-        If no optimizer step was taken since the last call, gradients keep accumulating: Transformers takes no step for
-        the rest of a stream, or for the micro-steps before a callback ended the epoch. The new micro-steps then run the
-        rows that the earlier ones did not run, wherever in the window they lie. (If the earlier micro-steps were to
-        form a shorter optimizer step at the end of an epoch, these rows weigh less than in TRL, which divides by the
-        micro-steps of a row's own step.)
+        If no optimizer step was taken since the last call, the earlier one was cut short, and gradients keep
+        accumulating. This happens at the end of a stream, and if a callback ends the epoch: Transformers then takes no
+        step for the last micro-steps. The new micro-steps also run the rows that the earlier micro-steps left over,
+        wherever in the window these rows lie. (At the end of an epoch, where the earlier micro-steps would have formed
+        a shorter optimizer step, these rows have a smaller weight than in TRL. TRL divides by the number of micro-steps
+        of the step that a row belongs to.)
 
         Args:
-            step: its first micro-step.
-            micro_steps: number of its micro-steps.
-            global_step: optimizer steps taken before it.
+            step: the first micro-step of the optimizer step.
+            micro_steps: the number of micro-steps of the optimizer step.
+            global_step: the number of optimizer steps taken before.
         """
         cut = global_step == self._global_step and step < self.optimizer_step.stop
         if not cut:
@@ -128,25 +132,27 @@ class Schedule:
         return step == self.optimizer_step.stop - 1
 
     def completed(self, step: int, global_step: int) -> int:
-        """Return how many micro-steps belong to optimizer steps that were taken.
+        """Return the number of micro-steps that belong to optimizer steps that were taken.
 
-        Just before an optimizer step is taken, these are fewer than have run.
+        Within an optimizer step, this number is smaller than the number of micro-steps that have run.
 
         Args:
-            step: number of micro-steps that have run.
-            global_step: optimizer steps taken.
+            step: the number of micro-steps that have run.
+            global_step: the number of optimizer steps taken.
         """
         return self._completed if global_step == self._global_step else step
 
     def sampled_after(self, step: int) -> bool:
-        """Whether the window in use begins after micro-step `step`, so that a run that continues at `step` cannot use
-        it.
+        """Whether the window in use begins after micro-step `step`.
+
+        A run that continues at `step` cannot use this window, because its rows were sampled by later weights.
         """
         return self._sampled_at is not None and self._sampled_at > step
 
     def samples_again(self, step: int) -> bool:
-        """Whether a run that continues at micro-step `step` samples the window in use again, because it begins there or
-        later.
+        """Whether a run that continues at micro-step `step` samples the window in use again.
+
+        This is so if the window begins at `step` or later.
         """
         return self._sampled_at is not None and self._sampled_at >= step
 
@@ -160,10 +166,10 @@ class Schedule:
         self._planned.clear()
 
     def window_is_whole(self, ran: int, lengths: Tensor) -> None:
-        """Record that a window whose parts came one by one is whole.
+        """Record that a window whose parts came one after the other is whole, and which of its rows have run.
 
         Args:
-            ran: number of a rank's first rows, which have run already.
+            ran: number of rows at the beginning of each rank's window that have run already.
             lengths: see `passes`.
         """
         self._ran = torch.arange(lengths.shape[1]).expand(len(lengths), -1) < ran
@@ -174,9 +180,10 @@ class Schedule:
         Args:
             step: the micro-step.
             lengths: [R, B, 4] of the window, see `RolloutBatch.lengths`; 0 for a dropped row.
-            num_items_in_batch: loss tokens of the window, dropped rows included.
+            num_items_in_batch: number of loss tokens of the window, dropped rows included.
         Returns:
-            The passes, and the micro-batches that this call has planned for the log (for several micro-steps, or none).
+            The passes of the micro-step, and the micro-batches that this call has planned, for the log. A call plans
+            all micro-steps that are left of a segment at once, so later calls have planned nothing.
         """
         planned: list[MicroBatch] = []
         if step not in self._planned:
@@ -195,31 +202,31 @@ class Schedule:
         return self._planned[step], planned
 
     def _left(self, step: int, lengths: Tensor, micro_steps: int) -> Tensor:
-        """Return `lengths` up to the end of these micro-steps' rows, with 0 for rows that have run in this use of the
-        window.
+        """Return `lengths` of the rows that are left to run in these micro-steps, with 0 for rows that have run.
+
+        The result ends with the last row of these micro-steps.
         """
         columns = self._columns_of_step(lengths)
         first = step % self.steps_per_generation * columns
-        if not self._ran.numel() or first == 0:  # a use begins, or a run continues in a checkpoint's window
+        if not self._ran.numel() or first == 0:  # a use of the window begins, or a resumed run continues in it
             self.window_is_whole(first, lengths)
         left = lengths * ~self._ran.unsqueeze(2)
         return left[:, : first + micro_steps * columns]
 
     def _columns_of_step(self, lengths: Tensor) -> int:
-        """Return how many columns of `lengths` a micro-step has: `rows_per_step`, or more if some rank has more
-        rows.
-        """
+        """Return the number of rows of `lengths` per micro-step: `rows_per_step`, or more if a rank has more rows."""
         return -(-lengths.shape[1] // self.steps_per_generation)
 
     def has_whole_share(self, step: int) -> bool:
-        """Whether the optimizer step takes exactly its share of the window.
+        """Whether the optimizer step runs exactly the share of the window that belongs to an optimizer step.
 
-        It takes less at the end of a stream. It takes more if it was cut and also runs rows of other optimizer steps.
+        At the end of a stream, an optimizer step runs fewer rows. After a cut, it also runs rows that the earlier
+        optimizer step left over.
         """
         return len(self.share(step)) == min(self.accumulation, self.steps_per_generation)
 
     def share(self, step: int) -> range:
-        """Return the micro-steps of the optimizer step that use the window in use, those before a cut included."""
+        """Return the micro-steps of the optimizer step that use the window of `step`, those before a cut included."""
         begin = step - step % self.steps_per_generation
         return range(max(begin, self._uncut), min(begin + self.steps_per_generation, self.optimizer_step.stop))
 
@@ -230,14 +237,15 @@ class Schedule:
     def plan_part(
         self, step: int, lengths: Tensor, num_items_in_batch: float, *, last: bool
     ) -> tuple[list[Pass], list[MicroBatch]]:
-        """Plan the passes of a part of an optimizer step's share of a window. They all run in the share's last
-        micro-step.
+        """Plan the passes of one part of the share of a window that an optimizer step takes.
+
+        All of these passes run in the last micro-step of the share.
 
         Args:
             step: the last micro-step of the share.
-            lengths: [R, M, 4] of the part.
-            num_items_in_batch: loss tokens of the window, dropped rows included.
-            last: no other part of the share follows.
+            lengths: [R, M, 4] of the part's rows, as in `passes`.
+            num_items_in_batch: number of loss tokens of the window, dropped rows included.
+            last: True = this is the last part of the share.
         Returns:
             As `passes`.
         """
@@ -254,10 +262,15 @@ class Schedule:
         whole: Tensor,
         last: bool = True,
     ) -> list[list[Pass]]:
-        """Plan the passes of each of `micro_steps` micro-steps, over the rows with a length.
+        """Plan the passes of each of `micro_steps` micro-steps, over the rows whose length is not 0.
 
         Args:
-            whole: the lengths of the segment, including rows that ran before a cut.
+            step: see `passes`.
+            lengths: [R, M, 4] of the rows that are left to run.
+            num_items_in_batch: see `passes`.
+            micro_steps: number of micro-steps to plan.
+            whole: [R, ·, 4], lengths of all rows of the segment, also of rows that ran before a cut.
+            last: see `plan_part`.
         """
         share, ranks = self.share(step), len(lengths)
         segment = Segment(
@@ -271,7 +284,7 @@ class Schedule:
         ends_step = last and share.stop == self.optimizer_step.stop
         plan = self.pack(lengths, micro_steps, ends_step and self.ran_model)
         if last:
-            self.segments[share.start] = segment  # set again after a cut within the segment
+            self.segments[share.start] = segment  # after a cut within the segment, this replaces the earlier entry
         self.ran_model |= any(plan)
         return [_passes(micro_batches, segment, lengths) for micro_batches in plan]
 

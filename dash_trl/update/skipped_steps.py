@@ -1,13 +1,13 @@
-"""Counts optimizer steps that are skipped because their gradient is not finite, and ends a run that skips too many in a
-row.
+"""Counts optimizer steps that are skipped because their gradient is not finite.
+
+A run that skips too many steps in a row is ended, because it learns nothing any more.
 """
 
 import math
 
-# A single batch may overflow. After this number in a row, the weights or the rewards themselves must be broken.
+# A single batch may overflow. After this number of skipped steps in a row, the weights or the rewards must be broken.
 MOST_IN_A_ROW = 5
-# A loss scaler (fp16) starts at 2^16 and halves the scale with each step that it skips, until it has found one that
-# fits.
+# A loss scaler (fp16) starts with the scale 2^16 and halves it with each skipped step, until gradients are finite.
 LOSS_SCALE_HALVINGS = 16
 
 
@@ -15,11 +15,12 @@ class SkippedSteps:
     """Counts the optimizer steps of a run whose gradient was not finite.
 
     Args:
-        loss_scaling: the loss is scaled (fp16). The first steps are then skipped until a scale is found that fits.
+        loss_scaling: True = the loss is scaled (fp16). The first steps of a run are then skipped until the loss scaler
+            has found a scale with finite gradients, so more skipped steps are allowed.
     Attributes:
-        total: skipped steps since the run began, resumed runs included.
-        in_a_row: skipped steps since the last one that was not skipped.
-        most_in_a_row: the run ends at this number in a row.
+        total: number of skipped steps since the run began, also of steps before the run was resumed.
+        in_a_row: number of skipped steps since the last step that was not skipped.
+        most_in_a_row: the run ends when `in_a_row` reaches this number.
     """
 
     def __init__(self, *, loss_scaling: bool):
@@ -30,10 +31,10 @@ class SkippedSteps:
         """Count an optimizer step.
 
         Args:
-            skipped: whether it was skipped.
-            step: its number, from 1.
+            skipped: True = the step was skipped.
+            step: number of the optimizer step, from 1.
         Raises:
-            RuntimeError: too many steps in a row were skipped.
+            RuntimeError: if too many steps in a row were skipped.
         """
         self.total += skipped
         self.in_a_row = self.in_a_row + 1 if skipped else 0
@@ -48,18 +49,20 @@ class SkippedSteps:
 
     @staticmethod
     def check_applied(norm: float | None, skipped: bool, step: int) -> None:
-        """Refuse to continue after DeepSpeed has applied a gradient that is not finite; its check can be turned off.
+        """Raise an error if DeepSpeed has applied a gradient that is not finite.
+
+        DeepSpeed skips such a step, unless its check is turned off.
 
         Args:
-            norm: DeepSpeed's gradient norm; −1 if it could not be computed, `None` if DeepSpeed computes none.
-            skipped: DeepSpeed has skipped the step.
+            norm: DeepSpeed's gradient norm; −1 if it could not be computed, `None` if DeepSpeed computes no norm.
+            skipped: True = DeepSpeed has skipped the step.
             step: number of the optimizer step, from 1.
         Raises:
-            RuntimeError: the gradient was applied.
+            RuntimeError: if the gradient was not finite and was applied.
         """
         if norm is not None and not skipped and not 0 <= norm < math.inf:
             raise RuntimeError(
                 f"DeepSpeed applied a gradient that is not finite (norm {norm}) in optimizer step {step}: the "
-                'parameters are lost. Let it check gradients (`"bf16": {"check_grad_overflow": true}` in its '
-                "configuration, which is the default), and resume from the last checkpoint."
+                'parameters are lost. Turn DeepSpeed\'s check of gradients on (`"bf16": {"check_grad_overflow": '
+                "true}` in its configuration, which is the default), and resume from the last checkpoint."
             )

@@ -3,8 +3,9 @@
     packed row   [ trunk tokens ………………………… | branch 1 | branch 2 | … ][ next tree … ]
                         ▲ attach 1    ▲ attach 2
 
-A token of the trunk attends to the trunk up to itself. A token of a branch attends to the trunk before the place where
-its branch attaches, and to its own branch up to itself. A sequence that shares nothing is a tree without branches.
+A token of the trunk attends to the trunk up to itself. A token of a branch attends to the trunk tokens before the
+position where the branch attaches, and to the tokens of its own branch up to itself. A sequence that shares no tokens
+is a tree without branches.
 
 Letters: H heads, L tokens of the packed row, D head size, Q branch tokens of a tree, P tokens of its trunk.
 """
@@ -30,13 +31,13 @@ flash_cpu_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_att
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The shape of a tree, as attention needs it.
+    """The numbers of tokens of a tree, and which tokens attend to which.
 
     Attributes:
         trunk: number of trunk tokens.
         branches: number of tokens of each branch.
-        mask: [1, 1, Q, P + Q] bool, True = attends; from the branch tokens to all tokens of the tree. `None`: all
-            branches attach at the end of the trunk.
+        mask: [1, 1, Q, P + Q] bool, True = the branch token attends to the token of the tree. `None`: all branches
+            attach at the end of the trunk.
     """
 
     trunk: int
@@ -62,14 +63,15 @@ def tree_attention(
         module: the attention module.
         query: [1, H, L, D].
         key: [1, ·, L, D]; it may have fewer heads than `query` (GQA).
-        value: [1, ·, L, D]; as `key`.
-        attention_mask: must be `None` with trees, because the mask of a model that makes its own (Doge) would be lost.
+        value: [1, ·, L, D]; it may have fewer heads, too.
+        attention_mask: must be `None` if there are trees. Some models (Doge) build a mask of their own, which this
+            function would ignore.
         trees: the trees; their tokens add up to L. `None` outside packed passes (generation, evaluation).
         kwargs: further arguments of transformers' SDPA.
     Returns:
         [1, L, H, D], and `None` in place of attention weights.
     Raises:
-        ValueError: there are trees and a mask.
+        ValueError: if there are both trees and a mask.
     """
     if trees is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -86,7 +88,7 @@ def _of_tree(
 ) -> list[Tensor]:
     """Return the outputs of the trunk and of the branches, [1, ·, H, D] each."""
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # autocast covers SDPA, but not the CPU's kernel
+    if torch.is_autocast_enabled(kind):  # autocast converts the inputs of SDPA, but not those of the CPU's kernel
         query, key, value = (one.to(torch.get_autocast_dtype(kind)) for one in (query, key, value))
     trunk, states = tree.trunk, (query, key, value)
     outputs = [sdpa_attention_forward(module, *(one[:, :, :trunk] for one in states), None, **kwargs)[0]]
@@ -101,7 +103,7 @@ def _of_tree(
 
 
 def _has_cpu_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether the CPU's flash kernel can compute the branches."""
+    """Whether PyTorch's flash kernel for the CPU can compute the branches."""
     known = flash_cpu is not None and query.dtype in (torch.float32, torch.bfloat16)
     return known and query.device.type == "cpu" and query.shape[3] == value.shape[3]
 
@@ -111,16 +113,16 @@ def masked_branch_attention(
 ) -> Tensor:
     """Compute the attention of branches at the end of a trunk, branch by branch.
 
-    The mask is causal from the lower right, which GPU kernels support. The keys and values that a branch sees are
-    copied together, and copied again in the backward pass. To keep these copies of the trunk until then took 10 to 30 %
-    more memory (prompts of 32 to 768 tokens, groups of 8).
+    The mask is causal from the lower right, which GPU kernels support. For each branch, the keys and values of the
+    trunk and of the branch are copied into one tensor. The backward pass copies them again, because keeping the copies
+    takes 10 to 30 % more memory (measured with prompts of 32 to 768 tokens, groups of 8).
 
     Args:
-        query: [1, H, Q, D], of the branches.
-        key: [1, ·, P + Q, D], of trunk and branches; it may have fewer heads (GQA).
-        value: [1, ·, P + Q, D], as `key`.
-        branches: number of tokens of each branch, adding up to Q.
-        scale: factor of the scores.
+        query: [1, H, Q, D], queries of the branches.
+        key: [1, ·, P + Q, D], keys of trunk and branches; it may have fewer heads than `query` (GQA).
+        value: [1, ·, P + Q, D], values of trunk and branches; it may have fewer heads, too.
+        branches: number of tokens of each branch; the numbers add up to Q.
+        scale: factor of the attention scores.
     Returns:
         [1, H, Q, D].
     """
@@ -147,12 +149,12 @@ def masked_branch_attention(
 
 
 class _BranchAttention(torch.autograd.Function):
-    """`masked_branch_attention` by the CPU's flash kernel, which has no such mask.
+    """Computes `masked_branch_attention` with PyTorch's flash kernel for the CPU, which has no mask of that kind.
 
-    The kernel runs on all branch tokens against the trunk, without a mask, and on each branch against itself, causal.
-    So each token gets two outputs, each with the log-sum-exp of its scores. Weighted by these, the two add up to the
-    output. The kernel's gradient takes an output and its log-sum-exp as arguments. Given those of the sum, it returns
-    the gradient of each block.
+    The kernel is called for all branch tokens against the trunk, without a mask, and for each branch against itself,
+    causal. Each call is a block. So each token gets an output from two blocks, each with the log-sum-exp of its scores.
+    The weighted sum of the two outputs is the result; the weights follow from the two log-sum-exps. The backward kernel
+    takes an output and its log-sum-exp as arguments. It gets those of the result, and returns the gradient of a block.
     """
 
     @staticmethod
@@ -183,8 +185,9 @@ class _BranchAttention(torch.autograd.Function):
 
 
 def _blocks(query: Tensor, key: Tensor, value: Tensor, branches: tuple[int, ...]) -> list[tuple[Any, ...]]:
-    """Return (query, key, value, whether it is causal) of all branches against the trunk, and of each branch against
-    itself.
+    """Return the blocks of `_BranchAttention`: all branches against the trunk, then each branch against itself.
+
+    Each block is a tuple (query, key, value, bool), where True = causal.
     """
     trunk, lengths = key.shape[2] - query.shape[2], list(branches)
     own = (query.split(lengths, dim=2), *(one[:, :, trunk:].split(lengths, dim=2) for one in (key, value)))
@@ -195,13 +198,16 @@ def _blocks(query: Tensor, key: Tensor, value: Tensor, branches: tuple[int, ...]
 
 
 def flash_tree_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
-    """Extend FlashAttention, as transformers registers it, to queries that have fewer tokens than their keys.
+    """Extend transformers' FlashAttention function to trees, where a branch has fewer queries than keys.
 
-    FlashAttention's varlen kernels are causal from the lower right. So a branch is a sequence of queries whose keys are
-    those of the trunk and its own; `flash_arguments` selects them.
+    FlashAttention's varlen kernels are causal from the lower right. So a branch can be a sequence whose queries are its
+    own tokens, and whose keys are the tokens of the trunk and of the branch. `flash_arguments` returns the indices of
+    these keys as `key_tokens`.
 
     Args:
-        attention: transformers' function.
+        attention: the function that transformers has registered.
+    Returns:
+        A function with the additional argument `key_tokens`. Without this argument, it does what `attention` does.
     """
 
     @wraps(attention)
@@ -222,12 +228,12 @@ def flash_tree_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def flash_arguments(trees: tuple[TreeShape, ...]) -> dict[str, Any]:
-    """Return the arguments of transformers' FlashAttention for some trees, on the CPU.
+    """Return the arguments by which FlashAttention's varlen kernels keep the trees of a packed row apart.
 
     Args:
         trees: the trees of a packed row.
     Returns:
-        The arguments, with `key_tokens` if a tree has branches.
+        Name → value, with tensors on the CPU. `key_tokens` is among them if a tree has branches.
     """
     queries: list[int] = []
     keys: list[int] = []
