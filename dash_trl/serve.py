@@ -14,7 +14,7 @@ All endpoints require a key. If the environment variable VLLM_API_KEY is set, it
 the trainer, too. Otherwise a key is created in a file, where trainers of the same user find it. The servers listen on
 127.0.0.1. `--host` opens them to other machines and requires VLLM_API_KEY.
 
-Each server gets an equal share of the visible GPUs and uses all of them for tensor parallelism. If the model's
+Each server gets an equal share of the visible GPUs and uses its share for tensor parallelism. If the model's
 attention heads cannot be split over this number of GPUs, vLLM refuses to start. Then start more servers, or set
 `--tensor-parallel-size`.
 """

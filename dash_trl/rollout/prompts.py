@@ -110,8 +110,8 @@ class _Epoch:
 class PromptReader:
     """Hands Transformers its micro-batches, and reads ahead the prompts of the next `async_level` windows.
 
-    A generation window is sampled from the first of its micro-batches; the others repeat the same prompts. The reader
-    reads only the prompts that must be known now, and none after the last micro-step of the run::
+    A generation window is sampled from its first micro-batch; its other micro-batches repeat the same prompts. The
+    reader reads only the prompts that must be known now, and none after the last micro-step of the run::
 
         window          |------- n -------|----- n + 1 -----|----- n + 2 -----|       async_level = 2
         optimizer step  |--------|--------|--------|--------|--------|--------|

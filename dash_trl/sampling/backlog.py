@@ -47,7 +47,7 @@ class Job:
 
 
 class Backlog:
-    """Unfinished jobs of all batches: those that wait and those that run.
+    """Unfinished jobs of all batches: waiting jobs and running jobs.
 
     Args:
         fleet: the state of the servers. The backlog reports to it which jobs start, finish and fail.
@@ -59,7 +59,7 @@ class Backlog:
         self.running: dict[Job, str] = {}  # job → URL of its server
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Add jobs to those that wait.
+        """Add jobs to the waiting jobs.
 
         Args:
             jobs: new jobs.

@@ -114,7 +114,7 @@ class Fleet:
         return [server.url for server in current if server.state == State.HEALTHY]
 
     def choose(self, sequences: int, avoid: Iterable[str] = (), kept: Collection[str] = ()) -> str | None:
-        """Choose a server for a job: the one with the fewest outstanding tokens among those that have room.
+        """Choose a server for a job: of the servers with room, the one with the fewest outstanding tokens.
 
         Args:
             sequences: number of sequences that the job adds.

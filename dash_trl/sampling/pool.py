@@ -89,7 +89,7 @@ class Batch:
     Attributes:
         finished: queue of (number of a job, its result) in order of completion. An exception ends the queue if the
             batch fails.
-        results: results taken so far, in the order of the jobs; None for the others.
+        results: results taken so far, in the order of the jobs; None = not taken yet.
     """
 
     def __init__(self, jobs: Sequence[Job | Chain], began: float, seen: Seen | None = None):
@@ -142,7 +142,7 @@ class _Reply:
 
 
 class ServerPool:
-    """Pool of vLLM servers that balances jobs by outstanding tokens. Jobs of a failed server go to the others.
+    """Pool of vLLM servers that balances jobs by outstanding tokens. Jobs of a failed server go to other servers.
 
     Args:
         urls: addresses of the servers, such as ["http://127.0.0.1:8000", "http://127.0.0.1:8001"].
@@ -449,7 +449,7 @@ class ServerPool:
         self._give_up()
 
     def _take_in(self) -> None:
-        """Take back jobs from servers that died or have stopped answering, and take in results from the others.
+        """Take back jobs from servers that died or have stopped answering, and take in the results of other servers.
 
         Does nothing during a weight sync: a server on which the sync fails may continue to sample with wrong weights.
         Such a server counts as dead when the sync ends, so that its results are dropped.

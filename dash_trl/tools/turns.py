@@ -24,7 +24,7 @@ class TurnRules:
     Attributes:
         most_tokens: limit of a completion, including the answers of tools; TRL's `max_completion_length`.
         context: the sampler's limit of tokens of prompt and completion together; None = no limit.
-        most_rounds: limit of rounds of tool calls in a row, TRL's `max_tool_calling_iterations`; None = no limit.
+        most_rounds: limit of rounds of tool calls in one row, TRL's `max_tool_calling_iterations`; None = no limit.
         parse: function: token ids of a turn, token ids before the turn, tools → the policy's message.
         encode: function: tool messages → their token ids, up to the beginning of the policy's next turn.
     """

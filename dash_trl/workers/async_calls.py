@@ -84,8 +84,8 @@ class EventLoop:
     def close(self, last: Callable[[], Coroutine[Any, Any, Any]] | None = None) -> None:
         """Cancel all coroutines, run a last one, and end the thread.
 
-        If a coroutine blocks the loop, the others are cancelled and the thread ends as soon as the loop is free again,
-        and `last` does not run.
+        If a coroutine blocks the loop, `last` does not run. The other coroutines are cancelled and the thread ends as
+        soon as the loop is free again.
 
         Args:
             last: coroutine function that closes objects of the loop, such as an HTTP session.

@@ -471,7 +471,7 @@ class Command:
         return self.process.poll() is None
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Stop the program and its children: SIGTERM first, and SIGKILL to those that are left after `STOP_SECONDS`.
+        """Stop the program and its children: first SIGTERM, and SIGKILL after `STOP_SECONDS` if any is left.
 
         Args:
             at_once: whether to send SIGKILL at once.

@@ -91,7 +91,7 @@ class ThreadCalls:
             call.finish(error=error)
 
     def close(self) -> None:
-        """End waiting and running calls with `GivenUp`. Idle threads end now, the others after their current call."""
+        """End waiting and running calls with `GivenUp`. Idle threads end now, busy threads after their current call."""
         with self._lock:
             threads, calls = self._threads, _taken(self._waiting)
             for one in threads:

@@ -122,7 +122,7 @@ def outcome_of(function: Callable[..., Any], arguments: bytes) -> Outcome:
 def _readable(value: Any) -> bytes:
     """Pickle a value as `dump` does, and unpickle it once as a test.
 
-    Unpickling may fail or block. It has to do so in the worker, not in the process that receives all outcomes.
+    Unpickling may fail or block. This should happen in the worker, not in the process that receives all outcomes.
     """
     data = dump(value)
     if type(value) is not float and value is not None:
