@@ -1,4 +1,4 @@
-r"""Loads math and programming problems for TRL, as data sets with exactly the columns that training reads::
+r"""Loads math and programming problems for TRL, as datasets with exactly the columns that training reads::
 
     hub name | file | directory | save_to_disk  ──► datasets.Dataset ──► problem, answer columns ──► prompt, answer
                                                                     └──► problem, tests columns ──► prompt, tests, …
@@ -7,7 +7,7 @@ r"""Loads math and programming problems for TRL, as data sets with exactly the c
 The following layouts are recognised. Upper and lower case of column names do not matter.
 
 =======================================  ==========================  ==============================  ===================
-data set                                 problem                     answer                          solution
+dataset                                 problem                     answer                          solution
 =======================================  ==========================  ==============================  ===================
 GSM8K (arXiv:2110.14168)                 `question`                  `answer`: what follows `####`,  `answer`
                                                                      without thousands separators
@@ -20,7 +20,7 @@ ready-made                               `prompt`, a string or a     as in MATH 
 =======================================  ==========================  ==============================  ===================
 
 ========================================  =======================  ===============================  ====================
-data set                                  problem                  tests                            solution
+dataset                                  problem                  tests                            solution
 ========================================  =======================  ===============================  ====================
 MBPP (arXiv:2108.07732), MBPP+            `text` or `prompt`, and  `test` or `test_list`, scripts   `code`
                                           the first assert
@@ -36,7 +36,7 @@ ready-made                                `prompt`, unchanged      `tests`, scri
 
 MBPP+ is published as one split of 378 problems. Here it has two, as in the paper: 264 problems in "train" and 114 in
 "test". They are drawn by `MBPP_PLUS_SEED`, since the paper's own splits are not published. "train+test" or "all" is the
-whole data set.
+whole dataset.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ SCRIPT_COLUMNS = ("tests", "test", "test_list")
 CONTEST_COLUMNS = ("public_tests", "private_tests", "generated_tests")
 TEST_COLUMNS = (*SCRIPT_COLUMNS, "inputs", "input_output", *CONTEST_COLUMNS)
 OPTIONS = ("problem", "answer")  # a column that the caller may name, with `problem_column` or `answer_column`
-READY = ("tests", "inputs")  # a data set with one of these columns is ready-made: its prompts stay unchanged
+READY = ("tests", "inputs")  # a dataset with one of these columns is ready-made: its prompts stay unchanged
 SETUP_COLUMNS = ("test_setup_code", "test_imports")
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 ONLY_SPLIT = "train"  # the split of a single file or a saved `Dataset`, named as in `datasets`
@@ -107,9 +107,9 @@ def load_math_dataset(
         load_math_dataset("openai/gsm8k", config="main", chat=tokenizer.chat_template is not None)
 
     Args:
-        name_or_path: a data set on the hub; a .json, .jsonl, .csv or .parquet file; a directory of such files, named
+        name_or_path: a dataset on the hub; a .json, .jsonl, .csv or .parquet file; a directory of such files, named
             after their splits (train.jsonl, test.jsonl); or a directory that `save_to_disk` wrote.
-        config: the hub's name for a part of the data set.
+        config: the hub's name for a part of the dataset.
         split: such as "test" or "train[:1000]". A single file or a saved `Dataset` has only the split "train".
         prompt_template: a name in `PROMPT_TEMPLATES`, or a text that contains `{problem}`. None: "boxed", but a column
             `prompt` stays unchanged.
@@ -120,7 +120,7 @@ def load_math_dataset(
         problem_column: the column with the problems, if it is not one of `PROBLEM_COLUMNS`.
         answer_column: the column with the gold answers, if it is not one of `ANSWER_COLUMNS`.
     Returns:
-        A data set with the columns `prompt` (string or conversation), `answer` (string) and, if asked for, `completion`
+        A dataset with the columns `prompt` (string or conversation), `answer` (string) and, if asked for, `completion`
         (in the form of the prompt), in the order of the source.
     Raises:
         ValueError: if the path, split, template or a column does not exist, or a row lacks a problem, an answer or a
@@ -178,7 +178,7 @@ def load_code_dataset(
         completion: add the solutions, for supervised fine-tuning; in a fence if the prompt asks for one.
         problem_column: the column of the problems, if it is not one of `TEXT_COLUMNS`.
     Returns:
-        A data set in the order of the source, with these columns:
+        A dataset in the order of the source, with these columns:
 
         - `prompt`: string or conversation.
         - `tests`: scripts; or, for programs that read standard input, `inputs` and `outputs`, lists of strings; or all
@@ -508,7 +508,7 @@ def _splits(source: str, config: str | None) -> dict[str, Dataset]:
             loaded = load_dataset(str(path) if path.is_dir() else source, config)
     except (FileNotFoundError, ConnectionError) as error:  # DatasetNotFoundError is a FileNotFoundError
         raise ValueError(
-            f"{source!r} is neither a path with data files (looked for {path.absolute()}) nor a data set that the hub "
+            f"{source!r} is neither a path with data files (looked for {path.absolute()}) nor a dataset that the hub "
             f"gives ({error}): correct it, or the connection."
         ) from error
     return _split_mbpp_plus(dict(loaded) if isinstance(loaded, DatasetDict) else {ONLY_SPLIT: loaded})
@@ -594,7 +594,7 @@ def _require_all(values: Sequence[Any], dataset: Dataset, what: str, source: str
 
 
 def has_tests(name_or_path: str | Path, *, config: str | None = None) -> bool:
-    """Tells by its columns whether a data set has programming problems (`load_code_dataset`) or math problems.
+    """Tells by its columns whether a dataset has programming problems (`load_code_dataset`) or math problems.
 
     Args:
         name_or_path: see `load_math_dataset`.

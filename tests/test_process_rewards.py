@@ -367,7 +367,7 @@ def test_what_is_right_is_taken():
         ([[0.1, 0.2]], r"\[2\] values for requests that have \[2, 1\] boundaries"),
         ([[0.1, 0.2], [0.1, 0.2]], r"\[2, 2\] values for requests"),
         ([0.1, 0.2], "'float' object is not iterable"),
-        ([[0.1, None], [0.2]], "not 'NoneType'.* a value that is not known is math.nan"),
+        ([[0.1, None], [0.2]], "not 'NoneType'.* math.nan for a value that is not known"),
     ],
     ids=["nothing", "rows", "too many", "floats", "none"],
 )

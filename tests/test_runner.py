@@ -441,7 +441,7 @@ def test_failures_leave_the_batch_and_are_counted(tiny_model, tmp_path, caplog):
     assert 0 < log["rewards/flaky/failed"] == log["filter/dropped_unscored"] < 1
     said, warned = [record for record in caplog.records if "flaky" in record.message]
     assert "raised ConnectionError: judge is away" in said.message and said.exc_info
-    assert "so training sees only the others, which may be the easier ones" in warned.message
+    assert "so training sees only the other completions, which may be easier" in warned.message
     gone = weakref.ref(trainer)
     del trainer
     gc.collect()
@@ -477,9 +477,9 @@ def test_trls_logs_are_written_on_the_thread_that_calls():
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (lambda completion, anwser: 1.0, "asks for 'anwser', but the data set has the columns"),
-        (lambda completions, anwser, **columns: [1.0], "asks for 'anwser', but the data set has the columns"),
-        (RewardRunner(lambda completions, anwser, **columns: [1.0]), "asks for 'anwser', but the data set has the col"),
+        (lambda completion, anwser: 1.0, "asks for 'anwser', but the dataset has the columns"),
+        (lambda completions, anwser, **columns: [1.0], "asks for 'anwser', but the dataset has the columns"),
+        (RewardRunner(lambda completions, anwser, **columns: [1.0]), "asks for 'anwser', but the dataset has the col"),
         (lambda text: 1.0, "none of the forms"),
     ],
 )

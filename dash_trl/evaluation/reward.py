@@ -126,7 +126,7 @@ def evaluate(
     batch_size: int = BATCH_SIZE,
     **sampling: Any,
 ) -> dict[str, Any]:
-    """Samples every prompt of a data set, scores the samples, and returns their figures (see `figures_of`).
+    """Samples every prompt of a dataset, scores the samples, and returns their figures (see `figures_of`).
 
     A reward failed if it is None, NaN or infinite, or if the function raised an exception. A failed reward is left out
     of the accuracy and counted in `failed`. It never counts as 0.
