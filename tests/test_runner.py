@@ -500,5 +500,5 @@ def test_post_process_scores_needs_whole_groups():
     with pytest.raises(ValueError, match=r"whole groups, but a process has 6 completions .* is no multiple of num_gen"):
         check_rewards(unpack(Centred()), args, None, None)
     args.num_generations, args.num_generations_eval, args.per_device_eval_batch_size = 2, 4, 2
-    with pytest.raises(ValueError, match=r"2 completions \(per_device_eval_batch_size\), which is no multiple of"):
+    with pytest.raises(ValueError, match=r"2 completions \(per_device_eval_batch_size\), which is not a multiple of"):
         check_rewards(unpack(Centred()), args, None, Dataset.from_dict({"number": [1]}))

@@ -1,4 +1,4 @@
-"""Outcomes of reward calls: a `Score`, a `Returned` (for functions of TRL's form), or the exception of a failed call."""
+"""Outcomes of reward calls: a `Score`, a `Returned` (functions of TRL's form), or the exception of a failed call."""
 
 import math
 from collections.abc import Callable, Sequence
