@@ -403,7 +403,7 @@ def test_an_estimator_that_returns_something_else_is_named(monkeypatch, estimato
 
 
 def test_servers_that_are_missing_are_said():
-    with pytest.raises(ValueError, match="this run has none: name them with vllm_server_urls"):
+    with pytest.raises(ValueError, match="this run has no servers: name them with vllm_server_urls"):
         ServerValue(" = ")([], SimpleNamespace())
 
 
