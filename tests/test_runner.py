@@ -497,7 +497,7 @@ def test_post_process_scores_needs_whole_groups():
     """As where two processes share a group."""
     args = DASHConfig("out", use_cpu=True, bf16=False, per_device_train_batch_size=6, num_generations=2)
     args.num_generations = 4
-    with pytest.raises(ValueError, match=r"whole groups, but a process has 6 completions .* is not a multiple of num_gen"):
+    with pytest.raises(ValueError, match=r"whole groups, but a process has 6 completions .* is not a multiple of num"):
         check_rewards(unpack(Centred()), args, None, None)
     args.num_generations, args.num_generations_eval, args.per_device_eval_batch_size = 2, 4, 2
     with pytest.raises(ValueError, match=r"2 completions \(per_device_eval_batch_size\), which is not a multiple of"):
