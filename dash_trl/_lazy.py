@@ -1,4 +1,4 @@
-"""Imports the names of a package when they are first used (PEP 562), so that importing the package stays cheap."""
+"""Imports the names of a package when they are first used (PEP 562), so that `import dash_trl` is fast."""
 
 import ast
 import sys
@@ -9,13 +9,16 @@ from typing import Any
 
 
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Returns `__getattr__`, `__dir__` and `__all__` of a package, from the imports under its `if TYPE_CHECKING:`.
+    """Returns `__getattr__`, `__dir__` and `__all__` for the `__init__.py` of a package.
 
-    Type checkers and readers see ordinary imports, and no name is written twice. Names under a second
-    `if TYPE_CHECKING:` are for other rooms: they can be imported, but `__dir__` and `__all__` leave them out.
+    They follow from the imports under `if TYPE_CHECKING:` in this file, which type checkers and readers see as ordinary
+    imports. So no name has to be written twice. A second `if TYPE_CHECKING:` has names for other rooms: these names can
+    be imported, but `__dir__` and `__all__` leave them out.
 
     Args:
-        package: its `__name__`.
+        package: name of the package, its `__name__`.
+    Returns:
+        `__getattr__`, `__dir__` and `__all__`.
     """
     module = sys.modules[package]
     tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
@@ -28,7 +31,7 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], l
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(homes[name]), name)
-        setattr(module, name, value)  # so that `__getattr__` is not called again for it
+        setattr(module, name, value)  # so that `__getattr__` is not called again for this name
         return value
 
     return get, lambda: sorted(vars(module).keys() - homes | for_users), sorted(for_users)

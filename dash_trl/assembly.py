@@ -4,7 +4,7 @@
     Rewards ─┼──► Collector ──► MicroSteps ──► the trainer's training_step
     LogProbs ┘
 
-Only these functions read the trainer's settings for the objects. The objects themselves get values and functions.
+Only the functions of this module read the trainer's settings. The objects get values and functions, never the trainer.
 """
 
 import logging
@@ -87,7 +87,7 @@ def looks_ahead(trainer: Any) -> bool:
 
 
 def knows_log_probs(trainer: Any) -> bool:
-    """Whether the sampler's log-probs may be known."""
+    """Whether rows may have the sampler's log-probs."""
     return trainer.use_vllm or trainer.rollout_func is not None or one_ahead(trainer)
 
 
@@ -108,7 +108,7 @@ def loss_settings(trainer: Any, *, training: bool) -> dict[str, Any]:
 
 
 def is_repeatable(trainer: Any) -> bool:
-    """See `LogProbRules.repeatable`. This looks at every module of the model."""
+    """Whether training passes are repeatable; see `LogProbRules.repeatable`. It looks at every module of the model."""
     args = trainer.args
     return args.num_iterations == 1 and args.neftune_noise_alpha is None and not has_dropout(trainer.model)
 
@@ -137,7 +137,7 @@ def log_prob_rules(trainer: Any) -> LogProbRules:
 
 
 def new_reader(trainer: Any) -> PromptReader | PromptQueue:
-    """Build the `PromptReader`; with `queues_prompts`, the `PromptQueue` that takes its place."""
+    """Build the `PromptReader` of the run; with `queues_prompts`, build a `PromptQueue` instead."""
     args = trainer.args
     window_batches = args.steps_per_generation * args.num_iterations
 
@@ -243,7 +243,7 @@ def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
 
 
 def group_watch(trainer: Any) -> Callable[[Prompts, int, list[list[int]]], None] | None:
-    """Return a function that hands each group to the callbacks that watch groups; `None` if there are none."""
+    """Return a function that passes each group to the callbacks with `watches_groups`; `None` if there are none."""
     watching = [callback for callback in trainer._dash_callbacks() if callback.watches_groups]
 
     def sampled(prompts: Prompts, first: int, completion_ids: list[list[int]]) -> None:
@@ -256,13 +256,13 @@ def group_watch(trainer: Any) -> Callable[[Prompts, int, list[list[int]]], None]
 
 
 def new_conversations(trainer: Any) -> Conversations | None:
-    """Build the `Conversations`, which lead rows through several turns; `None` without tools and environments.
+    """Build the `Conversations`, which run the tools and environments of rows with several turns.
 
-    They take over TRL's idle environments.
+    TRL's idle environments are used. The result is `None` if there are no tools and no environments.
     """
     if not trainer.tools and trainer.environment_factories is None:
         return None
-    tokenizer, context = deepcopy(trainer._tokenizer), trainer.context_length  # a copy: other threads use it
+    tokenizer, context = deepcopy(trainer._tokenizer), trainer.context_length  # a copy, because other threads use it
 
     def tokenize(prompt: Any, tools: Sequence[Any]) -> list[int]:
         check_prompt(prompt, "A row")
@@ -314,7 +314,7 @@ def new_rounds(trainer: Any) -> Rounds:
     """Build the `Rounds`, which sample the waiting rows turn by turn in this process."""
 
     def generate(contexts: list[list[int]], first: bool) -> tuple[list[list[int]], Any]:
-        # Sampling may be a collective. So a rank without waiting rows samples from a single token and drops the result.
+        # Sampling may be a collective. So a rank without waiting rows samples after one token and drops the result.
         idle = not contexts and not on_servers(trainer)
         if idle:
             contexts = [[trainer._tokenizer.eos_token_id]]
@@ -358,8 +358,8 @@ def new_rewards(trainer: Any, base: Any) -> Rewards:
 
     Args:
         trainer: a `DASHTrainer`.
-        base: the class `DASHTrainer`. If a subclass of it overrides `_calculate_rewards`, it may change rows, so their
-            rewards begin only when that method is called.
+        base: the class `DASHTrainer`. If a subclass overrides `_calculate_rewards`, the override may change rows before
+            they are scored, so rewards do not begin before the override is called.
     """
     overridden = type(trainer)._calculate_rewards is not base._calculate_rewards
     if overridden and looks_ahead(trainer) and trainer.accelerator.is_main_process:
@@ -472,7 +472,7 @@ def new_collector(trainer: Any, rewards: Rewards) -> Collector:
 
 
 def new_dynamic_sampling(trainer: Any) -> dict[str, Any]:
-    """Return the extra arguments of a `Collector` with a `PromptQueue`; none without one."""
+    """Return the arguments of `Collector` that only a `PromptQueue` needs; empty without `queues_prompts`."""
     args, ranks = trainer.args, trainer.ranks
     if not args.queues_prompts:
         return {}

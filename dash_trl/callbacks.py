@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 ROLLOUT_EVENTS = ("on_group_sampled", "on_rollouts_sampled", "on_rewards", "on_advantages")
 TRAINER_EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
 
-# A method counts as misspelt if its name is at least this similar to an event's (difflib's ratio). `on_advantage` has
-# 0.96; `on_train_epoch_end`, an event of other libraries, has 0.80.
+# A method counts as misspelt if its name is at least this similar to the name of an event (difflib's ratio). The ratio
+# of `on_advantage` is 0.96; that of `on_train_epoch_end`, an event of other libraries, is 0.80.
 MISSPELT = 0.9
 
 
@@ -30,7 +30,7 @@ class SampledGroup:
     """The completions of one prompt, as soon as a vLLM server has sampled all of them.
 
     Attributes:
-        number: number of their generation batch, counted in the order in which batches are sampled.
+        number: number of the generation batch that the group belongs to, in the order in which batches are sampled.
         examples: the dataset row of each completion.
         prompt_ids: token ids of each completion's prompt.
         completion_ids: token ids of each completion.
@@ -45,22 +45,23 @@ class SampledGroup:
 class DASHCallback(TrainerCallback):
     """A callback that can read and change rollouts between sampling and filtering.
 
-    `on_rollouts_sampled`, `on_rewards` and `on_advantages` follow each other once per generation batch, on every rank,
-    with this rank's rows in the order of their groups. Each event may change the field that it is about, in place. The
-    keyword arguments are those of every `TrainerCallback` event (`model`, `processing_class`, …) and `trainer`.
-    Collectives and model passes are allowed if all ranks run the same number of them. Evaluation uses TRL's code and
-    has no such events.
+    On every rank, the trainer calls `on_rollouts_sampled`, `on_rewards` and `on_advantages`, in this order, once per
+    generation batch, with this rank's rows in the order of their groups. Each event may change its field in place:
+    tokens and masks, rewards, or advantages. The keyword arguments are those of every `TrainerCallback` event (`model`,
+    `processing_class`, …) and `trainer`. Collectives and model passes are allowed if all ranks run the same number of
+    them. Evaluations use TRL's code and have no such events.
 
     If an event leaves a field with a wrong shape or dtype, the trainer raises a `ValueError` that names the callback.
 
     Attributes:
-        per_group: True declares that the callback treats each group by itself, whatever the other groups are. Two
-            options need that: with `reward_pipeline`, `on_rewards` and `on_advantages` get some groups at a time, as
-            their rewards come; with `max_num_gen_batches`, they get the groups of one round.
-        watches_groups: True if `on_group_sampled` should be called.
+        per_group: True = the result of the callback for a group does not depend on other groups. Two options need
+            that: with `reward_pipeline`, `on_rewards` and `on_advantages` get some groups at a time, as their rewards
+            come; with `max_num_gen_batches`, they get the groups of one round.
+        watches_groups: True = the trainer calls `on_group_sampled`.
     Raises:
         ValueError: when a subclass is defined, if the name of a method resembles that of an event; when a trainer is
-            created with the callback, if it is no `DASHTrainer`. In both cases methods would silently never be called.
+            created with the callback, if the trainer is not a `DASHTrainer`. In both cases, methods would never be
+            called, without any message.
     """
 
     per_group = False
@@ -77,38 +78,39 @@ class DASHCallback(TrainerCallback):
                 )
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Refuse a trainer that sends no rollout events.
+        """Raise an error if the trainer is not a `DASHTrainer`, because other trainers call no rollout events.
 
         Raises:
-            ValueError: the trainer has no `DASHConfig`, so it is no `DASHTrainer`.
+            ValueError: if the trainer's `args` is not a `DASHConfig`.
         """
         if not isinstance(args, DASHConfig):
             raise ValueError(
                 f"{type(self).__name__} is a DASHCallback, but this trainer sends no {', '.join(ROLLOUT_EVENTS)}, so "
-                "it would do nothing. Train with dash_trl.DASHTrainer, or derive it from TrainerCallback."
+                "it would do nothing. Train with dash_trl.DASHTrainer, or derive the callback from TrainerCallback."
             )
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what a checkpoint should keep of this callback; `None` for nothing.
+        """Return the state of this callback for a checkpoint; `None` = the callback has no state.
 
         The state consists of tensors, numbers, texts, lists and dicts, so that `torch.load(weights_only=True)` can read
-        it. It must be the same on all ranks (the first rank's is saved), and must not be changed after it was returned.
+        it. The state must be the same on all ranks, because only that of the first rank is saved. It must not be
+        changed after it was returned.
         """
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from the checkpoint that a run is resumed from. It is called on every rank.
+        """Restore the state when a run is resumed from a checkpoint. It is called on every rank.
 
         Args:
-            state: what `state_dict` returned.
+            state: the state that `state_dict` returned when the checkpoint was saved.
         """
 
     def on_group_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, group: SampledGroup, **kwargs
     ) -> None:
-        """Called when a vLLM server has finished a group, while others are still sampled.
+        """Called when a vLLM server has finished a group, while other groups are still sampled.
 
-        It is called on the main thread of one rank, independently of the others, so it must not use collectives. It is
+        It is called on the main thread of one rank, independently of other ranks, so it must not use collectives. It is
         not called for rows with tools or environments.
 
         Args:
@@ -124,7 +126,7 @@ class DASHCallback(TrainerCallback):
     ) -> None:
         """Called when the rollouts have been sampled and are in CPU memory.
 
-        To take tokens out of the loss, set or change `tool_mask`, [B, T]. The other masks say where tokens are.
+        To take tokens out of the loss, set or change `tool_mask`, [B, T]. The other masks only mark tokens and padding.
 
         Args:
             args: the trainer's `DASHConfig`.
@@ -139,7 +141,7 @@ class DASHCallback(TrainerCallback):
     ) -> None:
         """Called when the rewards have come. It may change `rollouts.rewards`, [B, F].
 
-        NaN = the function does not apply. A row of NaN only is unscored.
+        NaN = the function does not apply. A row in which all F rewards are NaN is unscored.
 
         Args:
             args: the trainer's `DASHConfig`.
@@ -159,7 +161,7 @@ class DASHCallback(TrainerCallback):
     ) -> None:
         """Called when the advantages are computed. It may change `rollouts.advantages`, [B].
 
-        For per-token credit, replace them with a tensor [B, T].
+        For per-token credit, replace `rollouts.advantages` with a tensor [B, T].
 
         Args:
             args: the trainer's `DASHConfig`.
@@ -178,18 +180,18 @@ def dispatch(
     arguments: tuple[Any, Any, Any],
     others: Mapping[str, Any],
 ) -> None:
-    """Call an event of each callback. An error on one rank is raised on all.
+    """Call an event of each callback. An error on one rank is raised on all ranks.
 
     Args:
         event: name of the event.
         rollouts: the rows, which callbacks may change in place.
-        callbacks: called in this order.
+        callbacks: the callbacks, in the order in which they are called.
         ranks: the ranks of the run.
         arguments: `args`, `state` and `control`.
-        others: the keyword arguments.
+        others: the keyword arguments of the event.
     Raises:
-        ValueError: a callback left a field unusable, or changed which tokens the loss counts after they had been
-            counted.
+        ValueError: if a callback left a field with a wrong shape or dtype, or if it changed the loss tokens after they
+            had been counted.
     """
     for callback in callbacks:
         ranks.agree(partial(_call, callback, event, rollouts, arguments, others))
@@ -216,10 +218,10 @@ def _named(callbacks: Iterable[DASHCallback]) -> Iterator[tuple[str, DASHCallbac
 
 
 def states_of(callbacks: Iterable[DASHCallback]) -> dict[str, Any]:
-    """Return the states of the callbacks that have one, by name; not copied.
+    """Return the states of the callbacks that have a state, by the names of the callbacks. States are not copied.
 
     Args:
-        callbacks: in the order of the run.
+        callbacks: the callbacks, in the order of the run.
     """
     found = {name: callback.state_dict() for name, callback in _named(callbacks)}
     return {name: state for name, state in found.items() if state is not None}
@@ -229,10 +231,10 @@ def restore_states(callbacks: Iterable[DASHCallback], states: dict[str, Any]) ->
     """Load the states into the callbacks.
 
     Args:
-        callbacks: in the same order as when the states were saved.
-        states: what `states_of` returned.
+        callbacks: the callbacks, in the same order as when the states were saved.
+        states: the result of `states_of`.
     Returns:
-        The names of callbacks that have a state but find none in `states`.
+        The names of the callbacks that have a state, but are not in `states`.
     """
     missing = []
     for name, callback in _named(callbacks):
@@ -244,7 +246,7 @@ def restore_states(callbacks: Iterable[DASHCallback], states: dict[str, Any]) ->
 
 
 def misspelt(name: str, events: Iterable[str]) -> str | None:
-    """Return the event whose name equals or closely resembles `name`; `None` if there is none.
+    """Return the event whose name equals or closely resembles `name`; `None` if there is no such event.
 
     Args:
         name: name of a method.

@@ -1,4 +1,4 @@
-"""`Checkpoints`: saves and restores the window in use, the place in the prompts and the states of callbacks."""
+"""`Checkpoints`: saves and restores the window in use, the position in the prompts and the states of callbacks."""
 
 import logging
 import os
@@ -31,18 +31,23 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | None:
-    """The checkpoint that `resume_from_checkpoint` names; None for a new run.
+    """Returns the path of the checkpoint that `resume_from_checkpoint` means.
 
     Args:
-        value: a checkpoint; a folder of checkpoints, for its last one; or true, for the last one in `output_dir`.
+        value: value of the option: the path of a checkpoint; the path of a folder, for the last checkpoint in it; True,
+            for the last checkpoint in `output_dir`; or None or False, for a new run. A text such as "true" has the same
+            meaning as the value.
+        output_dir: `TrainingArguments.output_dir`.
+    Returns:
+        The path of the checkpoint; None for a new run.
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is no such checkpoint.
     """
     word = str(value).lower()
     if word in ("none", "false"):
         return None
     folder = Path(output_dir if word == "true" else str(value)).expanduser()
-    # Transformers writes this file last: a folder without it is half a checkpoint.
+    # Transformers writes this file last, so a folder without this file is an incomplete checkpoint.
     found = [path.parent for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
     steps = {int(number): str(one) for one in found if (number := one.name.rpartition("-")[2]).isdigit()}
     if steps:
@@ -57,15 +62,15 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
 
 
 class Checkpoints:
-    """Saves and restores what a checkpoint holds beside Transformers' files.
+    """Saves and restores the files that this package adds to a checkpoint of Transformers.
 
     All ranks call every method at the same point.
 
     Args:
         ranks: the ranks of the run.
-        shapes: returns the current shapes of the run.
-        callbacks: returns the callbacks that may have a state.
-        sharded: each rank saves a shard of the optimizer's state. Only the same number of ranks can load these shards.
+        shapes: function that returns the current shapes of the run.
+        callbacks: function that returns the callbacks that may have a state.
+        sharded: True = each rank saves a shard of the optimizer's state, so only the same number of ranks can resume.
     """
 
     def __init__(
@@ -77,11 +82,15 @@ class Checkpoints:
         sharded: bool,
     ):
         self._ranks, self._shapes, self._callbacks, self._sharded = ranks, shapes, callbacks, sharded
-        # The callbacks' states and the place in the prompts, from before the running optimizer step.
+        # The states of the callbacks and the position in the prompts, from before the running optimizer step.
         self._before: tuple[dict[str, Any], dict[str, Any] | None] = {}, None
 
     def begin_optimizer_step(self, reader: PromptReader | PromptQueue) -> None:
-        """Keep the callbacks' states and the place in the prompts, as they are before the optimizer step."""
+        """Keep the states of the callbacks and the position in the prompts, as they are before the optimizer step.
+
+        Args:
+            reader: the reader of the prompts.
+        """
         self._before = states_of(self._callbacks()), reader.state_dict()
 
     def save(
@@ -96,18 +105,18 @@ class Checkpoints:
         samples_again: bool,
         reader: PromptReader | PromptQueue,
     ) -> None:
-        """Save this rank's share of a checkpoint, and on the first rank the states of the callbacks.
+        """Save this rank's file of a checkpoint and, on the first rank, the states of the callbacks.
 
         Args:
             folder: folder of the checkpoint.
             epoch: `TrainerState.epoch`.
             max_steps: `TrainerState.max_steps`.
             step: the micro-step at which a resumed run continues; see `SavedRun`.
-            skipped_steps: optimizer steps skipped so far.
-            window: the window in use; `None` if a resumed run does not use it.
-            samples_again: a resumed run samples the window in use again. It then needs the states from before that
+            skipped_steps: number of optimizer steps skipped so far.
+            window: the window in use. `None`: a resumed run does not use it.
+            samples_again: True = a resumed run samples the window in use again, so it needs the states from before this
                 window was sampled.
-            reader: hands out the prompts.
+            reader: the reader of the prompts.
         """
         shapes = self._shapes()
         states, prompts = self._before if samples_again else (states_of(self._callbacks()), reader.state_dict())
@@ -121,13 +130,14 @@ class Checkpoints:
 
         Args:
             checkpoint: folder of the checkpoint.
-            start: (epochs, micro-batches of a rank since then) that Transformers counts as used.
+            start: the position in the dataset as Transformers counts it: the number of epochs, and the number of
+                micro-batches of a rank in the epoch that follows.
             ignore_data_skip: Transformers' option; see `why_a_new_window`.
         Returns:
-            The saved run if this run continues in its window, else `None` (with a warning that says why); and the
-            number of optimizer steps skipped so far.
+            The saved run if this run can continue in the saved window, otherwise `None` (then a warning gives the
+            reason); and the number of optimizer steps skipped so far.
         Raises:
-            ValueError: the run cannot be resumed in this way, or a file is damaged or missing.
+            ValueError: if the run cannot be resumed with these settings, or if a file is damaged or missing.
         """
         own = self._ranks.agree(partial(SavedRun.load, self._file(checkpoint)))
         found = self._ranks.gather_object(own and replace(own, window=None, prompts=None))
@@ -139,7 +149,7 @@ class Checkpoints:
         )
         states = self._ranks.agree(partial(load_states, checkpoint), main_only=True)
         for name in self._ranks.agree(partial(restore_states, self._callbacks(), states)):
-            self._warn(f"{checkpoint} holds nothing that {name} has learned; this callback keeps its current state.")
+            self._warn(f"{checkpoint} holds no state of {name}, so this callback keeps its current state.")
         if reason is not None:
             self._warn(f"{reason}; training goes on with a new generation window.")
         return None if reason is not None else own, 0 if saved is None else saved.skipped_steps

@@ -49,12 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch(script: str, flags: Sequence[str]) -> None:
-    """Runs a script of examples/ by `accelerate launch`, in new processes; ends this process if it fails."""
+    """Runs a script of examples/ by `accelerate launch`, in new processes. If the script fails, this process ends.
+
+    Args:
+        script: file name in examples/.
+        flags: flags of the script and of `accelerate launch`, in any order.
+    """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # The script's own error is shown last, not the launcher's: with one process because of --quiet, with several since
-    # torch has recorded it.
+    # The last error on the screen is that of the script, not that of the launcher: with one process because of --quiet,
+    # with several processes because torch has recorded the script's error.
     try:
         launch_command(launch_command_parser().parse_args(["--quiet", *launch_arguments(script, flags)]))
     except ChildFailedError as error:
@@ -62,11 +67,11 @@ def launch(script: str, flags: Sequence[str]) -> None:
 
 
 def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:
-    """Returns the arguments of `accelerate launch`: its own flags, the script, and the script's flags.
+    """Returns the arguments of `accelerate launch`: flags of the launcher, the script, and flags of the script.
 
     Args:
         script: file name in examples/.
-        flags: flags of both, in any order.
+        flags: flags of the script and of the launcher, in any order.
     Raises:
         ValueError: if the configuration of accelerate does not exist.
     """
@@ -88,7 +93,13 @@ def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:
 
 
 def accelerate_config(config: str) -> str:
-    """Returns the path of a configuration, given as a file or as a name in accelerate_configs/."""
+    """Returns the path of a configuration of accelerate.
+
+    Args:
+        config: path of a file, or a name in accelerate_configs/.
+    Raises:
+        ValueError: if there is no such file and no such name.
+    """
     folder = files("accelerate_configs")
     for path in (Path(config), folder / f"{config}.yaml"):
         if path.is_file():
@@ -98,7 +109,14 @@ def accelerate_config(config: str) -> str:
 
 
 def processes(config_file: str, gpu_ids: str | None) -> dict[str, str]:
-    """A process for each GPU, as a flag, if the configuration of accelerate leaves their number open."""
+    """Returns the flag for one process per GPU, if the configuration of accelerate leaves the number of processes open.
+
+    Args:
+        config_file: path of the configuration.
+        gpu_ids: value of the flag --gpu_ids; None = not given.
+    Returns:
+        Name → value; empty if the configuration has a number of processes, or several machines.
+    """
     import torch
     from accelerate.commands.config.config_args import load_config_from_file
 
@@ -106,11 +124,15 @@ def processes(config_file: str, gpu_ids: str | None) -> dict[str, str]:
     if config.num_processes != -1 or config.num_machines > 1:
         return {}
     ids = gpu_ids or config.gpu_ids or "all"
-    # Without a GPU, one process says so.
+    # Without a GPU, one process starts, and its error says that there is no GPU.
     return {"num_processes": str(max(torch.cuda.device_count(), 1) if ids == "all" else len(ids.split(",")))}
 
 
 def files(folder: str) -> Path:
-    """Returns a folder of the project, which lies within an installed package, or beside the package in its source."""
+    """Returns a folder of the project. It is inside an installed package, but next to the package in a checkout.
+
+    Args:
+        folder: name of the folder.
+    """
     carried = PACKAGE / folder
     return carried if carried.is_dir() else PACKAGE.parent / folder

@@ -1,4 +1,4 @@
-r"""Loads math and programming problems for TRL, as data sets with exactly the columns that training reads::
+r"""Loads math and programming problems for TRL, as datasets with exactly the columns that training reads::
 
     hub name | file | directory | save_to_disk  ──► datasets.Dataset ──► problem, answer columns ──► prompt, answer
                                                                     └──► problem, tests columns ──► prompt, tests, …
@@ -7,7 +7,7 @@ r"""Loads math and programming problems for TRL, as data sets with exactly the c
 The following layouts are recognised. Upper and lower case of column names do not matter.
 
 =======================================  ==========================  ==============================  ===================
-data set                                 problem                     answer                          solution
+dataset                                 problem                     answer                          solution
 =======================================  ==========================  ==============================  ===================
 GSM8K (arXiv:2110.14168)                 `question`                  `answer`: what follows `####`,  `answer`
                                                                      without thousands separators
@@ -20,7 +20,7 @@ ready-made                               `prompt`, a string or a     as in MATH 
 =======================================  ==========================  ==============================  ===================
 
 ========================================  =======================  ===============================  ====================
-data set                                  problem                  tests                            solution
+dataset                                  problem                  tests                            solution
 ========================================  =======================  ===============================  ====================
 MBPP (arXiv:2108.07732), MBPP+            `text` or `prompt`, and  `test` or `test_list`, scripts   `code`
                                           the first assert
@@ -35,8 +35,8 @@ ready-made                                `prompt`, unchanged      `tests`, scri
 ========================================  =======================  ===============================  ====================
 
 MBPP+ is published as one split of 378 problems. Here it has two, as in the paper: 264 problems in "train" and 114 in
-"test". They are drawn by `MBPP_PLUS_SEED`, since the paper's own splits are not published. "train+test" or "all" is the
-whole data set.
+"test". The splits are drawn with the seed `MBPP_PLUS_SEED`, because the paper's own splits are not published. Both
+"train+test" and "all" mean the whole dataset.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ SCRIPT_COLUMNS = ("tests", "test", "test_list")
 CONTEST_COLUMNS = ("public_tests", "private_tests", "generated_tests")
 TEST_COLUMNS = (*SCRIPT_COLUMNS, "inputs", "input_output", *CONTEST_COLUMNS)
 OPTIONS = ("problem", "answer")  # a column that the caller may name, with `problem_column` or `answer_column`
-READY = ("tests", "inputs")  # a data set with one of these columns is ready-made: its prompts stay unchanged
+READY = ("tests", "inputs")  # a dataset with one of these columns is ready-made: its prompts stay unchanged
 SETUP_COLUMNS = ("test_setup_code", "test_imports")
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 ONLY_SPLIT = "train"  # the split of a single file or a saved `Dataset`, named as in `datasets`
@@ -107,20 +107,21 @@ def load_math_dataset(
         load_math_dataset("openai/gsm8k", config="main", chat=tokenizer.chat_template is not None)
 
     Args:
-        name_or_path: a data set on the hub; a .json, .jsonl, .csv or .parquet file; a directory of such files, named
+        name_or_path: a dataset on the hub; a .json, .jsonl, .csv or .parquet file; a directory of such files, named
             after their splits (train.jsonl, test.jsonl); or a directory that `save_to_disk` wrote.
-        config: the hub's name for a part of the data set.
-        split: such as "test" or "train[:1000]". A single file or a saved `Dataset` has only the split "train".
-        prompt_template: a name in `PROMPT_TEMPLATES`, or a text that contains `{problem}`. None: "boxed", but a column
-            `prompt` stays unchanged.
-        chat: make each prompt a conversation of one user message, for a tokenizer with a chat template.
-        completion: add the solutions, for supervised fine-tuning. The <<calculator marks>> of GSM8K are removed. A
-            solution whose final answer is not in a box gets a last sentence with the answer, boxed if the prompt asks
-            for that.
-        problem_column: the column with the problems, if it is not one of `PROBLEM_COLUMNS`.
-        answer_column: the column with the gold answers, if it is not one of `ANSWER_COLUMNS`.
+        config: name of the configuration on the hub, such as "main". None = the default.
+        split: name of the split, such as "test" or "train[:1000]". A single file or a saved `Dataset` has only the
+            split "train".
+        prompt_template: a name in `PROMPT_TEMPLATES`, or a text that contains `{problem}`. None = "boxed"; but the
+            prompts of a column `prompt` stay unchanged.
+        chat: True = make each prompt a conversation of one user message, for a tokenizer with a chat template.
+        completion: True = add the solutions, for supervised fine-tuning. The <<calculator marks>> of GSM8K are removed.
+            If the final answer of a solution is not in a box, a last sentence with the answer is added. In this
+            sentence, the answer is in a box if the prompt asks for a box.
+        problem_column: name of the column with the problems. None = the first of `PROBLEM_COLUMNS` that exists.
+        answer_column: name of the column with the gold answers. None = the columns of `ANSWER_COLUMNS` that exist.
     Returns:
-        A data set with the columns `prompt` (string or conversation), `answer` (string) and, if asked for, `completion`
+        A dataset with the columns `prompt` (string or conversation), `answer` (string) and, if asked for, `completion`
         (in the form of the prompt), in the order of the source.
     Raises:
         ValueError: if the path, split, template or a column does not exist, or a row lacks a problem, an answer or a
@@ -172,13 +173,13 @@ def load_code_dataset(
         name_or_path: see `load_math_dataset`.
         config: see `load_math_dataset`.
         split: see `load_math_dataset`; MBPP+ has the splits "train" and "test".
-        prompt_template: a name in `PROMPT_TEMPLATES`, or a text that contains `{problem}`. None: "code", which asks for
-            a fenced block; but ready-made prompts, and HumanEval's without `chat`, stay unchanged.
+        prompt_template: a name in `PROMPT_TEMPLATES`, or a text that contains `{problem}`. None = "code", which asks
+            for a fenced block; but ready-made prompts stay unchanged, and so do HumanEval's prompts without `chat`.
         chat: see `load_math_dataset`.
-        completion: add the solutions, for supervised fine-tuning; in a fence if the prompt asks for one.
-        problem_column: the column of the problems, if it is not one of `TEXT_COLUMNS`.
+        completion: True = add the solutions, for supervised fine-tuning, in a fence if the prompt asks for a fence.
+        problem_column: name of the column with the problems. None = the first of `TEXT_COLUMNS` that exists.
     Returns:
-        A data set in the order of the source, with these columns:
+        A dataset in the order of the source, with these columns:
 
         - `prompt`: string or conversation.
         - `tests`: scripts; or, for programs that read standard input, `inputs` and `outputs`, lists of strings; or all
@@ -288,7 +289,10 @@ def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence
 
 
 def _contest_tests(fields: Mapping[str, Any]) -> tuple[list[tuple[Any, Any]], str | None]:
-    """Pairs of inputs and outputs. If they are arguments and results of a function, also its name."""
+    """Returns pairs of an input and an output, and the name of a function; None = the program reads standard input.
+
+    With a function, the pairs are the function's arguments and results.
+    """
     written = fields.get("input_output") or {}
     both = json.loads(written) if isinstance(written, str) else written
     parts = [(one.get("inputs"), one.get("outputs")) for one in (fields, both)]
@@ -301,7 +305,7 @@ def _as_text(value: Any) -> str:
 
 
 def _call_test(name: str, function: str, arguments: Any, expected: Any) -> str:
-    """A script with one test. As in APPS, a tuple counts as a list, and the expected value may be in a list."""
+    """Returns a script with one test. As in APPS, a tuple counts as a list, and the expected value may be in a list."""
     if isinstance(arguments, str):  # in LiveCodeBench: JSON with one argument per line
         arguments, expected = [json.loads(line) for line in arguments.split("\n")], json.loads(expected)
     call = "Solution()." * (name != function) + function
@@ -316,7 +320,7 @@ def plain(value):
 
 
 def _scripts(value: Any) -> list[str]:
-    """The scripts in a column's cell, which holds one or several."""
+    """Returns the scripts in a cell, which contains one text or a list of texts."""
     values = [value] if isinstance(value, str) else list(value if value is not None else [])
     return [one for one in values if isinstance(one, str) and one.strip() and not _NO_INPUTS.search(one)]
 
@@ -325,7 +329,7 @@ _NO_INPUTS = re.compile(r"^inputs = \[\]$", re.MULTILINE)  # EvalPlus's script f
 
 
 def _entry_point(tests: Sequence[str], solution: Any) -> str | None:
-    """The name of the function that the first test calls; preferably one that the solution defines."""
+    """Returns the name of the function that the first test calls, preferably of a function in the solution."""
     try:
         calls = [node.func for node in ast.walk(ast.parse(tests[0])) if isinstance(node, ast.Call)] if tests else []
         own = {node.name for node in ast.parse(str(solution or "")).body if isinstance(node, ast.FunctionDef)}
@@ -434,9 +438,11 @@ def _text(prompt: str | list[dict[str, str]]) -> str:
 
 
 def _gap(prompt: str | list[dict[str, str]], gap: str) -> str:
-    """The text between a prompt and its completion; empty unless the prompt is a text without white space at its end.
+    """Returns the text between a prompt and its completion: `gap`, or nothing.
 
-    For math it is a space: tokens often begin with a space, but a newline would join the punctuation mark before it.
+    It is empty if the prompt is a conversation, or a text that ends with white space. For math problems, the gap is a
+    space, because tokens often begin with a space, while a newline would form one token with the punctuation mark
+    before it.
     """
     return gap if isinstance(prompt, str) and not prompt[-1:].isspace() else ""
 
@@ -445,11 +451,11 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
 def find_answer(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
-    """Returns the gold answer of a row, from the first of the columns that has one; None if there is none.
+    """Returns the gold answer of a row, from the first column that has an answer; None if no column has one.
 
     Args:
         row: the row.
-        columns: the columns to look at, best first.
+        columns: names of the columns, the preferred column first.
     """
     for column in columns:
         value = row[column]
@@ -465,8 +471,9 @@ def final_answer(value: Any, *, marked: bool = False) -> str | None:
     r"""Extracts the answer from a GSM8K answer, a solution with a ``\boxed{}``, or a bare answer; None = none found.
 
     Args:
-        value: what a column holds.
-        marked: accept only an answer marked by `####` or ``\boxed{}``, since the rest of a solution is prose.
+        value: the value of a column.
+        marked: True = accept only an answer that follows `####` or is in a ``\boxed{}``, because the rest of a solution
+            is prose.
     """
     text = "" if value is None else str(value).strip()
     hashes = last_hashes(text)
@@ -486,7 +493,7 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def _load(source: str, config: str | None, split: str) -> Dataset:
-    """The rows of a split. Raises a `ValueError` if there are none."""
+    """Returns the rows of a split. Raises a `ValueError` if the split has no rows."""
     rows = select_split(_splits(source, config), split, source)
     if len(rows) == 0:
         raise ValueError(f"{source!r}, split {split!r}, has no rows: there is nothing to train on.")
@@ -508,7 +515,7 @@ def _splits(source: str, config: str | None) -> dict[str, Dataset]:
             loaded = load_dataset(str(path) if path.is_dir() else source, config)
     except (FileNotFoundError, ConnectionError) as error:  # DatasetNotFoundError is a FileNotFoundError
         raise ValueError(
-            f"{source!r} is neither a path with data files (looked for {path.absolute()}) nor a data set that the hub "
+            f"{source!r} is neither a path with data files (looked for {path.absolute()}) nor a dataset that the hub "
             f"gives ({error}): correct it, or the connection."
         ) from error
     return _split_mbpp_plus(dict(loaded) if isinstance(loaded, DatasetDict) else {ONLY_SPLIT: loaded})
@@ -552,7 +559,7 @@ def _split_mbpp_plus(splits: dict[str, Dataset]) -> dict[str, Dataset]:
 
 
 def _find_columns(what: str, wanted: str | None, known: Sequence[str], dataset: Dataset, source: str) -> list[str]:
-    """The columns to read, best first. Raises a `ValueError` if there is none."""
+    """Returns the names of the columns to read, the preferred column first. Raises a `ValueError` if none exists."""
     by_lower_name = {column.lower(): column for column in dataset.column_names}
     names = known if wanted is None else [wanted.lower()]
     found = [by_lower_name[name] for name in names if name in by_lower_name]
@@ -566,7 +573,7 @@ def _find_columns(what: str, wanted: str | None, known: Sequence[str], dataset: 
 
 
 def _solutions(dataset: Dataset, known: Sequence[str], source: str) -> tuple[list[Any], bool]:
-    """The solutions, and whether they come from a column `completion` and are used unchanged."""
+    """Returns the solutions, and a bool, True = they come from a column `completion` and are used unchanged."""
     column = _find_columns("solution", None, known, dataset, source)[0]
     bare = column.lower() == "answer"
     found = [_solution(value, bare) for value in dataset[column]]
@@ -576,7 +583,10 @@ def _solutions(dataset: Dataset, known: Sequence[str], source: str) -> tuple[lis
 
 
 def _solution(value: Any, marked: bool) -> Any:
-    """A column's value if it is a solution, else None. With `marked`, it needs #### or a box, and text before that."""
+    """Returns the value of a column if it is a solution, else None.
+
+    With `marked`, a value is a solution only if it has `####` or a box, and text before that.
+    """
     if isinstance(value, Sequence) and value and isinstance(value[0], str) and not isinstance(value, str):
         value = value[0]  # OlympiadBench's
     text = completion_text(value)
@@ -594,7 +604,7 @@ def _require_all(values: Sequence[Any], dataset: Dataset, what: str, source: str
 
 
 def has_tests(name_or_path: str | Path, *, config: str | None = None) -> bool:
-    """Tells by its columns whether a data set has programming problems (`load_code_dataset`) or math problems.
+    """Tells from the columns of a dataset whether it has programming problems (`load_code_dataset`) or math problems.
 
     Args:
         name_or_path: see `load_math_dataset`.
@@ -602,7 +612,7 @@ def has_tests(name_or_path: str | Path, *, config: str | None = None) -> bool:
     Returns:
         True for programming problems.
     Raises:
-        ValueError: if it has the columns of neither.
+        ValueError: if the dataset has neither columns for tests nor columns for answers.
     """
     columns = next(iter(_splits(str(name_or_path), config).values())).column_names
     known = {column.lower() for column in columns}

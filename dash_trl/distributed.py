@@ -1,11 +1,13 @@
-"""What the ranks of a run do together: agree whether all succeeded, gather rows, take their own rows::
+"""`Ranks`: the ranks of a run exchange errors (`agree`), gather rows and add up numbers.
+
+A *meeting* is the point at the end of `agree` where every rank waits for the others and learns whether one has failed::
 
     rank 0   work ──► done ───┐
     rank 1   work ──► error ──┴──► meeting ──► the error is raised on every rank
 
-Without the meeting, the other ranks would go on to their next collective and wait there for a rank that has gone. The
-meeting itself is not a collective, but uses torch's key-value store. If it were one, a rank that failed within a
-collective would answer another collective than the one that the others are in.
+Without a meeting, the other ranks would go on to their next collective, and wait there for a rank that has failed. A
+meeting uses torch's key-value store and not a collective. Otherwise, if a rank failed within a collective, the
+collective of its meeting would be mixed up with the one that the other ranks are still in.
 """
 
 import json
@@ -21,18 +23,20 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import Tensor
 
-PATIENCE = 10.0  # seconds that a failed rank waits for the others, which may hang in a collective that it missed
-TIMEOUT = 1800.0  # seconds that the other ranks wait; torch's default for a collective on gloo
-# Seconds between two looks at the store: `LOOK_SHARE` of the time waited so far, within these limits.
+# Seconds for which a failed rank waits for the others. They may hang in a collective, since this rank did not join it.
+PATIENCE = 10.0
+TIMEOUT = 1800.0  # seconds for which the other ranks wait; torch's default for a collective on gloo
+# The store is read again after `LOOK_SHARE` of the time waited so far, but within these limits, in seconds.
 FIRST_LOOK, LAST_LOOK, LOOK_SHARE = 1e-4, 0.2, 0.02
-WELL = b"well"  # what a rank without an error writes into the store
+WELL = b"well"  # a rank without an error writes this into the store
 
 T = TypeVar("T")
 
-# How many meetings this process has had, at each depth of nested calls of `agree`. All ranks have the same meetings in
-# the same order. If work fails on one rank, meetings nested in that work do not shift the numbers of later meetings.
+# The number of meetings that this process has had, at each depth of nested calls of `agree`. The numbers make the names
+# of meetings, which must be the same on all ranks. If work fails on one rank, the meetings nested in it do not take
+# place there; with a number per depth, the names of later meetings do not depend on that.
 _depths = [0]
-_left_behind: list[str] = []  # this rank's keys of the last meeting, which others may still be reading
+_left_behind: list[str] = []  # keys of this rank's last meeting, which other ranks may still be reading
 
 
 class RankFailed(RuntimeError):
@@ -40,13 +44,13 @@ class RankFailed(RuntimeError):
 
 
 class Ranks:
-    """The ranks of a run, as seen from one of them.
+    """The ranks of a run, and this rank among them.
 
-    Every method runs on the main thread, and all ranks call the methods in the same order.
+    Every method must be called on the main thread, and all ranks must call the methods in the same order.
 
     Args:
-        accelerator: accelerate's `Accelerator`.
-        timeout: seconds for which a rank waits for the others in `agree`.
+        accelerator: the `Accelerator` of the trainer.
+        timeout: seconds for which a rank waits for the other ranks in `agree`.
     Attributes:
         rank: index of this rank.
         count: number of ranks.
@@ -59,22 +63,22 @@ class Ranks:
         self.count: int = accelerator.num_processes
 
     def agree(self, work: Callable[[], T], *, main_only: bool = False, from_main: bool = False) -> T:
-        """Call `work` on every rank, or only on the main one. If it fails on any rank, all ranks raise.
+        """Call `work` on every rank, or only on the main rank. If `work` fails on one rank, all ranks raise an error.
 
-        If a rank fails while the others are in a collective, it waits `PATIENCE` seconds for them and then raises its
-        own error; the launcher then ends the other ranks.
+        If a rank fails while the other ranks are in a collective, it waits `PATIENCE` seconds for them, and then raises
+        its own error. The launcher then ends the other ranks.
 
         Args:
             work: the function to call.
-            main_only: call it only on the main process. All ranks get its value.
-            from_main: call it on all ranks, but return the main process's value on all of them.
+            main_only: True = call `work` only on the main rank, and return its value on all ranks.
+            from_main: True = call `work` on all ranks, but return the value of the main rank on all ranks.
         Returns:
             The value of `work`.
         Raises:
-            Exception: the error of `work` on this rank. If it succeeded here, the error of the first rank that failed,
-                with a `RankFailed` as its cause.
-            RankFailed: another rank failed with an error that is neither built-in nor of this package, or it did not
-                come in time.
+            Exception: the error of `work` on this rank. If `work` succeeded here, the error of the first rank that
+                failed, with a `RankFailed` as its cause.
+            RankFailed: if another rank failed with an error that is neither built-in nor of this package, or if it did
+                not come to the meeting in time.
         """
         _depths[-1] += 1
         meeting = [".".join(map(str, _depths[: depth + 1])) for depth in range(len(_depths))]
@@ -127,7 +131,7 @@ class Ranks:
         return int(self.gather(torch.tensor([number])).min())
 
     def own(self, rows: int) -> slice:
-        """Return the position of this rank's rows among the gathered ones.
+        """Return the slice of this rank's rows among the gathered rows of all ranks.
 
         Args:
             rows: number of rows of each rank.
@@ -137,18 +141,18 @@ class Ranks:
 
 @contextmanager
 def accumulating(accelerator: Any, model: Any) -> Iterator[None]:
-    """Turn off gradient synchronisation and DeepSpeed's step after this backward pass.
+    """Within the context, a backward pass neither synchronises gradients nor lets DeepSpeed step.
 
-    It is for all passes of a micro-step but the last.
+    Use it for all passes of a micro-step except the last.
 
     Args:
-        accelerator: accelerate's `Accelerator`.
+        accelerator: the `Accelerator` of the trainer.
         model: the wrapped model.
     """
     state = accelerator.gradient_state
     synchronise = state.sync_gradients
     state._set_sync_gradients(False)
-    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED  # its engine marks the boundary itself
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED  # DeepSpeed marks the last pass itself
     with nullcontext() if deepspeed else accelerator.no_sync(model):
         yield
     state._set_sync_gradients(synchronise)
@@ -169,25 +173,25 @@ def meet(
 
     Args:
         store: torch's key-value store, which all ranks share.
-        rank: this rank.
+        rank: index of this rank.
         count: number of ranks.
-        error: this rank's error; `None` if it succeeded.
+        error: the error of this rank. `None`: this rank succeeded.
         meeting: the names of the meetings that surround this one, outermost first, and this one's name last; the same
             on all ranks.
         left_behind: keys of this rank's earlier meetings. They are deleted and replaced by the keys of this meeting.
         patience: seconds for which a rank that failed waits for the others.
         timeout: seconds for which a rank that succeeded waits for the others.
     Returns:
-        For each rank that failed, the text of its error, and the error itself if it is built-in or of this package.
-        This is the same on every rank, with two exceptions: a rank that failed and met nobody in time gets only its own
-        error; and if a rank has failed in a surrounding meeting, and so will not come to this one, that failure is
-        returned.
+        Rank that failed → the text of its error, and the error itself if it is built-in or of this package, otherwise
+        `None`. The result is the same on every rank, with two exceptions. If this rank failed and the other ranks did
+        not come in time, it gets only its own error. If a rank has failed in a surrounding meeting, so that it will not
+        come to this meeting, the result is that failure.
     Raises:
-        RankFailed: some ranks did not come in time.
+        RankFailed: if some ranks did not come in time.
     """
     keys = [f"dash_trl/{meeting[-1]}/{one}" for one in range(count)]
     failed = [f"dash_trl/{name}/failed" for name in meeting]
-    if error is not None:  # set before this rank counts as present: the others look for failures once all are present
+    if error is not None:  # before this rank's key is set, because the others look for failures once all keys are set
         store.set(failed[-1], keys[rank])
     store.set(keys[rank], WELL if error is None else _written(error))
     started = time.monotonic()
@@ -202,10 +206,10 @@ def meet(
         if waited > timeout:
             missing = [one for one, key in enumerate(keys) if not store.check([key])]
             raise RankFailed(f"Rank {rank} has waited {timeout:g} s (ddp_timeout) for the ranks {missing}.")
-        # Poll: Ctrl+C cannot interrupt `store.wait`, which also prints warnings when its time is over.
+        # Poll instead of `store.wait`, which Ctrl+C cannot interrupt, and which prints warnings when its time is over.
         time.sleep(min(max(FIRST_LOOK, LOOK_SHARE * waited), LAST_LOOK))
     said_by_all = [store.get(key) for key in keys] if store.check([failed[-1]]) else []
-    for key in left_behind:  # a rank that is here no longer reads keys of earlier meetings
+    for key in left_behind:  # all ranks are here, so none reads the keys of earlier meetings any more
         store.delete_key(key)
     left_behind[:] = [keys[rank]] + ([failed[-1]] if error is not None else [])
     return {one: _read(value) for one, value in enumerate(said_by_all) if value != WELL}
@@ -214,7 +218,7 @@ def meet(
 def _written(error: Exception) -> bytes:
     """Write an error as JSON.
 
-    It is not pickled: anybody who can reach the store may write there, and unpickling would run their code.
+    The error is not pickled: anybody who can reach the store may write into it, and unpickling would run their code.
     """
     said = traceback.TracebackException.from_exception(error)  # gives a text even if the error's own `__str__` fails
     kind = type(error)

@@ -1,4 +1,4 @@
-"""`LogProbs`: log-probs of sampled tokens, by passes without gradient::
+"""`LogProbs` computes log-probs of sampled tokens, by passes without gradient::
 
     window ──► micro-batches ──► policy, reference ──► log-probs [B, T] ──► old_per_token_logps, ref_per_token_logps
                                                             │
@@ -33,14 +33,14 @@ class LogProbRules:
     """Which log-probs the loss needs.
 
     Attributes:
-        outlives_its_weights: several optimizer steps use a window, so its old log-probs must be computed.
-        reference: the loss needs the reference model's log-probs.
-        sampler_is_old: the old log-probs are the sampler's.
-        correction: the keyword arguments of `importance_sampling_ratio`; `None` if the loss does not correct for the
-            sampler.
-        repeatable: whether a training pass finds the same log-probs as a pass without gradient. That holds without
-            dropout and NEFTune's noise, if each row is trained on once. (If a callback cuts an epoch short, a row's
-            second use may follow an optimizer step.)
+        outlives_its_weights: True = several optimizer steps use a window, so its old log-probs must be computed.
+        reference: True = the loss needs the log-probs of the reference model.
+        sampler_is_old: True = the old log-probs are the sampler's log-probs.
+        correction: the keyword arguments of `importance_sampling_ratio`. `None`: the loss has no importance sampling
+            correction.
+        repeatable: function that returns whether a training pass computes the same log-probs as a pass without
+            gradient. This is so without dropout and without NEFTune's noise, if each row is trained on once. (If rows
+            are used twice and a callback ends an epoch early, an optimizer step may lie between the two uses.)
     """
 
     outlives_its_weights: bool
@@ -53,8 +53,8 @@ class LogProbRules:
         """Return the fields of log-probs that must be computed before training.
 
         Args:
-            serves_one_step: one optimizer step uses the whole window. The step's own passes then run with the weights
-                of the old log-probs and find them; see `CorrectionInPass`.
+            serves_one_step: True = one optimizer step uses the whole window. Its training passes then have the weights
+                of the old log-probs, so they compute the old log-probs; see `CorrectionInPass`.
         """
         corrects = self.correction is not None and not (serves_one_step and self.repeatable())
         old = self.outlives_its_weights or self.sampler_is_old or corrects
@@ -68,16 +68,16 @@ class LogProbs:
 
     Args:
         ranks: the ranks of the run.
-        rules: returns the current rules.
-        inputs_of: (window, lengths [R, N, 4]) → for each pass over the rows with a length, this rank's rows of
-            `window.rollouts`, at most S, and the inputs of the pass.
-        policy: runs a pass of the policy, (inputs, compute_entropy=False) → ([S, T'] log-probs, [S, T'] entropies or
-            None, …).
-        reference: runs a pass of the reference model in the same way.
-        log: adds one value to each figure.
-        timed: a context whose seconds are logged as a phase.
+        rules: function that returns the current rules.
+        inputs_of: function that takes a window and lengths [R, N, 4]. For each pass over the rows whose length is not
+            0, it yields the indices of this rank's rows (at most S) and the inputs of the pass.
+        policy: function that runs a pass of the policy. It takes the inputs and `compute_entropy`, and returns a tuple
+            that begins with log-probs [S, T'] and entropies [S, T'] or `None`.
+        reference: function that runs a pass of the reference model in the same way.
+        log: function that adds one value to each figure; see `Recorder.log`.
+        timed: function that returns a context whose seconds are logged as a phase; see `Recorder.timed`.
     Attributes:
-        in_pass: computes the ratio within training passes instead; see `CorrectionInPass`.
+        in_pass: computes importance sampling ratios within training passes; see `CorrectionInPass`.
     """
 
     def __init__(
@@ -103,18 +103,18 @@ class LogProbs:
 
     @torch.no_grad()
     def of_window(self, window: GenerationWindow, *, serves_one_step: bool = False) -> None:
-        """Add old log-probs, importance-sampling ratio and reference log-probs to the survivors, as far as the loss
-        needs them.
+        """Add to the survivors those of old log-probs, ratio and reference log-probs that the loss needs.
 
-        If the old log-probs are the sampler's, only rows with a token that the sampler did not report take a pass.
+        If the old log-probs are the sampler's log-probs, passes run only over rows with a token whose log-prob the
+        sampler did not report.
 
         Args:
-            window: its `rollouts` are replaced.
+            window: the window. Its `rollouts` are replaced.
             serves_one_step: see `LogProbRules.names`.
         """
         rules, survivors, lengths = self.rules, window.rollouts, window.lengths
         names = rules.names(serves_one_step=serves_one_step)
-        sampled: Any = survivors.sampling_per_token_logps  # checked by the trainer: set if the rules need it
+        sampled: Any = survivors.sampling_per_token_logps  # the trainer has checked that it is set if the rules need it
         if rules.sampler_is_old:
             lengths = self._unknown_rows(window, unknown_log_probs(sampled, survivors.loss_mask).any(dim=1))
 
@@ -131,9 +131,9 @@ class LogProbs:
         window.rollouts = survivors.with_log_probs(**known)
 
     def of_all(self, rollouts: RolloutBatch) -> RolloutBatch:
-        """Add to all rows what `of_window` adds to survivors.
+        """Add to all rows the log-probs that `of_window` adds to survivors.
 
-        Rows of later optimizer steps thus get the log-probs of the weights with which the first step began.
+        Several optimizer steps use these rows. All rows then have log-probs by the weights before the first step.
 
         Args:
             rollouts: B rows without rewards.
@@ -197,8 +197,9 @@ class LogProbs:
             self._log_correction(old, sampled, mask, ratio)
 
     def log_step(self) -> None:
-        """At the end of an optimizer step, log the same for windows whose training passes computed their own old
-        log-probs.
+        """Log the figures of the correction for windows whose old log-probs were computed in training passes.
+
+        Call it at the end of an optimizer step.
         """
         for tables in self.in_pass.of_step():
             self._log_correction(*tables)
@@ -257,12 +258,12 @@ def _spread(values: Tensor, rows: Tensor, count: int) -> Tensor:
 class CorrectionInPass:
     """Computes the importance-sampling ratio from the logits of the training pass, which saves a pass.
 
-    This works for windows that serve one optimizer step. The weights of that step are those of the old log-probs, so
-    π_old is the policy of the pass itself, without gradient. TRL's loss reads the ratio only after its forward pass, so
-    it can be added in time.
+    This works for windows that serve one optimizer step. The weights of this step are the weights of the old log-probs,
+    so the log-probs of the training pass, without gradient, are the old log-probs. TRL's loss reads the ratio only
+    after the forward pass, so the ratio can be added in time.
 
     Args:
-        rules: returns the current rules.
+        rules: function that returns the current rules.
         rank: index of this rank.
     """
 
@@ -292,7 +293,7 @@ class CorrectionInPass:
         """Compute the ratio of the running pass, if it needs one, and add it to the inputs of the loss.
 
         Args:
-            log_probs: [S, T], the policy's.
+            log_probs: [S, T], log-probs by the policy.
         """
         if self._running is None:
             return
@@ -301,7 +302,7 @@ class CorrectionInPass:
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         ratio = importance_sampling_ratio(old, sampled, mask, **correction)
         give_late_ratio(inputs, ratio)
-        rows = len(inputs["pass"].micro_batch.rows[self._rank])  # the last rows are dummies
+        rows = len(inputs["pass"].micro_batch.rows[self._rank])  # the rows after these are dummy rows
         table.append(tuple(one[:rows].cpu() for one in (old, sampled, mask, ratio)))
 
     def of_step(self) -> Iterator[tuple[Tensor, ...]]:

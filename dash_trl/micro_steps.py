@@ -1,4 +1,4 @@
-"""`MicroSteps` says which model passes a micro-step runs; `MicroBatches` makes the inputs of these passes::
+"""`MicroSteps` decides which model passes a micro-step runs; `MicroBatches` makes the inputs of these passes::
 
     Collector ──► parts of a window ──► MicroSteps ──► Schedule: the rows of each pass ──► MicroBatches ──► inputs
 
@@ -20,9 +20,9 @@ class MicroBatches:
     """Makes the inputs of model passes from the rows of a window.
 
     Args:
-        passes: lays rows out padding-free or padded.
+        passes: builds the inputs, padding-free or padded.
         rank: index of this rank.
-        pad_token_id: fills padding.
+        pad_token_id: token id of padding.
         max_rows: row budget of a pass; see `plan_segment`.
         max_tokens: token budget of a pass; see `plan_segment`.
         loss_type: see `loss_scale`.
@@ -51,7 +51,7 @@ class MicroBatches:
         Args:
             lengths: [R, M, 4], see `RolloutBatch.lengths`. Rows without a completion length are left out.
             micro_steps: number of micro-steps.
-            last_must_run: the last micro-step runs a pass even if no row is left.
+            last_must_run: True = the last micro-step runs a pass even if there is no survivor.
         """
         return plan_segment(
             lengths,
@@ -74,7 +74,7 @@ class MicroBatches:
         return packing_metrics(planned, lengths, padding_free=passes.padding_free, min_shared=passes.min_shared)
 
     def without_gradient(self, window: GenerationWindow, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
-        """Make the inputs of passes over the rows that have a length.
+        """Make the inputs of passes over the rows whose length in `lengths` is not 0.
 
         Args:
             window: the window of the rows.
@@ -103,27 +103,25 @@ class MicroBatches:
         return {**inputs, "num_items_in_batch": window.num_items_in_batch, "loss_scale": scale, "pass": one}
 
     def _of(self, window: GenerationWindow, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
-        """Return this rank's rows of `window.rollouts` in a micro-batch, and the model inputs and layout made of
-        them.
-        """
+        """Return this rank's rows of `window.rollouts` in a micro-batch, and the inputs of a pass over these rows."""
         rows = window.rows(self._rank)[list(micro_batch.rows[self._rank])].tolist()
         inputs = self.passes.inputs(window.rollouts, rows, size=micro_batch.size, pad_token_id=self._pad_token_id)
         return rows, inputs
 
 
 class MicroSteps:
-    """Collects a window when one is due, keeps it while it is in use, and hands out the passes of each micro-step.
+    """Collects a window when it is due, keeps the window in use, and makes the inputs of each micro-step's passes.
 
-    All ranks call every method that takes a step at the same point.
+    All ranks call each method that has an argument `step`, and `wait_for_rest`, at the same point.
 
     Args:
         schedule: decides which rows run in which micro-step.
         micro_batches: makes the inputs of passes.
-        collect: collects a window; see `Collector.window`.
-        by_group: `reward_pipeline`.
-        num_generations: rows of a group.
-        log: adds one value to each figure.
-        to_training: puts the model into training mode, which an evaluation may have left.
+        collect: function that collects a window; see `Collector.window`.
+        by_group: True = rewards are awaited group by group (`reward_pipeline`).
+        num_generations: number of rows of a group.
+        log: function that adds one value to each figure; see `Recorder.log`.
+        to_training: function that puts the model into training mode, because an evaluation may have left this mode.
     Attributes:
         schedule: as above.
     """
@@ -157,10 +155,10 @@ class MicroSteps:
 
         Args:
             step: the micro-step.
-            global_step: optimizer steps taken so far.
+            global_step: number of optimizer steps taken so far.
             examples: the dataset rows of the micro-step; see `Collector.window`.
         Yields:
-            The inputs of some passes, and whether they are the last ones of the micro-step.
+            A list with the inputs of some passes, and a bool, True = they are the last passes of the micro-step.
         """
         by_group = self._by_group and self.schedule.has_whole_share(step)
         if not by_group:
@@ -172,12 +170,12 @@ class MicroSteps:
             passes, planned = self.schedule.passes(step, window.lengths, window.num_items_in_batch.item())
             yield self._inputs(window, passes, planned), True
         elif step + 1 < self.schedule.share(step).stop:
-            yield [], True  # whichever groups come first, they run in the last micro-step of the share
+            yield [], True  # all parts of the share run in its last micro-step
         else:
             yield from self._inputs_of_parts(step, self._window)
 
     def groups_of_step(self, step: int) -> int:
-        """Return how many of this rank's groups an optimizer step takes from the window in use.
+        """Return the number of this rank's groups that an optimizer step takes from the window in use.
 
         Args:
             step: a micro-step of the optimizer step.
@@ -200,7 +198,7 @@ class MicroSteps:
         Args:
             step: the micro-step at which a resumed run continues.
         Returns:
-            The window in use; `None` if that run does not use it.
+            The window in use; `None` if the resumed run does not use this window.
         """
         if self._window is None or self.schedule.sampled_after(step):
             return None
@@ -210,7 +208,7 @@ class MicroSteps:
         """Continue with the window of a checkpoint.
 
         Args:
-            window: `None`: begin with a new window.
+            window: the window of the checkpoint. `None`: begin with a new window.
         """
         self._window = None if window is None else Window.of(window)
 

@@ -1,8 +1,7 @@
-"""The internals of TRL, Transformers and accelerate that DASH reads or sets.
+"""All uses of internals of TRL, Transformers and accelerate, such as TRL's loss settings or TRL's step counter.
 
-This module has all uses that go beyond overriding a method or reading an attribute, such as changing TRL's loss
-settings, its step counter, or its record of the weights that vLLM has. Each use has a contract test on a plain
-`GRPOTrainer` (`tests/test_seams.py`), which fails if a new TRL changes it.
+Overriding a method or reading an attribute does not count as such a use. Each use has a contract test on a plain
+`GRPOTrainer` (`tests/test_seams.py`), which fails if a new TRL changes the internals.
 """
 
 import os
@@ -30,7 +29,7 @@ def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
 
     Args:
         trainer: a `GRPOTrainer`.
-        settings: attributes of the trainer and their values. `delta` is set on its `args`, where TRL reads it.
+        settings: name of an attribute of the trainer → value. `delta` is set on `trainer.args`, where TRL reads it.
     """
     others = {name: (trainer.args if name == "delta" else trainer, value) for name, value in settings.items()}
     before = {name: getattr(holder, name) for name, (holder, _) in others.items()}
@@ -78,7 +77,7 @@ def tool_suffix(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) ->
 
     Args:
         trainer: a `GRPOTrainer`.
-        tokenizer: used by this thread only.
+        tokenizer: a tokenizer that only this thread uses.
         messages: the tool messages.
     Returns:
         Token ids.
@@ -100,22 +99,25 @@ def weights_of(trainer: Any) -> int:
 
 
 def sync_weights(trainer: Any) -> None:
-    """Send vLLM the current weights if it has others, as TRL does before it calls a `rollout_func`."""
+    """Send vLLM the current weights if vLLM has other weights, as TRL does before it calls a `rollout_func`."""
     if trainer.use_vllm and trainer.state.global_step != trainer._last_loaded_step:
         trainer.vllm_generation.sync_weights()
         trainer._last_loaded_step = trainer.state.global_step
 
 
 def vllm_is_behind(trainer: Any) -> None:
-    """Record that vLLM's weights differ from the model's, although no optimizer step was made since they were sent."""
+    """Record that vLLM's weights are not those of the model, although no optimizer step was made since they were sent.
+
+    The weights are then sent before vLLM samples again.
+    """
     trainer._last_loaded_step = -1
 
 
 class FirstStates:
-    """Keeps the states of optimizer and loss scaler from before the first run, to begin each later run with them.
+    """Keeps the initial states of optimizer and loss scaler, so that each later run of the trainer begins with them.
 
     Attributes:
-        have_trained: True once a run has been prepared.
+        have_trained: True = a run has been prepared for training.
     """
 
     def __init__(self) -> None:
@@ -127,9 +129,9 @@ class FirstStates:
 
         Args:
             optimizer: the optimizer, possibly wrapped by accelerate.
-            scaler: the loss scaler (fp16), or `None`.
+            scaler: the loss scaler (fp16). `None`: there is none.
         """
-        for one in (getattr(optimizer, "optimizer", optimizer), scaler):  # unwrapped from accelerate's
+        for one in (getattr(optimizer, "optimizer", optimizer), scaler):  # the optimizer without accelerate's wrapper
             if self.have_trained and one in self._states:
                 one.load_state_dict(deepcopy(self._states[one]))
             elif hasattr(one, "state_dict"):  # not DeepSpeed's placeholder
@@ -139,8 +141,8 @@ class FirstStates:
 def begin_anew(trainer: Any) -> None:
     """Reset the trainer's counters, its pending figures, its table of completions and vLLM's weight version.
 
-    If an optimizer step was interrupted, the loss scaler (fp16) believes that its gradients are already unscaled; this
-    is reset, too.
+    The loss scaler (fp16) is reset, too: after an interrupted optimizer step, it would treat the next gradients as
+    unscaled already.
     """
     if (scaler := trainer.accelerator.scaler) is not None:
         scaler._per_optimizer_states.clear()
@@ -155,9 +157,14 @@ def begin_anew(trainer: Any) -> None:
 
 
 def begin_trackio(trainer: Any) -> None:
-    """TRL's profiler logs to Trackio's run, which Transformers begins with training and ends with it.
+    """Begin the run of Trackio before training or an evaluation.
 
-    For a run on this machine Trackio would ask the Hub for the user's name, without a time limit.
+    TRL's profiler logs to this run, but Transformers begins it only with training and ends it with training. If the run
+    is stored on this machine, the Hub is switched off meanwhile: Trackio would ask it for the user's name, without a
+    time limit.
+
+    Args:
+        trainer: a `GRPOTrainer`.
     """
     remote = trainer.args.trackio_space_id or os.environ.get("TRACKIO_SPACE_ID")
     offline = constants.HF_HUB_OFFLINE
@@ -183,7 +190,7 @@ def to_training_mode(trainer: Any) -> None:
     """
     after_evaluation = not trainer.model_wrapped.training
     trainer.model_wrapped.train()
-    optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # unwrapped from accelerate's
+    optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without accelerate's wrapper
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
         if after_evaluation:
@@ -192,7 +199,13 @@ def to_training_mode(trainer: Any) -> None:
 
 @contextmanager
 def evaluated_rewards(trainer: Any) -> Iterator[list[list[float]]]:
-    """Within the context, collects the rewards of an evaluation: a list of N rows with F rewards, as TRL gets them."""
+    """Within the context, collect the rewards of an evaluation.
+
+    Args:
+        trainer: a `GRPOTrainer`.
+    Yields:
+        A list that gets N rows with F rewards each, as `_calculate_rewards` returns them.
+    """
     rows: list[list[float]] = []
     calculate = trainer._calculate_rewards
 
@@ -209,7 +222,7 @@ def evaluated_rewards(trainer: Any) -> Iterator[list[list[float]]]:
 
 
 def leave_out_step(accelerator: Any) -> None:
-    """Skip the coming optimizer step: accelerate calls the optimizer only when gradients are synchronised."""
+    """Skip the next optimizer step, by the flag for synchronised gradients, without which accelerate makes no step."""
     accelerator.gradient_state._set_sync_gradients(False)
 
 
@@ -227,7 +240,7 @@ def forget_overflow(accelerator: Any) -> None:
 def step_schedule(accelerator: Any) -> None:
     """Advance the learning-rate schedule, if DeepSpeed's configuration defines it.
 
-    DeepSpeed's engine steps it only together with the optimizer.
+    DeepSpeed's engine advances the schedule only together with the optimizer.
     """
     engine = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
     if engine is not None and engine.lr_scheduler is not None:
@@ -238,15 +251,15 @@ def undo_jit_checkpoint(folder: Path) -> None:
     """Remove the folder and marker file that `enable_jit_checkpoint` makes before it saves.
 
     Args:
-        folder: the checkpoint's folder. If it holds anything else, it is a checkpoint and stays.
+        folder: folder of the checkpoint. If it contains other files, it is a real checkpoint and is not removed.
     """
-    with suppress(OSError):  # rmdir fails if the folder holds anything else
+    with suppress(OSError):  # rmdir fails if the folder contains other files
         (folder / "checkpoint-is-incomplete.txt").unlink(missing_ok=True)
         folder.rmdir()
 
 
 def shuffled(rows: int) -> Tensor:
-    """Draw the order in which TRL's shuffle hands rows to the micro-steps. This advances the random state as TRL does.
+    """Draw the random order in which micro-steps get rows. The random state advances as with TRL's shuffle.
 
     Args:
         rows: number of rows.

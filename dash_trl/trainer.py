@@ -90,25 +90,25 @@ from dash_trl.update import (
 class DASHTrainer(GRPOTrainer):
     """A `GRPOTrainer` that runs model passes only on rows that carry a learning signal (DASH, arXiv 2505.17218).
 
-    It samples one large generation batch per `steps_per_generation` micro-steps and keeps it in CPU memory. It drops
-    rows without signal before any model pass and packs the survivors into new micro-batches, without padding if the
-    model's attention allows that.
+    The trainer samples one large generation batch per `steps_per_generation` micro-steps and keeps it in CPU memory.
+    Before any model pass, it drops rows without signal and packs the survivors into new micro-batches. Passes are
+    padding-free if the model's attention allows that.
 
-    With `beta=0`, no entropy bonus and a threshold that drops only rows without signal, the update equals TRL's. KL,
-    entropy and auxiliary terms of dropped rows are lost. If no row on any rank has signal, the optimizer step changes
-    nothing: neither momentum nor weight decay is applied.
+    With `beta=0`, no entropy bonus and a threshold that drops only rows without signal, the update equals TRL's.
+    Otherwise, the KL, entropy and auxiliary terms of dropped rows are missing in the loss. If no row on any rank has
+    signal, the optimizer step changes nothing: neither momentum nor weight decay is applied.
 
     Args:
         model: the policy, as in `trl.GRPOTrainer`: a model, or the name or path of one.
         reward_funcs: one or several reward functions in any form of `dash_trl.rewards`, or a `RewardRunner`. `None`:
             the environments give the rewards.
-        args: a `DASHConfig`. `None`: one with all defaults and the output directory "dash-output".
+        args: a `DASHConfig`. `None`: a `DASHConfig` with all defaults and the output directory "dash-output".
         train_dataset: dataset with a column "prompt"; see `trl.GRPOTrainer`.
-        eval_dataset: dataset or datasets for evaluation.
-        processing_class: tokenizer. `None`: the model's own.
-        kwargs: the other arguments of `trl.GRPOTrainer`. `tools` may hold a `dash_trl.ProcessTool`, too.
+        eval_dataset: dataset, or a dict of datasets, for evaluation.
+        processing_class: tokenizer. `None`: the tokenizer of the model.
+        kwargs: the other arguments of `trl.GRPOTrainer`. `tools` may also contain a `dash_trl.ProcessTool`.
     Raises:
-        ValueError: for a vision-language model, and for every other mistake that `dash_trl.checks` finds.
+        ValueError: if the model is a vision-language model, and for every other mistake that `dash_trl.checks` finds.
     """
 
     _tag_names = ["trl", "grpo", "dash"]
@@ -182,8 +182,8 @@ class DASHTrainer(GRPOTrainer):
     def _begin_run(self) -> None:
         """Build the objects of a run anew.
 
-        Nothing of an earlier run may remain: an interrupt leaves half an optimizer step behind, and `max_steps` may
-        leave the rest of a window.
+        Nothing of an earlier run of this trainer may remain: an interrupt leaves an incomplete optimizer step, and
+        `max_steps` may leave a part of a window.
         """
         begin_anew(self)
         self.recorder = new_recorder(self)
@@ -197,12 +197,14 @@ class DASHTrainer(GRPOTrainer):
         self._checkpoints = new_checkpoints(self, self._collector.log_probs)
 
     def _resume(self, checkpoint: str, start: tuple[int, int]) -> tuple[int, int]:
-        """Continue in the checkpoint's generation window if it has one that fits.
+        """Continue in the generation window of the checkpoint, if it has a window that this run can use.
 
         Args:
-            start: (epochs, micro-batches of a rank since then) that Transformers counts as used.
+            checkpoint: path of the checkpoint.
+            start: the position in the dataset as Transformers counts it: the number of epochs, and the number of
+                micro-batches of a rank in the epoch that follows.
         Returns:
-            `start`, corrected if the run continues in the window.
+            `start`; if the run continues in the window, the position where that window was read.
         """
         skip = self.args.ignore_data_skip
         run, self._skipped.total = self._checkpoints.resume(checkpoint, start, ignore_data_skip=skip)
@@ -215,12 +217,12 @@ class DASHTrainer(GRPOTrainer):
                 self._reader.load_state_dict(run.prompts)
             elif run.window is not None:
                 self._reader.has_sampled(run.step)
-        return start if skip else run.position  # Transformers counts wrongly in a stream that was read more than once
+        return start if skip else run.position  # Transformers' count is wrong in a stream that was read more than once
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Create the optimizer; if an earlier `train()` has used it, put it back into its initial state.
+        """Create the optimizer. If an earlier `train()` has used it, restore its initial state.
 
-        The loss scaler (fp16) is put back, too.
+        The initial state of the loss scaler (fp16) is restored, too.
         """
         optimizer = super().create_optimizer(model)
         self._first_states.restore(optimizer, self.accelerator.scaler)
@@ -245,15 +247,16 @@ class DASHTrainer(GRPOTrainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._inner_training_loop(*args, **kwargs)
-        finally:  # after an interrupt, too: drop waiting work, and do not wait for running work
+        finally:  # also after an interrupt: drop work that has not begun, and do not wait for running work
             self._reader.close()
             self._collector.close()
 
     def get_train_dataloader(self) -> Any:
         dataloader = super().get_train_dataloader()
         if self.args.async_level or self.args.queues_prompts:
-            # Each epoch draws a seed for the dataloader's workers when it opens. How early it opens depends on how far
-            # was read ahead. So this seed needs its own generator: a resumed run must repeat all other random numbers.
+            # Each epoch draws a seed for the workers of the dataloader when the epoch is opened. How early that happens
+            # depends on how far prompts are read ahead. With a generator of its own, this seed does not change the
+            # other random numbers, which a resumed run must repeat.
             generator = torch.Generator().manual_seed(self.args.seed)
             getattr(dataloader, "base_dataloader", dataloader).generator = generator
         return dataloader
@@ -278,9 +281,10 @@ class DASHTrainer(GRPOTrainer):
         Args:
             model: the wrapped model, as the training loop calls it.
             inputs: the dataset rows of the micro-step.
-            num_items_in_batch: passed on to TRL and Transformers. Each pass has its own normaliser in its inputs.
+            num_items_in_batch: passed on to TRL and Transformers. The loss does not divide by it: the inputs of each
+                pass have the number of loss tokens to divide by.
         Returns:
-            Scalar: the sum of the losses of the passes, 0 without a pass.
+            Scalar tensor, the sum of the losses of the passes; 0 if there is no pass.
         """
         started = time.perf_counter()
         to_training_mode(self)
@@ -313,19 +317,20 @@ class DASHTrainer(GRPOTrainer):
         return loss
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """Move the inputs of a pass to the device. In evaluation, TRL's method samples and rewards the batch."""
+        """Move the inputs of a pass to the device. In an evaluation, call TRL's method, which samples and scores."""
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
         return {name: to_device(value, self.accelerator.device) for name, value in generation_batch.items()}
 
     def _compute_loss(self, model, inputs) -> Tensor:
-        """TRL's loss, multiplied by the weight of this pass in the optimizer step."""
+        """Compute TRL's loss, multiplied by the weight of this pass in the optimizer step."""
         training = self.model.training
         with with_settings(self, loss_settings(self, training=training)):
             if not training:
                 return super()._compute_loss(model, inputs)
             one, scale = inputs["pass"], inputs["loss_scale"]
-            # Entropy bonus and router loss should count `weight` times, but the whole loss is multiplied by `scale`.
+            # Entropy bonus and router loss should have the weight `weight`, but the whole loss is multiplied by
+            # `scale`. So their coefficients are multiplied by `weight / scale`.
             weight = regularizer_weight(one.tokens[self.ranks.rank], one.segment)
             per_token = inputs["advantages"].dim() == 2
             with (
@@ -340,7 +345,7 @@ class DASHTrainer(GRPOTrainer):
                 return super()._compute_loss(model, inputs) * scale
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
-        """TRL's method; in training it computes real rows and tokens only."""
+        """Compute log-probs as TRL's method does; in training, without dummy rows and, if possible, without padding."""
         log_probs = super()._get_per_token_logps_and_entropies
         batch = model, input_ids, attention_mask, logits_to_keep
         if not self.model.training:
@@ -352,7 +357,7 @@ class DASHTrainer(GRPOTrainer):
         return found
 
     def _clip_grad_norm(self, model):
-        # A GradScaler (fp16) fails if there are no gradients to unscale.
+        # Not without a pass: there are no gradients, and a GradScaler (fp16) fails if it has none to unscale.
         return super()._clip_grad_norm(model) if self._micro_steps.schedule.ran_model else None
 
     def _get_grad_norm(self, model, grad_norm=None):
@@ -360,9 +365,9 @@ class DASHTrainer(GRPOTrainer):
             forget_overflow(self.accelerator)
             step_schedule(self.accelerator)
             return 0.0
-        norm = super()._get_grad_norm(model, grad_norm)  # over all ranks, so that all decide alike
+        norm = super()._get_grad_norm(model, grad_norm)  # the norm over all ranks, so that all ranks decide alike
         step = self.state.global_step + 1
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # its backward has stepped, or skipped
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # DeepSpeed's backward has made the step
             skipped = self.accelerator.optimizer_step_was_skipped
             self._skipped.check_applied(norm, skipped, step)
         elif skipped := not math.isfinite(norm):
@@ -372,7 +377,7 @@ class DASHTrainer(GRPOTrainer):
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        summary = "train_runtime" in logs  # of the run; its table is that of the last step
+        summary = "train_runtime" in logs  # the last log of the run; its table was logged with the last step already
         super().log(logs, start_time)
         if self.log_completions and self.model.training and not summary and self.is_world_process_zero():
             if "trackio" in self.args.report_to:
@@ -381,7 +386,7 @@ class DASHTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ what the collector asks for
 
     def _tokenize_prompts(self, prompts: list) -> tuple:
-        """TRL's method, after a check of each prompt and its length; an error on one rank is raised on all."""
+        """Check each prompt and its length, and call TRL's method. An error on one rank is raised on all ranks."""
         tokenize = super()._tokenize_prompts
 
         def checked() -> tuple:
@@ -395,19 +400,19 @@ class DASHTrainer(GRPOTrainer):
 
     @property
     def context_length(self) -> int | None:
-        """The model's number of positions; `None` if its configuration does not tell."""
+        """The number of tokens of the model's context; `None` if the model's configuration does not have it."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
-        """TRL's method; an error on one rank is raised on all."""
+        """Call TRL's method. An error on one rank is raised on all ranks."""
         return self.ranks.agree(partial(super()._generate_single_turn, *args, **kwargs))
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> Tensor:
-        """Ask all reward functions, as TRL does, and wait for them.
+        """Call all reward functions, as TRL does, and wait for their rewards.
 
         Returns:
             [N, F], the rewards of the rows of all ranks. All rewards of a row are NaN if a reward function failed on
-            it, or, in an evaluation, if one of its tools or its environment failed.
+            the row or, in an evaluation, if a tool or the environment of the row failed.
         """
         ask = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
         training, failed = self.model.training, None
@@ -429,18 +434,18 @@ class DASHTrainer(GRPOTrainer):
 
         Args:
             rewards: [N, F], the rewards of the rows of all ranks; the rows of a group are adjacent. NaN = the function
-                does not apply; a row of NaN only is unscored.
-            lengths: [N], the number of loss tokens of each row. Only "opo" needs it; an override may omit the
-                parameter.
+                does not apply. A row in which all F rewards are NaN is unscored.
+            lengths: [N], the number of loss tokens of each row. Only "opo" needs it, so an override may leave the
+                parameter out.
         Returns:
             [N] floats, finite for scored rows.
         Raises:
-            ValueError: `advantage_estimator="opo"`, and `lengths` is missing.
+            ValueError: if `advantage_estimator` is "opo" and `lengths` is missing.
         """
         weights, estimator = self.reward_weights, self.args.advantage_estimator
         if estimator == "opo" and lengths is None:
             raise ValueError(
-                "advantage_estimator='opo' weighs rewards by the tokens of their rows, but compute_advantages was "
+                "advantage_estimator='opo' weights rewards by the tokens of their rows, but compute_advantages was "
                 "called without `lengths`. An override must take the argument and pass it on: "
                 "def compute_advantages(self, rewards, lengths=None), super().compute_advantages(rewards, lengths)."
             )
@@ -454,8 +459,8 @@ class DASHTrainer(GRPOTrainer):
     def log_probs_and_entropies(self, rollouts: CreditedRollouts, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the policy's log-probs and entropies of the loss tokens of some rows.
 
-        This runs a forward pass over these rows, in micro-batches as for old log-probs. It costs about a third of
-        training on them. All ranks must call it at the same point.
+        It runs a forward pass over these rows, in the same micro-batches as for old log-probs. The pass takes about a
+        third of the time of training on these rows. All ranks must call this method at the same point.
 
         Args:
             rollouts: B rows of this rank.
@@ -480,28 +485,37 @@ class DASHTrainer(GRPOTrainer):
     # ------------------------------------------------------------------ evaluations and checkpoints
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Transformers', with accuracy and pass@k of its completions where `eval_k` asks for them."""
+        """Run an evaluation as Transformers does; with `eval_k`, add accuracy and pass@k to its metrics.
+
+        Args:
+            dataloader: the dataloader of the evaluation.
+            args: the other arguments of Transformers' method.
+            metric_key_prefix: the names of all metrics begin with it.
+            kwargs: the other arguments of Transformers' method.
+        Returns:
+            Transformers' `EvalLoopOutput`. Its metrics also have the figures of `metrics_of` if `eval_k` is set.
+        """
         loop = partial(super().evaluation_loop, dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self.args.eval_k is None:
             return loop()
         samples, device = self.num_generations_eval, self.args.device
         with evaluated_rewards(self) as rewards, torch.random.fork_rng([device] if device.type == "cuda" else []):
             output = loop()
-        if has_length(dataloader.dataset):  # several ranks fill their last batch with the first problems once more
+        if has_length(dataloader.dataset):  # with several ranks, the last batch is filled up with the first problems
             del rewards[len(dataloader.dataset) * samples :]
         figures = metrics_of(rewards, self.reward_func_names, self.args.eval_k, group_size=samples)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's method, for evaluations only: in training, the collector samples."""
+        """Call TRL's method. Only evaluations use it, because the collector samples in training."""
         begin_trackio(self)
         environments = nullcontext() if self._conversations is None else self._conversations.lent()
         with with_settings(self, loss_settings(self, training=False)), environments:
             return super()._generate_and_score_completions(inputs)
 
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, *others) -> tuple:
-        """For evaluations: run the turns as in training, with the same time limits, in step on all ranks."""
+        """Run the turns of an evaluation as in training, with the same time limits, in rounds of all ranks."""
         return evaluated_turns(self, prompt_ids, completion_ids, logprobs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -516,8 +530,8 @@ class DASHTrainer(GRPOTrainer):
         vllm_is_behind(self)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # Wait before anything is saved: waiting may fail, which must not leave half a checkpoint behind, and callbacks
-        # that run meanwhile may draw random numbers.
+        # Wait for outstanding rewards before anything is saved. If waiting fails, no incomplete checkpoint may remain.
+        # Callbacks that run during waiting may draw random numbers, which must happen before the random state is saved.
         if not self.args.save_only_model:
             try:
                 self._micro_steps.wait_for_rest()
@@ -528,10 +542,10 @@ class DASHTrainer(GRPOTrainer):
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save, beside each rank's random state, its survivors with their log-probs and its place in the window.
+        """Save each rank's random state, its survivors with their log-probs, and the position in the window.
 
-        A resumed run therefore continues in the middle of the window. It samples windows again that had been sampled
-        ahead.
+        With these, a resumed run continues in the middle of the window. Windows that were sampled ahead are not saved:
+        a resumed run samples them again.
         """
         super()._save_rng_state(output_dir)
         schedule = self._micro_steps.schedule

@@ -221,7 +221,7 @@ def test_opo_does_not_take_rows_for_equally_long(tiny_model, tmp_path):
         def compute_advantages(self, rewards):
             return super().compute_advantages(rewards) / 2
 
-    with pytest.raises(ValueError, match="advantage_estimator='opo' weighs rewards by the tokens of their rows"):
+    with pytest.raises(ValueError, match="advantage_estimator='opo' weights rewards by the tokens of their rows"):
         run(Halved, tiny_model, tmp_path, advantage_estimator="opo")
 
 

@@ -200,7 +200,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sampling ahead by a rollout_func": (
         {"settings": {"async_level": 2, **SERVER}, "rollout_func": lambda prompts, trainer: {}},
-        "async_level=2 does not work with a rollout_func: it gets the trainer",
+        "async_level=2 does not work with a rollout_func: the function gets the trainer",
     ),
     "aipo without a sampler's log-probs": (
         {"settings": AIPO},
@@ -375,7 +375,7 @@ def test_truncated_sampling_with_a_correction_of_sequences_is_warned_of(settings
     check_arguments(
         tiny_model, config(**{"use_vllm": True, "vllm_mode": "server", **settings}), prompts(16), None, None, {}
     )
-    assert ("0.98 for each is 0.00004 for 500" in caplog.text) == is_said
+    assert ("0.98 per token gives 0.00004 for 500" in caplog.text) == is_said
 
 
 @pytest.mark.parametrize(
@@ -457,7 +457,7 @@ ROLLOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "none, with aipo": ({}, AIPO, "loss_type='aipo' needs the sampler's .* none: return .* as 'logprobs'"),
     "none, with decoupled PPO": ({}, DECOUPLED, "loss_type='decoupled_ppo' needs the sampler's log-probs"),
     "none to correct": ({}, {"use_vllm": True}, "vllm_importance_sampling_correction=True needs the"),
-    "of too few tokens": ({"logprobs": [[-1.0], [-1.0]]}, AIPO, "of other lengths .*one for each token.*, NaN where"),
+    "of too few tokens": ({"logprobs": [[-1.0], [-1.0]]}, AIPO, "of other lengths .*one number for each token"),
     "an env_mask of too few tokens": ({"env_mask": [[1], [1]]}, {}, "env_mask that does not fit completion_ids"),
     "an env_mask of other values": ({"env_mask": [[1], [0, 2]]}, {}, "return 1 for each token that the policy"),
     "of too few rows": ({"logprobs": [[-1.0]]}, {}, "logprobs of other lengths than completion_ids"),

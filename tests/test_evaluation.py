@@ -122,7 +122,7 @@ def test_one_reward_of_a_runner_that_stays_open(model, tokenizer):
         (RewardRunner([of_one, of_batch]), "but there are 2"),
         ([], "but there are 0"),
         ("a/reward-model", "is a reward model"),
-        (lambda completion, rubric: 1.0, r"asks for 'rubric', but the data set has the columns \['answer', 'prompt'\]"),
+        (lambda completion, rubric: 1.0, r"asks for 'rubric', but the dataset has the columns \['answer', 'prompt'\]"),
     ],
 )
 def test_other_rewards_are_refused_before_anything_is_sampled(tokenizer, reward, message):

@@ -280,7 +280,7 @@ def test_results_of_other_settings_are_refused_by_name(tiny_model, problems, rew
 
     def refused(difference: str, *more: object) -> None:
         with pytest.raises(
-            ValueError, match=f"model.jsonl is of other settings: {difference} is .* nothing is overwritten"
+            ValueError, match=f"model.jsonl has other settings: {difference} is .* nothing is overwritten"
         ):
             evaluate(*arguments, *more)
         assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before

@@ -142,7 +142,7 @@ def test_a_column_that_is_not_there_for_a_batch():
     misspelt = lambda completions, anwser, **columns: [0.0]  # noqa: E731
     for function in (misspelt, AsksLater(), functools.partial(misspelt)):
         with pytest.raises(
-            ValueError, match=r"asks for 'anwser', but the data set has the columns \['answer', 'prompt'\]"
+            ValueError, match=r"asks for 'anwser', but the dataset has the columns \['answer', 'prompt'\]"
         ):
             form_of(function).check_columns(columns)
     with pytest.raises(ValueError, match="asks for 'prompt'"):
@@ -153,7 +153,7 @@ def test_a_column_that_is_not_there_for_a_batch():
 
 def test_a_column_that_is_not_there():
     form = form_of(lambda completion, anwser: 0)
-    with pytest.raises(ValueError, match=r"asks for 'anwser', but the data set has the columns \['answer', 'prompt'\]"):
+    with pytest.raises(ValueError, match=r"asks for 'anwser', but the dataset has the columns \['answer', 'prompt'\]"):
         form.check_columns(["prompt", "answer"])
     with pytest.raises(ValueError, match="asks for 'anwser'"):
         form.arguments(ROW)

@@ -140,7 +140,10 @@ def test_values_are_missing_until_there_is_enough_of_both_kinds(settings, window
 def test_without_both_kinds_it_is_said_once(caplog):
     taught(*[rollouts(seed, wrong=0.0) for seed in range(7)], num_windows=3)
     assert caplog.text.count("cannot tell good prefixes from bad ones yet") == 1
-    assert "of the 72 rollouts of the last 3 generation windows, 0 from 0 problems have a reward above" in caplog.text
+    assert (
+        "of the 72 rollouts of the last 3 generation windows, 0 rollouts from 0 problems have a reward above"
+        in caplog.text
+    )
 
 
 def test_unknown_prefixes_are_missing_and_counted_and_a_row_that_is_not_asked_for_has_no_values():
@@ -178,7 +181,7 @@ def test_a_state_of_other_features_is_refused():
     other = small()
     other.load_state_dict(value.state_dict())
     for call in (lambda: other(rollouts(1)[0], trainer), lambda: other.learn(*rollouts(1), trainer)):
-        with pytest.raises(ValueError, match="rollouts with 5 numbers per prefix, and others with 7"):
+        with pytest.raises(ValueError, match="rollouts with 5 features per prefix, and others with 7"):
             call()
 
 
@@ -465,6 +468,6 @@ def test_a_checkpoint_of_other_shapes_and_one_that_lacks_a_state(tiny_model, tmp
     settings = {"resume": str(tmp_path / "checkpoint-3"), "optimizer": "adamw_torch", "callbacks": [Stateful()]}
     train(tiny_model, tmp_path / "on", process, **settings, **wider)
     assert "training goes on with a new generation window" in caplog.text
-    assert "holds nothing that Stateful has learned" in caplog.text
-    assert "holds nothing that ProcessRewardCallback has learned" not in caplog.text
+    assert "holds no state of Stateful," in caplog.text
+    assert "holds no state of ProcessRewardCallback," not in caplog.text
     assert len(process.value.state_dict()["windows"]) == 4

@@ -367,7 +367,7 @@ def test_what_is_right_is_taken():
         ([[0.1, 0.2]], r"\[2\] values for requests that have \[2, 1\] boundaries"),
         ([[0.1, 0.2], [0.1, 0.2]], r"\[2, 2\] values for requests"),
         ([0.1, 0.2], "'float' object is not iterable"),
-        ([[0.1, None], [0.2]], "not 'NoneType'.* a value that is not known is math.nan"),
+        ([[0.1, None], [0.2]], "not 'NoneType'.* math.nan for a value that is not known"),
     ],
     ids=["nothing", "rows", "too many", "floats", "none"],
 )
@@ -403,7 +403,7 @@ def test_an_estimator_that_returns_something_else_is_named(monkeypatch, estimato
 
 
 def test_servers_that_are_missing_are_said():
-    with pytest.raises(ValueError, match="this run has none: name them with vllm_server_urls"):
+    with pytest.raises(ValueError, match="this run has no servers: name them with vllm_server_urls"):
         ServerValue(" = ")([], SimpleNamespace())
 
 

@@ -71,7 +71,7 @@ def test_settings_without_a_row_bind_nobody(tmp_path):
 def test_a_file_of_another_form_is_left_alone(tmp_path, content):
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="a.jsonl is no file of records"):
+    with pytest.raises(ValueError, match="a.jsonl is not a file of records"):
         Records(path, {})
     assert path.read_bytes() == content
 

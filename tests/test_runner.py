@@ -441,7 +441,7 @@ def test_failures_leave_the_batch_and_are_counted(tiny_model, tmp_path, caplog):
     assert 0 < log["rewards/flaky/failed"] == log["filter/dropped_unscored"] < 1
     said, warned = [record for record in caplog.records if "flaky" in record.message]
     assert "raised ConnectionError: judge is away" in said.message and said.exc_info
-    assert "so training sees only the others, which may be the easier ones" in warned.message
+    assert "so training sees only the other completions, which may be easier" in warned.message
     gone = weakref.ref(trainer)
     del trainer
     gc.collect()
@@ -477,9 +477,9 @@ def test_trls_logs_are_written_on_the_thread_that_calls():
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (lambda completion, anwser: 1.0, "asks for 'anwser', but the data set has the columns"),
-        (lambda completions, anwser, **columns: [1.0], "asks for 'anwser', but the data set has the columns"),
-        (RewardRunner(lambda completions, anwser, **columns: [1.0]), "asks for 'anwser', but the data set has the col"),
+        (lambda completion, anwser: 1.0, "asks for 'anwser', but the dataset has the columns"),
+        (lambda completions, anwser, **columns: [1.0], "asks for 'anwser', but the dataset has the columns"),
+        (RewardRunner(lambda completions, anwser, **columns: [1.0]), "asks for 'anwser', but the dataset has the col"),
         (lambda text: 1.0, "none of the forms"),
     ],
 )
@@ -497,8 +497,8 @@ def test_post_process_scores_needs_whole_groups():
     """As where two processes share a group."""
     args = DASHConfig("out", use_cpu=True, bf16=False, per_device_train_batch_size=6, num_generations=2)
     args.num_generations = 4
-    with pytest.raises(ValueError, match=r"whole groups, but a process has 6 completions .* is no multiple of num_gen"):
+    with pytest.raises(ValueError, match=r"whole groups, but a process has 6 completions .* is not a multiple of num"):
         check_rewards(unpack(Centred()), args, None, None)
     args.num_generations, args.num_generations_eval, args.per_device_eval_batch_size = 2, 4, 2
-    with pytest.raises(ValueError, match=r"2 completions \(per_device_eval_batch_size\), which is no multiple of"):
+    with pytest.raises(ValueError, match=r"2 completions \(per_device_eval_batch_size\), which is not a multiple of"):
         check_rewards(unpack(Centred()), args, None, Dataset.from_dict({"number": [1]}))

@@ -170,10 +170,10 @@ def test_an_interrupted_study_goes_on_and_other_settings_are_refused_by_name(stu
     again = measure("tiny", *of_tiny(tiny_model, "--value", "answer"))
     assert truth.read_bytes() == whole and again["estimators"]["position"] == study["estimators"]["position"]
     assert list(again["estimators"]) == ["position", "answer"]
-    with pytest.raises(ValueError, match="truth.jsonl is of other settings: segmentation is"):
+    with pytest.raises(ValueError, match="truth.jsonl has other settings: segmentation is"):
         measure("tiny", *of_tiny(tiny_model, "--value", "answer", "--max_episode_tokens", 3))
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)  # before weights are loaded
-    with pytest.raises(ValueError, match="responses.jsonl is of other settings: temperature is 1.0 there and 0.5 here"):
+    with pytest.raises(ValueError, match="responses.jsonl has other settings: temperature is 1.0 there and 0.5 here"):
         measure("tiny", *of_tiny(tiny_model, "--temperature", 0.5))
 
 

@@ -31,9 +31,9 @@ def check_arguments(
         train_dataset: as given to `DASHTrainer`.
         eval_dataset: as given to `DASHTrainer`.
         processing_class: as given to `DASHTrainer`.
-        others: its other arguments by name, such as `tools`, `callbacks` and `peft_config`.
+        others: the other arguments of `DASHTrainer` by name, such as `tools`, `callbacks` and `peft_config`.
     Raises:
-        ValueError: if an argument cannot be used, or two exclude each other.
+        ValueError: if an argument cannot be used, or if two arguments exclude each other.
     """
     if not isinstance(args, DASHConfig):
         raise ValueError(
@@ -71,7 +71,7 @@ def check_arguments(
 
 
 def check_vllm(args: Any) -> None:
-    """Refuse vLLM within the trainer's process where it cannot run."""
+    """Raises a `ValueError` if vLLM should run within the trainer's process, but cannot run there."""
     if not args.use_vllm or args.vllm_mode != "colocate":
         return
     instead = "leave use_vllm out, so that transformers samples, or start servers and name them with vllm_server_urls"
@@ -96,9 +96,9 @@ def check_tools(tools: Sequence[Any]) -> None:
             get_json_schema(tool)
         except (ValueError, TypeError, TypeHintParsingException, DocstringParsingException) as error:
             raise ValueError(
-                f"{tool!r:.100} cannot be a tool, since the policy cannot be told about it: {error}. Pass a function "
-                "with type hints and a docstring that describes it and, under Args:, its arguments. Wrap another "
-                "callable object in such a function."
+                f"{tool!r:.100} cannot be a tool, because it cannot be described to the policy: {error}. Pass a "
+                "function with type hints, and with a docstring that describes the function and, under Args:, the "
+                "arguments. Wrap another callable object in such a function."
             ) from error
     names = [tool.__name__ for tool in tools]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -109,7 +109,8 @@ def check_tools(tools: Sequence[Any]) -> None:
 
 # Options of transformers' `generate` that do not change the distribution of completions.
 HARMLESS = ("cache_implementation", "cache_config", "use_cache", "disable_compile", "compile_config")
-# Options that change this distribution, each with the values that do not. Log-probs take account of the temperature.
+# Options that change the distribution of completions, except with the values that are listed here. The temperature is
+# not among them, because log-probs are computed with it.
 UNTRUNCATED = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
 
 
@@ -118,8 +119,9 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
 
     Args:
         args: the configuration.
-        own_rollouts: there is a `rollout_func`.
-        rewards_come_later: all rewards come from functions that a `RewardRunner` runs beside the trainer.
+        own_rollouts: True = there is a `rollout_func`.
+        rewards_come_later: True = a `RewardRunner` computes all rewards, so the trainer can do something else while it
+            waits for them.
     Raises:
         ValueError: if the sampler has no device of its own, or cannot sample while the trainer trains.
     """
@@ -135,17 +137,17 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
         )
     if own_rollouts:
         raise ValueError(
-            f"async_level={args.async_level} does not work with a rollout_func: it gets the trainer, and may call "
-            "methods that need all ranks, so it cannot run beside training. Leave async_level at 0, or replace "
-            "rollout_func by tools or an environment_factory and sample from servers."
+            f"async_level={args.async_level} does not work with a rollout_func: the function gets the trainer, and may "
+            "call methods that need all ranks, so it cannot run while the trainer trains. Leave async_level at 0, or "
+            "replace rollout_func by tools or an environment_factory and sample from servers."
         )
     truncated = {name: value for name, none in UNTRUNCATED.items() if (value := getattr(args, name)) not in none}
     truncated |= {name: value for name, value in (args.generation_kwargs or {}).items() if name not in HARMLESS}
     if truncated and not args.use_vllm:
         raise ValueError(
             f"async_level={args.async_level} with {truncated}: with these options transformers' generate samples from "
-            "another distribution than the model's. It does not report its log-probs, but the correction for older "
-            "weights needs them. Leave these options out, or sample with vLLM."
+            "another distribution than the model's. The correction for older weights needs the log-probs of that "
+            "distribution, but generate does not report them. Leave these options out, or sample with vLLM."
         )
     mode, correction = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_correction
     if args.loss_type not in OFF_POLICY_LOSSES and (mode == "sequence_mask" or not correction):
@@ -159,7 +161,11 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
 
 
 def check_correction(args: DASHConfig) -> None:
-    """Warns if TRL's correction would weight whole sequences although sampling options change the distribution."""
+    """Warns of two settings of TRL's importance sampling correction: no effect, and too small weights.
+
+    With `loss_type="aipo"`, the correction has no effect. If sampling options change the distribution, a correction of
+    whole sequences gives them weights near 0.
+    """
     if args.loss_type == "aipo" and args.use_vllm and args.vllm_importance_sampling_correction:
         logger.warning(
             "vllm_importance_sampling_correction=True, TRL's default, has no effect with loss_type='aipo', which "
@@ -171,9 +177,9 @@ def check_correction(args: DASHConfig) -> None:
     corrected = args.vllm_importance_sampling_correction and args.loss_type not in OFF_POLICY_LOSSES
     if truncated and args.use_vllm and corrected and mode.startswith("sequence"):
         logger.warning(
-            f"{truncated} with vllm_importance_sampling_mode={mode!r}: vLLM's log-probs are those of the changed "
-            "distribution, the policy's are those of the full one. The correction multiplies the loss of a sequence by "
-            "the product of the ratios of all its tokens: 0.98 for each is 0.00004 for 500 tokens. Leave these options "
+            f"{truncated} with vllm_importance_sampling_mode={mode!r}: these options change vLLM's distribution and "
+            "its log-probs, but not the policy's. The correction multiplies the loss of a sequence by the product of "
+            "the ratios of all its tokens: a ratio of 0.98 per token gives 0.00004 for 500 tokens. Leave these options "
             "out, or use vllm_importance_sampling_mode='token_truncate' or loss_type='aipo' "
             "(docs/concepts/staleness.md)."
         )
@@ -182,7 +188,7 @@ def check_correction(args: DASHConfig) -> None:
 def check_callbacks(callbacks: Iterable[Any]) -> None:
     """Raises a `ValueError` for a callback (instance or class) with rollout events that is not a `DASHCallback`.
 
-    Its events would never be called.
+    The trainer would never call the rollout events of such a callback.
     """
     for callback in callbacks:
         kind = callback if isinstance(callback, type) else type(callback)
@@ -205,24 +211,26 @@ def check_another_run(have_trained: bool, deepspeed: bool) -> None:
 
 
 def check_pipeline(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
-    """Checks that everything in the way of `reward_pipeline` can handle a few groups of a window at a time.
+    """Checks that rewards, loss, overridden methods and callbacks can handle a few groups of a window at a time.
+
+    `reward_pipeline` needs that.
 
     Args:
         trainer: the trainer.
-        base: `DASHTrainer`, whose own methods can.
+        base: `DASHTrainer`, whose own methods can handle a few groups.
         callbacks: the trainer's callbacks.
     Raises:
         ValueError: if a reward, a loss, a method or a callback needs the whole window.
     """
     if trainer.environment_factories is not None and not all(map(scores_alone, trainer.reward_funcs)):
         raise ValueError(
-            "reward_pipeline=True with an environment that has get_reward: TRL calls it for a whole batch at once. Use "
-            "a reward function that scores one completion instead, or leave reward_pipeline out."
+            "reward_pipeline=True with an environment that has get_reward: TRL calls get_reward for a whole batch at "
+            "once. Use a reward function that scores one completion instead, or leave reward_pipeline out."
         )
     if getattr(trainer, "aux_loss_enabled", False):
         raise ValueError(
             "reward_pipeline=True with a router loss, which is averaged over all rows that the filter keeps, but the "
-            "pipeline trains on groups before it knows the rewards of the others. Leave one of the two out."
+            "pipeline trains on groups before the rewards of other groups are known. Leave one of the two out."
         )
     if type(trainer)._calculate_rewards is not base._calculate_rewards:
         raise ValueError(
@@ -238,7 +246,7 @@ def check_per_group(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
 
     Args:
         trainer: the trainer.
-        base: `DASHTrainer`, whose own methods do.
+        base: `DASHTrainer`, whose own methods handle each group by itself.
         callbacks: the trainer's callbacks.
     Raises:
         ValueError: if an overridden method or a callback lacks the attribute `per_group = True`.

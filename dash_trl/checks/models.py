@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from dash_trl.config import DASHConfig
 
-# The entries of `model_init_kwargs` that say where the config is. The others concern the weights.
+# The entries of `model_init_kwargs` that are needed to find the config. The other entries concern the weights.
 WHERE = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
 
@@ -18,7 +18,8 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
     Args:
         model: a name, a directory, or a model.
         args: the configuration.
-        peft_config: as given to `DASHTrainer`; with it, a model without trainable parameters is right.
+        peft_config: as given to `DASHTrainer`. If it is given, the model need not have trainable parameters, because
+            the adapter has them.
     Raises:
         ValueError: if the model does not exist, is not a causal language model, or has no trainable parameter.
     """
@@ -54,12 +55,12 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
 
 
 def check_tied_adapter(model: Any) -> None:
-    """Checks that an adapter keeps tied embeddings tied, since vLLM has one weight for both.
+    """Checks that an adapter keeps tied embeddings tied, because vLLM has one weight for embeddings and LM head.
 
     Args:
         model: the model, with or without an adapter.
     Raises:
-        ValueError: if the adapter trains only one of the two, or a weight for each.
+        ValueError: if the adapter trains only the embeddings, only the LM head, or a weight for each of the two.
     """
     if not is_peft_model(model) or not model.config.get_text_config().tie_word_embeddings:
         return
@@ -72,6 +73,6 @@ def check_tied_adapter(model: Any) -> None:
         raise ValueError(
             f"The adapter trains the embeddings or the LM head of a {type(base).__name__}, where both are one weight "
             "(tie_word_embeddings=True). vLLM keeps one weight for both, so it would sample from another policy. Leave "
-            "them out of target_modules and modules_to_save, or set modules_to_save=['embed_tokens'] and "
+            "both out of target_modules and modules_to_save, or set modules_to_save=['embed_tokens'] and "
             "ensure_weight_tying=True, which trains one weight for both."
         )

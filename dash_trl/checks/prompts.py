@@ -1,4 +1,4 @@
-"""Checks datasets, their prompts, and what a `rollout_func` returns."""
+"""Checks datasets, the prompts in them, and the results of a `rollout_func`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,9 +14,9 @@ def check_dataset(dataset: Any, name: str, own_rollouts: bool, *, environments: 
 
     Args:
         dataset: a dataset, a mapping of splits, or None.
-        name: what errors call it.
-        own_rollouts: there is a `rollout_func`, which may take prompts of any form.
-        environments: there are environments, so the dataset needs no prompts: observations may take their place.
+        name: name of the dataset, for errors.
+        own_rollouts: True = there is a `rollout_func`, which may take prompts of any form.
+        environments: True = there are environments, so the dataset needs no prompts: an environment may give them.
     Raises:
         ValueError: if the dataset is empty, has images or no `prompt` column, or its first prompt cannot be used.
     """
@@ -50,7 +50,7 @@ def check_conversations(dataset: Any, name: str) -> None:
 
     Args:
         dataset: a dataset, a mapping of splits, or None.
-        name: what the error calls it.
+        name: name of the dataset, for the error.
     Raises:
         ValueError: if the first prompt of a dataset is a text.
     """
@@ -58,7 +58,7 @@ def check_conversations(dataset: Any, name: str) -> None:
         if isinstance(part, Dataset) and "prompt" in part.column_names and isinstance(part[0]["prompt"], str):
             raise ValueError(
                 f"{name} has texts as prompts (row 0: {part[0]['prompt']!r:.80}), but tools and environments need "
-                "conversations: the chat template adds the tools to them. Write each prompt as "
+                "conversations, because a chat template adds the tools. Write each prompt as "
                 "[{'role': 'user', 'content': '…'}]."
             )
 
@@ -68,9 +68,9 @@ def check_prompt(prompt: Any, place: str) -> None:
 
     Args:
         prompt: the prompt.
-        place: where it is, for the error.
+        place: the dataset and row of the prompt, for the error.
     Raises:
-        ValueError: if it is neither.
+        ValueError: if the prompt is neither a text nor a conversation, or is empty.
     """
     right = all(map(_is_message, prompt)) if isinstance(prompt, list) else isinstance(prompt, str)
     if not (right and prompt):
@@ -89,7 +89,7 @@ def check_prompt_lengths(prompt_ids: list[list[int]], context: int | None) -> No
 
     Args:
         prompt_ids: token ids of the prompts.
-        context: `max_position_embeddings`; None = unknown.
+        context: number of tokens, `max_position_embeddings`; None = unknown.
     Raises:
         ValueError: if a prompt fills the context.
     """
@@ -102,16 +102,16 @@ def check_prompt_lengths(prompt_ids: list[list[int]], context: int | None) -> No
 
 
 def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: Any) -> dict[str, Any]:
-    """Calls a user's `rollout_func` and checks what it returns.
+    """Calls a user's `rollout_func` and checks the result.
 
     Args:
         rollout_func: as given to `DASHTrainer`.
-        prompts: its first argument.
-        trainer: its second argument.
+        prompts: first argument of `rollout_func`.
+        trainer: second argument of `rollout_func`.
     Returns:
-        What `rollout_func` returned.
+        The result of `rollout_func`.
     Raises:
-        ValueError: if it lacks rows, tokens or log-probs, or its fields have different lengths.
+        ValueError: if the result lacks rows, tokens or log-probs, or if its fields have different lengths.
     """
     output = rollout_func(prompts, trainer)
     for name in ("prompt_ids", "completion_ids"):
@@ -130,8 +130,8 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
         )
     if log_probs is not None and list(map(len, log_probs)) != list(map(len, output["completion_ids"])):
         raise ValueError(
-            "rollout_func returned logprobs of other lengths than completion_ids: return one for each token of each "
-            "completion, NaN where it is unknown."
+            "rollout_func returned logprobs of other lengths than completion_ids: return one number for each token of "
+            "each completion, and NaN for an unknown log-prob."
         )
     mask = output.get("env_mask")
     if mask is not None and (
@@ -146,13 +146,13 @@ def checked_rollouts(rollout_func: Callable[..., Any], prompts: list, trainer: A
 
 
 def check_batch(dataset: Any, args: DASHConfig) -> None:
-    """Checks that the training dataset can fill a window; with too few prompts, TRL would train on nothing.
+    """Checks that the training dataset can fill a window. With too few prompts, TRL would train on nothing.
 
     Args:
         dataset: the training dataset.
         args: the configuration.
     Raises:
-        ValueError: if it has too few prompts, or `max_skipped_epochs` is set for a stream.
+        ValueError: if the dataset has too few prompts, or if `max_skipped_epochs` is set and the dataset is a stream.
     """
     if args.max_skipped_epochs and not isinstance(dataset, Dataset):
         raise ValueError(
@@ -170,13 +170,13 @@ def check_batch(dataset: Any, args: DASHConfig) -> None:
 
 
 def check_first_step(batches: int, args: DASHConfig) -> None:
-    """Checks that a stream does not end before the first optimizer step; Transformers would read it again forever.
+    """Checks that a stream does not end before the first optimizer step; else Transformers would read it again forever.
 
     Args:
-        batches: number of micro-batches that a rank got for that step.
+        batches: number of micro-batches that a rank got for the first optimizer step.
         args: the configuration.
     Raises:
-        ValueError: if there are fewer than `gradient_accumulation_steps`.
+        ValueError: if there are fewer micro-batches than `gradient_accumulation_steps`.
     """
     if batches < args.gradient_accumulation_steps:
         raise ValueError(

@@ -14,10 +14,11 @@ def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any
         args: the configuration.
         train_dataset: as given to `DASHTrainer`.
         eval_dataset: as given to `DASHTrainer`.
-        own_rollouts: there is a `rollout_func`, which may add columns.
+        own_rollouts: True = there is a `rollout_func`, which may add columns.
     Raises:
-        ValueError: if a function needs a column that does not exist, needs whole groups where a rank has parts of
-            groups, or scores a whole batch where `reward_pipeline` or `async_level` needs single completions.
+        ValueError: if a function needs a column that does not exist; if a function needs whole groups, but a group is
+            spread over ranks; or if a function scores a whole batch, but `reward_pipeline` or `async_level` needs
+            functions that score one completion.
     """
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     check_async(args, own_rollouts, all(map(scores_alone, rewards or [None])))
@@ -50,5 +51,5 @@ def _check_groups(name: str, rows: int, options: str, size: int) -> None:
     if rows % size:
         raise ValueError(
             f"'{name}' has post_process_scores for whole groups, but a process has {rows} completions ({options}), "
-            f"which is no multiple of num_generations={size}: change one of them."
+            f"which is not a multiple of num_generations={size}: change one of these options."
         )

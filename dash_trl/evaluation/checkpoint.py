@@ -71,8 +71,8 @@ class Checkpoint:
         """Loads the model for inference, with an adapter merged.
 
         Args:
-            dtype: of the weights.
-            device: where to put it.
+            dtype: dtype of the weights.
+            device: the device of the model.
         """
         model = AutoModelForCausalLM.from_pretrained(self.base, dtype=dtype)
         if self.is_adapter:
@@ -88,9 +88,9 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A text that changes with the weights: from the commit on the hub, or from a hash of the files.
+        """A text that changes when the weights change: a hash of the commit on the hub, or of the weight files.
 
-        If a directory's model was trained further, old samples do not belong to it.
+        With it, samples are not continued in the old file if the model in a directory was trained further.
         """
         digest = hashlib.sha256()
         for source in dict.fromkeys([self.name, self.base]):

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EvaluationArguments(TaskArguments):
-    """Arguments of the command: how often each problem is sampled, and where the results go."""
+    """Arguments of the command, with the number of samples and the folder of the results."""
 
     num_samples: int = field(default=16, metadata={"help": "Completions of each problem."})
     k: list[int] | None = field(
@@ -59,7 +59,7 @@ class EvaluationArguments(TaskArguments):
 
 @dataclass(frozen=True)
 class Job:
-    """One model with its problems, in the form that its tokenizer takes, and its samples."""
+    """One model, the problems with prompts for this model's tokenizer, and the file of the model's samples."""
 
     label: str
     checkpoint: Checkpoint
@@ -68,7 +68,7 @@ class Job:
 
     @property
     def left(self) -> bool:
-        """Whether samples are missing."""
+        """Whether samples are missing in the file."""
         return len(self.records.rows) < len(self.problems)
 
 
@@ -88,9 +88,11 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
 
     Args:
         models: directories, hub names, or "toy".
-        arguments: of the command.
+        arguments: the arguments of the command.
+    Returns:
+        Label of a model → its figures; see `figures_of`.
     Raises:
-        ValueError: if one of them does not exist or does not fit.
+        ValueError: if a model, dataset, reward function or server does not exist or cannot be used.
     """
     task = arguments.task(models)
     folder = Path(arguments.output_dir)
@@ -130,7 +132,7 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
 def _jobs(
     models: Sequence[str], task: Task, arguments: EvaluationArguments, folder: Path, stack: ExitStack
 ) -> Iterator[Job]:
-    """Checks all models and opens their files."""
+    """Checks all models, and opens the file of each model's samples."""
     shared = {**arguments.settings(task), "num_samples": arguments.num_samples}
     checkpoints = [Checkpoint(model_of(model, task)) for model in models]
     for model, label, checkpoint in zip(models, labels(models), checkpoints, strict=True):
@@ -145,7 +147,15 @@ def _jobs(
 
 
 def labels(models: Sequence[str]) -> list[str]:
-    """Returns short names for files and plots: the last parts of the paths, as many as tell them apart."""
+    """Returns short names of models for files and plots.
+
+    A name consists of the last parts of the model's path, as many parts as are needed to make all names different.
+
+    Args:
+        models: directories or hub names.
+    Raises:
+        ValueError: if a model is named twice.
+    """
     parts = [Path(os.path.abspath(model) if os.path.isdir(model) else model).parts for model in models]
     for length in range(1, max(map(len, parts)) + 1):
         short = ["-".join(one[-length:]).strip("/.-~") for one in parts]
@@ -155,7 +165,7 @@ def labels(models: Sequence[str]) -> list[str]:
 
 
 def _sample(job: Job, reward: Reward, arguments: EvaluationArguments, length: int, folder: Path) -> None:
-    """Samples and scores the problems that are missing in the file of a model."""
+    """Samples and scores the problems that are missing in the file of a model's samples."""
     done = set(job.records.rows)
     with (
         arguments.open_sampler(job.checkpoint, folder) as sampler,

@@ -1,7 +1,7 @@
 """Computes figures from scored samples: accuracy and pass@k with intervals, lengths, truncated and failed shares.
 
-A sample whose reward failed counts neither as correct nor as wrong. If more than one in a hundred failed, the figures
-are marked, since they describe other samples than those that were asked for.
+A sample whose reward failed counts neither as correct nor as wrong. If more than 1 % of the rewards failed, the figures
+are marked, because the samples that are left may be easier or harder than all samples.
 
 Letters: P problems, n scored samples of a problem, c correct ones among them, k <= n.
 """
@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-CORRECT_ABOVE = 0.5  # a completion with a greater reward is correct: the middle of a 0/1 reward
+CORRECT_ABOVE = 0.5  # a completion is correct if its reward is greater than this, the middle of a 0/1 reward
 LEVEL = 0.95  # confidence level of an interval
-RESAMPLES = 10_000  # gives the ends of an interval to a hundredth of its width
-CHUNK = 1 << 22  # number of indices drawn at a time: 32 MiB
+RESAMPLES = 10_000  # with this number, the ends of an interval are exact to about a hundredth of its width
+CHUNK = 1 << 22  # number of indices that are drawn at a time, to limit memory: 32 MiB
 MARKED_ABOVE = 0.01  # figures are marked if more than this share of the rewards failed
 MARK = "*"
 
@@ -27,8 +27,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
     Args:
         n: number of samples.
-        c: number of correct ones among them, 0 <= c <= n.
-        k: 1 <= k <= n.
+        c: number of correct samples, 0 <= c <= n.
+        k: number of samples of which at least one should be correct, 1 <= k <= n.
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
@@ -38,14 +38,15 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Returns the 95 % percentile interval of Σ values / Σ weights by a bootstrap over the problems (Efron 1979).
 
-    Problems are resampled, since another test set has other problems. The samples of a problem stay together. If all
-    values are equal, for instance because there is only one problem, the interval has no width: it cannot tell what was
-    never seen.
+    Problems are resampled, because another test set would have other problems. The samples of a problem stay together.
+    If all values are equal, for example because there is only one problem, the interval has no width, although the
+    figure is not certain.
 
     Args:
-        values: [P], such as pass@k of each problem, or its number of correct samples.
-        weights: [P], such as the number of scored samples of each problem. None: 1 each, for the mean of the values.
-        seed: of the resampling.
+        values: [P], for example pass@k of each problem, or the number of correct samples of each problem.
+        weights: [P], for example the number of scored samples of each problem. None = 1 for each problem, so that the
+            interval is that of the mean.
+        seed: seed of the resampling.
     Returns:
         The lower and the upper end; both are NaN if there is no problem.
     """
@@ -65,17 +66,18 @@ def bootstrap_interval(
 
 
 def figures_of(rows: Sequence[Sequence[Mapping[str, Any]]], ks: Sequence[int], *, seed: int = 0) -> dict[str, Any]:
-    """Computes the figures of a model, as JSON.
+    """Computes the figures of a model, in a form that can be written as JSON.
 
     Args:
-        rows: for each problem its samples, each with `reward` (None = failed), `tokens` and `truncated`.
+        rows: for each problem a list of samples. A sample has `reward` (number; None = failed), `tokens` (number of
+            tokens) and `truncated` (bool).
         ks: see `figures_of_rewards`.
         seed: see `figures_of_rewards`.
     Returns:
-        What `figures_of_rewards` returns, and
+        The dictionary of `figures_of_rewards`, with two more entries:
 
-        - `truncated`: share of the truncated samples.
-        - `mean_length`: mean number of tokens.
+        - `truncated`: share of truncated samples.
+        - `mean_length`: mean number of tokens of a sample.
     """
     samples = [sample for row in rows for sample in row]
     return {
@@ -88,20 +90,20 @@ def figures_of(rows: Sequence[Sequence[Mapping[str, Any]]], ks: Sequence[int], *
 def figures_of_rewards(
     rewards: Sequence[Sequence[float | None]], ks: Sequence[int], *, seed: int = 0
 ) -> dict[str, Any]:
-    """Computes the figures that need rewards alone.
+    """Computes the figures for which only rewards are needed.
 
     Args:
-        rewards: for each problem the rewards of its samples; None = failed.
-        ks: the k of pass@k; at most the number of samples of a problem.
-        seed: of the intervals.
+        rewards: for each problem a list with the rewards of its samples; None = failed.
+        ks: list of the k of pass@k; at most the number of samples of a problem.
+        seed: seed of the resampling for intervals.
     Returns:
-        A dictionary with these entries, None where nothing could be estimated:
+        A dictionary with these entries. A figure that cannot be estimated is None.
 
-        - `accuracy`: share of correct samples among the scored ones.
-        - `accuracy_interval`: its lower and upper end.
-        - `pass_at`: for each k (a string), the mean over the problems with k scored samples, and its interval, as
-          [mean, low, high].
-        - `left_out`: for each k (a string), the number of problems with fewer scored samples.
+        - `accuracy`: share of correct samples among the scored samples.
+        - `accuracy_interval`: lower and upper end of the interval of the accuracy.
+        - `pass_at`: k (as a string) → [mean, low, high]: pass@k, as the mean over the problems with at least k scored
+          samples, and its interval.
+        - `left_out`: k (as a string) → number of problems with fewer than k scored samples.
         - `problems`: number of problems.
         - `samples`: number of samples.
         - `failed`: share of the samples whose reward failed.
@@ -142,14 +144,18 @@ def _counts(rewards: Sequence[float | None]) -> tuple[int, int]:
 def metrics_of(
     rewards: Sequence[Sequence[float]], names: Sequence[str], ks: Sequence[int], *, group_size: int
 ) -> dict[str, float]:
-    """Computes the figures of a trainer's evaluation, one number each; NaN where nothing could be estimated.
+    """Computes the figures of an evaluation by the trainer, for its log.
 
     Args:
-        rewards: [N, F]; the `group_size` samples of a problem are adjacent. NaN: failed, or does not apply.
-        names: F, of the reward functions.
+        rewards: [N, F] as nested lists; the samples of a problem are adjacent. NaN = the function failed or does not
+            apply.
+        names: names of the F reward functions.
+        ks: list of the k of pass@k; at most `group_size`.
+        group_size: number of samples of a problem.
     Returns:
-        accuracy, pass_at_<k>, each with the ends of its interval, _low and _high; failed. With several functions, each
-        has its own under rewards/<name>/.
+        Name → number; NaN = the figure cannot be estimated. The names are `accuracy` and `pass_at_<k>`, `accuracy_low`,
+        `accuracy_high`, `pass_at_<k>_low` and `pass_at_<k>_high` for the ends of the intervals, and `failed`. If there
+        are several reward functions, each has figures of its own, whose names begin with `rewards/<name>/`.
     """
     found: dict[str, float] = {}
     for name, column in zip(names, zip(*rewards, strict=True), strict=False):  # without a row there is no column
@@ -173,20 +179,20 @@ def differences(
     *,
     seed: int = 0,
 ) -> dict[str, list[float] | None]:
-    """Computes by how much a model is better than another one on the same problems.
+    """Computes how much better a model is than another model on the same problems.
 
-    The models are compared problem by problem. The difficulty of a problem is in both models' figures and cancels, so
-    these intervals are narrower than those of the two models suggest. A problem is left out if either model has too few
-    scored samples of it.
+    The models are compared problem by problem. The difficulty of a problem influences both models and cancels in the
+    difference, so the intervals of differences are narrower than the intervals of the two models. A problem is left out
+    if one of the models has too few scored samples of it.
 
     Args:
-        rows: samples of the model, as for `figures_of`.
-        others: samples of the other model, with the problems in the same order.
-        ks: the k of pass@k.
-        seed: of the intervals.
+        rows: samples of the model, as in `figures_of`.
+        others: samples of the other model, as in `figures_of`, with the problems in the same order.
+        ks: list of the k of pass@k.
+        seed: seed of the resampling for intervals.
     Returns:
-        For "accuracy" and each "pass@k", the mean difference over the problems and its interval as [mean, low, high];
-        None if no problem is left.
+        "accuracy" and each "pass@k" → [mean, low, high]: the mean difference over the problems, and its interval. None
+        in place of the list = no problem is left.
     """
 
     def estimates(found: Sequence[Sequence[Mapping[str, Any]]], k: int) -> list[float | None]:
@@ -207,9 +213,9 @@ def comparison(name: str, other: str, found: Mapping[str, list[float] | None]) -
     """Writes `differences` as one line, in percentage points.
 
     Args:
-        name: of the model.
+        name: name of the model.
         other: name of the other model.
-        found: of `differences`.
+        found: the result of `differences`.
     """
     cells = [
         f"{what} {100 * one[0]:+.1f} [{100 * one[1]:+.1f}, {100 * one[2]:+.1f}]" for what, one in found.items() if one
@@ -218,7 +224,12 @@ def comparison(name: str, other: str, found: Mapping[str, list[float] | None]) -
 
 
 def remarks(name: str, figures: Mapping[str, Any]) -> list[str]:
-    """Returns warnings about the figures of a model: failed rewards, and problems that are left out."""
+    """Returns warnings about the figures of a model: failed rewards, and problems that are left out.
+
+    Args:
+        name: name of the model.
+        figures: the result of `figures_of`.
+    """
     said = []
     if figures["marked"]:
         said.append(
@@ -235,7 +246,12 @@ def remarks(name: str, figures: Mapping[str, Any]) -> list[str]:
 
 
 def table(models: Mapping[str, Mapping[str, Any]], ks: Sequence[int]) -> str:
-    """Writes the figures as a table with one line per model: shares in per cent, 95 % intervals in brackets."""
+    """Writes figures as a table with one line per model: shares in per cent, 95 % intervals in brackets.
+
+    Args:
+        models: name of a model → the result of `figures_of`.
+        ks: list of the k of pass@k.
+    """
     rows = [["model", "accuracy", *(f"pass@{k}" for k in ks), "tokens", "truncated", "failed"]]
     for name, figures in models.items():
         mark = MARK if figures["marked"] else ""

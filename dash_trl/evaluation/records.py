@@ -1,10 +1,10 @@
-"""A JSONL file by which an interrupted run continues: the settings in the first line, then one line per problem::
+"""A JSONL file from which an interrupted run continues: the settings in the first line, then one line per problem::
 
     {"settings": {"model": …, "seed": 0}}
     {"index": 0, …}
     {"index": 1, …}                       ◄── if an interrupt leaves an incomplete line at the end, it is dropped
 
-If a file has other settings or another form, it is an error and nothing is overwritten.
+If a file has other settings or another form, opening it raises an error, and nothing is overwritten.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Records(AbstractContextManager["Records"]):
-    """The rows of such a file by their index; a context manager that closes it::
+    """The rows of such a file by their index. A context manager that closes the file at the end::
 
         with Records("samples.jsonl", {"model": model, "seed": 0}) as records:
             for index, samples in sampler.sample(prompts, seed=0, done=records.rows):
@@ -28,10 +28,10 @@ class Records(AbstractContextManager["Records"]):
             records.sort()
 
     Args:
-        path: of the file. The file and its directory are made if they do not exist.
-        settings: everything that a row depends on, as JSON. The error names the settings that differ from the file's.
+        path: path of the file. The file and its directory are created if they do not exist.
+        settings: everything that a row depends on, as JSON. An error names the settings that are different in the file.
     Attributes:
-        rows: the rows by index, of the file and those added since.
+        rows: index → row, for the rows that were in the file and those added since.
     Raises:
         ValueError: if the file has other settings or another form, or another process writes it.
     """
@@ -49,17 +49,17 @@ class Records(AbstractContextManager["Records"]):
             raise
 
     def add(self, index: int, row: Mapping[str, Any]) -> None:
-        """Adds a row; it is in the file when this returns.
+        """Adds a row and writes it to the file at once.
 
         Args:
-            index: of the row.
-            row: its content, as JSON.
+            index: index of the row.
+            row: content of the row, as JSON.
         """
         self._append({"index": index, **row})
         self.rows[index] = dict(row)
 
     def sort(self) -> None:
-        """Sorts the file's rows by index; call it when all are there, since servers finish them in any order."""
+        """Sorts the rows of the file by index. Call it after all rows were added, because servers use any order."""
         sorted_path = self.path.with_name(f".{self.path.name}.sorted")
         lines = [{"settings": self.settings}, *({"index": i, **self.rows[i]} for i in sorted(self.rows))]
         sorted_path.write_bytes(b"".join(map(_line, lines)))
@@ -93,13 +93,13 @@ class Records(AbstractContextManager["Records"]):
                 raise ValueError("one line without an end")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"{self.path} is no file of records, with settings in the first line, then rows with an `index` "
-                f"({error}): choose another file or directory, or move that one away; nothing is overwritten."
+                f"{self.path} is not a file of records, with settings in the first line, then rows with an `index` "
+                f"({error}): choose another file or directory, or move this file away; nothing is overwritten."
             ) from error
         if self.rows:  # without rows, the settings of the file do not matter
             self._compare(theirs)
         if half:
-            logger.warning(f"{self.path} ends with half a line, of a run that was interrupted: it is dropped.")
+            logger.warning(f"{self.path} ends with half a line of an interrupted run; this half line is dropped.")
         self._file.truncate(self._file.tell() - len(half) if self.rows else 0)
         if not self.rows:
             self._append({"settings": self.settings})
@@ -112,8 +112,8 @@ class Records(AbstractContextManager["Records"]):
         ]
         if differences:
             raise ValueError(
-                f"{self.path} is of other settings: {'; '.join(differences)}. Give these settings to go on with it, or "
-                "choose another file or directory; nothing is overwritten."
+                f"{self.path} has other settings: {'; '.join(differences)}. Use the settings of the file to continue "
+                "it, or choose another file or directory; nothing is overwritten."
             )
 
 

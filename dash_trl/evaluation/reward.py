@@ -1,6 +1,6 @@
-"""Scores samples by one reward function, problem by problem.
+"""Scores samples with one reward function, problem by problem.
 
-`evaluate` and `accuracy` measure a loaded model with it, for instance in a training script.
+`evaluate` and `accuracy` measure a loaded model, for example in a training script.
 """
 
 import logging
@@ -18,16 +18,18 @@ from dash_trl.rewards import RewardRunner, RewardTeam, RunnerReward, raise_mista
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 120.0  # seconds for the reward of a completion; the sandbox ends a program after one minute
-BROKEN_AFTER = 10  # an evaluation ends if the reward function raised for every sample of so many problems in a row
+PATIENCE = 120.0  # time limit of a reward in seconds; the sandbox ends a program after one minute
+# An evaluation ends if the reward function raised an exception on all samples of this number of problems in a row.
+BROKEN_AFTER = 10
 
 
 class Reward(AbstractContextManager["Reward"]):
-    """Calls one reward function in the same way as training; a context manager that ends the workers that it started.
+    """Calls one reward function as in training. A context manager that ends the workers that it has started.
 
     Args:
-        function: what a trainer takes as `reward_funcs`: a function of any form (`dash_trl.rewards.forms`), a
-            `RewardRunner`, one of its `rewards`, or a list with one of these. The owner of a runner closes it.
+        function: one reward function, as a trainer takes it as `reward_funcs`: a function of any form
+            (`dash_trl.rewards.forms`), a `RewardRunner` with one function, one of the `rewards` of a runner, or a list
+            with one of these. A runner that is passed here is not closed.
     Raises:
         ValueError: if there are several functions, or a reward model.
     """
@@ -43,8 +45,8 @@ class Reward(AbstractContextManager["Reward"]):
                 "it is a reward model. Give one function; to the commands, with --reward_name."
             )
         (self._function,) = found
-        self._team = RewardTeam(found)  # which calls no others of a runner
-        self._raised = 0  # problems in a row
+        self._team = RewardTeam(found)  # so that other functions of the same runner are not called
+        self._raised = 0  # number of problems in a row on whose samples the function raised exceptions
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raises a `ValueError` if the function needs a column that does not exist."""
@@ -56,15 +58,16 @@ class Reward(AbstractContextManager["Reward"]):
 
         Args:
             row: the problem.
-            samples: its samples.
+            samples: the samples of the problem.
         Returns:
-            One reward per sample; None where it failed (an exception, None, NaN, ±inf).
+            A list with one reward per sample; None = the function failed (an exception, None, NaN, ±inf).
         Raises:
             ValueError: if the function does not return a list of numbers.
-            RuntimeError: if it raised on every sample of `BROKEN_AFTER` problems in a row; the last error is the cause.
+            RuntimeError: if the function raised exceptions on all samples of `BROKEN_AFTER` problems in a row; the last
+                exception is the cause.
         """
         chat = not isinstance(row["prompt"], str)
-        self._team.join(group_size=len(samples))  # a trainer may have used the function in between
+        self._team.join(group_size=len(samples))  # a trainer may have used the function since the last call
         rewards = self._function(
             prompts=[row["prompt"]] * len(samples),
             completions=[[{"role": "assistant", "content": one.text}] if chat else one.text for one in samples],
@@ -89,7 +92,7 @@ class Reward(AbstractContextManager["Reward"]):
 
 
 def _not_logged(*arguments: Any) -> None:
-    """In place of TRL's `log_extra` and `log_metric`."""
+    """Does nothing. It takes the place of TRL's `log_extra` and `log_metric`."""
 
 
 def scored_samples(
@@ -126,15 +129,15 @@ def evaluate(
     batch_size: int = BATCH_SIZE,
     **sampling: Any,
 ) -> dict[str, Any]:
-    """Samples every prompt of a data set, scores the samples, and returns their figures (see `figures_of`).
+    """Samples every prompt of a dataset, scores the samples, and returns their figures (see `figures_of`).
 
     A reward failed if it is None, NaN or infinite, or if the function raised an exception. A failed reward is left out
     of the accuracy and counted in `failed`. It never counts as 0.
 
     Args:
-        model: a causal language model on any device, unwrapped (`trainer.accelerator.unwrap_model`). Its mode and the
-            global random state are unchanged afterwards.
-        tokenizer: its tokenizer.
+        model: a causal language model on any device, unwrapped (`trainer.accelerator.unwrap_model`). Afterwards, the
+            model's mode and the global random state are as before.
+        tokenizer: the tokenizer of the model.
         dataset: rows with a `prompt`; the other columns go to the reward function, as in TRL.
         reward_func: see `Reward`.
         k: the k of pass@k; at most `num_samples`.

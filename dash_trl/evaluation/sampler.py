@@ -25,9 +25,9 @@ class SampledCompletion:
     """One completion.
 
     Attributes:
-        text: without special tokens.
-        token_ids: up to and including the first end token.
-        truncated: True = it reached `max_completion_length` without an end token.
+        text: the text, without special tokens.
+        token_ids: the token ids, up to and including the first end token.
+        truncated: True = the completion reached `max_completion_length` without an end token.
     """
 
     text: str
@@ -37,15 +37,15 @@ class SampledCompletion:
 
 @dataclass(frozen=True)
 class Draw:
-    """How completions are drawn.
+    """Settings for drawing completions.
 
     Args:
-        num_samples: S, completions of each prompt.
-        temperature: 0 = greedy decoding, with one sample.
-        max_completion_length: limit of a completion in tokens; one number, or one for each prompt.
-        seed: of all random numbers.
+        num_samples: S, number of completions of each prompt.
+        temperature: sampling temperature; 0 = greedy decoding, with one sample.
+        max_completion_length: limit of a completion in tokens; one number, or a list with one number for each prompt.
+        seed: seed of all random numbers.
     Raises:
-        ValueError: if the numbers do not fit together.
+        ValueError: if the settings contradict each other.
     """
 
     num_samples: int
@@ -71,10 +71,10 @@ class Draw:
 
 
 class Sampler(AbstractContextManager["Sampler"]):
-    """A model that completes prompts; a context manager that frees its resources.
+    """A model that completes prompts. A context manager that frees the resources of the sampler.
 
     Args:
-        tokenizer: needs a chat template if prompts are conversations.
+        tokenizer: the tokenizer of the model. It needs a chat template if prompts are conversations.
         end_tokens: token ids that end a completion.
     """
 
@@ -96,14 +96,14 @@ class Sampler(AbstractContextManager["Sampler"]):
 
         Args:
             prompts: P texts or conversations.
-            num_samples: S, completions of each prompt.
-            temperature: 0 = greedy decoding, with one sample.
+            num_samples: S, number of completions of each prompt.
+            temperature: sampling temperature; 0 = greedy decoding, with one sample.
             max_completion_length: limit of a completion in tokens.
-            seed: of all random numbers.
-            done: indices of prompts that are not needed any more. The samples of the other prompts do not depend on it,
-                so an interrupted run continues with all prompts and the indices that it has.
+            seed: seed of all random numbers.
+            done: indices of prompts that need no samples any more. The samples of other prompts do not depend on
+                `done`. So an interrupted run continues with the same prompts and the indices that it has finished.
         Returns:
-            An iterator over the index of a prompt and its S completions.
+            An iterator over pairs: the index of a prompt, and the S completions of this prompt.
         """
         ids = [prompt_ids(prompt, self.tokenizer) for prompt in prompts]
         return self.continuations(ids, Draw(num_samples, temperature, max_completion_length, seed), done=done)
@@ -115,7 +115,7 @@ class Sampler(AbstractContextManager["Sampler"]):
 
         Args:
             prefixes: P lists of token ids.
-            draw: how to draw.
+            draw: settings for drawing.
             done: see `sample`.
         Returns:
             See `sample`; the completions do not contain the prefix.

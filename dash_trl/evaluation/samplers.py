@@ -24,13 +24,13 @@ BACKENDS = ("transformers", "vllm")
 class LocalSampler(Sampler):
     """Samples by transformers' `generate`, in batches of fixed composition.
 
-    The S rows of all prompts, in order, are cut into batches of `batch_size`. Each batch has its own stream of random
-    numbers. So a resumed run draws only the batches with missing prompts, as a whole, and gets the same rows. Between
-    two batches, the model's mode and the global random state are as before.
+    The rows of all prompts, S rows per prompt, are cut in order into batches of `batch_size` rows. Each batch has its
+    own seed. So a resumed run draws only those batches that contain missing prompts, and gets the same rows as an
+    uninterrupted run. Between two batches, the model's mode and the global random state are as before.
 
     Args:
         model: a causal language model on any device, unwrapped (`trainer.accelerator.unwrap_model`).
-        tokenizer: its tokenizer.
+        tokenizer: the tokenizer of the model.
         batch_size: number of rows that are sampled together; the samples depend on it.
     """
 

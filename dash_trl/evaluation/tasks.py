@@ -1,8 +1,8 @@
 """The flags that all commands share which measure models: the problems, the reward function, and the sampler.
 
-The columns of the data set decide the reward function::
+The columns of the dataset decide the reward function::
 
-    name of a data set ──► columns ──► answers: MathAccuracyReward
+    name of a dataset ──► columns ──► answers: MathAccuracyReward
                                   └──► tests: CodeReward in its sandbox
     toy ──► the problems of the tiny model of `dash_trl.toy`
 """
@@ -37,7 +37,7 @@ class Task:
     """The problems, and the reward function that decides what is correct: the one of training, or your own.
 
     Raises:
-        ValueError: from its methods, if a data set, split or reward function does not exist or does not fit.
+        ValueError: from its methods, if a dataset, split or reward function does not exist or does not fit.
     """
 
     dataset_name: str | None = field(
@@ -47,14 +47,14 @@ class Task:
             f"their columns; or {TOY}, the default of the toy model."
         },
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "The hub's name for a part of the data set."})
+    dataset_config: str | None = field(default=None, metadata={"help": "The hub's name for a part of the dataset."})
     dataset_test_split: str = field(default="test", metadata={"help": "Its split, or a part of it: 'test[:100]'."})
     prompt_template: str | None = field(
         default=None,
         metadata={"help": "A name in dash_trl.data.PROMPT_TEMPLATES, or a text with {problem}; as in training."},
     )
     problem_column: str | None = field(
-        default=None, metadata={"help": "The column with the problems, if it has another name than in those data sets."}
+        default=None, metadata={"help": "The column with the problems, if it has another name than in those datasets."}
     )
     answer_column: str | None = field(
         default=None, metadata={"help": "The column with the gold answers, if it has another name."}
@@ -145,7 +145,7 @@ class TaskArguments(Task):
         return "servers" if self.vllm_server_urls else "vllm" if self.use_vllm else "transformers"
 
     def task(self, models: Sequence[str]) -> Self:
-        """Returns these arguments; if there is no data set and the models are the toy model, with the toy problems."""
+        """Returns these arguments; if there is no dataset and the models are the toy model, with the toy problems."""
         if self.dataset_name is not None:
             return self
         if others := [model for model in models if model != TOY]:
@@ -196,7 +196,7 @@ def model_of(name: str, task: Task) -> str:
 
 
 def hash_of(problems: Dataset) -> str:
-    """Returns a hash of all rows, since a data set may change under the same name."""
+    """Returns a hash of all rows, since a dataset may change under the same name."""
     digest = hashlib.sha256()
     for row in problems:
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")

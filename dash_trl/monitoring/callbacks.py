@@ -13,7 +13,10 @@ from transformers.trainer_utils import SaveStrategy
 
 
 class RewardProgressCallback(ProgressCallback):
-    """A progress bar that shows reward and share of kept rows, or else the loss, instead of printing a dict per log."""
+    """A progress bar that shows the mean reward and the share of kept rows, instead of printing a dict per log.
+
+    If a log has no reward, as in supervised fine-tuning, the bar shows the loss.
+    """
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         names = {"reward": "reward", "kept": "filter/kept_rows"} if "reward" in logs else {"loss": "loss"}
@@ -23,10 +26,10 @@ class RewardProgressCallback(ProgressCallback):
 
 
 class MetricsFileCallback(TrainerCallback):
-    """Appends every log to a JSON-lines file: one object per log, with its `step`.
+    """Appends every log to a JSON-lines file: one object per log, with the number of the optimizer step as `step`.
 
     Args:
-        path: the file. A new run empties it; a resumed run continues it.
+        path: path of the file. A new run empties the file; a resumed run appends to it.
     """
 
     def __init__(self, path: str | Path):
@@ -45,21 +48,22 @@ class MetricsFileCallback(TrainerCallback):
 
 
 class TimeLimitCallback(TrainerCallback, ExportableState):
-    """Counts the seconds of training, logs them as `time/elapsed`, and stops at the first step that ends past a limit.
+    """Counts the seconds of training, logs them as `time/elapsed`, and stops the run after a limit.
 
-    The seconds are saved in checkpoints. So a resumed run counts the seconds before its checkpoint, but not those that
-    were lost after it. Loading and preparing do not count; evaluations and checkpoints within the run do. All ranks
-    stop at the same step, by the main process's clock. As at the end of every run, `save_strategy="steps"` writes a
-    checkpoint.
+    The run stops after the first step that ends after the limit. The seconds are saved in checkpoints. So a resumed run
+    counts the seconds before its checkpoint, but not the seconds after the checkpoint, whose work is lost. The time for
+    loading and preparing does not count; the time of evaluations and checkpoints within the run counts. All ranks stop
+    at the same step, by the clock of the main process. With `save_strategy="steps"`, a checkpoint is written at the
+    end, as at the end of every run.
 
     Args:
-        limit: in seconds. `None`: only count.
-        clock: returns seconds, counted from any moment.
+        limit: number of seconds. `None`: there is no limit.
+        clock: function that returns the time in seconds, counted from any moment.
     Attributes:
         limit: as above.
-        seconds: seconds of training so far.
+        seconds: number of seconds of training so far.
     Raises:
-        ValueError: `limit` is not above 0.
+        ValueError: if `limit` is not above 0.
     """
 
     def __init__(self, limit: float | None = None, *, clock: Callable[[], float] = time.monotonic):
@@ -72,7 +76,7 @@ class TimeLimitCallback(TrainerCallback, ExportableState):
         self._counted_at: float | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state that a checkpoint stores."""
         self._count()
         return {"args": {"limit": self.limit}, "attributes": {"seconds": self.seconds}}
 
@@ -80,8 +84,8 @@ class TimeLimitCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._counted_at, self.seconds = self._clock(), 0.0
-        # A checkpoint of a run without this callback has no entry. Without one, Transformers would fail at the next
-        # checkpoint.
+        # The checkpoint of a run without this callback has no entry for it. Transformers would then fail at the next
+        # checkpoint, so the entry is added here.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step:
             self.seconds = saved["attributes"]["seconds"]
@@ -93,7 +97,7 @@ class TimeLimitCallback(TrainerCallback, ExportableState):
             control.should_save |= args.save_strategy == SaveStrategy.STEPS
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        """Add the seconds to the log. Callbacks that come later, such as `MetricsFileCallback`, see them."""
+        """Add the seconds to the log, so that later callbacks, such as `MetricsFileCallback`, get them, too."""
         self._count()
         logs["time/elapsed"] = self.seconds
 

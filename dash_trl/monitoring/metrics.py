@@ -18,7 +18,7 @@ from dash_trl.update import Filtered, MicroBatch, Pass, Segment, importance_samp
 
 logger = logging.getLogger(__name__)
 
-EMPTY_WINDOWS = 10  # windows in a row before a warning is repeated: a few may be chance
+EMPTY_WINDOWS = 10  # a warning needs this number of windows in a row, because a few windows may be chance
 
 
 def filter_metrics(
@@ -31,9 +31,9 @@ def filter_metrics(
 
     Args:
         rollouts: B rows with their credit.
-        filtered: the filter's verdict on them.
-        reduce_sum: adds up a tensor over the ranks. It is called twice, with int64 and with float32 (MPS has no
-            float64).
+        filtered: the result of the filter for these rows.
+        reduce_sum: function that adds up a tensor over the ranks. It is called twice, with int64 and with float32 (MPS
+            has no float64).
     """
     tokens = rollouts.loss_mask.sum(dim=1)
     advantages = replace(rollouts, advantages=rollouts.advantages.abs()).mean_advantages()
@@ -52,8 +52,9 @@ def filter_metrics(
 
 
 class EmptyWindows:
-    """Warns about the first window without a kept row, and about `EMPTY_WINDOWS` such windows in a row: nothing is
-    learned from them.
+    """Warns about windows without a survivor, from which nothing is learned.
+
+    It warns about the first such window of a run, and about `EMPTY_WINDOWS` such windows in a row.
 
     Args:
         threshold: `gradient_filter_threshold`.
@@ -61,14 +62,14 @@ class EmptyWindows:
 
     def __init__(self, threshold: float | None):
         self._remedies = {
-            "filter/dropped_constant": "have no signal, mostly since all rewards of their group are equal: are the "
+            "filter/dropped_constant": "have no signal, mostly because all rewards of their group are equal: are the "
             "problems too easy or too hard, is num_generations too small, the reward constant, or every completion cut "
             "off at max_completion_length?",
             "filter/dropped_threshold": f"are under gradient_filter_threshold={threshold}: lower it.",
             "filter/dropped_unscored": "are unscored: see the warnings about the reward functions.",
         }
-        self._windows: list[Mapping[str, float]] = []  # since the last one with a kept row
-        self._said = False
+        self._windows: list[Mapping[str, float]] = []  # figures of the windows since the last window with a survivor
+        self._said = False  # True = there was a warning
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Note the figures of the next window.
@@ -91,12 +92,13 @@ class EmptyWindows:
 
 
 class UnfilledWindows:
-    """Warns if dynamic sampling could not fill `EMPTY_WINDOWS` windows in a row, so that training goes on with fewer
-    rows.
+    """Warns if dynamic sampling could not fill `EMPTY_WINDOWS` windows in a row.
+
+    Such windows are trained on with fewer survivors.
     """
 
     def __init__(self) -> None:
-        self._windows: list[Mapping[str, float]] = []  # since the last filled one
+        self._windows: list[Mapping[str, float]] = []  # figures of the windows since the last full window
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Note the figures of the next window.
@@ -112,8 +114,8 @@ class UnfilledWindows:
             logger.warning(
                 f"Dynamic sampling could not fill {EMPTY_WINDOWS} generation windows in a row: {filled / sampled:.0%} "
                 "of the sampled groups have signal, which is too few for max_num_gen_batches. Training goes on with "
-                f"windows that are {filled / EMPTY_WINDOWS:.0%} full. Where (nearly) all problems are solved, or none "
-                "is, more samples hardly help: train on problems of another difficulty."
+                f"windows that are {filled / EMPTY_WINDOWS:.0%} full. If the policy solves nearly all problems, or "
+                "nearly none, more samples hardly help: train on problems of another difficulty."
             )
 
 
@@ -131,7 +133,7 @@ def sampler_metrics(
         old_per_token_logps: [B, T].
         importance_sampling_ratio: [B, T] or [B, 1].
         loss_mask: [B, T], 1 = a token that the loss counts.
-        gather: concatenates a vector over the ranks.
+        gather: function that concatenates the vectors of all ranks.
     """
     mask, ratio = loss_mask.bool(), importance_sampling_ratio.flatten()
     if importance_sampling_ratio.shape == mask.shape:
@@ -163,10 +165,10 @@ def corrected_share(
     mode: str,
     reduce_sum: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
-    """Return the share of the survivors' loss tokens, on all ranks, whose ratio to the sampler is truncated or masked.
+    """Return the share of the survivors' loss tokens whose importance sampling ratio is truncated or masked.
 
-    A sequence mode changes all tokens of a sequence at once. With `sequence_mask`, it is the share of tokens that are
-    lost.
+    The share is over all ranks. A sequence mode truncates or masks all tokens of a row together. With `sequence_mask`,
+    the figure is the share of tokens that are left out of the loss.
 
     Args:
         corrected: the result of `importance_sampling_ratio` for the other arguments.
@@ -174,7 +176,7 @@ def corrected_share(
         sampling_per_token_logps: [B, T].
         loss_mask: [B, T], 1 = a token that the loss counts.
         mode: see `importance_sampling_ratio`.
-        reduce_sum: adds up a tensor over the ranks.
+        reduce_sum: function that adds up a tensor over the ranks.
     """
     others = old_per_token_logps, sampling_per_token_logps, loss_mask
     changed = corrected != importance_sampling_ratio(*others, mode=mode, clip_min=None, clip_max=None)
@@ -192,18 +194,20 @@ class OffPolicyMetrics:
         off_policy/clipped_share    the share of tokens with r > bound
         off_policy/kl               the mean of r − 1 − log r: the k3 estimator of KL(μ‖π), never below 0
 
-    (http://joschu.net/blog/kl-approx.html) With top_p, top_k or min_p, E_μ[r] is the probability Z of the tokens that
-    these options leave, and the mean of the last figure is KL(μ‖π) − (1 − Z). The figures need no extra pass, because
-    they use the log-probs that TRL's loss asks for. Tokens whose μ the sampler did not report are left out.
+    For k3 see http://joschu.net/blog/kl-approx.html. With top_p, top_k or min_p, the expected value of the first figure
+    is Z instead of 1, where Z is the probability of the tokens that these options leave. The expected value of the last
+    figure is then KL(μ‖π) − (1 − Z). The figures need no additional pass, because they use the log-probs that TRL's
+    loss computes. Tokens whose log-prob the sampler did not report are left out.
 
     Args:
-        bound: the loss's bound of r. `None`: it has none, and no share is logged.
+        bound: number, the bound that the loss sets for r. `None`: the loss has no bound, and
+            `off_policy/clipped_share` is not logged.
     """
 
     def __init__(self, bound: float | None):
         self._bound = bound
-        self._mu: tuple[Tensor, Tensor] | None = None  # of the running pass, with its loss mask
-        self._sums = torch.zeros(4)  # r, r > bound, r − 1 − log r, tokens
+        self._mu: tuple[Tensor, Tensor] | None = None  # log μ and loss mask of the running pass
+        self._sums = torch.zeros(4)  # sums of r, r > bound, r − 1 − log r, and the number of tokens
 
     @contextmanager
     def observe(self, inputs: Mapping[str, Any]) -> Iterator[None]:
@@ -223,7 +227,7 @@ class OffPolicyMetrics:
         """Add the tokens of the running pass to the sums, if the sampler's log-probs are known.
 
         Args:
-            log_probs: [B, T], the policy's.
+            log_probs: [B, T], log-probs by the policy.
         """
         if self._mu is None:
             return
@@ -236,10 +240,12 @@ class OffPolicyMetrics:
         self._sums = self._sums.to(terms.device) + terms.flatten(1).sum(dim=1)
 
     def of_step(self, reduce_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the figures of the optimizer step that ends, and begin anew. Without such tokens, there are none.
+        """Return the figures of the optimizer step that ends, and set the sums back to 0.
+
+        All ranks must call it. If no token was added, the result is empty.
 
         Args:
-            reduce_sum: adds up a tensor over the ranks, all of which call this.
+            reduce_sum: function that adds up a tensor over the ranks.
         """
         ratio, clipped, kl, tokens = reduce_sum(self._sums).tolist()
         self._sums = torch.zeros(4)
@@ -250,13 +256,15 @@ class OffPolicyMetrics:
 
 
 def staleness_metrics(policy_version: Tensor, step: int, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """Return by how many optimizer steps the oldest weights that sampled a row are behind the trainer's, over all
-    ranks.
+    """Return the staleness of the rows of all ranks, in optimizer steps: mean and maximum.
+
+    The staleness of a row is the number of optimizer steps since the oldest weights that may have sampled a token of
+    the row.
 
     Args:
         policy_version: [B, 2]; see `RolloutBatch`.
-        step: optimizer steps taken before the window.
-        gather: concatenates a tensor over the ranks.
+        step: number of optimizer steps taken before the window.
+        gather: function that concatenates the tensors of all ranks.
     """
     staleness = step - gather(policy_version[:, 0]).float()
     return {"async/staleness_mean": staleness.mean().item(), "async/staleness_max": staleness.max().item()}
@@ -271,10 +279,10 @@ def packing_metrics(
     the rows' tokens that shared prompts save, and the number of positions in the largest pass.
 
     Args:
-        micro_batches: the passes; their rows are positions in the window.
-        lengths: [R, B, 4] of the window.
-        padding_free: passes are padding-free.
-        min_shared: as in `plan_segment`.
+        micro_batches: the micro-batches; their rows are indices of rows in the window.
+        lengths: [R, B, 4] of the window; see `RolloutBatch.lengths`.
+        padding_free: True = passes are padding-free.
+        min_shared: see `plan_segment`.
     """
     prompt_of, completion_of, same = (lengths[:, :, column].tolist() for column in (0, 1, 3))
     real = processed = saved = largest = 0
@@ -296,25 +304,26 @@ def packing_metrics(
     }
 
 
-# Shares of clipped tokens. Tokens of dropped rows are never clipped, since TRL counts only tokens with A ≠ 0.
+# Shares of clipped tokens. Tokens of dropped rows are never clipped, because TRL counts only tokens with A ≠ 0.
 CLIPPED = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
-# Means over survivors' tokens. To include dropped rows would need passes over them.
+# Means over the tokens of survivors. They leave out dropped rows, because those take no model pass.
 OF_SURVIVORS = ("entropy", "kl", "vespo/phi_seq_mean")
-# A mean over micro-steps, in which a pass has the weight of its loss.
+# A mean over micro-steps. The weight of a pass in this mean is the weight of its loss.
 PER_MICRO_STEP = ("policy_loss",)
 
 
 class PassMetrics:
-    """Combines what TRL's loss logs in every pass into one figure per optimizer step.
+    """Combines the figures that TRL's loss logs in every pass into one figure per optimizer step.
 
-    TRL logs the mean of each micro-batch and averages these means. Here passes differ in size and hold survivors only.
-    So a pass is weighted by its tokens, and a share of clipped tokens refers to all rows, dropped ones included. That
-    is TRL's figure, except that TRL gives micro-batches of different length the same weight. If a window serves several
-    optimizer steps, each step refers to its share of the window's tokens, those of dropped rows included.
+    TRL logs the mean of each micro-batch and averages these means. Here, passes have different sizes and contain
+    survivors only. So a pass is weighted by its number of tokens, and a share of clipped tokens is a share of the
+    tokens of all rows, dropped rows included. The result is TRL's figure, except that TRL gives micro-batches with
+    different numbers of tokens the same weight. If a window serves several optimizer steps, the share is that of the
+    tokens of the step's share of the window.
 
     Args:
-        per_row: TRL clips per sequence (`importance_sampling_level="sequence"`). Rows then count instead of tokens,
-            unless advantages are per token.
+        per_row: True = TRL clips whole rows (`importance_sampling_level="sequence"`). Rows are then counted instead of
+            tokens, unless advantages are per token.
     """
 
     def __init__(self, *, per_row: bool):
@@ -326,14 +335,13 @@ class PassMetrics:
     def observe(
         self, logged: dict[str, list[float]], one: Pass, loss_scale: float, *, per_token: bool
     ) -> Iterator[None]:
-        """Within the context, TRL computes the loss of a pass. Afterwards, take the figures that it appended to
-        `logged`.
+        """Within the context, TRL computes the loss of a pass. Afterwards, move TRL's figures out of `logged`.
 
         Args:
-            logged: TRL's metrics: name → values since the last log.
+            logged: TRL's metrics: name → values since the last log. TRL has appended the figures of the pass.
             one: the pass.
-            loss_scale: weight of its loss in the optimizer step.
-            per_token: advantages are per token.
+            loss_scale: weight of the pass's loss in the optimizer step.
+            per_token: True = advantages are per token.
         """
         self.per_row &= not per_token
         names = (*CLIPPED, *OF_SURVIVORS, *PER_MICRO_STEP)
@@ -349,7 +357,7 @@ class PassMetrics:
                 self._counts[name] += count
 
     def of_step(self, segments: Collection[Segment]) -> dict[str, float]:
-        """Return the figures of the optimizer step that ends, and begin anew.
+        """Return the figures of the optimizer step that ends, and set the sums back to 0.
 
         Args:
             segments: the segments of the optimizer step.
@@ -359,6 +367,6 @@ class PassMetrics:
         whole = dict.fromkeys(CLIPPED, clipped) | dict.fromkeys(PER_MICRO_STEP, micro_steps)
         divisors = {name: whole.get(name, self._counts[name]) for name in self._sums}
         figures = {name: self._sums[name] / divisor for name, divisor in divisors.items() if divisor}
-        self._sums = defaultdict(float, dict.fromkeys(self._sums, 0.0))  # after a step without a pass, the shares are 0
+        self._sums = defaultdict(float, dict.fromkeys(self._sums, 0.0))  # a step without a pass then has shares of 0
         self._counts = defaultdict(float)
         return figures

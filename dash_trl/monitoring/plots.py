@@ -1,4 +1,4 @@
-"""Pictures of a run. matplotlib is imported only when a picture is drawn."""
+"""Draws pictures of a run. matplotlib is imported only when a picture is drawn."""
 
 import json
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Read the training logs, in the order of steps, from a file that `MetricsFileCallback` wrote.
 
     Args:
-        path: the JSON-lines file.
+        path: path of the JSON-lines file.
     Raises:
-        ValueError: the file has no training log.
+        ValueError: if the file has no training log.
     """
     lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
     logs = [line for line in lines if line.get("reward") is not None]
@@ -27,16 +27,16 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def plot_run(metrics: str | Path, picture: str | Path, *, title: str = "") -> Path:
-    """Draw reward, kept share and the time of each phase against the step, as a PNG (or the format of the suffix).
+    """Draw three plots over the steps: the reward, the share that the filter keeps, and the time of each phase.
 
     Args:
-        metrics: the JSON-lines file of `MetricsFileCallback`.
-        picture: the file to write.
+        metrics: path of the JSON-lines file of `MetricsFileCallback`.
+        picture: path of the file to write. Its suffix, such as ".png", decides the format.
         title: title of the picture.
     Returns:
         The path of the picture.
     Raises:
-        ValueError: the file has no training log.
+        ValueError: if the file has no training log.
     """
     from matplotlib.figure import Figure
 
@@ -70,8 +70,9 @@ def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path,
     """Draw pass@k over k, one line per model within its 95 % interval, as in Figure 5 of the paper.
 
     Args:
-        models: name → the figures that `python -m dash_trl.evaluation` writes, with `pass_at`, k → [value, low, high].
-        picture: the file to write.
+        models: name of a model → the figures that `python -m dash_trl.evaluation` writes for it. In the figures,
+            `pass_at` maps k to [value, low, high].
+        picture: path of the file to write.
         title: title of the picture.
     Returns:
         The path of the picture.
@@ -103,11 +104,13 @@ def plot_pass_at_k(models: Mapping[str, Mapping[str, Any]], picture: str | Path,
 
 
 def smooth(values: list[float], weight: float = 0.8) -> list[float]:
-    """Compute an exponential moving average without bias of the first values: s_t = Σ w^(t−i) x_i / Σ w^(t−i).
+    """Compute an exponential moving average, s_t = Σ w^(t−i) x_i / Σ w^(t−i), with sums over i ≤ t.
+
+    The divisor removes the bias of the first values.
 
     Args:
-        values: the values x_i.
-        weight: the factor w, below 1.
+        values: the numbers x_i.
+        weight: number w, below 1; a larger w smooths more.
     """
     smoothed, total, norm = [], 0.0, 0.0
     for value in values:

@@ -9,9 +9,11 @@ import torch
 
 # The phases of a step, in the order in which they happen.
 PHASES = ("generate", "reward", "logprobs", "train")
-WAITING = ("wait_for_rollouts", "wait_for_weights")  # waiting for servers; part of "generate"
-ROUNDS = ("dynamic_sampling",)  # rounds of a window after the first; part of "generate" and "reward"
-# Waiting for rewards with `reward_pipeline`. The second, waiting for the slowest rank, is part of the first.
+WAITING = ("wait_for_rollouts", "wait_for_weights")  # waiting for servers; these seconds also count in "generate"
+# The rounds of a window after the first round. These seconds also count in "generate" and "reward".
+ROUNDS = ("dynamic_sampling",)
+# Waiting for rewards with `reward_pipeline`. The seconds of "wait_for_ranks", waiting for the slowest rank, also count
+# in "wait_for_rewards".
 WAITING_FOR_REWARDS = ("wait_for_rewards", "wait_for_ranks")
 
 
@@ -20,12 +22,12 @@ class Recorder:
 
     Args:
         metrics: TRL's metrics: name → values since the last log. TRL logs their mean.
-        device: the device that computes. A GPU works asynchronously, so it records the ends of phases itself; the
-            recorder waits for it only if the seconds are logged.
-        logged: returns whether the optimizer step that ends will be logged.
-        servers: vLLM servers sample, so the trainer may wait for them.
-        rewards: rewards are awaited while the trainer trains.
-        rounds: a window may take several rounds.
+        device: the device that computes. A GPU works asynchronously, so beginnings and ends of phases are recorded on
+            the GPU. The recorder waits for the GPU only in steps that are logged.
+        logged: function that returns whether the optimizer step that ends will be logged.
+        servers: True = vLLM servers sample, so the trainer may wait for them.
+        rewards: True = rewards are awaited while the trainer trains (`reward_pipeline`).
+        rounds: True = a window may take several rounds.
     """
 
     def __init__(
@@ -43,8 +45,8 @@ class Recorder:
         self._phases += WAITING_FOR_REWARDS if rewards else ()
         self._on_gpu = device.type == "cuda"
         self._logged = logged
-        self._spans: list[tuple[str, Any, Any]] = []  # (phase, its beginning, its end) since the last log
-        self._steps = 0  # since the last log
+        self._spans: list[tuple[str, Any, Any]] = []  # since the last log: (phase, its beginning, its end)
+        self._steps = 0  # number of optimizer steps since the last log
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add one value to each figure. The log shows the mean of the values since the last log.
@@ -56,22 +58,21 @@ class Recorder:
             self.metrics[name].append(value)
 
     def total(self, name: str, value: float) -> None:
-        """Set a running total, which is logged as it is.
+        """Set a running total. The log shows the last value, not a mean.
 
         Args:
-            name: of the figure.
+            name: name of the figure.
             value: the total so far.
         """
         self.metrics[name] = [value]
 
     @contextmanager
     def timed(self, phase: str, *, counts: bool = True) -> Iterator[None]:
-        """Count the seconds within the context as those of a phase. They are logged per optimizer step as
-        `time/<phase>`.
+        """Add the seconds within the context to a phase, which is logged per optimizer step as `time/<phase>`.
 
         Args:
             phase: name of the phase.
-            counts: `False`: do not count them, as in an evaluation.
+            counts: False = do not count the seconds, as in an evaluation.
         """
         started = self._mark()
         yield
@@ -79,11 +80,11 @@ class Recorder:
             self._spans.append((phase, started, self._mark()))
 
     def timed_each(self, phase: str, values: Iterator[Any]) -> Iterator[Any]:
-        """Pass on values, and count the seconds until each comes as those of a phase.
+        """Yield the values of an iterator, and add the seconds of waiting for each value to a phase.
 
         Args:
             phase: name of the phase.
-            values: the values to wait for.
+            values: the iterator.
         """
         while True:
             with self.timed(phase):

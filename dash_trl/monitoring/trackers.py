@@ -1,4 +1,8 @@
-"""Trackers: which one the examples report to, and what it gets beside scalars and TRL's table of completions."""
+"""Trackers (Trackio, W&B): arguments for a run that reports to a tracker, and further data for trackers.
+
+Transformers and TRL send figures and the table of completions to a tracker. This module adds conversations
+(`log_traces`) and a picture of the run (`RunPictureCallback`).
+"""
 
 import time
 from collections.abc import Mapping
@@ -11,14 +15,17 @@ from transformers.integrations import is_trackio_available
 
 from dash_trl.monitoring.plots import plot_run
 
-TAKE_PICTURES = ("trackio", "wandb")  # by the same calls
+TAKE_PICTURES = ("trackio", "wandb")  # trackers that take a picture by `log({"picture": Image(path)})`
 
 
 def tracker_defaults(report_to: Any = None) -> dict[str, Any]:
-    """Arguments of a run that reports to a tracker; none for a run that reports to none.
+    """Returns defaults of `DASHConfig` for a run that reports to a tracker. The examples use them.
 
     Args:
-        report_to: the user's, as of `TrainingArguments`. Default: Trackio if it is installed.
+        report_to: the value of `TrainingArguments.report_to` that the user gave. None = "trackio" if Trackio is
+            installed, otherwise "none".
+    Returns:
+        Name → value; empty if the run reports to no tracker.
     """
     report_to = report_to or ("trackio" if is_trackio_available() else "none")
     if report_to == "none":
@@ -26,20 +33,21 @@ def tracker_defaults(report_to: Any = None) -> dict[str, Any]:
     return {
         "report_to": report_to,
         "project": "dash_trl",
-        "run_name": time.strftime("%Y-%m-%d %H:%M:%S"),  # an evaluation after training adds to this run of Trackio
-        "trackio_static_space_id": False,  # push_to_hub uploads the model without the logs
+        "run_name": time.strftime("%Y-%m-%d %H:%M:%S"),  # with a name, a later evaluation adds to the same Trackio run
+        "trackio_static_space_id": False,  # so that push_to_hub uploads the model without the logs
         "log_completions": True,
-        "num_completions_to_print": 0,  # the console keeps the progress bar
+        "num_completions_to_print": 0,  # so that the console shows only the progress bar
     }
 
 
 def log_traces(tables: Mapping[str, Any], step: int) -> None:
-    """Log each row of TRL's table of completions to Trackio as a conversation, for its page Traces.
+    """Logs each row of TRL's table of completions to Trackio as a conversation, which Trackio's page Traces shows.
 
-    Its page of tables cuts texts short, and does not show messages at all.
+    Trackio's page of tables cuts texts short, and does not show messages at all.
 
     Args:
-        tables: TRL's `_logs`.
+        tables: TRL's `_logs`, the columns of the table.
+        step: number of the optimizer step.
     """
     import trackio
 
@@ -62,7 +70,8 @@ class RunPictureCallback(TrainerCallback):
     """Logs the picture of `plot_run` to Trackio and W&B when training ends.
 
     Args:
-        metrics: the file of a `MetricsFileCallback`, which comes earlier in the list of callbacks.
+        metrics: path of the file that a `MetricsFileCallback` writes. That callback must come earlier in the list of
+            callbacks, so that the file has the last log.
     """
 
     def __init__(self, metrics: str | Path):
@@ -71,7 +80,7 @@ class RunPictureCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: Any, logs: dict[str, Any], **kwargs: Any
     ) -> None:
-        ends = "train_runtime" in logs  # Trackio's run is closed before this callback's on_train_end
+        ends = "train_runtime" in logs  # the last log. on_train_end would be too late: Trackio's run is closed by then
         trackers = [import_module(name) for name in TAKE_PICTURES if name in args.report_to]
         if not (ends and trackers and state.is_world_process_zero):
             return
@@ -80,6 +89,6 @@ class RunPictureCallback(TrainerCallback):
         except ValueError:  # the run ended before its first log
             return
         for tracker in trackers:
-            if tracker.__name__ == "wandb" and tracker.run is None:  # WANDB_DISABLED
+            if tracker.__name__ == "wandb" and tracker.run is None:  # W&B is switched off by WANDB_DISABLED
                 continue
             tracker.log({"picture": tracker.Image(str(picture))})

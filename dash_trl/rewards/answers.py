@@ -1,4 +1,4 @@
-r"""Finds the final answer in the text of a completion. This module reads text and does no mathematics.
+r"""Finds the final answer in the text of a completion. It compares no answers; `math.py` does that.
 
 ::
 
@@ -16,9 +16,13 @@ from itertools import accumulate
 
 from dash_trl.rewards.spelling import UNITS, normalize_answer, split_list, split_units, squeeze, to_latex
 
-TAIL_CHARS = 2_000  # read from the end if no answer is marked: math-verify's patterns are quadratic in degenerate text
-MAX_ANSWER_CHARS = 1_000  # math-verify takes half a second to read this many; MATH-500's longest answer has 53
-MAX_DEPTH = 16  # nested brackets: math-verify takes 1.3 s for 20 levels, 8 s for 60; MATH-500's deepest answer has 2
+# If a completion has neither a box nor `####`, only this number of characters at its end is read, because math-verify's
+# patterns take quadratic time in degenerate text.
+TAIL_CHARS = 2_000
+# math-verify takes half a second to read an answer of this length. The longest answer of MATH-500 has 53 characters.
+MAX_ANSWER_CHARS = 1_000
+# Levels of nested brackets. math-verify takes 1.3 s for 20 levels and 8 s for 60. MATH-500's deepest answer has 2.
+MAX_DEPTH = 16
 
 Span = tuple[int, int, str]  # start, end, content
 
@@ -29,10 +33,11 @@ class Answer:
 
     Attributes:
         text: the answer in the spelling of `normalize_answer`. Several adjacent answers (two boxes, "5 or 7") become a
-            list "5, 7". A list is right only if it equals the gold answer, or if each of its members does. Empty if
-            the completion has no answer.
-        prose: the text around an answer that no box or `####` marks. If `text` is not a formula, the number is
-            searched for here.
+            list "5, 7". A list is right only if the list equals the gold answer, or if each of its members does. Empty
+            if the completion has no answer.
+        prose: the text around an answer that is not in a box or a formula. If `text` is not a formula, math-verify
+            searches `prose` for the answer. For a line `#### …`, it is "answer is …", so that math-verify finds the
+            number in the line. Empty if `text` comes from boxes or formulas.
     """
 
     text: str = ""
@@ -42,8 +47,8 @@ class Answer:
 def final_text(completion: str) -> str:
     """Removes the thoughts from a completion.
 
-    A chat template may open the thought in the prompt, so a `</think>` need not have a `<think>` before it. A thought
-    that the prompt opened and that never ends has no tag in the completion: it is read as part of the answer.
+    If the chat template opens the thought in the prompt, the completion has `</think>` without `<think>`. If such a
+    thought never ends, the completion has neither tag, so the thought is read as if it were part of the answer.
 
     Args:
         completion: the text of a completion.
@@ -56,19 +61,19 @@ def final_text(completion: str) -> str:
 
 
 def find_answer(completion: str) -> Answer:
-    r"""Finds the answer that a completion gives outside its thoughts.
+    r"""Finds the final answer in a completion, without its thoughts.
 
-    The first of these that the completion has is its answer:
+    The answer is the first of the following that the completion has:
 
-    1. its last box, ``\boxed{...}``;
-    2. its last line ``#### ...``;
+    1. the last box, ``\boxed{...}``;
+    2. the last line ``#### ...``;
     3. the text after the last "answer is" or "answer:";
-    4. a formula at its end;
-    5. its last sentence, with its last `TAIL_CHARS` characters as prose.
+    4. a formula at the end;
+    5. the last sentence, with the last `TAIL_CHARS` characters of the completion as prose.
 
-    Boxes or formulas that only "and", "or", commas or spaces separate count together, so a completion cannot offer two
-    answers and have only the right one counted. If no box is complete and one is never closed, the answer was cut off:
-    the completion has none.
+    If only "and", "or", commas or spaces stand between boxes or formulas, they count together as a list. So a
+    completion cannot give two answers and get a reward for the right one. If a box is never closed and no box is
+    complete, the answer was cut off, and the completion has no answer.
 
     Args:
         completion: the text of a completion.
@@ -84,7 +89,7 @@ def find_answer(completion: str) -> Answer:
     if line is not None:
         return _in_clause(line, f"answer is {line}", _OR_AND)
     tail = text[-TAIL_CHARS:]
-    if len(text) > TAIL_CHARS:  # begin at a line if possible: half a formula may read as a different one
+    if len(text) > TAIL_CHARS:  # begin at a line if possible, because half a formula may look like another formula
         tail = tail[tail.find("\n") + 1 :]
     announced = [*re.finditer(r"(?i)\banswer\s*+(?:is|:)[:\s*]*+", tail)]
     if announced:
@@ -117,13 +122,13 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_hashes(text: str) -> str | None:
-    """Returns the rest of the last line that has text after `####`, GSM8K's mark of a final answer.
+    """Returns the text after the last `####`, which GSM8K writes before a final answer.
 
     Args:
         text: any text.
 
     Returns:
-        The text after the mark, or None if no mark has text after it.
+        The rest of the line after the last `####` with text after it; None if there is none.
     """
     for rest in reversed(text.split("####")[1:]):
         line = rest.lstrip("# \t").partition("\n")[0].strip()
@@ -147,9 +152,9 @@ def gold_text(gold: str) -> str:
 
 
 def _scan_boxes(text: str) -> tuple[list[Span], bool]:
-    r"""Returns the outermost complete ``\boxed{...}`` and ``\fbox{...}``, and whether some box is never closed.
+    r"""Returns the outermost complete ``\boxed{...}`` and ``\fbox{...}``, and a bool, True = a box is never closed.
 
-    ``\boxed 5``, which the MATH data set also has, ends at the next space or ``$``. The text is read once; the stack
+    The MATH dataset also has ``\boxed 5``; such a box ends at the next space or ``$``. The text is read once; the stack
     holds the open boxes and braces.
     """
     boxes: list[Span] = []
@@ -161,13 +166,13 @@ def _scan_boxes(text: str) -> tuple[list[Span], bool]:
             stack.append(token)
         elif token[0] == "}" and stack and (opened := stack.pop())["box"]:
             while boxes and boxes[-1][0] > opened.start():
-                boxes.pop()  # this box lies inside the one that just closed
+                boxes.pop()  # this box lies inside the box that just closed
             boxes.append((opened.start(), token.end(), text[opened.end() : token.start()].strip()))
     return boxes, any(opened["box"] for opened in stack)
 
 
 def _formulas(text: str) -> Iterator[Span]:
-    r"""Yields every ``$...$``, ``$$...$$``, ``\(...\)`` and ``\[...\]`` with the percent sign or unit after it."""
+    r"""Yields every ``$...$``, ``$$...$$``, ``\(...\)`` and ``\[...\]``, with a percent sign or unit that follows."""
     for found in _FORMULA.finditer(text):
         content = "".join(group for group in found.group(2, 3, 4, 5) if group)
         behind = found["behind"]
@@ -178,7 +183,7 @@ def _formulas(text: str) -> Iterator[Span]:
 
 
 def _runs(text: str, spans: Sequence[Span]) -> list[list[Span]]:
-    """Groups boxes or formulas into runs: neighbours with nothing but separators between them."""
+    """Groups boxes or formulas into runs. Within a run, only separators ("and", "or", commas, spaces) lie between."""
     runs: list[list[Span]] = []
     for span in spans:
         if runs and _JOINT.fullmatch(text, runs[-1][-1][1], span[0]):
@@ -197,12 +202,18 @@ def _side_by_side(run: Sequence[Span]) -> Answer:
 
 
 def _in_clause(clause: str, prose: str, joint: re.Pattern[str]) -> Answer:
-    """Returns the answer in a clause: a formula, a number among words, or several numbers that `joint` separates."""
+    """Finds the answer in a clause: a formula, a number among words, or several numbers that `joint` separates.
+
+    Args:
+        clause: the text of the clause.
+        prose: see `Answer`.
+        joint: pattern of the words between two answers.
+    """
     if not is_readable(clause):
         return Answer()
     answer = normalize_answer(clause.rstrip("! "))
     places = [_NUMBER.findall(place) for place in joint.split(clause)]
-    offered = list(dict.fromkeys(numbers[-1] for numbers in places if numbers))  # the last number of each place
+    offered = list(dict.fromkeys(numbers[-1] for numbers in places if numbers))  # the last number of each piece
     if len(offered) > 1 and has_words(answer):
         return Answer(", ".join(offered))
     return Answer(answer, prose=to_latex(prose[:TAIL_CHARS]))
@@ -212,7 +223,7 @@ def has_words(answer: str) -> bool:
     """Tells whether an answer has words other than "or", "and", LaTeX commands and units.
 
     Args:
-        answer: in the spelling of `normalize_answer`.
+        answer: an answer in the spelling of `normalize_answer`.
 
     Returns:
         True for "72 since", False for "x = 5 km".
@@ -246,6 +257,6 @@ _FORMULA = re.compile(
     re.DOTALL,
 )
 _CLAUSE = re.compile(r"(?:\\.|[^.,;\n\\]|[.,](?=\d)|,(?=\s*(?:or\b|and\b|[-+]?\\?\$?\d)))*")
-_OR = re.compile(r"\bor\b(?!.*,(?!\d))")  # only in the last clause of a sentence
+_OR = re.compile(r"\bor\b(?!.*,(?!\d))")  # an "or" with no comma after it, which is in the last clause of a sentence
 _OR_AND = re.compile(r"\bor\b|\band\b(?=\s*[-+]?\\?\$*\d)")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?")

@@ -4,13 +4,13 @@
 
     completion ──► find_program ──► sandbox: the program and its tests, in a process each ──► 1.0 | 0.0, share passed
 
-A test is a script with asserts that calls the program's functions, or a pair of an input and the expected output of a
-program that reads standard input. `load_code_dataset` makes tests from the columns of MBPP, HumanEval, APPS and others.
-Programs are untrusted; `dash_trl.sandbox.Sandbox` lists the limits that hold them.
+A test is a script with asserts that calls the functions of the program, or a pair of an input and an expected output,
+for a program that reads standard input. `load_code_dataset` makes tests from the columns of MBPP, HumanEval, APPS and
+others. Programs are untrusted; `dash_trl.sandbox.Sandbox` lists the limits within which they run.
 
-A completion is wrong (0.0) if it has no program, or if the program does not run, exceeds its CPU time or memory, or
-sleeps. If the failure says nothing about the program (the machine was too busy, the tests cannot be run, there is no
-sandbox), the reward raises an exception and the row is unscored.
+A completion is wrong (0.0) if it has no program, or if the program does not run, exceeds the limits of CPU time or
+memory, or sleeps. If the program did not cause the failure (the machine was too busy, the tests cannot be run, there is
+no sandbox), the reward function raises an exception and the row is unscored.
 """
 
 import re
@@ -32,18 +32,20 @@ class CodeReward(AbstractContextManager["CodeReward"]):
 
         trainer = DASHTrainer(..., reward_funcs=RewardRunner([CodeReward()]), train_dataset=load_code_dataset(...))
 
-    Many threads may call it at once. As many programs run at a time as this process has CPUs.
+    Many threads may call a `CodeReward` at once. The number of programs that run at a time is the number of this
+    process's CPUs.
 
     Args:
-        sandbox: where programs run: a `Sandbox` with other limits than the default ones, a server (`SandboxFusion`), or
-            a `ProgramSandbox` of your own. None: a `Sandbox` with the default limits.
+        sandbox: the sandbox that runs programs: a `Sandbox` with limits of your own, a server (`SandboxFusion`), or a
+            `ProgramSandbox` of your own. None = a `Sandbox` with the default limits.
     """
 
     __name__ = "code"  # TRL's metrics get this name
 
     def __init__(self, sandbox: ProgramSandbox | None = None):
         self.sandbox: ProgramSandbox = Sandbox() if sandbox is None else sandbox
-        self.max_concurrency = getattr(self.sandbox, "count", None)  # further calls would wait within their time limit
+        # The runner makes no more calls at a time, because a call that waits for a CPU would use up its time limit.
+        self.max_concurrency = getattr(self.sandbox, "count", None)
 
     def __call__(
         self,
@@ -58,21 +60,21 @@ class CodeReward(AbstractContextManager["CodeReward"]):
 
         Args:
             completion: a string, or a conversation whose last message has the program.
-            tests: one test script, or several.
+            tests: one test script, or a list of test scripts.
             entry_point: the name of the function that the tests call.
-            starter_code: the beginning of the program, as in HumanEval. A completion that does not define the function
-                continues it.
-            inputs: further tests: what the program reads from standard input, one string per test.
-            outputs: what the program has to print for each of the inputs.
+            starter_code: the beginning of the program, as in HumanEval. If the completion does not define the function,
+                the completion is appended to this beginning.
+            inputs: list of texts for further tests, each the standard input of the program.
+            outputs: list of texts, the expected standard output for each of the inputs.
 
         Returns:
-            The reward, and its notes: `passed`, the share of tests that pass, and `explanation`, why the first failing
-            test failed, if one did.
+            The reward, and a dict of notes: `passed`, the share of tests that pass; and, if a test failed,
+            `explanation`, the reason why the first of them failed.
 
         Raises:
-            ValueError: there are no tests, the numbers of inputs and outputs differ, or no test can score a program.
-            TimeoutError: the machine was too busy to run the program, see `Sandbox.run`.
-            SandboxError: the program could not be confined or its tests not run, see `Sandbox.run`.
+            ValueError: if there are no tests, the numbers of inputs and outputs differ, or no test can score a program.
+            TimeoutError: if the machine was too busy to run the program, see `Sandbox.run`.
+            SandboxError: if the program could not be confined or its tests could not be run, see `Sandbox.run`.
         """
         scripts: list[Test] = [tests] if isinstance(tests, str) else list(tests or ())
         if len(inputs or ()) != len(outputs or ()):
@@ -82,7 +84,7 @@ class CodeReward(AbstractContextManager["CodeReward"]):
             )
         scripts += zip(inputs or (), outputs or (), strict=True)
         if not any(one if isinstance(one, tuple) else one.strip() for one in scripts):
-            raise ValueError("this row has no tests: remove it, or load the data set with load_code_dataset")
+            raise ValueError("this row has no tests: remove it, or load the dataset with load_code_dataset")
         program = find_program(completion_text(completion), entry_point, starter_code, reads=bool(inputs))
         if program is None:
             return 0.0, {"passed": 0.0, "explanation": "no program"}
@@ -103,7 +105,7 @@ class CodeReward(AbstractContextManager["CodeReward"]):
 
 # ------------------------------------------------------------------------------------------------ from text to program
 
-# Only patterns: a text can crash Python's parser, and this is the trainer's process.
+# Programs are found by patterns, not by Python's parser: a text can crash the parser, and with it the trainer.
 _PYTHON = ("", "python", "py", "python3", "python 3")
 _STATEMENT = re.compile(r"^(?:(?:async[ ]+)?def|class|import|from|@\w)|^\w+[ ]*=[^=]", re.MULTILINE)
 _READS = re.compile(r"\b(?:input|open)[ ]*\(|\bstdin\b")
@@ -114,23 +116,23 @@ def find_program(
 ) -> str | None:
     """Finds the program in a completion.
 
-    - It is the last fenced block of Python that defines the entry point, since an example of its use often follows;
-      else the last fenced block of Python.
-    - Text without fences counts if it has a statement such as `def` or `import`. So does the text before a fence
-      without a language: the fence may close a block that the prompt opened.
+    - The program is the last fenced block of Python that defines the entry point, because a block with an example of
+      its use often follows. If no block defines the entry point, it is the last fenced block of Python.
+    - Text without fences also counts as a block if it has a statement such as `def` or `import`. The same applies to
+      the text before a fence without a language, because this fence may close a block that the prompt opened.
     - Text within `<think>…</think>` does not count.
 
     Args:
         completion: the text of a completion.
-        entry_point: the name of the function that the tests call. None: any function or class.
-        starter_code: the beginning of the program. A block or text that does not define the entry point continues it,
-            like the function bodies of HumanEval.
-        reads: the block has to read standard input, instead of defining the entry point.
+        entry_point: the name of the function that the tests call. None = any function or class.
+        starter_code: the beginning of the program. A block that does not define the entry point is appended to it, like
+            the function bodies of HumanEval.
+        reads: True = look for a block that reads standard input, instead of one that defines the entry point.
 
     Returns:
         The source of the program; None if the completion has none.
     """
-    # The prompt may have opened the last thought.
+    # The last `</think>` may close a thought that the prompt opened.
     text = re.sub(r"(?s)<think>.*?(?:</think>|\Z)", "", completion).rpartition("</think>")[2]
     before, language, blocks = _split(text)
     continued = bool(starter_code and re.search(r"(?m)^[ \t]*return\b", before))
@@ -145,7 +147,7 @@ def find_program(
     rest = blocks[-1] if unfenced is None else unfenced
     if not starter_code:
         return whole[-1] if whole else textwrap.dedent(rest)
-    if whole:  # it redefines the function, and may need the imports of the starter code
+    if whole:  # the block defines the function again, but it may need the imports of the starter code
         return f"{starter_code.rstrip()}\n    pass\n\n\n{whole[-1]}"
     if not rest.lstrip("\n").startswith((" ", "\t")):  # chat models often leave out the indentation
         rest = textwrap.indent(rest, "    ")
@@ -155,9 +157,9 @@ def find_program(
 def _split(text: str) -> tuple[str, str, list[str]]:
     """Returns the text before the first fence, the language of that fence, and the fenced blocks of Python.
 
-    A fence begins a line and has at least three characters. The closing fence has at least as many; a block without one
-    ends with the text. The text is read line by line, since one pattern would take quadratic time over an endless
-    "~~~~".
+    A fence begins a line and has at least three characters. The closing fence has at least as many characters as the
+    opening fence. A block without a closing fence ends with the text. The text is read line by line, because a regular
+    expression would take quadratic time over an endless "~~~~".
     """
     before: list[str] = []
     blocks: list[tuple[str, list[str]]] = []
@@ -185,7 +187,7 @@ def _split(text: str) -> tuple[str, str, list[str]]:
 
 
 def _defines(program: str, name: str | None) -> bool:
-    """Tells whether the program defines this name at its top level; with None, any function or class."""
+    """Tells whether the program defines this name at its top level. None = any function or class."""
     known = r"\w+" if name is None else re.escape(name)
     defined = rf"^[ \t]*(?:(?:async[ ]+)?def|class)[ ]+{known}\b|^[ \t]*{known}[ ]*=[^=]"
     return re.search(defined, textwrap.dedent(program), re.MULTILINE) is not None

@@ -1,10 +1,11 @@
-"""Rewards that begin before their window is needed, and groups in the order in which their rewards come.
+"""Rewards that begin before their window is trained on, and groups in the order in which their rewards come.
 
-`EarlyRewards` starts the reward functions of a window while the window is sampled, or waits to be trained on::
+`EarlyRewards` starts the reward functions on rows of a window while other rows of the window are still sampled, or
+while the window waits for an earlier window::
 
-    begin: a window is going to be sampled ──► take: rows have come, their functions start ──► claim: the request
+    begin: a window is going to be sampled ──► take: rows have been sampled, functions start ──► claim: the request
 
-`arrivals` returns the groups of a window as they are scored, the same number at a time on all ranks.
+`arrivals` yields the groups of a window as their rewards come, the same number of groups at a time on all ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,12 +27,12 @@ class _Window:
 
 
 class EarlyRewards:
-    """Starts the rewards of windows as their rows come, and keeps the requests until they are claimed.
+    """Starts the rewards of a window's rows as soon as the rows are sampled, and keeps the requests until `claim`.
 
     Args:
         team: the reward functions of the trainer.
         group_size: number of adjacent rows that are completions of one prompt.
-        wanted: False: no reward begins early, and all methods do nothing.
+        wanted: True = rewards begin early. False = all methods do nothing.
     """
 
     def __init__(self, team: RewardTeam, group_size: int, *, wanted: bool):
@@ -47,8 +48,8 @@ class EarlyRewards:
         """Prepares the request of a window that is going to be sampled.
 
         Args:
-            window: its number.
-            examples: the data set's columns of each of its rows.
+            window: the number of the window.
+            examples: for each row of the window, the columns of the dataset.
         """
         if self.wanted:
             self._windows[window] = _Window(self._team.begin(len(examples), self._group_size), examples)
@@ -56,14 +57,16 @@ class EarlyRewards:
     def take(
         self, window: int, first: int, prompts: list[Any], completion_ids: list[list[int]], completions: list[Any]
     ) -> None:
-        """Starts the reward functions on rows that have come. Each row comes once; the rows come in any order.
+        """Starts the reward functions on adjacent rows that have been sampled.
+
+        Call it once for each row of a window; the order does not matter.
 
         Args:
-            window: the number of their window.
-            first: the index of the first of these adjacent rows in the window.
-            prompts: their prompts.
-            completion_ids: the token ids of their completions.
-            completions: their completions, decoded.
+            window: the number of the window.
+            first: index of the first of these rows in the window.
+            prompts: the prompts of the rows.
+            completion_ids: the token ids of the rows' completions.
+            completions: the decoded completions of the rows.
         """
         if (one := self._windows.get(window)) is None:
             return
@@ -71,10 +74,10 @@ class EarlyRewards:
         self._team.start(one.request, first, reward_rows(examples, prompts, completions, completion_ids))
 
     def claim(self, window: int) -> Request | None:
-        """Hands out the request of a window, once.
+        """Returns the request of a window, and forgets the window.
 
         Args:
-            window: its number.
+            window: the number of the window.
 
         Returns:
             The request, whose functions may still run; None if no rewards of this window have begun.
@@ -83,18 +86,18 @@ class EarlyRewards:
         return None if one is None else one.request
 
     def forget(self) -> None:
-        """Cancels the rewards that have begun and are not claimed."""
+        """Cancels the rewards that have begun and whose requests are not claimed."""
         for one in self._windows.values():
             one.request.cancel()
         self._windows.clear()
 
 
 def reward_rows(examples: Sequence[Mapping[str, Any]], *known: Sequence[Any]) -> list[dict[str, Any]]:
-    """Builds the rows that per-sample functions take their arguments from.
+    """Builds the rows from which the arguments of per-sample functions are taken.
 
     Args:
-        examples: the data set's columns of each row.
-        known: the prompts, completions and completion ids of the same rows, in this order.
+        examples: for each row, the columns of the dataset.
+        known: three lists: the prompts, the completions and the completion ids of the same rows.
 
     Returns:
         One dict per row with its columns, `prompt`, `completion` and `completion_ids`.
@@ -107,22 +110,22 @@ def arrivals(
 ) -> Iterator[tuple[Tensor, bool]]:
     """Yields the rows of a window group by group, as their rewards come.
 
-    Each step waits until at least one further group is scored on every rank. All ranks then take the same number of
-    groups: the number that the rank with the fewest scored groups has. So all ranks run the same collectives and model
-    passes, and each rank waits for the slowest.
+    Each time, it waits until at least one more group is scored on every rank. Then it yields the same number of groups
+    on all ranks: the number that the rank with the fewest scored groups has. So all ranks run the same collectives and
+    model passes, and each rank waits for the slowest rank.
 
-    A share is what one optimizer step takes of a window: all of it, or a part of it (Mini). The groups of one step
-    belong to one share.
+    A share is the rows of a window that one optimizer step takes: all of them, or a part of them (Mini). Groups of
+    different shares are not yielded together.
 
     Args:
-        request: the request of this rank's batch.
-        groups: number of groups in the batch; the same on all ranks.
-        least: returns the smallest of the numbers that the ranks call it with.
-        share: returns the number of groups in the next share; called when the share begins. The result is limited to
-            at least 1 and at most the groups that are left.
+        request: the request of this rank's rows.
+        groups: number of groups of this rank in the window; the same on all ranks.
+        least: function that takes a number of this rank and returns the smallest of the numbers of all ranks.
+        share: function that returns the number of groups in the next share. It is called when the share begins. Its
+            result is limited to at least 1 and at most the number of groups that are left.
 
     Yields:
-        The indices of the rows, and whether they are the last rows of their share.
+        The indices of the rows of these groups, and a bool, True = they are the last rows of the share.
     """
     here: list[int] = []
     while groups:

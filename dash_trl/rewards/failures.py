@@ -1,8 +1,8 @@
-"""Keeps "this reward does not apply" and "this reward failed" apart.
+"""Distinguishes "this reward function does not apply" from "this reward function failed".
 
-TRL turns a returned `None` into NaN, which then looks like a NaN that the function computed. A watched function
-therefore records which rows failed (exception, time-out, NaN, ±inf). These rows become unscored: they neither count as
-0 nor get the scores of the other functions alone.
+TRL turns a returned `None` (does not apply) into NaN, so it cannot be distinguished from a NaN that the function
+computed (failed). A watched function therefore records on which rows it failed (exception, time-out, NaN, ±inf). These
+rows become unscored: a row does not count as 0, and is not trained on with the rewards of the other functions alone.
 """
 
 import logging
@@ -15,15 +15,18 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-WARN_ABOVE = 0.1  # share of a window's rows: more are hardly chance, and the scored rows may differ from the lost ones
-BROKEN_AFTER = 10  # batches in a row without one score; a few of them may be a temporary outage
+# A function that fails on more than this share of a window's rows is warned of: it is hardly chance, and the scored
+# rows may be other kinds of rows than the lost ones.
+WARN_ABOVE = 0.1
+# The run ends after this number of batches in a row without a score; fewer may be a temporary outage.
+BROKEN_AFTER = 10
 
 
 def has_failed(reward: float | None) -> bool:
     """Tells whether a reward means that its function failed.
 
     Args:
-        reward: what a function gave for one completion. None means that it does not apply.
+        reward: the reward of one completion. None = the function does not apply.
 
     Returns:
         True for NaN and ±inf.
@@ -32,33 +35,33 @@ def has_failed(reward: float | None) -> bool:
 
 
 def unscored(rewards: Tensor, failed: Tensor) -> Tensor:
-    """Unscores every row in which a function failed, even if another function returned a number.
+    """Unscores every row on which a function failed, even if other functions returned numbers.
 
     Args:
         rewards: [N, F], N rows and F reward functions.
-        failed: [N, F] bool; True = the function failed on the row.
+        failed: [N, F] bool, True = the function failed on the row.
 
     Returns:
-        [N, F], the rewards with NaN in all columns of these rows.
+        [N, F], the rewards; in an unscored row, all F rewards are NaN.
     """
     return rewards.masked_fill(failed.any(dim=1, keepdim=True), torch.nan)
 
 
 class WatchedReward:
-    """Calls a reward function and records how the last call failed.
+    """Calls a reward function, and records whether and how the last call failed.
 
     Args:
         func: a reward function of TRL's form.
-        name: its name in TRL's metrics.
+        name: the function's name in TRL's metrics.
 
     Attributes:
-        failed: one bool per row of the last call: the function failed on it.
-        raised: one bool per row of the last call: it failed by an exception.
-        failure: what went wrong in the last call, in words; empty if nothing did.
-        error: the first exception of the last call, if there was one.
-        mistake: an error of the user that ends the run, for example that the function returned no list of rewards.
-            `raise_mistakes` raises it later: raised on one rank within TRL's method, it would leave the other ranks
-            waiting in the next collective.
+        failed: list with one bool per row of the last call, True = the function failed on the row.
+        raised: list with one bool per row of the last call, True = it failed by an exception.
+        failure: text that describes the failure of the last call; empty if it did not fail.
+        error: the first exception of the last call; None = there was no exception.
+        mistake: an error of the user that ends the run, for example that the function did not return a list of rewards.
+            None = there is none. `raise_mistakes` raises it later on all ranks. If it were raised within TRL's method
+            on one rank, the other ranks would wait in the next collective.
     """
 
     def __init__(self, func: Callable[..., Any], name: str):
@@ -78,7 +81,7 @@ class WatchedReward:
             kwargs: the batch as TRL passes it, with `completions`.
 
         Returns:
-            One reward per row; None if the function does not apply or has failed.
+            A list with one reward per row; None = the function does not apply, or has failed.
         """
         rows = len(kwargs["completions"])
         try:
@@ -142,7 +145,7 @@ class WatchedAsyncReward(WatchedReward):
             kwargs: the batch as TRL passes it, with `completions`.
 
         Returns:
-            One reward per row; None if the function does not apply or has failed.
+            A list with one reward per row; None = the function does not apply, or has failed.
         """
         rows = len(kwargs["completions"])
         try:
@@ -157,13 +160,13 @@ def watch(func: Any, name: str) -> Any:
 
     Args:
         func: a reward function of TRL's form, or a reward model.
-        name: its name in TRL's metrics.
+        name: the function's name in TRL's metrics.
 
     Returns:
-        The watched function. A function that is watched already is returned as it is, and so is a reward model, which
-        cannot say "not applicable".
+        The watched function. A function that is watched already is returned unchanged. A reward model is returned
+        unchanged, too: it cannot return None, so its NaN always means that it failed.
     """
-    from trl.trainer.utils import is_async_callable  # imported here, since importing trl takes seconds
+    from trl.trainer.utils import is_async_callable  # imported here, because importing trl takes seconds
 
     if isinstance(func, (torch.nn.Module, WatchedReward)):
         return func
@@ -171,10 +174,10 @@ def watch(func: Any, name: str) -> Any:
 
 
 def raise_mistakes(funcs: Sequence[Any]) -> None:
-    """Raises the first `mistake` of the last calls, if there is one.
+    """Raises the first `mistake` of the last calls; does nothing if there is none.
 
     Args:
-        funcs: reward functions, watched or not.
+        funcs: reward functions; only those that are watched can have a mistake.
 
     Raises:
         Exception: the mistake, with the function's own exception as its cause.
@@ -188,15 +191,16 @@ def failed_rows(funcs: Sequence[Any], rewards: Tensor, gather: Callable[[Tensor]
     """Collects from all ranks on which rows the last calls failed.
 
     Args:
-        funcs: F watched functions or reward models. NaN and ±inf of a reward model are failures.
+        funcs: F watched functions or reward models. A reward model has failed on a row if its reward is NaN or ±inf.
         rewards: [N, F], the rows of all ranks; NaN = not applicable or failed.
-        gather: concatenates this rank's rows with those of the other ranks.
+        gather: function that concatenates the rows of all ranks.
 
     Returns:
-        Two [N, F] bool tensors: the function failed on the row; it failed by an exception.
+        Two [N, F] bool tensors: True = the function failed on the row; True = it failed by an exception.
     """
     watched = [i for i, func in enumerate(funcs) if isinstance(func, WatchedReward)]
-    failed, raised = ~rewards.isfinite(), torch.zeros_like(rewards, dtype=torch.bool)  # right for reward models
+    # These are the results for reward models. The columns of watched functions are replaced below.
+    failed, raised = ~rewards.isfinite(), torch.zeros_like(rewards, dtype=torch.bool)
     if watched:
         local = torch.tensor([*(funcs[i].failed for i in watched), *(funcs[i].raised for i in watched)])
         failed[:, watched], raised[:, watched] = gather(local.T.contiguous().to(rewards.device)).chunk(2, dim=1)
@@ -204,18 +208,19 @@ def failed_rows(funcs: Sequence[Any], rewards: Tensor, gather: Callable[[Tensor]
 
 
 class FailureWatch:
-    """Unscores the rows that reward functions failed on, on all ranks, and ends the run if a function is broken.
+    """Unscores the rows on which reward functions failed, on all ranks, and ends the run if a function is broken.
 
-    A function is broken if it raised an exception on every row of the first batch, or if it failed on every row that it
-    applied to in `BROKEN_AFTER` batches in a row. A batch in which it applied to no row does not count.
+    A function is broken if it raised an exception on every row of the first batch. It is also broken if, in
+    `BROKEN_AFTER` batches in a row, it failed on every row to which it applied. A batch in which it applied to no row
+    does not count.
 
     Args:
         funcs: F watched functions or reward models.
         names: [F], their names in TRL's metrics.
 
     Attributes:
-        failed: for each function that has ever failed: its name → the share of the last batch's completions on which it
-            failed.
+        failed: name → share of the last batch's completions on which the function failed; only for functions that have
+            failed at least once in the run.
     """
 
     def __init__(self, funcs: Sequence[Any], names: Sequence[str]):
@@ -223,22 +228,23 @@ class FailureWatch:
         self.failed: dict[str, float] = {}
         self._first = True
         self._warned: set[str] = set()
-        self._in_a_row = torch.zeros(len(self._funcs))  # [F] batches in a row without a score but with a failure
+        self._in_a_row = torch.zeros(len(self._funcs))  # [F], number of batches in a row with failures and no score
 
     def unscore(self, rewards: Tensor, gather: Callable[[Tensor], Tensor], *, counts: bool = True) -> Tensor:
         """Unscores the failed rows of a batch.
 
         Args:
             rewards: [N, F], the rows of all ranks; NaN = not applicable or failed.
-            gather: concatenates this rank's rows with those of the other ranks.
-            counts: whether this batch counts when broken functions are looked for. A batch of an evaluation counts
-                neither for nor against a function.
+            gather: function that concatenates the rows of all ranks.
+            counts: True = the batch counts towards ending the run. False for a batch of an evaluation: neither its
+                failures nor its scores count.
 
         Returns:
-            [N, F], the rewards with NaN in every row in which a function failed.
+            [N, F], the rewards; all F rewards of a row on which a function failed are NaN.
 
         Raises:
-            RuntimeError: on all ranks, if a function is broken. Its cause is the function's last exception, if any.
+            RuntimeError: on all ranks, if a function is broken. The cause is the function's last exception, if there is
+                one.
         """
         failed, raised = failed_rows(self._funcs, rewards, gather)
         if counts:
@@ -250,8 +256,8 @@ class FailureWatch:
                 if share > WARN_ABOVE and name not in self._warned:
                     self._warned.add(name)
                     logger.warning(
-                        f"The reward function '{name}' failed on {share:.0%} of a window's completions. They are "
-                        "unscored, so training sees only the others, which may be the easier ones. Watch the metric "
+                        f"The reward function '{name}' failed on {share:.0%} of a window's completions. These are "
+                        "unscored, so training sees only the other completions, which may be easier. Watch the metric "
                         f"rewards/{name}/failed. This warning is shown once per function."
                     )
             fails, scores = failed.any(dim=0).cpu(), rewards.isfinite().any(dim=0).cpu()
@@ -279,7 +285,7 @@ class FailureWatch:
 
 
 def described(error: BaseException) -> str:
-    """Describes an exception in words that follow "it".
+    """Describes an exception, as the rest of a sentence that begins with "it".
 
     Args:
         error: any exception, also one whose `__str__` fails.

@@ -21,15 +21,16 @@ class FormatReward:
 
         reward_funcs=[MathAccuracyReward(), FormatReward(box=True)]  # for example with reward_weights=[1.0, 0.1]
 
-    TRL's `think_format_reward` differs: it takes conversations only; it gives 1.0 for a second `</think>` and for a
-    missing answer; and it gives 0.0 to every completion of a model whose chat template opens the thought.
+    TRL's `think_format_reward` differs in three points: it takes conversations only; it gives 1.0 also if there is a
+    second `</think>` or no answer; and it gives 0.0 to every completion if the chat template opens the thought.
 
     Args:
-        think: the completion has to begin with `<think>`, a thought and `</think>`, each tag once, and an answer has to
-            follow. False: only the box counts.
-        think_in_prompt: set it if the chat template ends the prompt with `<think>`, as those of DeepSeek-R1 and QwQ
-            do: then no completion begins with the tag.
-        box: the answer (the text after the thought) has to have exactly one ``\boxed{}``, closed and not empty.
+        think: True = the completion must begin with `<think>`, a thought and `</think>`, each tag once, and an answer
+            must follow. False = thoughts are not checked.
+        think_in_prompt: True = the chat template ends the prompt with `<think>`, as the templates of DeepSeek-R1 and
+            QwQ do, so completions do not begin with this tag.
+        box: True = the answer (the text after the thought) must have exactly one ``\boxed{}``, closed and not empty.
+            With `think=False`, the box is checked in any case.
     """
 
     __name__ = "format"  # TRL's metrics get this name
@@ -42,7 +43,7 @@ class FormatReward:
 
         Args:
             completions: [N] strings or conversations.
-            kwargs: the other columns that TRL passes; unused.
+            kwargs: the other columns that TRL passes; not used.
 
         Returns:
             [N] rewards in the same order: 1.0 or 0.0.

@@ -2,14 +2,15 @@
 
 - **TRL's form**, ``reward(completions, **columns) -> list``, is called once with the whole batch, by keyword.
 - **Per sample**, ``reward(completion, answer) -> score``, is called for each completion, with the arguments that it
-  names: any of `prompt`, `completion`, `completion_ids` and the columns of the data set. A function with ``**columns``
+  names: any of `prompt`, `completion`, `completion_ids` and the columns of the dataset. A function with ``**columns``
   gets all of them.
 - **verl's form**, ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> score``, is called for
-  each completion. `solution_str` is the text of the completion, `ground_truth` the column of that name or else
-  `answer`, `data_source` the column of that name or else None, `extra_info` the column of that name or else the row.
-- **A stateful object**, or its class, has a method `compute_score` of the per-sample form or of verl's. It may have
-  ``post_process_scores(scores) -> scores``, which gets the scores of a whole group; `close()`; and an attribute
-  `max_concurrency`, the number of calls that it takes at a time: further calls wait before their time limit begins.
+  each completion. `solution_str` is the text of the completion. The other arguments are the columns of these names. If
+  a column is missing, `ground_truth` is the column `answer`, `data_source` is None, and `extra_info` is the whole row.
+- **A stateful object**, or its class, has a method `compute_score` of the per-sample form or of verl's form. The object
+  may also have a method ``post_process_scores(scores) -> scores``, which gets the scores of a whole group, a method
+  `close()`, and an attribute `max_concurrency`, the number of calls at a time. Further calls wait, and their time limit
+  begins only when they run.
 
 `load_reward` loads one of these from a user's file.
 """
@@ -26,9 +27,9 @@ import cloudpickle
 
 from dash_trl.rewards.math import completion_text
 
-DEFAULT_NAME = "compute_score"  # what `load_reward` looks for in a file
-ROW = ("prompt", "completion", "completion_ids")  # arguments of a row beside the data set's columns
-# What TRL passes to a function of its form beside the data set's columns.
+DEFAULT_NAME = "compute_score"  # the name that `load_reward` looks for in a file by default
+ROW = ("prompt", "completion", "completion_ids")  # arguments of a per-sample function, besides the dataset's columns
+# Arguments that TRL passes to a function of TRL's form, besides the dataset's columns.
 BATCH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 FORMS = (
     "A reward function has one of these forms: reward(completions, **columns) -> list, called with the whole batch as "
@@ -44,7 +45,7 @@ class Score:
 
     Attributes:
         value: the reward; None if the function does not apply to this completion.
-        notes: further results by name: numbers become metrics, strings become columns of the logged completions.
+        notes: name → further result. Numbers become metrics; strings become columns of the table of completions.
     """
 
     value: float | None
@@ -52,17 +53,18 @@ class Score:
 
 
 def read_score(returned: Any) -> Score:
-    """Reads what a per-sample function returned.
+    """Reads the return value of a per-sample function.
 
     Args:
-        returned: a number or None; a tuple of it and a dict of notes; a tuple of it, the prompt and the explanation of
-            a judge, and optionally a dict of notes; or one dict of notes with the number as `score` (verl's form).
+        returned: one of these: a score, which is a number or None; a tuple (score, notes) with a dict of notes; a tuple
+            (score, prompt, explanation) of a judge, optionally with a dict of notes at the end; or a dict of notes that
+            also has the score as `score` (verl's form).
 
     Returns:
-        The score with its notes. NaN and ±inf are numbers here; later they unscore the row.
+        The score with its notes. NaN and ±inf are accepted here; later, they unscore the row.
 
     Raises:
-        ValueError: the function returned anything else.
+        ValueError: if the return value has another form.
     """
     notes: dict[str, Any] = {}
     if isinstance(returned, Mapping):
@@ -84,7 +86,7 @@ def read_score(returned: Any) -> Score:
 
 
 def _number(value: Any, wrong: str) -> float:
-    """Converts a value to a number; else raises a ValueError that says "returned" and then `wrong`."""
+    """Converts a value to a number, or raises a ValueError whose text is "returned" and then `wrong`."""
     try:
         if not isinstance(value, (str, bytes)):
             return float(value)
@@ -104,15 +106,15 @@ class RewardForm:
     """Describes how a reward function is called.
 
     Attributes:
-        name: its name in TRL's metrics.
+        name: the function's name in TRL's metrics.
         function: the function or method that is called.
-        batch: it has TRL's form and gets the whole batch.
-        asynchronous: it is a coroutine function.
-        names: the arguments that a per-sample function takes; None if it takes all.
-        required: those of `names` without a default.
-        post_process: the object's method `post_process_scores`, if it has one.
-        close: the object's method `close`, if it has one.
-        max_concurrency: the number of calls at a time in this process, if the object has an attribute of that name.
+        batch: True = the function has TRL's form and gets the whole batch; False = it is called for each completion.
+        asynchronous: True = the function is a coroutine function.
+        names: names of the arguments that a per-sample function takes. None = it takes all arguments.
+        required: the names among `names` that have no default.
+        post_process: the object's method `post_process_scores`. None = there is none.
+        close: the object's method `close`. None = there is none.
+        max_concurrency: the object's attribute, the number of calls at a time in this process. None = no limit.
     """
 
     name: str
@@ -129,13 +131,13 @@ class RewardForm:
         """Selects the arguments for one call.
 
         Args:
-            known: the row of a completion: `prompt`, `completion`, `completion_ids` and the data set's columns.
+            known: the row of a completion: `prompt`, `completion`, `completion_ids` and the dataset's columns.
 
         Returns:
             The arguments that the function takes, by name.
 
         Raises:
-            ValueError: the function requires a column that the row does not have.
+            ValueError: if the function requires a column that the row does not have.
         """
         if self.names is None:
             return dict(known)
@@ -146,33 +148,33 @@ class RewardForm:
         return {name: row[name] for name in self.names if name in row}
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Checks that the data set has the columns that the function requires.
+        """Checks that the dataset has the columns that the function requires.
 
         Args:
-            columns: the names of the data set's columns.
+            columns: the names of the dataset's columns.
 
         Raises:
-            ValueError: a required column is missing.
+            ValueError: if a required column is missing.
         """
         if not self.batch:
             self.arguments(dict.fromkeys((*columns, *ROW), ""))
         for name in self.required if self.batch else ():
-            if name not in {*BATCH, *columns} - {"prompt", "completion"}:  # which TRL leaves out
+            if name not in {*BATCH, *columns} - {"prompt", "completion"}:  # TRL does not pass on these two columns
                 raise self._without(name, columns)
 
     def _without(self, name: str, columns: Iterable[str]) -> ValueError:
-        """Returns the error for a column that the data set does not have."""
+        """Returns the error for a column that the dataset does not have."""
         wanted = repr(name)
         if name == "ground_truth" and not self.batch:
             wanted = "'answer' (for its parameter ground_truth)"
         return ValueError(
-            f"The reward function '{self.name}' asks for {wanted}, but the data set has the columns {sorted(columns)}. "
+            f"The reward function '{self.name}' asks for {wanted}, but the dataset has the columns {sorted(columns)}. "
             "Rename the column or the parameter, or give the parameter a default."
         )
 
 
 def _as_in_verl(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of verl's form for a row that has no columns of these names."""
+    """Returns the arguments of verl's form that are used if the row has no columns of these names."""
     found = {
         "data_source": None,
         "solution_str": completion_text(row["completion"]),
@@ -191,7 +193,7 @@ def form_of(function: Any) -> RewardForm:
         The form, with the function and its name.
 
     Raises:
-        ValueError: the function has none of the forms.
+        ValueError: if the function has none of the forms.
     """
     owner = function
     if isinstance(owner, type):
@@ -237,10 +239,10 @@ def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
 
     Args:
         path: the Python file.
-        name: the name that the file gives to the reward.
+        name: name of the reward in the file.
 
     Returns:
-        What the file calls `name`.
+        The object of this name.
 
     Raises:
         ValueError: see `load_from_file`.
@@ -252,18 +254,18 @@ def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
 def load_from_file(path: str | Path, names: Sequence[str], what: str) -> list[Any]:
     """Loads objects from a Python file by their names, for the options `<what>_path` and `<what>_name`.
 
-    Worker processes get it by value: they need not be able to import the file.
+    The objects are pickled by value, so that worker processes need not be able to import the file.
 
     Args:
         path: the Python file.
-        names: their names in the file.
+        names: the names of the objects in the file.
         what: the first part of the options' names, for errors.
 
     Returns:
         One object per name.
 
     Raises:
-        ValueError: there is no such file or name, or the file raises an exception when it is run.
+        ValueError: if there is no such file or name, or if the file raises an exception when it is run.
     """
     file = Path(path).expanduser()
     spec = importlib.util.spec_from_file_location(f"{what}_file_{file.stem}", file)

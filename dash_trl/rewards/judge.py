@@ -49,15 +49,15 @@ FRAME = (
     'Reply with a JSON object: "explanation", your reasons in one or two sentences, then "score", a whole number from '
     "{lowest} (worst) to {highest} (best)."
 )
-MAX_ANSWER_TOKENS = 1024  # without a limit a judge may repeat itself until the time-out
-MOST_BYTES = 4 << 20  # of a response: far more than an answer needs, and little memory
-LONGEST_PAUSE = 60.0  # seconds; a server that asks for a longer pause gets this one
+MAX_ANSWER_TOKENS = 1024  # without a limit, a judge may repeat itself until the time-out
+MOST_BYTES = 4 << 20  # the longest response: much more than an answer needs, but little memory
+LONGEST_PAUSE = 60.0  # seconds; the longest pause that is made if a server asks for a pause
 OPENAI = "https://api.openai.com/v1"
-CACHE_FORMAT = 1  # part of every key: raise it when the meaning of cached answers changes
+CACHE_FORMAT = 1  # part of every key; increase it when the meaning of cached answers changes
 
 
 class JudgeError(RuntimeError):
-    """Raised if the judge gave no judgement: it refused, was cut off, or answered outside the schema."""
+    """Raised if there is no judgement: the judge refused, was cut off, or its answer does not match the schema."""
 
 
 class _Client(openai.DefaultAsyncHttpxClient):
@@ -70,7 +70,7 @@ class _Client(openai.DefaultAsyncHttpxClient):
         response = await super().send(request, stream=True, **(options | {"follow_redirects": False}))
         try:
             body = b""
-            # The request asks for no compression: a small compressed body could unpack to an endless one.
+            # A compressed body is refused, because a small one could unpack to endless data. The request asks for none.
             fits = response.headers.get("content-encoding", "identity") == "identity"
             async for chunk in response.aiter_raw():
                 body += chunk
@@ -85,7 +85,7 @@ class _Client(openai.DefaultAsyncHttpxClient):
 
 
 class Unjudgeable(JudgeError):
-    """Raised if the judge refused, was cut off, or could not take the request. A completion may cause that."""
+    """Raised if the judge refused, was cut off, or could not take the request. A completion may cause such failures."""
 
 
 class Judgement(BaseModel, strict=True, extra="forbid"):  # no docstring: it would become part of the schema
@@ -94,7 +94,7 @@ class Judgement(BaseModel, strict=True, extra="forbid"):  # no docstring: it wou
 
 
 def read_judgement(text: Any, grades: range) -> Judgement:
-    """Reads an answer of the judge and checks it, since some servers do not enforce the schema.
+    """Reads an answer of the judge and checks the answer, because some servers do not enforce the schema.
 
     Args:
         text: the text of the answer.
@@ -104,7 +104,7 @@ def read_judgement(text: Any, grades: range) -> Judgement:
         The judgement, with its explanation and score.
 
     Raises:
-        JudgeError: the text is no judgement, or its score is not one of the grades.
+        JudgeError: if the text does not match the schema, or its score is not one of `grades`.
     """
     try:
         judgement = Judgement.model_validate_json(text)
@@ -132,8 +132,8 @@ def fill(template: str, values: Mapping[str, str]) -> str:
     return _PLACE.sub(lambda found: values[found[2]] if found[2] else f"{{{found[1]}}}", template)
 
 
-# Chat templates mark turns by <|im_end|>, <end_of_turn>, </s>, [INST], …; servers also read them in a message's text.
-# A marker that begins at the end of a value counts, too: the next value may complete it.
+# Chat templates mark turns by <|im_end|>, <end_of_turn>, </s>, [INST], …. Servers read these markers also in the text
+# of a message. A marker that only begins at the end of a value counts, too, because the next value may complete it.
 _MARKER = re.compile(r"<(?![\s=<])|\[(?=[^\s\[\]]{2,40}\]|[^\s\[\]]{0,40}\Z)")
 # Errors of servers for a request that is too long, or that their content filter rejects (codes of OpenAI and Azure).
 _UNFIT = re.compile(
@@ -143,7 +143,7 @@ _UNFIT = re.compile(
 
 
 def unmarked(text: str) -> str:
-    """Breaks the markers of chat templates in a text by spaces, so that no turn begins or ends within it.
+    """Breaks the markers of chat templates in a text by spaces, so that no turn begins or ends within the text.
 
     Args:
         text: any text.
@@ -155,7 +155,7 @@ def unmarked(text: str) -> str:
 
 
 def delimited(completion: str) -> str:
-    """Puts a completion between two tags that it cannot contain, since their code is a hash of the completion.
+    """Puts a completion between two tags. The completion cannot contain them: their code is a hash of the completion.
 
     Args:
         completion: the text of a completion.
@@ -176,11 +176,11 @@ def as_text(name: str, value: Any) -> str:
         value: its value in one row.
 
     Returns:
-        A string as it is; a conversation as its messages with their roles, or the text alone if it has one message;
-        anything else as JSON.
+        A string unchanged; a conversation as its messages with their roles, or only the text if it has one message; any
+        other value as JSON.
 
     Raises:
-        ValueError: the value is None.
+        ValueError: if the value is None.
     """
     if value is None:
         raise ValueError(f"The column {name!r}, which the judge's template names, is None in this row.")
@@ -204,47 +204,52 @@ class JudgeReward:
         judge = JudgeReward("Qwen/Qwen3-8B", base_url="http://127.0.0.1:8000/v1")  # your own vLLM server
         trainer = DASHTrainer(..., reward_funcs=RewardRunner([judge], retry_on=JudgeReward.RETRY_ON))
 
-    **Score.** The judge is asked, by structured output, for a whole number within `scores`. The reward is
-    (score - lowest) / (highest - lowest). An answer outside the schema raises a `JudgeError`: the completion is
-    unscored and never counts as 0.
+    **Score.** Structured output makes the judge give a whole number within `scores`. The reward is
+    (score - lowest) / (highest - lowest). An answer that does not match the schema raises a `JudgeError`: the
+    completion is unscored and never counts as 0.
 
-    **Refusals.** If the judge refuses, is cut off, or cannot take so long a request, the reward is `on_refusal`. A
-    completion may cause these failures; an unscored row would let it escape a bad score.
+    **Refusals.** If the judge refuses, is cut off, or cannot take a request because it is too long, the reward is
+    `on_refusal`. A completion may cause these failures. If its row were unscored, the policy could learn to avoid bad
+    scores in this way.
 
-    **Retries.** The client makes no retries of its own; the runner does. `RETRY_ON` lists the errors after which asking
-    again may help.
+    **Retries.** The client makes no retries; the runner makes them. `RETRY_ON` lists the errors after which another
+    request may succeed.
 
-    **Cache.** Equal requests in flight share one request to the server, so equal completions of a prompt get one score.
-    Answers are kept on disk by the hash of everything that determines them: server, model, messages (hence prompt and
-    completion), sampling options and schema. Failures are not kept.
+    **Cache.** Equal requests that run at the same time become one request to the server, so equal completions of a
+    prompt get the same score. Answers are stored on disk by the hash of everything that determines them: server, model,
+    messages (with prompt and completion), sampling options and schema. Failures are not stored.
 
-    **Prompt injection.** A policy learns whatever raises its reward, and a judge can be talked into a high score. The
-    completion stands between tags that it cannot write, spaces break the markers of chat templates in it, and the judge
-    is told to follow no instruction between the tags. But this is a request to a language model, not a guarantee. Read
-    the explanations of high scores, which are logged with the completions, and use a rule where a rule can decide.
+    **Prompt injection.** A policy learns whatever raises its reward, and a completion can persuade a judge to give a
+    high score. The completion stands between tags that it cannot contain, spaces break the markers of chat templates in
+    it, and the judge is told to follow no instruction between the tags. But this is a request to a language model, not
+    a guarantee. Read the explanations of high scores, which are logged with the completions. If a rule can decide, use
+    a rule instead of a judge.
 
     Args:
-        model: the model's name at the server.
-        template: the message to the judge, with the placeholder `{completion}` and optionally `{prompt}` and the data
-            set's columns; `{{name}}` is the text `{name}`.
-        instructions: the system message, which says by what to judge. The meaning of the tags and the form of an answer
-            are added to it.
-        scores: the lowest and the highest score that the judge may give.
-        base_url: the address of the server, with its `/v1`. None: `OPENAI_BASE_URL`, else OpenAI's server.
-        api_key: the key for the server. None: `OPENAI_API_KEY`, but only for OpenAI's server and that of
-            `OPENAI_BASE_URL`; every other server gets no key, and may need none.
-        on_refusal: the reward, from 0 to 1, of a completion that cannot be judged. None: such a row is unscored.
-        temperature: the sampling temperature. None: none is sent, as OpenAI's reasoning models require.
+        model: name of the model at the server.
+        template: the message to the judge, with the placeholder `{completion}` and optionally `{prompt}` and columns of
+            the dataset. `{{name}}` is the text `{name}`.
+        instructions: the system message with the criteria of the judgement. The meaning of the tags and the form of an
+            answer are added to this message.
+        scores: the lowest and the highest score that the judge may give, two whole numbers.
+        base_url: the address of the server, including `/v1`. None = the environment variable `OPENAI_BASE_URL` or, if
+            it is not set, OpenAI's server.
+        api_key: the key for the server. None = the environment variable `OPENAI_API_KEY` for OpenAI's server and for
+            the server of `OPENAI_BASE_URL`; no key for any other server.
+        on_refusal: the reward, from 0 to 1, of a completion that cannot be judged. None = such a row is unscored.
+        temperature: the sampling temperature. None = no temperature is sent, as OpenAI's reasoning models require.
         options: further arguments of `chat.completions.create`, for example `{"reasoning_effort": "low"}`,
             `{"seed": 1}`, or `{"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}` for vLLM.
             `max_completion_tokens`, which also counts the thoughts of a reasoning model, is 1024 unless it or
             `max_tokens` is given here.
-        cache: True: keep answers on disk in `~/.cache/dash_trl/judge`; a folder: keep them there; False: no cache.
+        cache: True = store answers on disk in `~/.cache/dash_trl/judge`; a folder = store them in this folder;
+            False = no cache.
 
     Raises:
-        ValueError: there is no API key, `base_url` is no address or has a user or a password, the template has no
-            `{completion}`, the scores are no scale, or `on_refusal` is no reward from 0 to 1.
-        TypeError: `chat.completions.create` does not take one of the options.
+        ValueError: if there is no API key; if `base_url` is not an address, or has a user or a password; if the
+            template has no `{completion}`; if `scores` has fewer than two scores; or if `on_refusal` is not within
+            0 … 1.
+        TypeError: if `chat.completions.create` does not take one of the options.
     """
 
     __name__ = "judge"  # TRL's metrics get this name
@@ -274,7 +279,7 @@ class JudgeReward:
                 "header as options={'extra_headers': ...}."
             )
         self._base_url = (named or OPENAI).rstrip("/")
-        # A key from the environment goes only to the server from the environment, or to OpenAI's.
+        # A key from the environment is sent only to OpenAI's server, or to the server that the environment names.
         known = not base_url or self._base_url in (OPENAI, os.environ.get("OPENAI_BASE_URL", OPENAI).rstrip("/"))
         self._known = known
         self._api_key = api_key or (known and os.environ.get("OPENAI_API_KEY")) or ("none" if named else None)
@@ -323,13 +328,13 @@ class JudgeReward:
         # An option that the client does not take raises a TypeError here, and not at the first completion.
         inspect.signature(openai.resources.chat.AsyncCompletions.create).bind_partial(**self._request)
         self._cache = None if cache is False else AnswerCache(None if cache is True else cache)
-        # By event loop, since connections and tasks cannot move from one to another.
+        # The keys contain the event loop, because connections and tasks cannot move to another event loop.
         self._clients: dict[asyncio.AbstractEventLoop, openai.AsyncOpenAI] = {}
         self._in_flight: dict[Any, asyncio.Task[Judgement]] = {}
         self._waiting: Counter[Any] = Counter()  # number of calls that wait for each request in flight
-        self._not_before = 0.0  # seconds on the monotonic clock; the server asked for no request before then
-        # The signature has the names in the template: the form of this reward asks for exactly these columns, and a
-        # missing one is an error before training.
+        self._not_before = 0.0  # time on the monotonic clock before which the server wants no request, in seconds
+        # The signature has the names in the template, so that `form_of` finds the columns that the template needs, and
+        # a missing column is an error before training.
         self.__signature__ = inspect.Signature(
             [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._places]
         )
@@ -345,9 +350,10 @@ class JudgeReward:
             The reward from 0 to 1, the message to the judge, and the judge's explanation.
 
         Raises:
-            JudgeError: the judge answered outside the schema; or it refused, and `on_refusal` is None.
-            ValueError: a column that the template names is None.
-            openai.OpenAIError: the server could not be reached, or rejected the request.
+            JudgeError: if the judge's answer does not match the schema; or if the judge refused and `on_refusal` is
+                None.
+            ValueError: if a column that the template names is None.
+            openai.OpenAIError: if the server could not be reached, or rejected the request.
         """
         values = {name: unmarked(as_text(name, columns[name])) for name in self._places if name != "completion"}
         message = fill(self._template, {**values, "completion": delimited(completion_text(completion))})
@@ -357,7 +363,7 @@ class JudgeReward:
         except Unjudgeable as error:
             if self._on_refusal is None:
                 raise
-            if not self._refused:  # a wrong setting, for example too few tokens, looks the same
+            if not self._refused:  # a warning, because a wrong setting, such as too few tokens, has the same effect
                 logger.warning(
                     f"The judge could not judge a completion, which gets the reward on_refusal={self._on_refusal}; so "
                     f"does each further one. This warning is shown once. {error}"
@@ -372,14 +378,15 @@ class JudgeReward:
         decides = [CACHE_FORMAT, self._base_url, request]
         key = hashlib.sha256(json.dumps(decides, sort_keys=True, default=repr).encode()).digest()
         if self._cache is not None:
-            with suppress(JudgeError):  # no answer in the cache, or a damaged one: ask the server
+            with suppress(JudgeError):  # the cache has no answer or a damaged answer, so the server is asked
                 return read_judgement(self._cache.get(key), self._grades)
         place = asyncio.get_running_loop(), key
         if place not in self._in_flight:
             self._in_flight[place] = asyncio.ensure_future(self._ask(request, key))
         self._waiting[place] += 1
         try:
-            return await asyncio.shield(self._in_flight[place])  # if this call is cancelled, others still wait for it
+            # Shielded: if this call is cancelled, other calls may still wait for the request.
+            return await asyncio.shield(self._in_flight[place])
         finally:
             self._waiting[place] -= 1
             if not self._waiting[place]:
@@ -391,7 +398,7 @@ class JudgeReward:
         loop = asyncio.get_running_loop()
         if loop in self._clients:
             return self._clients[loop]
-        # Without a proxy for loopback addresses: a proxy would look for 127.0.0.1 on its own machine.
+        # No proxy for loopback addresses, because a proxy would look for 127.0.0.1 on its own machine.
         proxied = not is_loopback(urlsplit(self._base_url).hostname or "")
         headers = {"Accept-Encoding": "identity"}
         client = openai.AsyncOpenAI(
@@ -401,20 +408,20 @@ class JudgeReward:
             default_headers=headers,
             http_client=_Client(trust_env=proxied),
         )
-        if not self._known:  # remove what it took from OPENAI_ORG_ID, OPENAI_PROJECT_ID and OPENAI_CUSTOM_HEADERS
+        if not self._known:  # remove the values of OPENAI_ORG_ID, OPENAI_PROJECT_ID and OPENAI_CUSTOM_HEADERS
             client.organization = client.project = None
             client._custom_headers = headers
         self._clients = {one: own for one, own in self._clients.items() if not one.is_closed()} | {loop: client}
         return client
 
     async def _ask(self, request: dict[str, Any], key: bytes) -> Judgement:
-        """Asks the server, reads its answer and puts it into the cache."""
+        """Asks the server, reads the answer and stores it in the cache."""
         client = self._client()
         while self._not_before > time.monotonic():
             await asyncio.sleep(self._not_before - time.monotonic())
         try:
             completion = await client.chat.completions.create(**request)
-        except openai.APIError as error:  # its text ("Connection error.") lacks the address and the cause
+        except openai.APIError as error:  # the text of the error ("Connection error.") lacks the address and the cause
             said = f"{error.code} {error}"
             error.args = (f"{error} The judge's server is {client.base_url}. {error.__cause__ or ''}".rstrip(),)
             if isinstance(error, openai.APIStatusError):
@@ -435,32 +442,32 @@ def asked_to_wait(headers: Mapping[str, str]) -> float:
     """Reads how long a server asks its clients to wait.
 
     Args:
-        headers: of its response. `Retry-After` may be a number of seconds or a date.
+        headers: the headers of the server's response. `Retry-After` may be a number of seconds or a date.
 
     Returns:
-        Seconds, at most `LONGEST_PAUSE`; 0 without the header, below 0 for a date in the past.
+        Seconds, at most `LONGEST_PAUSE`; 0 without the header, a negative number for a date in the past.
     """
     said = headers.get("retry-after", "")
     try:
         date = parsedate_tz(said)
         seconds = mktime_tz(date) - time.time() if date else float(said)
-    except (ValueError, OverflowError):  # neither
+    except (ValueError, OverflowError):  # neither a date nor a number
         return 0.0
     return min(LONGEST_PAUSE, seconds)
 
 
 def answer_text(completion: Any) -> Any:
-    """Returns the text of a chat completion. The client does not check the fields of a response.
+    """Returns the text of a chat completion, and checks its fields, because the client does not check them.
 
     Args:
         completion: a response of the server.
 
     Returns:
-        The text of its only choice.
+        The text of the response's only choice.
 
     Raises:
-        Unjudgeable: the judge refused, or its answer was cut off.
-        JudgeError: the response is no chat completion with one choice.
+        Unjudgeable: if the judge refused, or its answer was cut off.
+        JudgeError: if the response is not a chat completion with one choice.
     """
     try:
         (choice,) = completion.choices

@@ -9,19 +9,19 @@ from dash_trl._cache import cache_folder
 
 logger = logging.getLogger(__name__)
 
-LOCK_SECONDS = 5.0  # how long a call waits for another process's write, which takes less than a millisecond
+LOCK_SECONDS = 5.0  # a call waits this long for a write of another process, which takes less than a millisecond
 
 
 class AnswerCache:
     """Stores answers by the hash of their request, in an SQLite file.
 
-    Each host has its own file: SQLite's locks fail on some network file systems, and a home folder is often on one. If
-    the cache fails (disk full, not writable, locked, not an SQLite file), one warning says so and this process stops
-    using it. That costs further requests to the judge, but no score.
+    Each host has its own file, because SQLite's locks fail on some network file systems, and a home folder is often on
+    such a file system. If the cache fails (disk full, not writable, locked, not an SQLite file), this process warns
+    once and stops using the cache. The judge then gets more requests, but no score is lost.
 
     Args:
-        folder: where the files are; created at the first use. It may be deleted between runs. None: the folder `judge`
-            in the user's cache folder.
+        folder: the folder of the files. It is created at the first use, and may be deleted between runs. None = the
+            folder `judge` in the user's cache folder.
     """
 
     def __init__(self, folder: str | Path | None = None):
@@ -31,13 +31,13 @@ class AnswerCache:
         self._broken = False
 
     def get(self, key: bytes) -> str | None:
-        """Looks an answer up.
+        """Looks up the answer to a request.
 
         Args:
             key: the hash of the request.
 
         Returns:
-            The answer; None if there is none, or if the cache has failed.
+            The answer; None if no answer is stored, or if the cache has failed.
         """
         rows = self._execute("SELECT answer FROM answers WHERE key = ?", key)
         return rows[0][0] if rows else None
@@ -47,7 +47,7 @@ class AnswerCache:
 
         Args:
             key: the hash of the request.
-            answer: the answer to it.
+            answer: the answer to the request.
         """
         self._execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", key, answer)
 

@@ -5,30 +5,33 @@ r"""`MathAccuracyReward`: tells whether the final answer of a completion equals 
     completion ──► find_answer ──► same text? ──► math-verify in a worker process ──► 1.0 | 0.0 | NaN
     gold ────────► parse_gold (cached) ──┘
 
-NaN means that the row could not be scored (unreadable gold answer, exception, time-out, crash). It never counts as 0:
-the trainer unscores the row. `answers.py` finds the answer, `spelling.py` brings it to one spelling. math-verify
-(https://github.com/huggingface/Math-Verify) compares the two answers, with these deviations:
+NaN means that the row could not be scored (unreadable gold answer, exception, time-out, crash). NaN never counts as 0:
+the trainer unscores the row. `answers.py` finds the answer, and `spelling.py` brings it to one spelling. math-verify
+(https://github.com/huggingface/Math-Verify) compares the two answers. This module deviates from math-verify as follows:
 
 - **Words.** math-verify reads "silent" as ``s*i*l*e*n*t``, which equals "listen". Here, answers in words are compared
   as text.
 - **Bases and units.** math-verify ignores the base of a number, so that 52_8 = 52_9, and units, so that 5 km = 5 m.
-  Here, if both sides have a base, or a unit in `UNITS`, these must agree. Nothing is converted: 5000 m is not 5 km.
-- **Chains.** Of ``3 = 5`` or ``5 \approx 7`` math-verify takes the first member or the last. Here, the plain numbers of
-  a chain must agree, up to the rounding that their digits show; else the answer is wrong. The last member and every
-  plain number count: ``1/3 \approx 0.333`` is right for 1/3 and for 0.333.
+  Here, if both answers have a base, or a unit in `UNITS`, the bases or units must be the same. Units are not converted:
+  5000 m is not 5 km.
+- **Chains.** In a chain such as ``3 = 5`` or ``5 \approx 7``, math-verify compares only the first or the last member.
+  Here, all plain numbers of a chain must agree, up to the rounding that their digits show; else the answer is wrong.
+  The last member and every plain number are compared with the gold answer: ``1/3 \approx 0.333`` is right for 1/3 and
+  for 0.333.
 - **Inequalities.** An inequality equals the set of its solutions, also if the gold answer is the set.
-- **Percent.** 50 and 0.5 both equal ``50\%``, as in math-verify; here 12.5 and 0.125 also equal ``12.5\%``.
+- **Percent.** 50 and 0.5 both equal ``50\%``, as in math-verify. Here, 12.5 and 0.125 also equal ``12.5\%``.
 - **Time-outs.** math-verify's own time-outs use SIGALRM, count as a wrong answer, and fail outside the main thread.
   They are switched off here; see "Limits" below.
 
-These decisions are math-verify's: floats are equal if they agree to 6 decimals; an equation that ends in 5 (2x = 5)
-equals 5; lists have no order; and which of (a,b), {a,b} and "a, b" are the same, since only the problem says which one
-is meant.
+In the following, this module does what math-verify does. Floats are equal if they agree to 6 decimals. An equation that
+ends in 5 (2x = 5) equals 5. Lists have no order. math-verify also decides which of (a,b), {a,b} and "a, b" are equal,
+because only the problem tells which of them is meant.
 
 **Limits.** A completion is wrong (0.0) if its answer takes more than `CPU_SECONDS` to read or to compare, needs more
-memory or recursion than a worker has, or exceeds the limits of `answers.py`. If comparing the gold answer with a plain
-number already exceeds them, the row is NaN. CPU time does not include other processes, so a busy machine makes no right
-answer wrong. The time-out by the clock ends what no signal can interrupt (operations of gmpy2), and gives NaN.
+memory or recursion than a worker has, or exceeds the limits of `answers.py`. If the comparison of the gold answer with
+a plain number exceeds these limits, too, the reward is NaN. CPU time does not include other processes, so a right
+answer does not become wrong on a busy machine. The time-out by the clock ends operations that no signal can interrupt
+(those of gmpy2); the reward is then NaN.
 """
 
 import functools
@@ -54,8 +57,10 @@ from dash_trl.workers import OutOfWork, call_all, default_workers, run_within, s
 
 logger = logging.getLogger(__name__)
 
-CPU_SECONDS = 4.0  # to read or to compare one answer; the slowest of some hundred took 0.7 s, the next one 0.25 s
-TIMEOUT = 30.0  # seconds by the clock per row: over twice the CPU time of reading, comparing and trying the gold answer
+# CPU time to read or to compare one answer. The slowest of several hundred answers took 0.7 s, the next one 0.25 s.
+CPU_SECONDS = 4.0
+# Seconds by the clock for one row. Reading, comparing and trying the gold answer may take three times `CPU_SECONDS`.
+TIMEOUT = 30.0
 
 
 # -------------------------------------------------------------------------------------------------- scoring one row
@@ -75,8 +80,8 @@ class Gold:
     Attributes:
         text: the answer as `gold_text` returns it.
         value: the answer without units, see `split_units`.
-        units: its units.
-        expressions: what math-verify reads in `value`.
+        units: the units of the answer.
+        expressions: the expressions that math-verify finds in `value`.
     """
 
     text: str
@@ -86,7 +91,7 @@ class Gold:
 
 
 def score_answer(completion: str, gold: str) -> float:
-    """Scores the final answer of one completion. Runs in the main thread of a worker process.
+    """Scores the final answer of one completion. It must run in the main thread of a worker process.
 
     Args:
         completion: the text of a completion.
@@ -96,8 +101,8 @@ def score_answer(completion: str, gold: str) -> float:
         1.0 if the final answer equals the gold answer, else 0.0.
 
     Raises:
-        UnreadableGold: see `parse_gold`. An answer with the same text as the gold answer is scored nevertheless.
-        Exception: whatever sympy raises while it compares. The row is then unscored.
+        UnreadableGold: see `parse_gold`. If the answer has the same text as the gold answer, it is not raised.
+        Exception: any exception of sympy in the comparison. The row is then unscored.
     """
     bare, answer = gold_text(gold), find_answer(completion)
     if same_text(answer.text, bare):
@@ -115,7 +120,7 @@ def score_answer(completion: str, gold: str) -> float:
         return 0.0
 
 
-@functools.lru_cache(maxsize=1024)  # each completion of a group asks for the same gold answer
+@functools.lru_cache(maxsize=1024)  # the completions of a group have the same gold answer
 def parse_gold(bare: str) -> Gold:
     """Reads a gold answer with math-verify.
 
@@ -126,7 +131,7 @@ def parse_gold(bare: str) -> Gold:
         The gold answer with its value, units and expressions.
 
     Raises:
-        UnreadableGold: math-verify finds no expression in it, or needs more than the limits allow.
+        UnreadableGold: if math-verify finds no expression in the gold answer, or exceeds the limits.
     """
     value, units = split_units(bare)
     try:
@@ -136,7 +141,7 @@ def parse_gold(bare: str) -> Gold:
     if not expressions:
         raise UnreadableGold(
             f"the gold answer {bare!r:.100} ({len(bare)} characters) is not an expression that math-verify can read, "
-            f"and not text; or it has more than {MAX_ANSWER_CHARS} characters, or more than {MAX_DEPTH} nested brackets"
+            f"and not words; or it has more than {MAX_ANSWER_CHARS} characters or {MAX_DEPTH} levels of nested brackets"
         )
     return Gold(bare, value, frozenset(units), tuple(expressions))
 
@@ -151,7 +156,7 @@ def _compare(gold: Gold, answer: Answer) -> bool:
 
 
 def _is_right(answer: str, equals: Callable[[str], bool]) -> bool:
-    """Tells whether an answer equals the gold answer, or each member of its list does (1/2 or 0.5)."""
+    """Tells whether an answer equals the gold answer or, if it is a list, each member does ("1/2 or 0.5")."""
     members = split_list(answer)
     return equals(answer) or len(members) > 1 and all(map(equals, members))
 
@@ -177,7 +182,7 @@ def _equals(gold: Gold, answer: str) -> bool:
 
 
 def _is_true(chain: str) -> bool:
-    r"""Tells whether the plain numbers of a chain ``a = b \approx c`` agree to the digits that are written."""
+    r"""Tells whether the plain numbers of a chain ``a = b \approx c`` agree, up to the rounding of their digits."""
     numbers = [member for member in split_chain(chain) if _PLAIN_NUMBER.fullmatch(member)]
     if len(numbers) < 2:
         return True
@@ -187,10 +192,17 @@ def _is_true(chain: str) -> bool:
 
 
 def _agree(one: float | None, digit: float, other: float | None, other_digit: float) -> bool:
-    """Tells whether one number is the other, rounded or cut off at its last digit."""
+    """Tells whether one number is the other number, rounded or cut off at its last digit.
+
+    Args:
+        one: a number. None = no real value, which agrees with every number.
+        digit: the place value of the last digit of `one`; 0 if `one` is exact.
+        other: another number.
+        other_digit: the place value of its last digit.
+    """
     if one is None or other is None or math.isclose(one, other):
         return True
-    excess, within = abs(one) - abs(other), 1 - 1e-9  # numbers a whole digit apart are not rounded: 4.9 is not 5
+    excess, within = abs(one) - abs(other), 1 - 1e-9  # a whole digit apart is not rounding: 4.9 is not 5.0
     is_cut = 0 < excess < within * other_digit or 0 < -excess < within * digit
     return is_cut or abs(one - other) <= max(digit, other_digit) / 2
 
@@ -203,9 +215,14 @@ def _number(plain: str) -> float | None:
 
 
 def _last_digit(written: str, is_rounded: bool) -> float:
-    r"""Returns the place value of the last digit; 0 for an exact number.
+    r"""Returns the place value of the last digit of a number; 0 if the number is exact.
 
-    0.01 for 3.14 and 1000 for ``1.2 \times 10^4``; 0 for 1/3, and for 3 if the chain has no ``\approx``.
+    For example, it is 0.01 for 3.14 and 1000 for ``1.2 \times 10^4``. It is 0 for 1/3, and for 3 if the chain has no
+    ``\approx``.
+
+    Args:
+        written: the number as it is written.
+        is_rounded: True = the chain has ``\approx``.
     """
     found = _DECIMAL.fullmatch(written)
     if not found or not (is_rounded or found["decimals"] or found["exponent"]):
@@ -221,9 +238,10 @@ def _verify(gold: Gold, answer: Sequence[Any]) -> bool:
 
 
 def _read_formula(formula: str) -> list[Any]:
-    r"""Reads a formula as LaTeX only. By its other patterns math-verify would find a number in "? 5", too.
+    r"""Reads a formula with math-verify, as LaTeX only.
 
-    ``50\%`` gives both the share and the number; inequalities joined by "or" also give the set of their solutions.
+    math-verify's other patterns would also find a number in "? 5". For ``50\%``, the result has both the share and the
+    number. For inequalities that are joined by "or", the result also has the set of their solutions.
     """
     from math_verify import LatexExtractionConfig
     from sympy import FiniteSet, Rel, Union
@@ -243,7 +261,7 @@ def _read_formula(formula: str) -> list[Any]:
 def _parse(text: str, **options: Any) -> list[Any]:
     from math_verify import parse
 
-    # math-verify's own time-out would return "no answer" instead of raising an error.
+    # No time-out of math-verify, because it would return "no answer" instead of raising an error.
     return parse(text, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True, **options)
 
 
@@ -272,8 +290,8 @@ _BASE = re.compile(r"^-?[0-9A-Za-z]+_\{?(?:\\text\{)?(\d+)\}*\$?$")
 
 
 def _prepare_worker() -> None:
-    """Imports math-verify and compiles its patterns before the first task, so that no task pays for it."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its time-outs are switched off
+    """Imports math-verify and compiles its patterns, so that the first task does not take longer than others."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # math-verify would warn that its time-outs are off
     score_answer(r"So $x=\boxed{\frac{1}{2}}$", "0.25")
 
 
@@ -283,22 +301,24 @@ def _prepare_worker() -> None:
 class MathAccuracyReward:
     r"""Reward function of TRL's form that compares the final answer of a completion with the gold answer.
 
-    1.0 for a right answer, 0.0 for a wrong or missing one, NaN if the row could not be scored; NaN unscores the row.
+    The reward is 1.0 for a right answer and 0.0 for a wrong or missing answer. If a row cannot be scored, the reward is
+    NaN and the row is unscored.
 
     Example::
 
         trainer = DASHTrainer(..., reward_funcs=[MathAccuracyReward()])
 
-    The column `answer` of the data set holds the gold answers: numbers, LaTeX, words, or solutions that end in
-    ``#### 72`` or ``\boxed{72}``. The answer of a completion is its last box, else its last `####` line, else what
-    follows "the answer is", else its last formula or number; text within `<think>...</think>` does not count (see
-    `find_answer`).
+    The column `answer` of the dataset holds the gold answers: numbers, LaTeX, words, or solutions that end in
+    ``#### 72`` or ``\boxed{72}``. The answer of a completion is its last box; without a box, its last `####` line;
+    without such a line, the text after "the answer is"; otherwise, its last formula or number. Text within
+    `<think>...</think>` does not count. See `find_answer`.
 
     Args:
-        timeout: seconds by the clock for one row. If a row takes longer, its worker is killed and the row is NaN. With
-            less than three times `CPU_SECONDS`, wrong rows can become NaN, and on a busy machine right ones, too.
-        workers: number of worker processes. By default this process's share of the CPUs, at most 8. Rewards with the
-            same number share their workers. They start with the first call, which takes about 1 s, and stop at
+        timeout: seconds by the clock for one row. If a row takes longer, its worker is killed and its reward is NaN. If
+            the time-out is less than three times `CPU_SECONDS`, wrong answers may become NaN and, on a busy machine,
+            right answers, too.
+        workers: number of worker processes. None = this process's share of the CPUs, at most 8. Rewards with the same
+            number share their workers. The workers start with the first call, which takes about 1 s. They stop at
             `close()` of the last reward that uses them, or at exit.
     """
 
@@ -316,7 +336,7 @@ class MathAccuracyReward:
         Args:
             completions: [N] strings, or conversations `[{"role": "assistant", "content": ...}]`.
             answer: [N] gold answers, in the same order.
-            kwargs: the other columns that TRL passes; unused.
+            kwargs: the other columns that TRL passes; not used.
 
         Returns:
             [N] rewards in the same order: 1.0, 0.0 or NaN.
@@ -328,7 +348,7 @@ class MathAccuracyReward:
         workers = shared_workers(self.workers, _prepare_worker, self)
         calls = call_all(workers.submit, self.score, arguments, timeout=self.timeout)
         for call in calls:
-            if call.error is not None and type(call.error) not in self._told:  # the trainer's metrics count all of them
+            if call.error is not None and type(call.error) not in self._told:  # the trainer's metrics count all errors
                 self._told.add(type(call.error))
                 logger.warning(
                     f"An answer could not be scored, so its reward is NaN and its row is unscored: "
@@ -350,7 +370,7 @@ def completion_text(completion: Any) -> str:
         completion: a string, or a list of messages.
 
     Returns:
-        The string itself, or the text of the last message that the assistant wrote; empty if there is none.
+        The string itself, or the text of the last message of the assistant; empty if there is no such message.
     """
     if isinstance(completion, str):
         return completion

@@ -1,4 +1,4 @@
-"""Outcomes of reward calls: a `Score`, what a batch function `Returned`, or the exception that explains its failure."""
+"""Outcomes of reward calls: a `Score`, a `Returned` (functions of TRL's form), or the exception of a failed call."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ class Returned:
     """Result of one call of a function of TRL's form.
 
     Attributes:
-        output: what the function returned for the whole batch.
-        logged: its calls of `log_extra` and `log_metric`, as (name, arguments), in their order.
+        output: the return value of the function, for the whole batch.
+        logged: the calls of `log_extra` and `log_metric` that the function made, as (name, arguments), in their order.
     """
 
     output: Any
@@ -26,9 +26,9 @@ def note_call(logged: list[tuple[str, tuple]], name: str, *arguments: Any) -> No
     """Records a call of one of TRL's log functions, which only the main thread may make.
 
     Args:
-        logged: the record is appended here.
+        logged: the list to which the call is appended.
         name: `log_extra` or `log_metric`.
-        arguments: of the call.
+        arguments: the arguments of the call.
     """
     logged.append((name, arguments))
 
@@ -36,17 +36,18 @@ def note_call(logged: list[tuple[str, tuple]], name: str, *arguments: Any) -> No
 def scored(function: Callable[..., Any], /, **arguments: Any) -> Score:
     """Calls a per-sample function and reads its score.
 
-    Both happen within the call's time limit, since reading the returned object may block or raise, too.
+    The score is read in the same call, so that the time limit of the call includes it: to read the returned object may
+    block or raise an exception, too.
 
     Args:
         function: a per-sample reward function.
-        arguments: of the call.
+        arguments: the arguments of the call.
 
     Returns:
         The score with its notes.
 
     Raises:
-        ValueError: the function returned something that `read_score` cannot read.
+        ValueError: if `read_score` cannot read the return value of the function.
     """
     return read_score(function(**arguments))
 
@@ -56,13 +57,13 @@ async def scored_async(function: Callable[..., Any], /, **arguments: Any) -> Sco
 
     Args:
         function: a per-sample reward function, defined by `async def`.
-        arguments: of the call.
+        arguments: the arguments of the call.
 
     Returns:
         The score with its notes.
 
     Raises:
-        ValueError: the function returned something that `read_score` cannot read.
+        ValueError: if `read_score` cannot read the return value of the function.
     """
     return read_score(await function(**arguments))
 
@@ -72,13 +73,13 @@ def scored_elsewhere(function: Callable[..., Any], /, **arguments: Any) -> Score
 
     Args:
         function: a per-sample reward function.
-        arguments: of the call.
+        arguments: the arguments of the call.
 
     Returns:
-        The score; without notes only its value, which takes a third of the time to send back.
+        The score. If the score has no notes, only its value, because a number takes a third of the time to send back.
 
     Raises:
-        ValueError: the function returned something that `read_score` cannot read.
+        ValueError: if `read_score` cannot read the return value of the function.
     """
     score = read_score(function(**arguments))
     return score if score.notes else score.value
@@ -88,10 +89,10 @@ def outcome_of(call: Call) -> Score | BaseException:
     """Returns the outcome of a finished per-sample call.
 
     Args:
-        call: a call of `scored`, `scored_async` or `scored_elsewhere` that is done.
+        call: a finished call of `scored`, `scored_async` or `scored_elsewhere`.
 
     Returns:
-        Its score, or the exception that explains why it has none.
+        The score, or the exception with which the call failed.
     """
     if call.error is not None:
         return call.error
@@ -99,13 +100,14 @@ def outcome_of(call: Call) -> Score | BaseException:
 
 
 def score_of(outcome: Score | BaseException) -> float | None:
-    """Returns the number of an outcome.
+    """Returns an outcome as a number.
 
     Args:
         outcome: a score or an exception.
 
     Returns:
-        None if the function does not apply to the completion; NaN or ±inf if it failed on it.
+        The reward. None if the function does not apply to the completion; NaN or ±inf if the function failed on the
+        completion.
     """
     return math.nan if isinstance(outcome, BaseException) else outcome.value
 
@@ -121,7 +123,7 @@ def processed_scores(function: Callable[[Any], Any], scores: list[float]) -> lis
         [G], the new scores.
 
     Raises:
-        ValueError: the method returned another number of scores.
+        ValueError: if the method returned another number of scores.
     """
     processed = [float(value) for value in function(scores)]
     if len(processed) != len(scores):
@@ -133,11 +135,12 @@ def processed_outcomes(call: Call, outcomes: Sequence[Any]) -> list[Any]:
     """Puts the new scores of `processed_scores` into the outcomes of a group.
 
     Args:
-        call: the finished call of `processed_scores`. If it failed, its exception becomes every outcome.
-        outcomes: [G], the outcomes of the group before.
+        call: the finished call of `processed_scores`. If the call failed, its exception becomes the outcome of each
+            completion.
+        outcomes: [G], the outcomes of the group before the call.
 
     Returns:
-        [G], the new outcomes. An outcome that had no score, and gets NaN again, stays as it was.
+        [G], the new outcomes. If an outcome has no score and the new score is NaN, the outcome does not change.
     """
     if call.error is not None:
         return [call.error] * len(outcomes)

@@ -1,4 +1,4 @@
-"""`RewardRunner`: runs reward functions side by side and scores each completion on its own.
+"""`RewardRunner`: runs reward functions in parallel and scores each completion on its own.
 
 ::
 
@@ -44,15 +44,16 @@ from dash_trl.workers import (
 )
 
 BACKENDS = ("thread", "asyncio", "process", "ray")
-BATCH_SECONDS = 1200.0  # most for a function of TRL's form; below the 30 minutes for which other ranks wait
+# The longest time limit of a function of TRL's form. Other ranks wait for 30 minutes before a collective fails.
+BATCH_SECONDS = 1200.0
 ON_ERROR = ("unscore", "raise")
-Lane = tuple[str, int | None]  # kind of backend and limit; functions with equal ones share a backend
+Lane = tuple[str, int | None]  # kind of backend, and `max_concurrency`; functions with the same lane share a backend
 
 
 class RewardRunner:
-    """Runs reward functions of any form side by side, with time limits and retries.
+    """Runs reward functions of any form in parallel, with time limits and retries.
 
-    Pass it as `reward_funcs` of `DASHTrainer`. `dash_trl.rewards.forms` describes the forms of functions.
+    Pass a runner as `reward_funcs` of `DASHTrainer`. `dash_trl.rewards.forms` describes the forms of functions.
 
     Example::
 
@@ -68,25 +69,26 @@ class RewardRunner:
 
     Args:
         functions: one reward function, or a list of them. Reward models (modules, or their names) are left to TRL.
-        backend: where calls run. "thread" and "asyncio" are for functions that wait, for example for a server;
-            "process" is for functions that compute, and kills the worker of a call that takes too long; "ray" is for a
-            cluster. None: coroutine functions run on asyncio, others on threads.
-        timeout: seconds by the clock for one completion, from the start of its call. A function of TRL's form has this
-            time for each completion of its batch, but at most 20 minutes, or `timeout` if that is longer.
-        max_concurrency: number of calls at a time in the whole run, for each backend that the runner uses. Worker
-            processes are also limited to this rank's share of the CPUs, and to 8.
-        rate_limit: number of calls started per second in the whole run; for threads and asyncio only.
+        backend: where calls run. "thread" and "asyncio" are for functions that wait, for example for a server.
+            "process" is for functions that compute; the worker of a call that takes too long is killed. "ray" is for a
+            cluster. None = coroutine functions run on asyncio, other functions on threads.
+        timeout: seconds by the clock for one completion, from the start of the call. A function of TRL's form has this
+            time for each completion of the batch, but at most 20 minutes, or `timeout` if that is longer.
+        max_concurrency: number of calls at a time in the whole run, for each backend that the runner uses. The number
+            of worker processes is also limited to this rank's share of the CPUs, and to 8.
+        rate_limit: number of calls that may start per second in the whole run; only for threads and asyncio. None = no
+            limit.
         retry_on: exceptions after which a call is made again, such as `(ConnectionError, TimeoutError)`.
-        retries: number of further attempts, after random pauses that grow exponentially.
-        on_error: "unscore": if a function fails on a completion, the completion is left out of training; "raise": the
+        retries: number of further attempts. The pauses between them are random and grow exponentially.
+        on_error: "unscore" = if a function fails on a completion, the completion is left out of training; "raise" = the
             first failure ends the run.
 
     Attributes:
         rewards: the reward functions that TRL calls, in the order of `functions`.
 
     Raises:
-        ValueError: a function has none of the forms, a setting has no valid value, or a function does not go with the
-            backend.
+        ValueError: if a function has none of the forms, a setting has no valid value, or the backend cannot run a
+            function.
     """
 
     def __init__(
@@ -117,15 +119,16 @@ class RewardRunner:
                 _check_backend(one.form, backend)
                 self.own.append(one)
             self.rewards.append(one)
-        self.team = RewardTeam(self.own)  # a trainer replaces it by one for all the functions that it uses
-        self.ranks = 1  # processes of the run, which share the limits
-        self._backends: dict[tuple[int, Lane], Backend] = {}  # by process: threads do not survive a fork
+        self.team = RewardTeam(self.own)  # a trainer replaces it by the team of all functions that the trainer uses
+        self.ranks = 1  # number of processes of the run, which share the limits
+        # The key has the id of the process, because threads do not survive a fork.
+        self._backends: dict[tuple[int, Lane], Backend] = {}
         self._closes = dict.fromkeys(one.form.close for one in self.own if one.form.close is not None)
-        self._open = dict(self._closes)  # for functions that may have been used since they were closed
-        weakref.finalize(self, _end, self._backends, self._open)  # at the end of the runner or of the process
+        self._open = dict(self._closes)  # `close` of functions that may have been used since the last `close`
+        weakref.finalize(self, _end, self._backends, self._open)  # when the runner or the process ends
 
     def close(self) -> None:
-        """Ends threads and worker processes, and closes stateful functions. A later call starts them again."""
+        """Ends threads and worker processes, and closes stateful functions. A later call starts all of these again."""
         _end(self._backends, self._open)
 
     def __enter__(self) -> RewardRunner:
@@ -137,17 +140,17 @@ class RewardRunner:
     # ------------------------------------------------------------------------------------------------ a batch
 
     def submit(self, rows: Sequence[Mapping[str, Any]], *, group_size: int = 1) -> Request:
-        """Starts all functions on all rows and does not wait. Use it to score completions without a trainer.
+        """Starts all functions on all rows and does not wait. Use this method to score completions without a trainer.
 
         Args:
-            rows: one mapping per completion, with `prompt`, `completion`, `completion_ids` and the data set's columns.
+            rows: one mapping per completion, with `prompt`, `completion`, `completion_ids` and the dataset's columns.
             group_size: number of adjacent rows that are completions of one prompt.
 
         Returns:
-            The request, which gets the outcomes; `wait()` waits until all are there.
+            The request, in which the outcomes are stored. `wait()` of the request waits until all calls have ended.
 
         Raises:
-            ValueError: a function has TRL's form.
+            ValueError: if a function has TRL's form.
         """
         for one in self.own:
             if one.form.batch:
@@ -162,9 +165,9 @@ class RewardRunner:
         """Starts per-sample functions on some rows and does not wait. Functions of TRL's form are skipped.
 
         Args:
-            request: gets the outcomes.
-            functions: functions of this runner → their indices in the request.
-            first: the index of the first of these adjacent rows in the request.
+            request: the request in which the outcomes are stored.
+            functions: function of this runner → its index in the request.
+            first: index of the first of these adjacent rows in the request.
             rows: see `submit`.
         """
         calls: dict[Lane, list[Call]] = {}
@@ -177,7 +180,7 @@ class RewardRunner:
             for row, known in enumerate(rows, first):
                 try:
                     arguments = one.form.arguments(known)
-                except ValueError as error:  # only some rows have the column
+                except ValueError as error:  # this row lacks a column that the function requires
                     self._put(request, one.form, number, row, [error])
                     continue
                 done = partial(row_done, row)
@@ -188,12 +191,12 @@ class RewardRunner:
     def start_batch(self, request: Request, functions: Mapping[RunnerReward, int], batch: Mapping[str, Any]) -> None:
         """Starts functions of TRL's form on a whole batch and does not wait. Per-sample functions are skipped.
 
-        Only the main thread may write TRL's logs. A function runs on another thread, so its calls of `log_extra` and
-        `log_metric` are recorded, and made later.
+        Only the main thread may write TRL's logs, but the function runs on another thread. So calls of `log_extra` and
+        `log_metric` are recorded, and the main thread makes them later.
 
         Args:
-            request: gets the outcomes.
-            functions: functions of this runner → their indices in the request.
+            request: the request in which the outcomes are stored.
+            functions: function of this runner → its index in the request.
             batch: the arguments that TRL passes to a reward function.
         """
         rows = len(batch["completions"])
@@ -216,7 +219,7 @@ class RewardRunner:
         self._put(request, form, number, 0, [outcome] * rows)
 
     def _put(self, request: Request, form: RewardForm, number: int, first: int, outcomes: Sequence[Any]) -> None:
-        """Stores outcomes; a group that has all of them is complete, or is post-processed first."""
+        """Stores outcomes of adjacent rows. A group with all outcomes is post-processed, if needed, and complete."""
         for group in request.put(number, first, outcomes):
             if form.post_process is None:
                 request.complete(number, group)
@@ -245,9 +248,9 @@ class RewardRunner:
         return self.backend or ("asyncio" if form.asynchronous else "thread"), form.max_concurrency
 
     def _timeout(self, request: Request, of: int = 1) -> float:
-        """Returns the time limit of a call on `of` completions, and raises the request's patience to it."""
+        """Returns the time limit of a call on `of` completions, and lets the request wait at least that long."""
         timeout = min(self.timeout * of, max(self.timeout, BATCH_SECONDS))
-        most = max(ROWS_AHEAD, 1 + self.retries) * timeout  # until a task of Ray, or the last attempt, has ended
+        most = max(ROWS_AHEAD, 1 + self.retries) * timeout  # the longest time until a Ray task or the last attempt ends
         request.patience = max(request.patience, LAST_SECONDS + most)
         return timeout
 
@@ -282,14 +285,15 @@ def _end(backends: dict[tuple[int, Lane], Backend], opened: dict[Callable[[], An
 class RewardTeam:
     """Starts the functions of several runners together.
 
-    A group is complete when all functions of the team have scored it, or failed on it. Functions of these runners that
-    are not in the team are not called.
+    A group is complete when every function of the team has scored all of its rows, or failed on them. Functions of
+    these runners that are not in the team are not called.
 
     Args:
-        functions: the functions, in the order in which TRL calls them with a batch. A function that is listed twice
-            makes each call once, for both places.
+        functions: the functions, in the order in which TRL calls them with a batch. If a function is listed twice, each
+            call is made once and its outcome is used for both columns.
         ranks: number of processes of the run.
-        group_size: returns the number of adjacent rows that are completions of one prompt in TRL's next batch.
+        group_size: function that returns the number of adjacent rows in TRL's next batch that are completions of one
+            prompt.
     """
 
     def __init__(self, functions: Sequence[RunnerReward], ranks: int = 1, group_size: Callable[[], int] = lambda: 1):
@@ -300,16 +304,17 @@ class RewardTeam:
         self._calls = [self._number(one) for one in functions]
         self._request: Request | None = None
         self._completions: Any = None  # the completions of the request's batch
-        self._left: list[int] = []  # the functions that TRL has not yet called with this batch
+        self._left: list[int] = []  # indices of the functions that TRL has not called with this batch yet
         self._ranks = ranks
         self._begun: weakref.WeakSet[Request] = weakref.WeakSet()
         self.join()
 
     def join(self, group_size: int | None = None) -> None:
-        """Makes the runners work for this team. Another trainer's team may have used them in between.
+        """Makes the runners work for this team, because another trainer's team may have used the runners since.
 
         Args:
-            group_size: number of adjacent rows that are completions of one prompt in the next batch. None: the team's.
+            group_size: number of adjacent rows in the next batch that are completions of one prompt. None = the number
+                that the team's `group_size` returns.
         """
         for runner in self._numbers:
             runner.team, runner.ranks = self, self._ranks
@@ -317,9 +322,9 @@ class RewardTeam:
                 one.group_size = self._group_size if group_size is None else lambda: group_size
 
     def begin(self, rows: int, group_size: int) -> Request:
-        """Creates a request without starting anything.
+        """Creates a request, but starts no function.
 
-        `start` starts the per-sample functions. Functions of TRL's form start when TRL calls them.
+        `start` starts the per-sample functions. A function of TRL's form starts when TRL calls it.
 
         Args:
             rows: number of rows.
@@ -342,8 +347,8 @@ class RewardTeam:
         """Starts all per-sample functions on some rows of a request and does not wait.
 
         Args:
-            request: gets the outcomes.
-            first: the index of the first of these adjacent rows in the request.
+            request: the request in which the outcomes are stored.
+            first: index of the first of these adjacent rows in the request.
             rows: see `RewardRunner.submit`.
         """
         for runner, functions in self._numbers.items():
@@ -358,7 +363,8 @@ class RewardTeam:
             rows: [R] indices of rows in the request.
 
         Returns:
-            [R, F] float32. NaN = the function does not apply. If a function failed on a row, the whole row is NaN.
+            [R, F] float32. NaN = the function does not apply. If a function failed on a row, all F rewards of the row
+            are NaN.
         """
         columns = [request.outcomes[self._number(one)] for one in functions]
         scores = [[score_of(outcomes[row]) for outcomes in columns] for row in rows]
@@ -366,11 +372,11 @@ class RewardTeam:
         return unscored(values, torch.tensor([[has_failed(one) for one in row] for row in scores]))
 
     def hand_over(self, request: Request, completions: Any) -> None:
-        """Sets the request from which the functions take their outcomes when TRL calls them with a batch.
+        """Sets the request whose outcomes the functions return when TRL calls them with a batch.
 
         Args:
             request: a request that has begun.
-            completions: the completions of the batch, the same object that TRL passes.
+            completions: the completions of the batch. It must be the same object that TRL passes to the functions.
         """
         self._request, self._completions, self._left = request, completions, self._calls.copy()
 
@@ -385,9 +391,9 @@ class RewardTeam:
             batch: the arguments that TRL passes.
 
         Returns:
-            [N] outcomes: scores or exceptions; for a function of TRL's form, its only outcome N times.
+            [N] outcomes, which are scores or exceptions. For a function of TRL's form, the outcome of its call N times.
         """
-        if one.runner.own[one.number] not in self._numbers[one.runner]:  # the trainer uses others of the runner
+        if one.runner.own[one.number] not in self._numbers[one.runner]:  # the trainer does not use this function
             return RewardTeam(one.runner.own).outcomes(one, batch)
         request, number = self._request, self._number(one)
         if request is None or self._completions is not batch["completions"] or number not in self._left:
@@ -405,7 +411,7 @@ class RewardTeam:
 
 
 def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the rows of a batch: for each completion its prompt, the completion and the data set's columns."""
+    """Returns the rows of a batch: for each completion its prompt, the completion and the dataset's columns."""
     count = len(batch["completions"])
     columns = {name: values for name, values in batch.items() if isinstance(values, list) and len(values) == count}
     columns["completion"], columns["prompt"] = columns.pop("completions"), columns.pop("prompts")

@@ -9,14 +9,14 @@ from dash_trl.rewards.forms import RewardForm, Score
 from dash_trl.rewards.outcomes import score_of, scored, scored_async, scored_elsewhere
 from dash_trl.workers import GivenUp
 
-LOGS = ("log_extra", "log_metric")  # TRL passes them to reward functions; only the main thread may call them
+LOGS = ("log_extra", "log_metric")  # functions that TRL passes to reward functions; only the main thread may call them
 
 
 def scores_alone(reward: Any) -> bool:
     """Tells whether a reward function scores one completion at a time, in a runner.
 
     Args:
-        reward: a reward function as TRL gets it.
+        reward: one of TRL's `reward_funcs`.
 
     Returns:
         True for a function of a runner that does not have TRL's form.
@@ -25,16 +25,19 @@ def scores_alone(reward: Any) -> bool:
 
 
 class RunnerReward(WatchedReward):
-    """Waits for the runner's outcomes of a batch and returns the rewards of its function.
+    """A function of a `RewardRunner`, in the form in which TRL calls it.
+
+    A call waits until the runner has the outcomes of the batch, and returns the rewards of this function.
 
     Args:
-        form: the reward function and how it is called.
-        runner: its `RewardRunner`.
-        number: the index of the function among the runner's functions.
+        form: the reward function, and the way in which it is called.
+        runner: the `RewardRunner` that the function belongs to.
+        number: index of the function among the runner's functions.
 
     Attributes:
-        group_size: returns the number of adjacent rows that are completions of one prompt in TRL's next batch.
-        score: calls a per-sample function and reads its score.
+        group_size: function that returns the number of adjacent rows in TRL's next batch that are completions of one
+            prompt.
+        score: function that calls a per-sample function and reads its score.
     """
 
     def __init__(self, form: RewardForm, runner: Any, number: int):
@@ -43,18 +46,19 @@ class RunnerReward(WatchedReward):
         self.group_size: Callable[[], int] = lambda: 1
         here = scored_async if form.asynchronous else scored
         self.score = partial(scored_elsewhere if runner.backend in ("process", "ray") else here, form.function)
-        self._texts: set[str] = set()  # columns of the logged completions; once used, a column is written every time
+        # Columns of the table of completions. After a column was written once, it is written for every batch.
+        self._texts: set[str] = set()
 
     def __call__(self, /, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:
         """Returns the rewards of a batch and writes the function's notes to TRL's logs.
 
         Args:
-            log_extra: TRL's function that logs a column of the completions.
+            log_extra: TRL's function that logs a column of the table of completions.
             log_metric: TRL's function that logs a number.
             batch: the other arguments that TRL passes, with `prompts` and `completions`.
 
         Returns:
-            One reward per row; None if the function does not apply or has failed.
+            A list with one reward per row; None = the function does not apply, or has failed.
         """
         try:
             outcomes = self.runner.team.outcomes(self, batch)
@@ -79,7 +83,7 @@ class RunnerReward(WatchedReward):
         errors = [one if isinstance(one, BaseException) else None for one in outcomes]
         values = [score_of(one) for one in outcomes]
         self.mistake, self.failure = None, ""
-        # A GivenUp comes first: it says why calls are no longer made at all.
+        # A GivenUp is preferred to other errors, because it gives the reason why no more calls are made.
         self.error = next(filter(None, sorted(errors, key=lambda error: not isinstance(error, GivenUp))), None)
         self.raised = [error is not None for error in errors]
         self.failed = [has_failed(value) for value in values]
@@ -91,7 +95,7 @@ class RunnerReward(WatchedReward):
         return [None if has_failed(value) else value for value in values]
 
     def _log(self, outcomes: Sequence[Score | BaseException], log_extra: Any, log_metric: Any) -> None:
-        """Logs the notes: numbers as metrics, strings as columns of the logged completions."""
+        """Logs the notes: numbers as metrics, strings as columns of the table of completions."""
         notes: list[Mapping[str, Any]] = [{} if isinstance(one, BaseException) else one.notes for one in outcomes]
         for name, value in (note for one in notes for note in one.items()):
             if isinstance(value, str):

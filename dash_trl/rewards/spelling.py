@@ -1,13 +1,15 @@
-r"""Brings answers to one spelling and splits them into parts. This module reads text and does no mathematics.
+r"""Brings answers to one spelling and splits answers into parts. It compares no values; `math.py` does that.
 
-The functions here are for single answers, whose length `answers.py` limits. Only `to_latex` also gets longer text, and
-takes time linear in its length.
+The functions here are for single answers, whose length `answers.py` limits. Only `to_latex` is also called with longer
+text; its time is linear in the length of the text.
 """
 
 import re
 import unicodedata
 
-MIN_WORD_LETTERS = 4  # of a word, which also has a vowel; a shorter run of letters may be a product such as xyz
+# A run of letters counts as a word if it has at least this number of letters and a vowel. A shorter run may be a
+# product such as xyz.
+MIN_WORD_LETTERS = 4
 
 # ------------------------------------------------------------------------------------------- one spelling for answers
 
@@ -99,10 +101,10 @@ _SPELLINGS = [
 
 
 def squeeze(answer: str) -> str:
-    r"""Removes what never changes a value: spaces, ``\left`` and ``\right``, and the size of a fraction.
+    r"""Removes everything that never changes a value: spaces, ``\left`` and ``\right``, and the size of a fraction.
 
     Args:
-        answer: in the spelling of `normalize_answer`.
+        answer: an answer in the spelling of `normalize_answer`.
 
     Returns:
         The answer, with one space left between two words or numbers, and ``\frac`` for ``\dfrac`` and ``\tfrac``.
@@ -119,10 +121,10 @@ def split_list(answer: str) -> list[str]:
     r"""Splits a list such as "1, 2 or 3" into its members.
 
     Args:
-        answer: in the spelling of `normalize_answer`.
+        answer: an answer in the spelling of `normalize_answer`.
 
     Returns:
-        The members. Separators within brackets and the commas of thousands do not split.
+        The members. A separator within brackets, or a comma between thousands, does not separate members.
     """
     return _split(answer, _LIST)
 
@@ -131,10 +133,10 @@ def split_chain(answer: str) -> list[str]:
     r"""Splits a chain of equations such as ``x = 2 + 3 = 5`` or ``\pi \approx 3.14`` into its members.
 
     Args:
-        answer: in the spelling of `normalize_answer`.
+        answer: an answer in the spelling of `normalize_answer`.
 
     Returns:
-        The members that are not empty. Signs within brackets do not split.
+        The members that are not empty. An equals sign within brackets does not separate members.
     """
     return [member for member in _split(answer, _CHAIN) if member]
 
@@ -154,11 +156,12 @@ def split_units(answer: str) -> tuple[str, set[str]]:
     r"""Separates an answer from its units.
 
     Args:
-        answer: in the spelling of `normalize_answer`.
+        answer: an answer in the spelling of `normalize_answer`.
 
     Returns:
-        The answer without units, and the set of its units: ("5", {"km"}) for ``5\text{ kilometers}``, ("25", {"cm^2"})
-        for ``25 cm^2``. Words that are not in `UNITS` are removed, too, and not in the set ("72 apples").
+        The answer without units, and the set of the units: ("5", {"km"}) for ``5\text{ kilometers}``, ("25", {"cm^2"})
+        for ``25 cm^2``. Words after a number that are not in `UNITS` are removed, too, but are not in the set:
+        ("72", set()) for "72 apples".
     """
     members = [_split_unit(member) for member in split_list(answer)]
     without = ", ".join(value for value, _ in members) if any(unit is not None for _, unit in members) else answer
@@ -166,7 +169,7 @@ def split_units(answer: str) -> tuple[str, set[str]]:
 
 
 def _split_unit(answer: str) -> tuple[str, str | None]:
-    """Returns (value, unit) of one member; the unit is "" if it is not in `UNITS`, and None if there is none."""
+    """Returns (value, unit) of one member. The unit is "" for a word that is not in `UNITS`; None = no unit."""
     currency = _CURRENCY.match(answer)
     if currency:
         value = _split_unit(answer[currency.end() :])[0]
@@ -255,7 +258,7 @@ def normalize_text(text: str) -> str:
         text: an answer.
 
     Returns:
-        Its words in lower case, without LaTeX: "c" for ``\text{(C)}.``, "no solution" for ``$\textbf{No  solution}$``.
+        The words in lower case, without LaTeX: "c" for ``\text{(C)}.``, "no solution" for ``$\textbf{No  solution}$``.
     """
     text = re.sub(r"\\[ ,;!]|[$*~]", " ", re.sub(rf"{_TEXT}|[{{}}]", "", text))
     text = " ".join(text.split()).rstrip(". ")
@@ -263,14 +266,14 @@ def normalize_text(text: str) -> str:
 
 
 def is_text_answer(gold: str) -> bool:
-    r"""Tells whether a gold answer is made of words, so that it is compared as text.
+    r"""Tells whether a gold answer consists of words, so that it must be compared as text.
 
     Args:
         gold: a gold answer, as `gold_text` returns it.
 
     Returns:
-        True for ``\text{Evelyn}``, ``No solution`` and ``\text{(C)}``. False for ``xy`` (a product), ``x`` (a variable
-        or the choice X: `score_answer` tries both) and ``5\text{ cm}`` (a number).
+        True for ``\text{Evelyn}``, ``No solution`` and ``\text{(C)}``. False for ``xy`` (a product), for ``x`` (a
+        variable, or the choice X; `score_answer` compares it as both) and for ``5\text{ cm}`` (a number).
     """
     words = normalize_text(gold)
     is_wrapped = not re.sub(rf"{_TEXT}[^{{}}]*\}}|[ ,;$]", "", gold)
