@@ -5,7 +5,7 @@
     flat        the learning rate is a thousandth of the toy run's
     constant    the reward is 1.0 for every completion with an answer, right or wrong
     entropy     the learning rate is 20 times the toy run's
-    length      half of the reward is for length
+    length      most of the reward is for length
     stale       rollouts of 8 windows ago, without a correction, at 4 times the learning rate
     failing     the reward raises on one completion in three, and on each that is short
 
@@ -38,7 +38,7 @@ def answered(completions: list[Any], **columns: Any) -> list[float]:
 
 def longer(completions: list[Any], completion_ids: list[list[int]], answer: list[str], **columns: Any) -> list[float]:
     right = arithmetic_reward(completions, answer)
-    return [(one + len(ids) / LONGEST) / 2 for one, ids in zip(right, completion_ids, strict=True)]
+    return [0.2 * one + 0.8 * len(ids) / LONGEST for one, ids in zip(right, completion_ids, strict=True)]
 
 
 def failing(completion: Any, completion_ids: list[int], answer: str) -> float:
@@ -54,7 +54,12 @@ CASES: dict[str, Case] = {
     "flat": ({"learning_rate": RATE / 1000}, dict, "grad_norm", "gradient norm"),
     "constant": ({}, lambda: {"reward_funcs": answered}, "filter/kept_rows", "filter/kept_rows"),
     "entropy": ({"learning_rate": 20 * RATE}, dict, "entropy", "entropy"),
-    "length": ({}, lambda: {"reward_funcs": longer}, "completions/mean_length", "completions/mean_length"),
+    "length": (
+        {"learning_rate": 3 * RATE},
+        lambda: {"reward_funcs": longer},
+        "completions/mean_length",
+        "completions/mean_length",
+    ),
     "stale": (
         {"learning_rate": 4 * RATE},
         lambda: {"rollout_func": Stale(toy_model(), 8, 0)},
