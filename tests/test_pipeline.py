@@ -211,7 +211,7 @@ def test_process_rewards_are_those_of_the_window(estimator, tiny_model, tmp_path
         episodes = {"markers": lambda text: range(0, len(text), 3), "min_episode_tokens": 2, "max_episode_tokens": 8}
         callback = ProcessRewardCallback(AnswerLogProbValue(" = "), estimator=estimator, **episodes)
         end, trainer = trained(tiny_model, tmp_path, 1, callbacks=[callback], reward_pipeline=pipe, **logged)
-        tables.append([re.sub(r"\[[+-]\d+\.\d\d\]", "", row) for row in trainer._logs["extra"]["process/credit"]])
+        tables.append([re.sub(r"\[[+-]\d+\.\d\d\]", "", row) for row in trainer._logs["extra"]["credit"]])
         line = trainer.state.log_history[0]
         ends.append(end)
         lines.append({name: line[name] for name in line if name.startswith(("process/", "advantage/"))})

@@ -114,7 +114,7 @@ def test_the_table_of_completions_has_the_credit_of_each_episode(tiny_model, tmp
     process, settings = callback(), {"log_completions": True, "num_completions_to_print": 0}
     trainer, rollouts, _ = train(tiny_model, tmp_path, process, eval_dataset=PROBLEMS.select(range(4)), **settings)
     file = tmp_path / "completions" / "completions_00001.parquet"
-    cells = pyarrow.parquet.read_table(file)["process/credit"].to_pylist()
+    cells = pyarrow.parquet.read_table(file)["credit"].to_pylist()
     assert len(cells) == 16 and any(cell.count("] ") > 1 for cell in cells)
     for row, (boundaries, _) in enumerate(process.last):
         ids = rollouts.completion_ids[row][rollouts.completion_mask[row].bool()].tolist()
@@ -127,7 +127,7 @@ def test_the_table_of_completions_has_the_credit_of_each_episode(tiny_model, tmp
         assert re.sub(written, "", cells[row]) == "\n".join(texts)
         assert list(map(float, re.findall(written, cells[row]))) == pytest.approx(numbers, abs=0.00501)
     trainer.evaluate()
-    assert "process/credit" not in pyarrow.parquet.read_table(file).column_names
+    assert "credit" not in pyarrow.parquet.read_table(file).column_names
 
 
 def test_the_values_are_those_of_the_sampling_policy(silent, tiny_model):

@@ -87,7 +87,7 @@ def check_tables(found: Sequence[Sequence[dict]], expected: Sequence[Sequence[di
     for step, (table, rows) in enumerate(zip(found[:-2], expected, strict=True), start=1):
         assert [{name: row[name] for name in rows[0]} for row in table] == rows
         assert {row["step"] for row in table} == {step}
-        assert all(row["process/credit"].startswith("[") and isinstance(row["advantage"], float) for row in table)
+        assert all(row["credit"].startswith("[") and isinstance(row["advantage"], float) for row in table)
 
 
 @needs("trackio")
@@ -116,7 +116,7 @@ def test_trackio_has_each_completion_as_a_conversation(tracked):
         said = [[message["content"] for message in one["messages"]] for one in of_step]
         assert said == [[row["prompt"], row["completion"]] for row in rows]
         assert [one["metadata"]["scripted"] for one in of_step] == [row["scripted"] for row in rows]
-        assert {"scripted", "process/credit", "advantage"} == of_step[0]["metadata"].keys()
+        assert {"scripted", "credit", "advantage"} == of_step[0]["metadata"].keys()
 
 
 @needs("trackio")
@@ -196,7 +196,7 @@ def test_tensorboard_has_the_scalars(tracked):
 
 @needs("trackio")
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-@pytest.mark.parametrize(("page", "shown"), [("traces", "8 + 8 ="), ("media", "process/credit")])
+@pytest.mark.parametrize(("page", "shown"), [("traces", "8 + 8 ="), ("media", "credit")])
 def test_a_browser_shows_it(tracked, tmp_path, page, shown):
     import trackio
 

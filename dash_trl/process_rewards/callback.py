@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 # `reward_pipeline`, which trains on one part of the window after the other.
 PER_GROUP = ("centered_return", "episode", "grpo_process")
 WITHOUT_UTILITIES = ("gae", "grpo")  # estimators that do not use the utilities U
-CREDIT = "process/credit"  # the column in the table of completions
+CREDIT = "credit"  # the column in the table of completions
 
 
 @dataclass(frozen=True)
