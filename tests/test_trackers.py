@@ -222,6 +222,7 @@ def test_a_browser_shows_it(tracked, tmp_path, page, shown):
 def test_the_examples_report_to_trackio_if_it_is_installed(monkeypatch, tmp_path, installed, flags, expected):
     monkeypatch.setattr("dash_trl.monitoring.trackers.is_trackio_available", lambda: installed)
     flags = [*flags, "--use_cpu", "--bf16=False", "--output_dir", str(tmp_path)]
-    args, _ = train_math.parse(flags, (DASHConfig, ModelConfig), train_math.toy_defaults())
+    types = train_math.MathArguments, DASHConfig, ModelConfig
+    _, args, _ = train_math.parse(flags, types, train_math.Mathematics.toy_defaults())
     assert (args.report_to, args.log_completions, args.trackio_static_space_id) == expected
     assert args.max_steps == 80
