@@ -8,6 +8,7 @@ TRL's or Transformers' is seen in review. `tests/test_docs.py` fails if they are
 
 import argparse
 import configparser
+import functools
 import inspect
 import re
 import sys
@@ -80,8 +81,17 @@ def columns(option: Field, inherited: Field | None) -> list[str]:
     return [type_of(option), default(option) + was, plain(option.metadata.get("help", ""))]
 
 
+@functools.cache
+def annotations() -> dict[str, Any]:
+    """The types of the options as they are written. Transformers' parser changes those of the fields."""
+    from dash_trl import DASHConfig
+
+    return {name: kind for one in reversed(DASHConfig.__mro__) for name, kind in inspect.get_annotations(one).items()}
+
+
 def type_of(option: Field) -> str:
-    name = option.type if isinstance(option.type, str) else inspect.formatannotation(option.type)
+    kind = annotations()[option.name]
+    name = kind if isinstance(kind, str) else inspect.formatannotation(kind)
     return code(re.sub(r"\b(?:\w+\.)+(?=\w)", "", name))
 
 
