@@ -626,6 +626,22 @@ def test_coroutines_that_ignore_their_cancellation_are_counted(monkeypatch):
     assert {type(call.error) for call in calls[:4]} == {Overdue} and type(calls[-1].error) is GivenUp
 
 
+def test_a_call_that_has_ended_is_not_late_afterwards(monkeypatch):
+    """Its time limit ends with it: else it would count as a call that ignores its cancellation, and hold up others."""
+    monkeypatch.setattr("dash_trl.workers.async_calls.MOST_DEAF", 1)
+    monkeypatch.setattr("dash_trl.workers.async_calls.PATIENCE", 0.1 / MINUTES)
+
+    async def waits(seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return seconds
+
+    with closing(AsyncCalls(2)) as backend:
+        Sheet(waits, [{"seconds": 0.0}], SOON).run(backend)
+        calls = Sheet(waits, [{"seconds": 3 * SOON}], MINUTES).run(backend)  # over the limit of the first
+        calls += Sheet(waits, [{"seconds": 0.0}], MINUTES).run(backend)
+    assert [call.value for call in calls] == [3 * SOON, 0.0]
+
+
 def leaves_behind(first: bool) -> object:
     """Folder, environment and timers, changed by the first call and read by the second."""
     if first:
