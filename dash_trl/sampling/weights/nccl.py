@@ -45,20 +45,7 @@ class NCCLWeights:
         self._clients: dict[str, Any] = {}
 
     def send(self, parameters: NamedTensors, version: int, on_each: OnEach) -> tuple[Snapshot, dict[str, str | None]]:
-        """Broadcast a new version to servers.
-
-        Args:
-            parameters: name and value of each parameter, unsharded.
-            version: weight version.
-            on_each: `ServerPool.on_each` for the servers that get the weights.
-
-        Returns:
-            What was sent, and for each server's URL its error or None.
-
-        Raises:
-            WeightMismatch: if a server holds other weights than it was given.
-            ValueError: if a server refused a request.
-        """
+        """Broadcast a new version to servers. Arguments, result and errors are those of `FileWeights.send`."""
         failed: dict[str, Any] = {}  # server → its first error
         urls = list(self._on_each(on_each, lambda server: server.pause(), failed))
         try:
