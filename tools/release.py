@@ -3,6 +3,7 @@
 python tools/release.py dist
 """
 
+import re
 import sys
 import tarfile
 import zipfile
@@ -34,9 +35,29 @@ def names_of(archive: Path) -> list[str]:
         return [one.name.partition("/")[2] for one in file.getmembers() if one.isfile()]
 
 
+def description_faults(metadata: str) -> list[str]:
+    """Links that lead nowhere on PyPI.
+
+    Args:
+        metadata: text of a wheel's METADATA, which ends with the README.
+    """
+    links = re.findall(r"\]\(([^)]+)\)", metadata)
+    if not links:
+        return ["its description is missing"]
+    return [f"{link} leads nowhere on PyPI" for link in links if not link.startswith("https://")]
+
+
+def metadata_of(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as file:
+        (name,) = [name for name in file.namelist() if name.endswith(".dist-info/METADATA")]
+        return file.read(name).decode()
+
+
 def main(folder: str) -> int:
-    archives = [*Path(folder).glob("*.whl"), *Path(folder).glob("*.tar.gz")]
+    wheels = [*Path(folder).glob("*.whl")]
+    archives = [*wheels, *Path(folder).glob("*.tar.gz")]
     wrong = [f"{one.name}: {fault}" for one in archives for fault in faults(names_of(one), one.suffix == ".whl")]
+    wrong += [f"{one.name}: {fault}" for one in wheels for fault in description_faults(metadata_of(one))]
     if len(archives) != 2:
         wrong.append(f"{folder} has {len(archives)} archives, not one wheel and one sdist")
     print("\n".join(wrong or [f"{one.name}: fit" for one in archives]))
