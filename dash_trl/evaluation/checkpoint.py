@@ -24,7 +24,7 @@ class Checkpoint:
     Args:
         name: the directory or the hub name.
     Raises:
-        ValueError: if no model has this name.
+        ValueError: if the config of the model cannot be read, for example because no model has this name.
     """
 
     name: str
