@@ -30,7 +30,7 @@ Inputs = dict[str, Any]  # the inputs of a model pass, on the device
 
 @dataclass(frozen=True)
 class LogProbRules:
-    """Which log-probs the loss needs.
+    """Rules that determine which log-probs the loss needs.
 
     Attributes:
         outlives_its_weights: True = several optimizer steps use a window, so its old log-probs must be computed.
@@ -39,8 +39,9 @@ class LogProbRules:
         correction: the keyword arguments of `importance_sampling_ratio`. `None`: the loss has no importance sampling
             correction.
         repeatable: function that returns whether a training pass computes the same log-probs as a pass without
-            gradient. This is so without dropout and without NEFTune's noise, if each row is trained on once. (If rows
-            are used twice and a callback ends an epoch early, an optimizer step may lie between the two uses.)
+            gradient. It does if the model has no dropout, NEFTune adds no noise, and each row is trained on once. (If a
+            row is trained on twice and a callback ends an epoch early, an optimizer step may come between the two
+            passes.)
     """
 
     outlives_its_weights: bool
@@ -53,8 +54,9 @@ class LogProbRules:
         """Return the fields of log-probs that must be computed before training.
 
         Args:
-            serves_one_step: True = one optimizer step uses the whole window. Its training passes then have the weights
-                of the old log-probs, so they compute the old log-probs; see `CorrectionInPass`.
+            serves_one_step: True = one optimizer step uses the whole window. Its training passes then use the same
+                weights as the old log-probs, so that they can compute the old log-probs themselves; see
+                `CorrectionInPass`.
         """
         corrects = self.correction is not None and not (serves_one_step and self.repeatable())
         old = self.outlives_its_weights or self.sampler_is_old or corrects
@@ -69,8 +71,8 @@ class LogProbs:
     Args:
         ranks: the ranks of the run.
         rules: function that returns the current rules.
-        inputs_of: function that takes a window and lengths [R, N, 4]. For each pass over the rows whose length is not
-            0, it yields the indices of this rank's rows (at most S) and the inputs of the pass.
+        inputs_of: function that takes a window and lengths [R, N, 4], and plans passes over the rows whose length is
+            not 0. For each pass, it yields the indices of this rank's rows (at most S) and the inputs of the pass.
         policy: function that runs a pass of the policy. It takes the inputs and `compute_entropy`, and returns a tuple
             that begins with log-probs [S, T'] and entropies [S, T'] or `None`.
         reference: function that runs a pass of the reference model in the same way.
@@ -103,13 +105,13 @@ class LogProbs:
 
     @torch.no_grad()
     def of_window(self, window: GenerationWindow, *, serves_one_step: bool = False) -> None:
-        """Add to the survivors those of old log-probs, ratio and reference log-probs that the loss needs.
+        """Compute the survivors' old log-probs, reference log-probs and ratios, as far as the loss needs them.
 
         If the old log-probs are the sampler's log-probs, passes run only over rows with a token whose log-prob the
         sampler did not report.
 
         Args:
-            window: the window. Its `rollouts` are replaced.
+            window: the window. Its `rollouts` are replaced by the same rows with these fields.
             serves_one_step: see `LogProbRules.names`.
         """
         rules, survivors, lengths = self.rules, window.rollouts, window.lengths
@@ -131,12 +133,14 @@ class LogProbs:
         window.rollouts = survivors.with_log_probs(**known)
 
     def of_all(self, rollouts: RolloutBatch) -> RolloutBatch:
-        """Add to all rows the log-probs that `of_window` adds to survivors.
+        """Compute the fields of `of_window` for all rows, before it is known which rows survive.
 
-        Several optimizer steps use these rows. All rows then have log-probs by the weights before the first step.
+        This is for a window that several optimizer steps use, and whose rewards come group by group. All groups must
+        get log-probs by the weights before the first of these steps, but some groups get their rewards
+        only after it.
 
         Args:
-            rollouts: B rows without rewards.
+            rollouts: the B rows of the window, without rewards.
         """
         nothing = torch.zeros(len(rollouts))
         credited = rollouts.with_rewards(nothing.unsqueeze(1)).with_advantages(nothing)
@@ -156,7 +160,7 @@ class LogProbs:
         Args:
             prompt_ids: B lists of token ids.
             completion_ids: B lists of token ids.
-            pad_token_id: fills padding.
+            pad_token_id: token id of padding.
         Returns:
             B lists with one log-prob per completion token.
         """
@@ -180,7 +184,7 @@ class LogProbs:
         return log_probs * rollouts.loss_mask, entropies * rollouts.loss_mask
 
     def log(self, survivors: Survivors) -> None:
-        """Log how far a window's survivors are from the sampler, and how the loss is corrected for that.
+        """Log the difference between the sampler's and the old log-probs of a window, and the ratios that correct it.
 
         Args:
             survivors: the survivors of a whole window.
@@ -213,28 +217,28 @@ class LogProbs:
     def _of_rows(
         self, rollouts: CreditedRollouts, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int
     ) -> list[Tensor]:
-        """Run passes over the rows that have a length in `lengths` [B, 4], as `_found`; all other rows get 0."""
+        """Run passes over the rows whose length in `lengths` [B, 4] is not 0. See `_found`; all other rows get 0."""
         rows, window = self._window(rollouts, lengths)
         return [_spread(one, rows, len(rollouts)) for one in self._found(window, window.lengths, run, count)]
 
     def _found(
         self, window: GenerationWindow, lengths: Tensor, run: Callable[[Inputs], Sequence[Tensor]], count: int
     ) -> list[Tensor]:
-        """Run passes over the window's rows that have a length, and collect their results.
+        """Run passes over the window's rows whose length in `lengths` is not 0, and collect the results.
 
         Args:
-            run: a pass, inputs → at least `count` tensors [S, T'].
+            run: function that takes the inputs of a pass, runs it, and returns at least `count` tensors [S, T'].
         Returns:
             `count` tensors [B, T] float32, on the CPU.
         """
         found = [torch.zeros(window.rollouts.completion_ids.shape) for _ in range(count)]
         for rows, inputs in self._inputs_of(window, lengths) if found else ():
-            for values, known in zip(run(inputs), found, strict=False):  # either of the two may have more columns
+            for values, known in zip(run(inputs), found, strict=False):  # `values` and `known` may differ in columns
                 known[rows, : values.shape[1]] = values[: len(rows), : known.shape[1]].float().cpu()
         return found
 
     def _window(self, rollouts: CreditedRollouts, lengths: Tensor) -> tuple[Tensor, GenerationWindow]:
-        """Build a window from the rows that have a length in `lengths` [B, 4]. A fully masked row has none.
+        """Build a window from the rows whose length in `lengths` [B, 4] is not 0. A fully masked row has length 0.
 
         Returns:
             The indices of these rows, and the window.
@@ -256,11 +260,11 @@ def _spread(values: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 class CorrectionInPass:
-    """Computes the importance-sampling ratio from the logits of the training pass, which saves a pass.
+    """Computes importance-sampling ratios within training passes, which saves the passes for old log-probs.
 
-    This works for windows that serve one optimizer step. The weights of this step are the weights of the old log-probs,
-    so the log-probs of the training pass, without gradient, are the old log-probs. TRL's loss reads the ratio only
-    after the forward pass, so the ratio can be added in time.
+    This works if one optimizer step uses the whole window. The training passes of this step use the same weights as the
+    old log-probs, so their log-probs, detached, are the old log-probs. TRL's loss reads the ratio only after the
+    forward pass, so the ratio can be added to the inputs in time.
 
     Args:
         rules: function that returns the current rules.
@@ -269,17 +273,17 @@ class CorrectionInPass:
 
     def __init__(self, rules: Callable[[], LogProbRules], rank: int):
         self._rules, self._rank = rules, rank
-        # Set while a pass is running that needs a ratio: its inputs, the correction, and the window's table.
+        # The running pass, if it needs ratios: its inputs, the correction, and the list of its window in `_tables`.
         self._running: tuple[Inputs, dict[str, Any], list[tuple[Tensor, ...]]] | None = None
         self._tables: defaultdict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
 
     @contextmanager
     def observe(self, inputs: Inputs, window: int) -> Iterator[None]:
-        """Within the context, TRL computes the loss of a pass, and `see` gets the log-probs of that pass.
+        """Context in which TRL computes the loss of a pass, and `see` is called with the pass's log-probs.
 
         Args:
             inputs: the inputs of the loss.
-            window: identifies the window that the rows belong to.
+            window: number that identifies the window of the rows within the optimizer step.
         """
         correction = self._rules().correction
         if correction is not None and "importance_sampling_ratio" not in inputs:
@@ -290,10 +294,10 @@ class CorrectionInPass:
             self._running = None
 
     def see(self, log_probs: Tensor) -> None:
-        """Compute the ratio of the running pass, if it needs one, and add it to the inputs of the loss.
+        """Compute the ratios of the running pass, if the pass needs them, and add them to the inputs of the loss.
 
         Args:
-            log_probs: [S, T], log-probs by the policy.
+            log_probs: [S, T], the policy's log-probs in this pass.
         """
         if self._running is None:
             return
@@ -306,10 +310,10 @@ class CorrectionInPass:
         table.append(tuple(one[:rows].cpu() for one in (old, sampled, mask, ratio)))
 
     def of_step(self) -> Iterator[tuple[Tensor, ...]]:
-        """Return what the passes of the ending optimizer step have found, and begin the next step.
+        """Yield the log-probs and ratios of all passes of the ending optimizer step, and forget them.
 
         Yields:
-            For each window, old log-probs, the sampler's log-probs, loss mask and ratio.
+            For each window, the old log-probs, the sampler's log-probs, the loss mask and the ratios.
         """
         tables, self._tables = self._tables, defaultdict(list)
         for passes in tables.values():

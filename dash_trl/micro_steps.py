@@ -2,6 +2,8 @@
 
     Collector ──► parts of a window ──► MicroSteps ──► Schedule: the rows of each pass ──► MicroBatches ──► inputs
 
+The *share* of an optimizer step is the rows that it uses of a window: all of them, or some of them (Mini).
+
 Letters: R ranks, M rows of a rank.
 """
 
@@ -49,7 +51,7 @@ class MicroBatches:
         """Plan the micro-batches of each micro-step; see `plan_segment`.
 
         Args:
-            lengths: [R, M, 4], see `RolloutBatch.lengths`. Rows without a completion length are left out.
+            lengths: [R, M, 4], see `RolloutBatch.lengths`. Rows with completion length 0 are left out.
             micro_steps: number of micro-steps.
             last_must_run: True = the last micro-step runs a pass even if there is no survivor.
         """
@@ -64,7 +66,7 @@ class MicroBatches:
         )
 
     def metrics(self, planned: list[MicroBatch], lengths: Tensor) -> dict[str, float]:
-        """Return how micro-batches were packed; see `packing_metrics`.
+        """Return figures about the packing of micro-batches; see `packing_metrics`.
 
         Args:
             planned: the micro-batches.
@@ -74,19 +76,19 @@ class MicroBatches:
         return packing_metrics(planned, lengths, padding_free=passes.padding_free, min_shared=passes.min_shared)
 
     def without_gradient(self, window: GenerationWindow, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
-        """Make the inputs of passes over the rows whose length in `lengths` is not 0.
+        """Make the inputs of passes without gradient, over the rows whose length in `lengths` is not 0.
 
         Args:
             window: the window of the rows.
             lengths: [R, M, 4].
         Yields:
-            For each pass, this rank's rows of `window.rollouts` and the inputs, on the CPU.
+            For each pass, the indices of this rank's rows in `window.rollouts`, and the inputs on the CPU.
         """
         for micro_batch in self.plan(lengths, 1)[0]:
             yield self._of(window, micro_batch)
 
     def with_gradient(self, window: GenerationWindow, one: Pass) -> dict[str, Any]:
-        """Make the inputs of a training pass, with its weight in the optimizer step; on the CPU.
+        """Make the inputs of a training pass on the CPU, including the weight of its loss in the optimizer step.
 
         Args:
             window: the window of the rows.
@@ -103,7 +105,7 @@ class MicroBatches:
         return {**inputs, "num_items_in_batch": window.num_items_in_batch, "loss_scale": scale, "pass": one}
 
     def _of(self, window: GenerationWindow, micro_batch: MicroBatch) -> tuple[list[int], dict[str, Any]]:
-        """Return this rank's rows of `window.rollouts` in a micro-batch, and the inputs of a pass over these rows."""
+        """Return this rank's rows of a micro-batch, as indices in `window.rollouts`, and the inputs of their pass."""
         rows = window.rows(self._rank)[list(micro_batch.rows[self._rank])].tolist()
         inputs = self.passes.inputs(window.rollouts, rows, size=micro_batch.size, pad_token_id=self._pad_token_id)
         return rows, inputs
@@ -112,7 +114,7 @@ class MicroBatches:
 class MicroSteps:
     """Collects a window when it is due, keeps the window in use, and makes the inputs of each micro-step's passes.
 
-    All ranks call each method that has an argument `step`, and `wait_for_rest`, at the same point.
+    All ranks call `wait_for_rest`, and every method with an argument `step`, at the same point.
 
     Args:
         schedule: decides which rows run in which micro-step.
@@ -121,7 +123,8 @@ class MicroSteps:
         by_group: True = rewards are awaited group by group (`reward_pipeline`).
         num_generations: number of rows of a group.
         log: function that adds one value to each figure; see `Recorder.log`.
-        to_training: function that puts the model into training mode, because an evaluation may have left this mode.
+        to_training: function that puts the model into training mode. It is called before waiting for rewards, because
+            an evaluation may have changed the mode.
     Attributes:
         schedule: as above.
     """
@@ -143,7 +146,7 @@ class MicroSteps:
         self._window: Window | None = None  # the window in use
 
     def begin_optimizer_step(self, step: int, micro_steps: int, global_step: int) -> None:
-        """See `Schedule.begin_optimizer_step`."""
+        """Begin an optimizer step, with the arguments of `Schedule.begin_optimizer_step`."""
         self.schedule.begin_optimizer_step(step, micro_steps, global_step)
         if self._window is not None:
             self._window.begin_optimizer_step(global_step)
@@ -151,7 +154,7 @@ class MicroSteps:
     def inputs(
         self, step: int, global_step: int, examples: list[dict[str, Any]]
     ) -> Iterator[tuple[list[dict[str, Any]], bool]]:
-        """Make the inputs of the passes of a micro-step, on the CPU. Collect a new window first if one is due.
+        """Collect a new window if one is due, and make the inputs of a micro-step's passes, on the CPU.
 
         Args:
             step: the micro-step.
@@ -170,12 +173,12 @@ class MicroSteps:
             passes, planned = self.schedule.passes(step, window.lengths, window.num_items_in_batch.item())
             yield self._inputs(window, passes, planned), True
         elif step + 1 < self.schedule.share(step).stop:
-            yield [], True  # all parts of the share run in its last micro-step
+            yield [], True  # the passes of all parts run in the last micro-step of the share
         else:
             yield from self._inputs_of_parts(step, self._window)
 
     def groups_of_step(self, step: int) -> int:
-        """Return the number of this rank's groups that an optimizer step takes from the window in use.
+        """Return the number of groups that this rank has in an optimizer step's share of the window in use.
 
         Args:
             step: a micro-step of the optimizer step.
@@ -183,7 +186,10 @@ class MicroSteps:
         return len(self.schedule.share(step)) * self.schedule.rows_per_step // self._num_generations
 
     def wait_for_rest(self) -> None:
-        """Wait for all remaining parts of the window in use."""
+        """Wait for all remaining parts of the window in use.
+
+        The window is then whole, as if all of its rewards had been awaited together.
+        """
         window = self._window
         if window is not None and window.whole is None:
             self._to_training()
@@ -191,14 +197,14 @@ class MicroSteps:
             self.schedule.window_is_whole(ran, window.wait().lengths)
 
     def window_to_save(self, step: int) -> GenerationWindow | None:
-        """Return the window that a resumed run needs.
+        """Return the window in use if a run that is resumed from a checkpoint needs it.
 
         Call it only when the window in use is whole.
 
         Args:
             step: the micro-step at which a resumed run continues.
         Returns:
-            The window in use; `None` if the resumed run does not use this window.
+            The window in use. `None`: the resumed run cannot use it.
         """
         if self._window is None or self.schedule.sampled_after(step):
             return None
@@ -229,7 +235,7 @@ class MicroSteps:
             if last:
                 break
         if self.schedule.ends_window(step):
-            self.wait_for_rest()  # no part is left, so this only marks the window as whole
+            self.wait_for_rest()  # no part is left, so this waits for nothing and only marks the window as whole
 
     def _inputs(self, window: GenerationWindow, passes: list[Pass], planned: list[MicroBatch]) -> list[dict[str, Any]]:
         if planned:

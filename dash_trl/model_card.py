@@ -5,7 +5,7 @@ from dataclasses import fields
 from dash_trl import __version__
 from dash_trl.config import DASHConfig
 
-# TRL's options that decide what is learned. They are always listed.
+# TRL's options with the largest effect on the result. The model card always lists them.
 SHARED = (
     "loss_type",
     "learning_rate",

@@ -1,4 +1,4 @@
-"""Which versions of other packages dash_trl was run with, as its installed metadata says."""
+"""Compares the versions of installed packages with the version ranges in the metadata of dash_trl."""
 
 import warnings
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -16,11 +16,12 @@ def installed(package: str) -> str | None:
 
 
 def bounds(package: str = "dash_trl", extra: str = "") -> dict[str, SpecifierSet]:
-    """Return the version ranges that an installed package requires of others.
+    """Return the version ranges that an installed package requires of its dependencies.
 
     Args:
         package: name of the package.
-        extra: return the requirements of this extra only. Empty: the requirements without extras.
+        extra: name of an extra. Only the requirements that this extra adds are returned. Empty: the requirements
+            without extras.
     Returns:
         Name of each required package → its range; empty if `package` is not installed.
     """
@@ -38,7 +39,7 @@ def bounds(package: str = "dash_trl", extra: str = "") -> dict[str, SpecifierSet
 
 
 def fits(found: str, asked: SpecifierSet) -> bool:
-    """Whether a version lies in a range. Its local part (+cpu, +cu130) does not count.
+    """Whether a version lies in a range. The version's local part (+cpu, +cu130) is ignored.
 
     Args:
         found: the version.
@@ -48,8 +49,9 @@ def fits(found: str, asked: SpecifierSet) -> bool:
 
 
 def warn_of_trl() -> None:
-    """Warn if the installed TRL is outside the tested range, because DASHTrainer overrides private methods of TRL's
-    trainer.
+    """Warn if the installed version of TRL is outside the tested range.
+
+    DASHTrainer overrides private methods of TRL's trainer, which may change with any version.
     """
     found, asked = installed("trl"), bounds().get("trl")
     if found is not None and asked is not None and not fits(found, asked):

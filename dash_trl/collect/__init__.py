@@ -1,4 +1,4 @@
-"""The way from prompts to the parts of a window: announce, sample, reward, credit, filter."""
+"""Collects the rows of a window: samples completions, gets rewards, computes advantages, filters rows."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,9 @@
-"""Starts the rewards of a window and waits for them: all together, or group by group::
+"""Starts the reward functions on the rows of a window, and waits for the rewards, together or group by group::
 
     some rows have been sampled ──► EarlyRewards ──┐
     all rows have been sampled ────────────────────┴──► begin ──► the request ──► Together, ByGroup ──► parts ──► report
+
+A *request* (`workers.Request`) collects the results of the reward functions while they run in the background.
 
 Letters: B rows of this rank, N rows of all ranks, F reward functions.
 """
@@ -32,15 +34,15 @@ from dash_trl.workers import Request
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """The rows that reward functions are asked to score, in the form of TRL's `_calculate_rewards`.
+    """The rows that reward functions score: the arguments of TRL's `_calculate_rewards`, and the rows that have failed.
 
     Attributes:
-        examples: B rows of the dataset.
+        examples: for each of the B rows, its row of the dataset.
         prompts: B texts or conversations.
         completions: B texts or lists of messages.
         completion_ids: B lists of token ids.
-        failed: [B] bool, True = the row is unscored, whatever the functions return; see `TurnCounts`. `None`: there is
-            no such row.
+        failed: [B] bool, True = a tool or the environment of the row failed, so the row is unscored whatever the
+            functions return. `None`: there are no tools and no environments.
     """
 
     examples: list[dict[str, Any]]
@@ -51,18 +53,18 @@ class RewardBatch:
 
 
 class Awaited(Protocol):
-    """The interface by which a collector awaits the rewards of a window, which have begun.
+    """Interface with which the collector waits for the rewards of one generation batch, in one or several parts.
 
-    Every part has the same number of groups on every rank. In rewards, NaN = the function does not apply. All rewards
-    of a row are NaN if a function failed on the row.
+    A part has the same number of groups on every rank. A reward is NaN if the function does not apply to the row. If a
+    function failed on a row, all rewards of the row are NaN.
     """
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """Wait for the rewards, and yield them as they come.
 
         Yields:
-            Indices of this rank's rows, which form whole groups; the rewards of these rows [rows, F]; and
-            `Part.ends_step`.
+            The indices of some of this rank's rows, which are whole groups; the rewards of these rows, [rows, F]; and a
+            bool, see `Part.ends_step`.
         """
 
     def report(self) -> Tensor:
@@ -96,9 +98,9 @@ class ByGroup:
     """Awaits the rewards of a window group by group.
 
     Args:
-        arriving: iterator over the rows whose rewards have come since the last item, with `Part.ends_step`; see
-            `arrivals`.
-        rewards: function that returns the rewards of such rows, [rows, F].
+        arriving: iterator that waits for rewards. Each item has the indices of the rows whose rewards have come since
+            the last item, and a bool, see `Part.ends_step`. `arrivals` makes this iterator.
+        rewards: function that takes the indices of rows and returns their rewards, [rows, F].
         report: as in `Together`. It is called after all rewards have come.
     """
 
@@ -119,11 +121,12 @@ class ByGroup:
 
 
 class Rewards:
-    """The reward functions of a run: scores one window after the other, and counts failures over the run.
+    """Scores the windows of a run with its reward functions, and counts the failures of each function over the run.
 
-    To get the rewards of a window, this class calls the trainer's `_calculate_rewards`, which a subclass of the trainer
-    may override. The trainer's method calls `of_all`, and `of_all` calls TRL's method. So every window goes through an
-    override, through TRL's logs and through the count of failures.
+    For every window, this class calls the trainer's `_calculate_rewards`, because a subclass of the trainer may
+    override this method. The trainer's method calls `of_all`, and `of_all` calls TRL's method. So the override, TRL's
+    logs and the count of failures include every window. If rewards are awaited by group, the call comes after the last
+    group.
 
     Args:
         ranks: the ranks of the run.
@@ -131,9 +134,10 @@ class Rewards:
         functions: the F reward functions, in the order of the columns; see `rewards.watch`.
         names: the names of the reward functions.
         num_generations: number of rows of a group in training.
-        group_size: function that returns the group size of the rows that the functions score at the moment.
-        early: True = begin to score rows as they are sampled, if every function scores each completion by itself.
-            Rewards of environments are not considered, because they are known as soon as a row ends.
+        group_size: function that returns the group size in the current mode: training or evaluation.
+        early: True = start the functions on rows as soon as the rows are sampled. This requires that each function
+            scores each completion by itself. Rewards of environments are exempt, because they are known when a row
+            ends.
         calculate: the trainer's `_calculate_rewards`. It takes this rank's rows and returns [N, F].
         groups_of_step: function that returns the number of this rank's groups that the running optimizer step takes
             from the window.
@@ -162,13 +166,13 @@ class Rewards:
         self._failures = FailureWatch(functions, names)
 
     def begin(self, window: int, batch: RewardBatch, *, by_group: bool) -> Awaited:
-        """Begin to score a window after all its rows have been sampled, unless scoring began earlier.
+        """Start the reward functions on a generation batch whose rows are all sampled, unless they were started early.
 
-        All ranks call it at the same point. If the rewards are awaited together and did not begin early, the reward
-        functions are only called when `Awaited.parts` is iterated over.
+        All ranks call this method at the same point. If the rewards are awaited together and the functions were not
+        started early, the functions are called later, when the caller iterates over `Awaited.parts`.
 
         Args:
-            window: number of the generation batch.
+            window: number of the generation batch; see `Prompts.number`.
             batch: the rows of the generation batch.
             by_group: True = await the rewards group by group, False = together.
         """
@@ -178,7 +182,7 @@ class Rewards:
             request = self._ranks.agree(lambda: self._start(reward_rows(*arguments)))
 
         def report() -> Tensor:
-            if request is not None:  # then the functions that TRL calls return the results of this request
+            if request is not None:  # the functions that TRL calls then return the results of this request
                 self.team.hand_over(request, batch.completions)
             rewards = self._calculate(*arguments)
             return rewards if batch.failed is None else _without(self._ranks.gather(batch.failed), rewards)
@@ -211,15 +215,15 @@ class Rewards:
         Args:
             call_functions: TRL's `_calculate_rewards`, with its arguments. It returns [N, F]; NaN = the function does
                 not apply, or failed.
-            training: True = training, False = evaluation, or values of process rewards. If it is False, failures do not
-                count towards ending the run.
-            group_size: the group size of these rows. `None`: the group size of the run.
-            failed: see `RewardBatch`.
+            training: True = the rows are trained on. False = the rows belong to an evaluation, or to the Monte Carlo
+                estimate of a value; failures on these rows do not end the run.
+            group_size: the group size of these rows. `None`: the group size in the current mode.
+            failed: see `RewardBatch.failed`.
         Returns:
             [N, F]. If a function failed on a row, all F rewards of the row are NaN.
         Raises:
-            RuntimeError: on all ranks, if a function fails all the time. If a reward function was called in a wrong
-                way, the function's own error is raised instead.
+            RuntimeError: on all ranks, if a function is broken; see `FailureWatch`. A mistake of the user, such as a
+                function that returns no list of rewards, raises `WatchedReward.mistake` instead.
         """
         self.team.join(group_size)
         with self._recorder.timed("reward", counts=training):
@@ -243,11 +247,11 @@ class Rewards:
         return request
 
     def _least_of_ranks(self, groups: int) -> int:
-        """Return the smallest number of groups that has come on any rank."""
+        """Return the smallest of all ranks' numbers of scored groups. `wait_for_ranks` logs the seconds of waiting."""
         with self._recorder.timed("wait_for_ranks"):
             return self._ranks.least(groups)
 
 
 def _without(failed: Tensor, rewards: Tensor) -> Tensor:
-    """Set all rewards [rows, F] of the rows to NaN on which a tool or an environment failed ([rows] bool)."""
+    """Set all rewards of a row to NaN if a tool or environment failed on it: failed [rows] bool, rewards [rows, F]."""
     return rewards.masked_fill(failed.to(rewards.device).unsqueeze(1), torch.nan)

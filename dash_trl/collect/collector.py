@@ -1,11 +1,11 @@
-"""`Collector` leads from prompts to the parts of a window::
+"""`Collector` turns prompts into the parts of a window, which are then trained on::
 
     announce ──► sample ──► reward ──► credit ──► filter ──► log-probs ──► part
        ▲            └── meanwhile: the next window is sampled, and its rewards begin
        └── with dynamic sampling: more groups, while too few groups have signal ──┘
 
-In this module, a *generation batch* is what a sampler samples at once: a window or, with dynamic sampling, one round of
-a window.
+In this package, a *generation batch* is the rows that are sampled at once: a window or, with dynamic sampling, one
+round of a window.
 
 Letters: B rows of this rank, M of them in a part, N rows of all ranks, R ranks, K groups of a rank, F reward functions.
 """
@@ -78,14 +78,14 @@ class _Begun:
 
 @dataclass(frozen=True)
 class _Round:
-    """A generation batch with its credit.
+    """One round of a window (dynamic sampling), whose credit is computed and whose rows are filtered.
 
     Attributes:
-        begun: the batch.
+        begun: the generation batch of the round.
         credited: this rank's rows with their credit.
         outcome: see `Part`.
         keep: [B] bool, True = the filter keeps this row of this rank.
-        signal: [R, K] bool, True = the filter keeps at least one row of this group; the groups of all ranks.
+        signal: [R, K] bool for the groups of all ranks, True = the filter keeps at least one row of the group.
     """
 
     begun: _Begun
@@ -115,36 +115,37 @@ class Part:
 
 
 class Collector:
-    """Collects the windows of a run, one after the other.
+    """Collects the windows of a run: samples rows, waits for their rewards, computes advantages and filters rows.
 
     All ranks call `window` at the same point, and wait together for the parts of the window.
 
     Args:
         ranks: the ranks of the run.
-        settings: function that returns the current settings, because a callback may change some during a run.
+        settings: function that returns the current settings. A callback may change settings during a run.
         sampler: samples completions.
         rewards: scores the completions.
         log_probs: computes the log-probs that the loss needs.
         recorder: logs figures and seconds.
         log: writes the figures and tables that TRL logs about a window.
-        tokenize: function that takes prompts and returns what TRL's `_tokenize_prompts` returns. `None`: prompts are
-            tokenized later, by a `rollout_func` or after environments are reset.
-        upcoming: function that returns this rank's rows of the dataset for the windows after the current one, one list
-            per window whose prompts may be known already.
+        tokenize: TRL's `_tokenize_prompts`, a function that takes prompts. `None`: prompts are tokenized later, by a
+            `rollout_func` or after environments are reset.
+        upcoming: function that returns the prompts of the next windows that may be sampled ahead: for each of these
+            windows, a list of this rank's rows of the dataset.
         ahead: decides how far sampling runs ahead of training.
-        log_staleness: True = log how old the weights are that sampled a window.
+        log_staleness: True = log the age of the weights with which a window was sampled.
         step: function that returns the number of optimizer steps taken.
         dispatch: function that calls the callbacks; it takes the name of an event and the rollouts.
         advantages: function that takes rewards [N, F] and numbers of loss tokens [N], and returns the advantages by
             outcome, [N].
-        draw_order: function that takes a number of rows and returns the order in which micro-steps get them, [rows]
-            int64. It draws random numbers.
+        draw_order: function that takes a number of rows and draws the random order in which micro-steps get the rows,
+            [rows] int64.
         dynamic: decides how many groups a window samples. `None`: no dynamic sampling.
         more: function that takes a number of prompts and returns this rank's next rows of the dataset. Needed with
             `dynamic`.
-        verdicts: function that is called on every rank after each window. It takes a list with the examples of each
-            generation batch, and two bool tensors [K]: True = this rank's group had signal, and True = it was scored.
-            `None`: nobody needs this.
+        verdicts: function that records, after each window and on every rank, which prompts had signal. It takes a list
+            with the examples of each generation batch, and two [K] bool tensors for this rank's groups. First tensor:
+            True = the group has signal. Second tensor: True = a row of the group is scored. `None`: this is not
+            recorded.
     Attributes:
         log_probs: as above.
     """
@@ -183,14 +184,16 @@ class Collector:
         self._empty_windows, self._unfilled_windows = EmptyWindows(settings().threshold), UnfilledWindows()
 
     def window(self, examples: list[dict[str, Any]], *, by_group: bool, serves_one_step: bool) -> Iterator[Part]:
-        """Sample the next window and begin its rewards. Iterating over the result waits for the rewards.
+        """Sample the next window and start its rewards. Iterating over the result waits for the rewards.
+
+        With dynamic sampling, the window is sampled only when the caller iterates over the result.
 
         Args:
             examples: B rows of the dataset, one per completion; the rows of a group are adjacent.
             by_group: True = await rewards group by group, False = await them together.
             serves_one_step: True = one optimizer step uses the whole window; False = several steps use it.
         Returns:
-            The parts of the window. The figures of the window are logged just before the last part.
+            An iterator over the parts of the window. Before it yields the last part, it logs the figures of the window.
         """
         prompts = self._announce(examples)
         find_log_probs: Callable[[GenerationWindow], None]
@@ -200,30 +203,33 @@ class Collector:
         begun = self._begin(prompts, by_group=by_group)
         self._log_sampled(begun.sampled, begun.truncated)
         rollouts = begun.rollouts
-        # TRL's losses divide by the number of loss tokens of the window. It must be known before the first part.
+        # TRL's losses divide by this number. So it must be known before the first part is trained on.
         num_items = self._ranks.sum(rollouts.loss_mask.sum())
         draw_order = self._draw_order
         if by_group:
-            # Groups run in the order in which they come, not in a random order. The random numbers of the order are
-            # drawn all the same, so that later samples do not depend on `reward_pipeline`.
+            # Groups are trained on in the order in which their rewards come. A random order is drawn and dropped, so
+            # that the random state, and with it later samples, do not depend on `reward_pipeline`.
             draw_order(len(rollouts))
             draw_order = torch.arange
         if by_group and not serves_one_step:
-            # Several optimizer steps use the window. Old log-probs must be by the weights before the first of them, so
-            # they are computed now for all rows.
+            # Several optimizer steps use the window. Old log-probs belong to the weights before the first of these
+            # steps, so they are computed now, for all rows.
             rollouts, find_log_probs = self.log_probs.of_all(rollouts), _are_known
         return self._parts(begun, rollouts, num_items, draw_order, find_log_probs)
 
     def first_prompts(self, prompts: int) -> int:
-        """Return the number of prompts with which the next window begins on a rank.
+        """Return the number of prompts that a rank samples first for the next window.
 
         Args:
-            prompts: the number of prompts of a window on a rank, without dynamic sampling.
+            prompts: number of prompts of a window on a rank. Without dynamic sampling, the result is this number.
         """
         return prompts if self._dynamic is None else self._dynamic.first()
 
     def look(self) -> None:
-        """Begin the rewards of rows of later windows that have come. It is called between model passes."""
+        """Start the rewards of rows of later windows that were sampled since the last call.
+
+        The trainer calls this method between model passes.
+        """
         self._sampler.look()
 
     def close(self) -> None:
@@ -234,7 +240,7 @@ class Collector:
     # ------------------------------------------------------------------ from prompts to rows
 
     def _announce(self, examples: list[dict[str, Any]]) -> Prompts:
-        """Tell the sampler the prompts of the window that begins, and of windows that may be sampled ahead.
+        """Begin the next window: give the sampler its prompts, and the prompts of windows that may be sampled ahead.
 
         Each prompt is tokenized only once, because a chat template may depend on the time.
         """
@@ -271,7 +277,7 @@ class Collector:
         self._sampler.forget()
 
     def _begin(self, prompts: Prompts, *, by_group: bool) -> _Begun:
-        """Sample a generation batch, and begin its rewards."""
+        """Sample a generation batch, start its rewards, and call the callbacks' `on_rollouts_sampled`."""
         sampled = self._ranks.agree(partial(self._sampler.take, prompts))  # decoding may fail on one rank
         self._ranks.agree(partial(self._ahead.check, int(sampled.policy_version.min())))
         truncated = is_truncated(sampled.completion_ids, self._settings().end_ids)
@@ -324,8 +330,8 @@ class Collector:
             num_items: number of loss tokens of the window on all ranks, dropped rows included.
             draw_order: function that takes M and returns the order in which micro-steps get the rows of a part, [M]
                 int64.
-            find_log_probs: function that adds the log-probs that the loss needs to the survivors of a part; see
-                `LogProbRules`. If one optimizer step uses the window and beta is 0, the loss needs none.
+            find_log_probs: function that computes the log-probs of a part's survivors, as far as the loss needs them
+                (`LogProbRules`), and stores them in the part.
         """
         parts: list[Part] = []
         for rows, rewards, ends_step in begun.awaited.parts():
@@ -340,7 +346,7 @@ class Collector:
     def _in_rounds(
         self, dynamic: DynamicSampling, prompts: Prompts, find_log_probs: Callable[[GenerationWindow], None]
     ) -> Iterator[Part]:
-        """Sample rounds until the window has enough groups with signal, and return it as one part."""
+        """Sample rounds until the window has enough groups with signal or reaches its limit; yield it as one part."""
         rounds = [self._round(prompts)]
         with self._recorder.timed("dynamic_sampling"):
             while groups := dynamic.next([one.signal for one in rounds]):
@@ -382,7 +388,7 @@ class Collector:
         return rows.view(-1, self._settings().num_generations).any(dim=1)
 
     def _own_rows(self, groups: Sequence[Tensor]) -> Tensor:
-        """Return [B] bool over all rounds, True = this row of this rank is in a chosen group.
+        """Return which of this rank's rows are in chosen groups: [B] bool, where B counts the rows of all rounds.
 
         Args:
             groups: for each round, [R, K] bool, True = the group is chosen.
@@ -391,19 +397,22 @@ class Collector:
         return own.repeat_interleave(self._settings().num_generations)
 
     def _by_rank(self, rows: Sequence[Tensor]) -> Tensor:
-        """Concatenate [R · B, …] of each round. In the result, all rows of a rank are adjacent, round by round."""
+        """Concatenate a tensor [R · B, …] of each round. In the result, the rows of a rank are adjacent, in round
+        order.
+        """
         return torch.cat([one.unflatten(0, (self._ranks.count, -1)) for one in rows], dim=1).flatten(0, 1)
 
     def _placed(self, rollouts: CreditedRollouts, rows: Tensor, *, least: int) -> tuple[Survivors, Tensor]:
-        """Put survivors in a random order, as `_kept`, where ranks may have different numbers of survivors.
+        """Put the survivors of all rounds in a random order. The result has the form of `_kept`'s result.
 
-        The tables of all ranks must have the same length. So each rank's table has as many rows as the rank with the
-        most survivors needs. Rows without a survivor have length 0, like dropped rows.
+        `GenerationWindow.lengths` must have the same number M of rows for every rank, but ranks may have different
+        numbers of survivors. So M is the largest of these numbers, but at least `least`. Rows without a survivor have
+        the lengths 0, like dropped rows.
 
         Args:
             rollouts: this rank's rows of all rounds.
             rows: int64, indices of this rank's survivors.
-            least: the smallest length of a table.
+            least: smallest M: the number of rows of a window on a rank.
         """
         places = max(-self._ranks.least(-len(rows)), least)
         lengths = torch.zeros(places, 4, dtype=torch.long)
@@ -419,7 +428,7 @@ class Collector:
             The rows with their advantages after the callbacks, and `Part.outcome`, the advantages before the callbacks.
         """
         self._dispatch("on_rewards", rollouts)
-        unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have set `scored` of a row to False, too
+        unscored = ~rollouts.scored.unsqueeze(1)  # a callback may have changed rewards, and with them `scored`
         rewards = self._ranks.gather(rollouts.rewards.masked_fill(unscored, torch.nan))
         outcome = self._advantages(rewards, self._ranks.gather(rollouts.loss_mask.sum(dim=1)))
         credited = rollouts.with_advantages(outcome[self._ranks.own(len(rollouts))].clone())
@@ -427,7 +436,7 @@ class Collector:
         return credited, outcome
 
     def _kept(self, rollouts: CreditedRollouts, order: Tensor) -> tuple[Survivors, Tensor]:
-        """Filter the rows and put them in the given order.
+        """Filter the rows, and put the survivors in the given order.
 
         Returns:
             This rank's survivors, and `GenerationWindow.lengths` of all ranks, [R, M, 4], with 0 for a dropped row.

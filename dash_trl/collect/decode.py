@@ -21,13 +21,15 @@ from dash_trl.update import NO_LOG_PROB
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a generation batch, one row per completion to sample.
+    """The prompts of a generation batch, which is a window or, with dynamic sampling, one round of a window.
+
+    There is one row per completion to sample, so each prompt appears `num_generations` times.
 
     Attributes:
         number: number of the batch, from 0, in the order in which batches are announced.
         examples: B rows of the dataset.
-        tokenized: the tuple that TRL's `_tokenize_prompts` returned; token ids come first. Empty if a `rollout_func`
-            samples, or if environments may add text to prompts.
+        tokenized: the tuple that TRL's `_tokenize_prompts` returned; it begins with the B lists of token ids. Empty if
+            prompts are tokenized later, by a `rollout_func` or after environments have added text to them.
     """
 
     number: int
@@ -47,7 +49,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class TurnCounts:
-    """Counts of tool calls, and failures of tools and environments, in the rows of a window on this rank.
+    """Numbers of tool calls, and failures of tools and environments, in this rank's rows of a generation batch.
 
     Attributes:
         calls: [B, 2] int64, the numbers of tool calls and of failed tool calls of each row. `None`: there are no tools.
@@ -62,19 +64,20 @@ class TurnCounts:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The rows that a sampler has sampled for a window on this rank.
+    """This rank's rows of a generation batch, as the sampler returns them.
 
     Attributes:
         prompt_ids: B lists of token ids.
         completion_ids: B lists of token ids.
         completions: B texts or lists of messages; see `decoded`.
         policy_version: [B, 2] int64; see `RolloutBatch`.
-        prompts: B texts or conversations: the prompts of the dataset, and the text that environments added to them.
-        log_probs: B lists with one number per completion token, its log-prob; `None` or NaN in place of a number = the
-            log-prob is unknown. `None` in place of the lists: all log-probs are unknown.
+        prompts: B texts or conversations: the dataset's prompts, including the text that environments added.
+        log_probs: the sampler's log-probs: B lists with one number per completion token. A `None` or NaN in a list:
+            this log-prob is unknown. `None` instead of the lists: all log-probs are unknown.
         own_tokens: B lists with one number per completion token, 1 = the policy wrote it, 0 = a tool or an environment
             wrote it. `None`: the policy wrote all tokens.
-        columns: extra fields of a `rollout_func`: name → a list with one value per row, or one value for all rows.
+        columns: extra fields that a `rollout_func` returned: name → a list with one value per row, or one value for all
+            rows.
         turns: counts and failures of tools and environments. `None`: there are no tools and no environments.
     """
 
@@ -90,7 +93,7 @@ class Sampled:
     turns: TurnCounts | None = None
 
     def examples(self, examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Add the columns of a `rollout_func` to the rows of the dataset.
+        """Return the rows of the dataset with the extra fields of a `rollout_func` as columns.
 
         As in TRL, if a column has fewer values than there are rows, the last rows do not get the column.
 
@@ -117,8 +120,8 @@ def decoded(
     The result for a row does not depend on the other rows.
 
     Args:
-        tokenizer: the tokenizer. If it has a response template or schema, a message gets the fields that this template
-            parses from the response (reasoning, …).
+        tokenizer: the tokenizer. If it has a `response_template` or `response_schema`, a message also gets the fields
+            that TRL parses from the response with it, such as the reasoning.
         prompts: B texts or conversations.
         prompt_ids: B lists of token ids.
         completion_ids: B lists of token ids.
@@ -136,10 +139,10 @@ def decoded(
 
 
 def _parsed(tokenizer: Any, ids: list[int], prompt: list[int], tools: Sequence[Any]) -> dict[str, Any]:
-    """Parse a response as TRL does.
+    """Parse a response into a message, as TRL does.
 
-    If the response has JSON that is nested too deeply, return its text as the message, as TRL does for other malformed
-    output. TRL's parser raises a RecursionError there, which would end the run.
+    If JSON in the response is nested too deeply, TRL's parser raises a RecursionError, which would end the run. The
+    message then has the text of the response, as TRL's message has for other malformed output.
     """
     try:
         return parse_response(tokenizer, ids, prefix=prompt, tools=list(tools))
@@ -168,17 +171,17 @@ def to_rollouts(
     masked: Tensor | None = None,
     pad_to_multiple_of: int | None = None,
 ) -> RolloutBatch:
-    """Build the rows as padded tensors on the CPU.
+    """Convert sampled rows to padded tensors on the CPU.
 
     Args:
-        sampled: B rows.
-        examples: see `Sampled.examples`.
+        sampled: the B rows of this rank.
+        examples: the return value of `Sampled.examples`.
         group: [B] int64; see `RolloutBatch`.
         pad_token_id: token id of padding.
-        masked: [B] bool, True = no token of this completion counts (TRL's `mask_truncated_completions`). `None`: no
-            completion is masked.
-        pad_to_multiple_of: number; the widths of prompts and completions, in tokens, are multiples of it. `None`: they
-            are as small as possible.
+        masked: [B] bool, True = no token of this completion counts in the loss (TRL's `mask_truncated_completions`).
+            `None`: no completion is masked.
+        pad_to_multiple_of: prompts and completions are padded to a multiple of this number of tokens. `None`: they are
+            padded to the longest prompt and the longest completion.
     """
 
     def table(rows: Sequence[Sequence[Any]], side: str, padding: float, dtype: torch.dtype = torch.long) -> Tensor:

@@ -2,7 +2,8 @@
 
     first round ──► groups with signal: too few? ──► another round … ──► at most `max_num_gen_batches` × the window
 
-This module only decides how many groups are sampled, and which of them belong to the window.
+A group has *signal* if the filter keeps at least one of its rows. This module only decides how many groups are sampled,
+and which of them belong to the window.
 
 Letters: R ranks, K groups of a rank in a round.
 """
@@ -13,20 +14,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SMOOTHING = 0.2  # the weight of the last window in the running share of groups with signal
+SMOOTHING = 0.2  # the weight of the last window in the running average of the share of groups with signal
 
 
 class DynamicSampling:
     """Decides how many groups each round of a window samples. The decision is the same on every rank.
 
-    The size of the second and later rounds is estimated from the share of groups with signal in the rounds before; it
-    is at most the size of the window. If windows are sampled ahead, the size of the first round is estimated from the
-    last windows, so that training rarely has to wait for a second round.
+    The first round samples as many groups as a window has. If windows are sampled ahead, the first round may be larger:
+    its size depends on the share of groups with signal in the last windows, so that training rarely has to wait for a
+    second round. A further round samples as many groups as will probably fill the window, but at most as many as a
+    window has. Its size depends on the share of groups with signal in the earlier rounds.
 
     Args:
         groups: number of groups of a window on a rank.
         ranks: R, the number of ranks.
-        most: `max_num_gen_batches`; all rounds of a window together have at most this number times `groups` groups.
+        most: `max_num_gen_batches`: all rounds of a window together have at most this number times `groups` groups on a
+            rank.
         ahead: True = windows are sampled ahead.
     Attributes:
         room: number of groups of a window on all ranks.
@@ -35,19 +38,21 @@ class DynamicSampling:
     def __init__(self, groups: int, ranks: int, *, most: int, ahead: bool):
         self.room = groups * ranks  # groups of the window, on all ranks
         self._groups, self._ranks, self._most, self._ahead = groups, ranks, most, ahead
-        self._share = 1.0  # running share of groups with signal
+        self._share = 1.0  # running average of the share of groups with signal
 
     def first(self) -> int:
-        """Return a rank's number of groups in the first round of the next window."""
+        """Return the number of groups that each rank samples in the first round of the next window."""
         if not self._ahead:
             return self._groups
         return min(math.ceil(self._groups / max(self._share, 1e-6)), self._groups * self._most)
 
     def next(self, signal: Sequence[Tensor]) -> int:
-        """Return a rank's number of groups in the next round; 0 if the window is complete.
+        """Return the number of groups that each rank samples in the next round; 0 if there is no further round.
+
+        There is no further round if the window is full of groups with signal, or if its limit of groups is reached.
 
         Args:
-            signal: for each round so far, [R, K] bool, the groups with signal.
+            signal: for each round so far, [R, K] bool, True = the group has signal.
         """
         sampled, found = _counted(signal)
         missing = max(self.room - found, 0)
@@ -56,7 +61,7 @@ class DynamicSampling:
         return min(math.ceil(missing / share / self._ranks), self._groups, allowed)
 
     def note(self, signal: Sequence[Tensor]) -> None:
-        """Update the running share of groups with signal after a window is complete.
+        """Update the running average of the share of groups with signal after a window is complete.
 
         Args:
             signal: as in `next`, for all rounds of the window.
@@ -65,7 +70,7 @@ class DynamicSampling:
         self._share += SMOOTHING * (found / sampled - self._share)
 
     def metrics(self, signal: Sequence[Tensor]) -> dict[str, float]:
-        """Return the figures of a complete window. Numbers of groups are given as a share of `room`.
+        """Return the logged figures of a complete window. Numbers of groups are divided by `room`.
 
         Args:
             signal: as in `next`, for all rounds of the window.
@@ -94,7 +99,8 @@ def places_in_window(signal: Sequence[Tensor], room: int) -> tuple[list[Tensor],
         signal: for each round, [R, K] bool, True = the group has signal.
         room: number of groups of the window on all ranks; at most the number of groups in all rounds.
     Returns:
-        Two lists with [R, K] bool for each round: True = a chosen group with signal; True = a chosen group.
+        Two lists with one [R, K] bool tensor per round. First list: True = the group is chosen and has signal. Second
+        list: True = the group is chosen.
     """
     flat = torch.cat([one.T.flatten() for one in signal])
     trained = flat & (flat.cumsum(dim=0) <= room)

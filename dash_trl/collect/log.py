@@ -1,4 +1,4 @@
-"""Logs the figures of a window that TRL logs, about tokens and rewards, and the table of completions.
+"""Logs what TRL logs about each window: figures about tokens and rewards, and the table of completions.
 
 Letters: B rows of this rank, N rows of all ranks, F reward functions.
 """
@@ -53,7 +53,7 @@ def reward_figures(rewards: Tensor, names: Sequence[str], weights: Tensor) -> di
 
 
 class WindowLog:
-    """Writes figures and tables where TRL's `log` reads them.
+    """Writes a window's figures and its table of completions to the trainer's fields that TRL's `log` reads.
 
     All ranks call every method at the same point.
 
@@ -66,8 +66,7 @@ class WindowLog:
         metrics: TRL's `_pending_metrics`, the values that reward functions have logged with `log_metric`.
         names: names of the F reward functions.
         weights: function that returns the current weights of the reward functions.
-        count_tokens: function that adds a number to the number of tokens that the run has seen, and returns the new
-            number.
+        count_tokens: function that takes a number of tokens, adds it to the run's total, and returns the new total.
     """
 
     def __init__(
@@ -86,10 +85,10 @@ class WindowLog:
         self._ranks, self._figures, self._total = ranks, figures, total
         self._tables, self._extra, self._metrics = tables, extra, metrics
         self._names, self._weights, self._count_tokens = names, weights, count_tokens
-        self._failed_in_a_row = BROKEN_AFTER - 1  # windows in a row in which every row failed
+        self._failed_in_a_row = BROKEN_AFTER - 1  # windows in a row in which every row failed; see `BROKEN_AFTER`
 
     def sampled(self, sampled: Sampled, truncated: Tensor) -> None:
-        """Log the tokens of a window that has just been sampled.
+        """Log the figures of a window that do not need rewards: numbers of tokens, truncated rows and tool calls.
 
         Args:
             sampled: this rank's rows.
@@ -125,15 +124,15 @@ class WindowLog:
     def rewarded(
         self, prompts: Sequence[Any], completions: Sequence[Any], rewards: Tensor, advantages: Tensor, silent: Tensor
     ) -> None:
-        """Log the rewards and the table of a window, and the values that reward functions have logged themselves.
+        """Log the rewards of a window, its table of completions, and the values that reward functions have logged.
 
         Args:
             prompts: the B prompts of this rank.
             completions: the B completions of this rank.
             rewards: [N, F], rewards of all ranks' rows as the functions returned them. NaN = the function does not
                 apply, or the row is unscored.
-            advantages: [N], mean advantage of each row's loss tokens, for all ranks.
-            silent: [groups] bool, True = all advantages by outcome of the group are 0.
+            advantages: [N], for the rows of all ranks: the mean advantage of a row's loss tokens.
+            silent: [groups] bool for the groups of all ranks, True = all advantages by outcome of the group are 0.
         """
         self._figures(reward_figures(rewards, self._names, self._weights()))
         self._figures({"frac_reward_zero_std": silent.float().mean().item()})
@@ -142,7 +141,7 @@ class WindowLog:
         for name, column in zip(self._names, rewards.T, strict=True):
             self._tables["rewards"][name] = _table(column.tolist())
         self._tables["advantages"] = _table(advantages.tolist())
-        # Sorted, because each name is gathered by itself, and each rank may have logged the names in another order.
+        # Sorted, because each name is gathered in its own collective, and ranks may have logged in different orders.
         for name in sorted(set(self._gathered(list(self._extra)))):
             self._tables["extra"][name] = _table(self._gathered(self._extra.get(name, [None] * len(prompts))))
         for name in sorted(set(self._gathered(list(self._metrics)))):
@@ -156,5 +155,5 @@ class WindowLog:
 
 
 def _table(rows: list[Any]) -> deque[Any]:
-    """Make a column of the table as TRL does: it has room for one window, and new rows replace the oldest rows."""
+    """Make a column of the table of completions as TRL does: a deque with room for the rows of one window."""
     return deque(rows, maxlen=len(rows))

@@ -1,9 +1,9 @@
-"""Samplers: a window is sampled by this process, by a user's `rollout_func`, or by vLLM servers::
+"""Samplers, which sample the completions of a window: this process, a user's `rollout_func`, or vLLM servers::
 
     begin: prompts are known ──► take: the rows of a window ──► meanwhile: rewards are awaited, and the device is idle
 
-A sampler passes rows to the function `on_rows` as soon as they are sampled, so that their rewards may begin early. This
-includes rows of windows that have not begun yet. `on_rows` is `None` if rewards do not begin early.
+If rewards begin early, a sampler passes rows to the function `on_rows` as soon as they are sampled, including rows of
+windows that are sampled ahead. Otherwise `on_rows` is `None`.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +27,15 @@ Timed = Callable[[str], AbstractContextManager[Any]]  # name of a phase → a co
 
 
 class Sampler(Protocol):
-    """The interface of all samplers. All ranks call each method, except `look` and `forget`, at the same point."""
+    """Interface of all samplers. All ranks call a method at the same point; `look` and `forget` are the exceptions."""
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
-        """Begin a generation batch: a window, or another round of a window. The next `take` takes this batch.
+        """Begin a generation batch: a window, or another round of a window. The next `take` returns its rows.
 
         Args:
             window: number of the generation batch that begins.
-            new: generation batches that have not been announced before, in the order of their numbers.
+            new: generation batches that the sampler has not been given before, in the order of their numbers. It may
+                sample the later ones ahead.
         """
 
     def take(self, prompts: Prompts) -> Sampled:
@@ -45,23 +46,23 @@ class Sampler(Protocol):
         """
 
     def meanwhile(self) -> None:
-        """Use the time in which rewards are awaited and the device has nothing else to do."""
+        """Sample windows ahead if this process samples. Called while rewards are awaited and the device is idle."""
 
     def look(self) -> None:
-        """Pass rows of later windows that have come to `on_rows`. It does not wait."""
+        """Pass to `on_rows` the rows of later windows that were sampled since the last call, without waiting."""
 
     def log(self) -> None:
         """Log figures of the sampler. It is called once per window."""
 
     def forget(self) -> None:
-        """Drop all announced prompts and everything sampled ahead."""
+        """Drop the prompts and rows of all windows that were not taken yet."""
 
 
 class ByFunction:
-    """Samples with a user's `rollout_func`, which never runs ahead.
+    """Samples with a user's `rollout_func`. It samples no window ahead.
 
     Args:
-        function: the `rollout_func`, wrapped in a check of its results. It takes prompts.
+        function: function that takes prompts, calls the `rollout_func`, checks its result, and returns the result.
         decode: see `decode.decoded`.
         versions: function that takes a number of rows and returns the policy versions of rows sampled now.
         timed: function that returns a context whose seconds are logged as a phase; see `Recorder.timed`.
@@ -103,7 +104,7 @@ class ByFunction:
 class InProcess:
     """Samples in this process, with Transformers or colocated vLLM.
 
-    With `async_level`, the next windows are sampled while rewards are awaited.
+    With `async_level`, it samples the next windows while rewards are awaited.
 
     Args:
         generate: function that takes tokenized prompts and returns token ids, and log-probs or `None`.
@@ -111,8 +112,9 @@ class InProcess:
         versions: function that takes a number of rows and returns the policy versions of rows sampled now.
         on_rows: see the docstring of the module.
         timed: function that returns a context whose seconds are logged as a phase; see `Recorder.timed`.
-        log_probs: function that computes the log-probs of sampled tokens. `None`: `generate` returns log-probs, or the
-            loss does not need them.
+        log_probs: function that takes prompt ids and completion ids and computes the log-probs of the sampled tokens.
+            It is called if `generate` returns no log-probs. `None`: the loss does not need log-probs that `generate`
+            does not return.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class InProcess:
     ):
         self._generate, self._decode, self._versions = generate, decode, versions
         self._on_rows, self._timed, self._log_probs = on_rows, timed, log_probs
-        self._known: dict[int, Prompts] = {}  # generation batches that may be sampled ahead, and are not sampled yet
+        self._known: dict[int, Prompts] = {}  # generation batches to sample ahead
         self._sampled: dict[int, Sampled] = {}  # generation batches that were sampled ahead
 
     def begin(self, window: int, new: Sequence[Prompts]) -> None:
@@ -172,7 +174,7 @@ class InProcess:
 
 
 class OnServers:
-    """Samples on vLLM servers, as far ahead as prompts are known.
+    """Samples on vLLM servers. It samples all windows ahead whose prompts it has been given.
 
     Args:
         pool: a `VLLMPool`.
@@ -245,7 +247,7 @@ class OnServers:
             self._pool.show_finished()
 
     def log(self) -> None:
-        """Log the number of healthy servers, as the main process counts them, and other figures summed over ranks."""
+        """Log the number of healthy servers, and the sums over ranks of retried requests and waiting groups."""
         healthy, *counts = self._pool.metrics()
         retried, queued = self._add(torch.tensor(counts)).tolist()
         self._figures({"servers/healthy": healthy, "async/queued_groups": queued})

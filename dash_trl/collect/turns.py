@@ -3,7 +3,7 @@
     TurnsInProcess, in rounds: sample a turn of all rows that wait ──► run their tools, in parallel ──► …
     TurnsOnServers, each row by itself: ask a server for a turn ──► run the tools ──► ask a server ──► …
 
-All ranks run the same number of rounds.
+All ranks run the same number of rounds, because sampling in this process may be a collective.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +26,15 @@ Use = Callable[[list[Any]], None]  # passes the environments of a window's rows 
 
 
 class Rounds:
-    """Samples rows turn by turn in this process.
+    """Samples rows with several turns in this process, in rounds: a round samples one turn of every waiting row.
 
     All ranks call every method at the same point.
 
     Args:
         ranks: the ranks of the run.
         conversations: runs tools and environments.
-        generate: function that samples one turn. Every rank calls it in every round, if necessary without any row.
+        generate: function that samples one turn of each row. Every rank calls it in every round, even if none of the
+            rank's rows waits for a turn.
     """
 
     def __init__(self, ranks: Ranks, conversations: Conversations, generate: GenerateTurn):
@@ -81,9 +82,9 @@ class Rounds:
 
 
 class _Windows:
-    """Keeps the rows of windows from the beginning of sampling until the rewards of the window have come.
+    """Keeps the rows of each window until the rewards of the window have come.
 
-    Until then, reward functions may use the environments of the rows.
+    Until then, reward functions may use the environments of the rows, so no other row may use these environments.
     """
 
     def __init__(self, conversations: Conversations, use: Use, *, knows_log_probs: bool):
@@ -99,7 +100,7 @@ class _Windows:
         return rows
 
     def begin(self) -> None:
-        """Give back the environments of windows that were taken, because the rewards of these windows have come."""
+        """Give back the environments of the windows for which `taken` was called. Their rewards have come."""
         for number in self._taken:
             self._conversations.give_back(self._rows.pop(number))
         self._taken.clear()
@@ -132,7 +133,7 @@ class _Windows:
         )
 
     def taken(self, window: int) -> None:
-        """Prepare a window for its reward functions, which are called next."""
+        """Give the reward functions, which are called next, the environments of a window's rows."""
         rows = self._rows[window]
         self._taken.add(window)
         self._use([row.environment for row in rows])
@@ -152,7 +153,7 @@ class TurnsInProcess(InProcess):
         rounds: samples the turns.
         conversations: runs tools and environments.
         use: function that passes the environments of a window's rows to reward functions.
-        knows_log_probs: True = the generator reports log-probs.
+        knows_log_probs: True = `rounds` samples turns with their log-probs.
         others: the arguments of `InProcess`.
     """
 
@@ -204,7 +205,7 @@ class TurnsOnServers(OnServers):
         self._pool.expect(window, {}, None if self._on_rows is None else self._come, chains=chains)
 
     async def _lead(self, row: Conversation, prompt_ids: list[int] | None, ask: Any) -> None:
-        """Sample all turns of a row. This coroutine runs on the pool's event loop."""
+        """Sample all turns of a row, each with a call of `ask`. This coroutine runs on the pool's event loop."""
         goes_on = await self._conversations.begin(row, prompt_ids)
         while goes_on and row.turns is not None:
             turn = await ask(row.turns.context, row.turns.room)
@@ -212,7 +213,7 @@ class TurnsOnServers(OnServers):
 
     def take(self, prompts: Prompts) -> Sampled:
         with self._timed("generate"):
-            self._generate(([], None, {}))  # waits for the window's chains
+            self._generate(([], None, {}))  # waits until all turns of the window's rows are sampled
         self._windows.taken(prompts.number)
         return self._windows.sampled(prompts.number, self._pool.policy_version)
 

@@ -1,4 +1,4 @@
-"""Finds and loads a model by its name; a LoRA adapter is merged into the weights."""
+"""`Checkpoint`: finds and loads a model by its name. A LoRA adapter is merged into the model's weights."""
 
 import hashlib
 import json
@@ -17,14 +17,14 @@ TOY = "toy"  # the name of the tiny model of `dash_trl.toy`
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model by its directory or its name on the hub, or a LoRA adapter by its directory.
+    """A model that is named by its directory or hub name, or a LoRA adapter that is named by its directory.
 
     The constructor reads the config, but no weights.
 
     Args:
-        name: the directory or the name.
+        name: the directory or the hub name.
     Raises:
-        ValueError: if there is no such model.
+        ValueError: if the config of the model cannot be read, for example because no model has this name.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Checkpoint:
 
     @cached_property
     def base(self) -> str:
-        """The name or directory with the config and weights; for an adapter, the model that it was trained on."""
+        """Name or directory of the model with the config and the weights. For an adapter, its base model."""
         if not self.is_adapter:
             return str(Path(self.name).expanduser()) if Path(self.name).expanduser().is_dir() else self.name
         return str(json.loads((Path(self.name).expanduser() / ADAPTER).read_text()).get("base_model_name_or_path"))
@@ -68,7 +68,7 @@ class Checkpoint:
             return GenerationConfig.from_model_config(self.config)
 
     def load(self, dtype: Any, device: str = "cpu") -> Any:
-        """Loads the model for inference, with an adapter merged.
+        """Loads the model for inference. An adapter is merged into the weights.
 
         Args:
             dtype: dtype of the weights.
@@ -82,7 +82,7 @@ class Checkpoint:
         return model.to(device).eval()
 
     def load_here(self) -> Any:
-        """Loads the model on a GPU in its own dtype, or on a CPU in float32 (half precision is slow or missing)."""
+        """Loads the model on a GPU in its own dtype, or on a CPU in float32, because half precision is slow there."""
         on_gpu = torch.cuda.is_available()
         return self.load("auto" if on_gpu else torch.float32, "cuda" if on_gpu else "cpu")
 
@@ -90,7 +90,8 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """A text that changes when the weights change: a hash of the commit on the hub, or of the weight files.
 
-        With it, samples are not continued in the old file if the model in a directory was trained further.
+        It is part of the settings of a file of samples. If the model in a directory was trained further, its samples
+        are therefore not added to the old file.
         """
         digest = hashlib.sha256()
         for source in dict.fromkeys([self.name, self.base]):

@@ -5,7 +5,7 @@
     python -m dash_trl.evaluation outputs/gsm8k Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset_name openai/gsm8k --dataset_config main --num_samples 16 --k 1 8 16 --temperature 0.6 --use_vllm
 
-    python -m dash_trl.serve Qwen/Qwen2.5-0.5B-Instruct --servers 2              # from servers, for models of one shape
+    python -m dash_trl.serve Qwen/Qwen2.5-0.5B-Instruct --servers 2              # or use servers; models of one shape
     python -m dash_trl.evaluation … --vllm_server_urls http://127.0.0.1:8000 http://127.0.0.1:8001
 
 Writes OUTPUT_DIR/<model>.jsonl (all samples), <model>.json (the figures) and pass_at_k.png. To continue an interrupted
@@ -38,13 +38,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EvaluationArguments(TaskArguments):
-    """Arguments of the command, with the number of samples and the folder of the results."""
+    """Flags of the command: those of `TaskArguments`, and flags for samples, pass@k and the folder of results."""
 
-    num_samples: int = field(default=16, metadata={"help": "Completions of each problem."})
+    num_samples: int = field(default=16, metadata={"help": "Number of completions of each problem."})
     k: list[int] | None = field(
-        default=None, metadata={"help": "Of pass@k; at most num_samples. Default: 1, 2, 4, … up to num_samples."}
+        default=None,
+        metadata={"help": "Values of k for pass@k; at most num_samples. Default: 1, 2, 4, … up to num_samples."},
     )
-    output_dir: str = field(default="outputs/evaluation", metadata={"help": "Where the results go."})
+    output_dir: str = field(default="outputs/evaluation", metadata={"help": "Folder of the results."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +60,7 @@ class EvaluationArguments(TaskArguments):
 
 @dataclass(frozen=True)
 class Job:
-    """One model, the problems with prompts for this model's tokenizer, and the file of the model's samples."""
+    """What is needed to measure one model: the problems with prompts for its tokenizer, and the file of its samples."""
 
     label: str
     checkpoint: Checkpoint
@@ -132,7 +133,7 @@ def evaluate_models(models: Sequence[str], arguments: EvaluationArguments) -> di
 def _jobs(
     models: Sequence[str], task: Task, arguments: EvaluationArguments, folder: Path, stack: ExitStack
 ) -> Iterator[Job]:
-    """Checks all models, and opens the file of each model's samples."""
+    """Yields a job for each model, after checking the model and opening the file of its samples."""
     shared = {**arguments.settings(task), "num_samples": arguments.num_samples}
     checkpoints = [Checkpoint(model_of(model, task)) for model in models]
     for model, label, checkpoint in zip(models, labels(models), checkpoints, strict=True):

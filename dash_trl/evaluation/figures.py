@@ -1,9 +1,9 @@
 """Computes figures from scored samples: accuracy and pass@k with intervals, lengths, truncated and failed shares.
 
-A sample whose reward failed counts neither as correct nor as wrong. If more than 1 % of the rewards failed, the figures
-are marked, because the samples that are left may be easier or harder than all samples.
+A sample is *scored* if its reward did not fail; an unscored sample counts neither as correct nor as wrong. If more than
+1 % of the rewards failed, the figures are marked, because scored samples may be easier or harder than unscored samples.
 
-Letters: P problems, n scored samples of a problem, c correct ones among them, k <= n.
+Letters: P problems, n scored samples of a problem, c correct samples among these, k <= n.
 """
 
 import math
@@ -21,14 +21,14 @@ MARK = "*"
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Returns the unbiased estimate of the probability that at least one of k samples is correct::
+    """Estimates, without bias, the probability that at least one of k samples of a problem is correct::
 
         pass@k = 1 - C(n - c, k) / C(n, k)      (Chen et al. 2021, arXiv 2107.03374, equation 1)
 
     Args:
         n: number of samples.
         c: number of correct samples, 0 <= c <= n.
-        k: number of samples of which at least one should be correct, 1 <= k <= n.
+        k: number of samples that are drawn from the n samples, 1 <= k <= n.
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
@@ -90,19 +90,19 @@ def figures_of(rows: Sequence[Sequence[Mapping[str, Any]]], ks: Sequence[int], *
 def figures_of_rewards(
     rewards: Sequence[Sequence[float | None]], ks: Sequence[int], *, seed: int = 0
 ) -> dict[str, Any]:
-    """Computes the figures for which only rewards are needed.
+    """Computes the figures that need only rewards: accuracy, pass@k, and how many rewards failed.
 
     Args:
         rewards: for each problem a list with the rewards of its samples; None = failed.
-        ks: list of the k of pass@k; at most the number of samples of a problem.
+        ks: values of k for pass@k; at most the number of samples of a problem.
         seed: seed of the resampling for intervals.
     Returns:
         A dictionary with these entries. A figure that cannot be estimated is None.
 
         - `accuracy`: share of correct samples among the scored samples.
         - `accuracy_interval`: lower and upper end of the interval of the accuracy.
-        - `pass_at`: k (as a string) → [mean, low, high]: pass@k, as the mean over the problems with at least k scored
-          samples, and its interval.
+        - `pass_at`: k (as a string) → [mean, low, high]: the mean of pass@k over the problems with at least k scored
+          samples, and the ends of its interval.
         - `left_out`: k (as a string) → number of problems with fewer than k scored samples.
         - `problems`: number of problems.
         - `samples`: number of samples.
@@ -144,21 +144,22 @@ def _counts(rewards: Sequence[float | None]) -> tuple[int, int]:
 def metrics_of(
     rewards: Sequence[Sequence[float]], names: Sequence[str], ks: Sequence[int], *, group_size: int
 ) -> dict[str, float]:
-    """Computes the figures of an evaluation by the trainer, for its log.
+    """Computes accuracy and pass@k of an evaluation during training, for the trainer's log.
 
     Args:
         rewards: [N, F] as nested lists; the samples of a problem are adjacent. NaN = the function failed or does not
             apply.
         names: names of the F reward functions.
-        ks: list of the k of pass@k; at most `group_size`.
+        ks: values of k for pass@k; at most `group_size`.
         group_size: number of samples of a problem.
     Returns:
-        Name → number; NaN = the figure cannot be estimated. The names are `accuracy` and `pass_at_<k>`, `accuracy_low`,
-        `accuracy_high`, `pass_at_<k>_low` and `pass_at_<k>_high` for the ends of the intervals, and `failed`. If there
-        are several reward functions, each has figures of its own, whose names begin with `rewards/<name>/`.
+        Name of a figure → number; NaN = the figure cannot be estimated. The figures are `accuracy`, `pass_at_<k>` and
+        `failed`. The first two have an interval, and its ends are further figures, such as `accuracy_low` and
+        `accuracy_high`. If there are several reward functions, each function has its own figures, and their names begin
+        with `rewards/<name>/`.
     """
     found: dict[str, float] = {}
-    for name, column in zip(names, zip(*rewards, strict=True), strict=False):  # without a row there is no column
+    for name, column in zip(names, zip(*rewards, strict=True), strict=False):  # without rows, `zip` makes no columns
         scores = [None if math.isnan(one) else one for one in column]
         groups = [scores[start : start + group_size] for start in range(0, len(scores), group_size)]
         figures = figures_of_rewards(groups, ks)
@@ -188,7 +189,7 @@ def differences(
     Args:
         rows: samples of the model, as in `figures_of`.
         others: samples of the other model, as in `figures_of`, with the problems in the same order.
-        ks: list of the k of pass@k.
+        ks: values of k for pass@k.
         seed: seed of the resampling for intervals.
     Returns:
         "accuracy" and each "pass@k" → [mean, low, high]: the mean difference over the problems, and its interval. None
@@ -210,7 +211,7 @@ def differences(
 
 
 def comparison(name: str, other: str, found: Mapping[str, list[float] | None]) -> str:
-    """Writes `differences` as one line, in percentage points.
+    """Returns the result of `differences` as one line of text, in percentage points.
 
     Args:
         name: name of the model.
@@ -246,11 +247,11 @@ def remarks(name: str, figures: Mapping[str, Any]) -> list[str]:
 
 
 def table(models: Mapping[str, Mapping[str, Any]], ks: Sequence[int]) -> str:
-    """Writes figures as a table with one line per model: shares in per cent, 95 % intervals in brackets.
+    """Returns figures as a text table with one line per model: shares in per cent, 95 % intervals in brackets.
 
     Args:
         models: name of a model → the result of `figures_of`.
-        ks: list of the k of pass@k.
+        ks: values of k for pass@k.
     """
     rows = [["model", "accuracy", *(f"pass@{k}" for k in ks), "tokens", "truncated", "failed"]]
     for name, figures in models.items():

@@ -1,10 +1,11 @@
-"""A JSONL file from which an interrupted run continues: the settings in the first line, then one line per problem::
+"""`Records`: a JSONL file with the settings of a run and its results, from which an interrupted run continues::
 
     {"settings": {"model": …, "seed": 0}}
     {"index": 0, …}
     {"index": 1, …}                       ◄── if an interrupt leaves an incomplete line at the end, it is dropped
 
-If a file has other settings or another form, opening it raises an error, and nothing is overwritten.
+The first line has the settings; each further line has one row, such as the samples of a problem. If a file has other
+settings or another form, opening it raises an error, and nothing is overwritten.
 """
 
 import fcntl
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Records(AbstractContextManager["Records"]):
-    """The rows of such a file by their index. A context manager that closes the file at the end::
+    """Reads and writes a file of rows with an index. It is a context manager that closes the file at the end::
 
         with Records("samples.jsonl", {"model": model, "seed": 0}) as records:
             for index, samples in sampler.sample(prompts, seed=0, done=records.rows):
@@ -29,11 +30,12 @@ class Records(AbstractContextManager["Records"]):
 
     Args:
         path: path of the file. The file and its directory are created if they do not exist.
-        settings: everything that a row depends on, as JSON. An error names the settings that are different in the file.
+        settings: everything that a row depends on, in a form that can be written as JSON.
     Attributes:
-        rows: index → row, for the rows that were in the file and those added since.
+        rows: index → row, for the rows that the file had when it was opened and the rows added since.
     Raises:
-        ValueError: if the file has other settings or another form, or another process writes it.
+        ValueError: if the file has other settings (the message names them) or another form, or if another process has
+            opened it.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any]):
@@ -53,13 +55,13 @@ class Records(AbstractContextManager["Records"]):
 
         Args:
             index: index of the row.
-            row: content of the row, as JSON.
+            row: content of the row, without the index, in a form that can be written as JSON.
         """
         self._append({"index": index, **row})
         self.rows[index] = dict(row)
 
     def sort(self) -> None:
-        """Sorts the rows of the file by index. Call it after all rows were added, because servers use any order."""
+        """Sorts the rows of the file by index. Call it after the last `add`: samplers finish problems in any order."""
         sorted_path = self.path.with_name(f".{self.path.name}.sorted")
         lines = [{"settings": self.settings}, *({"index": i, **self.rows[i]} for i in sorted(self.rows))]
         sorted_path.write_bytes(b"".join(map(_line, lines)))

@@ -24,10 +24,10 @@ BROKEN_AFTER = 10
 
 
 class Reward(AbstractContextManager["Reward"]):
-    """Calls one reward function as in training. A context manager that ends the workers that it has started.
+    """Calls one reward function as in training. It is a context manager that ends the workers that it has started.
 
     Args:
-        function: one reward function, as a trainer takes it as `reward_funcs`: a function of any form
+        function: one reward function, in a form that a trainer accepts as `reward_funcs`: a function of any form
             (`dash_trl.rewards.forms`), a `RewardRunner` with one function, one of the `rewards` of a runner, or a list
             with one of these. A runner that is passed here is not closed.
     Raises:
@@ -46,7 +46,7 @@ class Reward(AbstractContextManager["Reward"]):
             )
         (self._function,) = found
         self._team = RewardTeam(found)  # so that other functions of the same runner are not called
-        self._raised = 0  # number of problems in a row on whose samples the function raised exceptions
+        self._raised = 0  # number of problems in a row for which the function raised on every sample
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raises a `ValueError` if the function needs a column that does not exist."""
@@ -98,7 +98,7 @@ def _not_logged(*arguments: Any) -> None:
 def scored_samples(
     sampler: Sampler, problems: Any, reward: Reward, **sampling: Any
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Samples and scores problems; yields them in the order in which they are done.
+    """Samples completions of problems and scores them. Yields each problem as soon as it is done, in any order.
 
     Args:
         sampler: samples the completions.
@@ -140,7 +140,7 @@ def evaluate(
         tokenizer: the tokenizer of the model.
         dataset: rows with a `prompt`; the other columns go to the reward function, as in TRL.
         reward_func: see `Reward`.
-        k: the k of pass@k; at most `num_samples`.
+        k: values of k for pass@k; at most `num_samples`.
         batch_size: number of rows that are sampled together; the samples depend on it.
         sampling: `num_samples`, `temperature`, `max_completion_length` and `seed`; see `Sampler.sample`.
     Raises:
@@ -154,7 +154,7 @@ def evaluate(
 
 
 def accuracy(model: Any, tokenizer: Any, dataset: Any, reward_func: Any, **sampling: Any) -> float:
-    """Returns the accuracy of `evaluate`, or NaN if all rewards failed; warns if any failed."""
+    """Returns the accuracy of `evaluate`, or NaN if all rewards failed. Logs a warning if some rewards failed."""
     figures = evaluate(model, tokenizer, dataset, reward_func, **sampling)
     if figures["failed"]:
         logger.warning("%.1f %% of the rewards failed and are left out of the accuracy.", 100 * figures["failed"])

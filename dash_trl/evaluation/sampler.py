@@ -1,4 +1,4 @@
-"""The base class of samplers: prompts in, decoded completions out; a subclass draws the tokens::
+"""`Sampler`: base class of samplers, which turn prompts into decoded completions. A subclass draws the tokens::
 
     sample(prompts) ──► token ids ──► _draw: transformers | vLLM here | vLLM servers ──► (index, its completions)
 
@@ -17,7 +17,7 @@ from typing import Any
 
 Prompt = str | list[dict[str, str]]
 Drawn = tuple[int, list[list[int]]]  # index of a prompt, token ids of its completions
-MAX_COMPLETION_LENGTH = 2048  # tokens; the paper's
+MAX_COMPLETION_LENGTH = 2048  # in tokens, as in the paper
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class Draw:
         return most if isinstance(most, int) else most[index]
 
     def stream(self, number: int) -> int:
-        """Returns the seed of one batch or request; streams of neighbouring seeds or numbers are independent."""
+        """Returns a seed for the batch or request with this number: a hash, so neighbouring seeds are independent."""
         return int.from_bytes(hashlib.sha256(f"{self.seed} {number}".encode()).digest()[:8]) >> 1  # fits into int64
 
 
 class Sampler(AbstractContextManager["Sampler"]):
-    """A model that completes prompts. A context manager that frees the resources of the sampler.
+    """Samples completions from a model. It is a context manager that frees its resources at the end.
 
     Args:
         tokenizer: the tokenizer of the model. It needs a chat template if prompts are conversations.
@@ -92,7 +92,7 @@ class Sampler(AbstractContextManager["Sampler"]):
         seed: int = 0,
         done: Collection[int] = (),
     ) -> Iterator[tuple[int, list[SampledCompletion]]]:
-        """Samples completions; yields them in the order in which they are done.
+        """Samples completions of prompts. Prompts are returned in the order in which they are done.
 
         Args:
             prompts: P texts or conversations.
@@ -100,8 +100,8 @@ class Sampler(AbstractContextManager["Sampler"]):
             temperature: sampling temperature; 0 = greedy decoding, with one sample.
             max_completion_length: limit of a completion in tokens.
             seed: seed of all random numbers.
-            done: indices of prompts that need no samples any more. The samples of other prompts do not depend on
-                `done`. So an interrupted run continues with the same prompts and the indices that it has finished.
+            done: indices of prompts to leave out. To continue an interrupted run, pass the same prompts, and the
+                indices of the prompts that are finished: the samples of the other prompts do not depend on `done`.
         Returns:
             An iterator over pairs: the index of a prompt, and the S completions of this prompt.
         """
@@ -111,7 +111,7 @@ class Sampler(AbstractContextManager["Sampler"]):
     def continuations(
         self, prefixes: Sequence[Sequence[int]], draw: Draw, *, done: Collection[int] = ()
     ) -> Iterator[tuple[int, list[SampledCompletion]]]:
-        """Samples continuations of token ids, such as prompts with the beginning of a completion.
+        """Samples continuations of prefixes in token ids. A prefix may be a prompt with the beginning of a completion.
 
         Args:
             prefixes: P lists of token ids.
@@ -133,7 +133,7 @@ class Sampler(AbstractContextManager["Sampler"]):
 
     @abstractmethod
     def _draw(self, prompts: list[list[int]], draw: Draw, left: set[int]) -> Iterator[Drawn]:
-        """Yields (index, token ids of its completions) for the indices in `left`, at least one, as they are done."""
+        """Yields the index and the completions' token ids of each prompt in `left` (at least one) when it is done."""
 
     def close(self) -> None:  # noqa: B027 (a sampler without resources has nothing to do here)
         """Frees the sampler's resources."""
@@ -143,14 +143,14 @@ class Sampler(AbstractContextManager["Sampler"]):
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """Returns the token ids of a prompt, by the chat template if it is a conversation."""
+    """Returns the token ids of a prompt. The chat template formats a prompt that is a conversation."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
-    """Returns the end tokens as in TRL: those of the model's generation config, and the tokenizer's."""
+    """Returns the token ids that end a completion, as in TRL: those of the generation config, and the tokenizer's."""
     declared = generation_config.eos_token_id
     declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

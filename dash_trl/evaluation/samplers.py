@@ -1,4 +1,4 @@
-"""The samplers: transformers' `generate`, vLLM in this process, and vLLM servers; `open_sampler` makes one by name."""
+"""The samplers: transformers' `generate`, vLLM in this process, and vLLM servers. `open_sampler` chooses one."""
 
 import math
 import os
@@ -93,7 +93,7 @@ class VLLMSampler(Sampler):
             config = checkpoint.config.get_text_config()
             heads = [config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 0]
             options["tensor_parallel_size"] = math.gcd(len(gpus), *heads)
-        else:  # as `dash_trl.serve` starts a server
+        else:  # with the options of `dash_trl.serve` for a server without a GPU
             options |= {"dtype": "float32", "enforce_eager": True, "max_num_seqs": CPU_SEQUENCES}
             options["enable_chunked_prefill"] = False  # together with seeds it would crash the engine (`takes_seeds`)
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)  # read by the engine's process
@@ -170,7 +170,7 @@ class ServerSampler(Sampler):
         jobs = []
         for index in indices:
             sampling = {
-                # Neutral values for options that a server would else take from the model's generation_config.
+                # Neutral values for options that a server would otherwise take from the model's generation_config.
                 "top_p": 1.0,
                 "top_k": 0,
                 "min_p": 0.0,
@@ -192,7 +192,10 @@ class ServerSampler(Sampler):
 
 
 def check_shapes(checkpoints: Sequence[Checkpoint], urls: Sequence[str]) -> None:
-    """Checks, before weights are loaded, that servers can hold each of these models; raises as `check_servers` does."""
+    """Checks that servers can load the weights of each of these models. Raises the errors of `check_servers`.
+
+    It needs only the configs of the models, so it finds errors before any weights are loaded.
+    """
     pool = ServerPool(urls)
     for checkpoint in checkpoints:
         check_servers(pool, checkpoint.config, checkpoint.name)
@@ -206,14 +209,14 @@ def open_sampler(
     batch_size: int = BATCH_SIZE,
     weight_dir: str | Path | None = None,
 ) -> Sampler:
-    """Returns a sampler of a model, which is a context manager::
+    """Loads a model and returns a sampler of it, which is a context manager::
 
         with open_sampler("Qwen/Qwen2.5-0.5B-Instruct", server_urls=["http://127.0.0.1:8000"]) as sampler:
             for index, samples in sampler.sample(prompts, num_samples=16, max_completion_length=1024):
                 ...
 
     Args:
-        model: a directory or hub name; the directory of a LoRA adapter; or "toy".
+        model: a directory, a hub name, the directory of a LoRA adapter, "toy", or a `Checkpoint`.
         backend: "transformers", or "vllm" within this process.
         server_urls: vLLM servers (`python -m dash_trl.serve`) to sample from instead of a backend. If they have other
             weights of the same shape, they get the model's weights and keep them.

@@ -1,6 +1,6 @@
-"""The flags that all commands share which measure models: the problems, the reward function, and the sampler.
+"""The flags that all commands for measuring models share: the problems, the reward function, and the sampler.
 
-The columns of the dataset decide the reward function::
+The columns of the dataset determine the reward function::
 
     name of a dataset ──► columns ──► answers: MathAccuracyReward
                                   └──► tests: CodeReward in its sandbox
@@ -34,7 +34,7 @@ TOY_LENGTH = 64  # in tokens
 
 @dataclass
 class Task:
-    """The problems, and the reward function that decides what is correct: the one of training, or your own.
+    """The problems, and the reward function that decides which completions are correct: that of training, or your own.
 
     Raises:
         ValueError: from its methods, if a dataset, split or reward function does not exist or does not fit.
@@ -47,8 +47,12 @@ class Task:
             f"their columns; or {TOY}, the default of the toy model."
         },
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "The hub's name for a part of the dataset."})
-    dataset_test_split: str = field(default="test", metadata={"help": "Its split, or a part of it: 'test[:100]'."})
+    dataset_config: str | None = field(
+        default=None, metadata={"help": "Configuration of the dataset on the hub, such as 'main'."}
+    )
+    dataset_test_split: str = field(
+        default="test", metadata={"help": "Test split of the dataset, or a part of it: 'test[:100]'."}
+    )
     prompt_template: str | None = field(
         default=None,
         metadata={"help": "A name in dash_trl.data.PROMPT_TEMPLATES, or a text with {problem}; as in training."},
@@ -57,13 +61,15 @@ class Task:
         default=None, metadata={"help": "The column with the problems, if it has another name than in those datasets."}
     )
     answer_column: str | None = field(
-        default=None, metadata={"help": "The column with the gold answers, if it has another name."}
+        default=None,
+        metadata={"help": "The column with the gold answers, if it has another name than in those datasets."},
     )
     reward_path: str | None = field(
         default=None, metadata={"help": "A Python file with a reward function that says what is correct (> 0.5)."}
     )
     reward_name: str = field(
-        default=DEFAULT_NAME, metadata={"help": "What it is called there: a function, a class, or a RewardRunner."}
+        default=DEFAULT_NAME,
+        metadata={"help": "Name in the file of --reward_path: a function, a class, or a RewardRunner."},
     )
 
     def __post_init__(self) -> None:
@@ -86,9 +92,10 @@ class Task:
         """Loads the problems: rows with a `prompt` and the columns that the reward function reads.
 
         Args:
-            chat: make prompts conversations, for a tokenizer with a chat template. Toy problems always are.
-            split: None: the test split.
-            completion: add solutions, for supervised fine-tuning.
+            chat: True = make each prompt a conversation, for a tokenizer with a chat template. The prompts of toy
+                problems are always conversations.
+            split: name of the split. None: `dataset_test_split`.
+            completion: True = add a column with solutions, for supervised fine-tuning.
         """
         split = split or self.dataset_test_split
         if self.is_toy:
@@ -116,7 +123,7 @@ class Task:
         return Reward(arithmetic_reward if self.is_toy else MathAccuracyReward())
 
     def reward_settings(self) -> dict[str, Any]:
-        """Returns everything that the scores depend on, except the problems; as JSON."""
+        """Returns the settings that scores depend on, except the problems, as JSON values."""
         if self.reward_path is None:
             return {"reward": None}
         digest = hashlib.sha256(Path(self.reward_path).expanduser().read_bytes()).hexdigest()[:16]
@@ -127,11 +134,13 @@ class Task:
 class TaskArguments(Task):
     """A task, and the options of the sampler."""
 
-    temperature: float = field(default=1.0, metadata={"help": "0 decodes greedily, with one sample."})
-    max_completion_length: int | None = field(
-        default=None, metadata={"help": "Tokens of a completion. Default: 2048, or what a toy problem needs."}
+    temperature: float = field(
+        default=1.0, metadata={"help": "Sampling temperature. 0 decodes greedily, with one sample."}
     )
-    seed: int = field(default=0, metadata={"help": "Of the samples and of the intervals."})
+    max_completion_length: int | None = field(
+        default=None, metadata={"help": "Limit of a completion in tokens. Default: 2048; for toy problems 64."}
+    )
+    seed: int = field(default=0, metadata={"help": "Seed of the samples and of the intervals."})
     use_vllm: bool = field(default=False, metadata={"help": "Sample by vLLM in this process; else by transformers."})
     vllm_server_urls: list[str] | None = field(
         default=None, metadata={"help": "Sample from these servers (python -m dash_trl.serve); they get the weights."}
@@ -145,7 +154,11 @@ class TaskArguments(Task):
         return "servers" if self.vllm_server_urls else "vllm" if self.use_vllm else "transformers"
 
     def task(self, models: Sequence[str]) -> Self:
-        """Returns these arguments; if there is no dataset and the models are the toy model, with the toy problems."""
+        """Returns these arguments with a dataset. If no dataset is given, the toy model gets the toy problems.
+
+        Raises:
+            ValueError: if no dataset is given for another model.
+        """
         if self.dataset_name is not None:
             return self
         if others := [model for model in models if model != TOY]:
@@ -160,7 +173,7 @@ class TaskArguments(Task):
         return self.max_completion_length or (TOY_LENGTH if task.is_toy else MAX_COMPLETION_LENGTH)
 
     def settings(self, task: Task) -> dict[str, Any]:
-        """Returns everything that samples and rewards depend on, except the model and the problems; as JSON."""
+        """Returns all settings that samples and rewards depend on, except model and problems, as JSON values."""
         return {
             "dataset_name": task.dataset_name,
             "dataset_config": self.dataset_config,
@@ -191,12 +204,12 @@ class TaskArguments(Task):
 
 
 def model_of(name: str, task: Task) -> str:
-    """Returns the name or directory of a model; for "toy", the directory of the toy model, made if necessary."""
+    """Returns the name of a model. For "toy", makes the toy model if it does not exist, and returns its directory."""
     return toy_model() if name == TOY else name
 
 
 def hash_of(problems: Dataset) -> str:
-    """Returns a hash of all rows, since a dataset may change under the same name."""
+    """Returns a hash of all problems, to detect that a dataset has changed under the same name."""
     digest = hashlib.sha256()
     for row in problems:
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
@@ -204,11 +217,11 @@ def hash_of(problems: Dataset) -> str:
 
 
 def command_parser(arguments: type, module: str, description: str | None) -> HfArgumentParser:
-    """Returns the parser of `python -m <module>`, and prints the log of dash_trl from now on.
+    """Returns the parser of a command, and sets up logging so that dash_trl's messages are printed.
 
     Args:
         arguments: the dataclass of the flags.
-        module: name in the usage line.
+        module: the usage line shows the command `python -m <module>`.
         description: text of the help.
     """
     logging.basicConfig(format="%(message)s")
