@@ -220,7 +220,7 @@ def _in_clause(clause: str, prose: str, joint: re.Pattern[str]) -> Answer:
 
 
 def has_words(answer: str) -> bool:
-    """Tells whether an answer has words other than "or", "and", LaTeX commands and units.
+    """Returns whether an answer has words other than "or", "and", LaTeX commands and units.
 
     Args:
         answer: an answer in the spelling of `normalize_answer`.
@@ -232,7 +232,7 @@ def has_words(answer: str) -> bool:
 
 
 def is_readable(answer: str) -> bool:
-    """Tells whether an answer is within `MAX_ANSWER_CHARS` and `MAX_DEPTH`.
+    """Returns whether an answer is within `MAX_ANSWER_CHARS` and `MAX_DEPTH`.
 
     Args:
         answer: any text.

@@ -187,7 +187,7 @@ def _split(text: str) -> tuple[str, str, list[str]]:
 
 
 def _defines(program: str, name: str | None) -> bool:
-    """Tells whether the program defines this name at its top level. None = any function or class."""
+    """Returns whether the program defines this name at its top level. None = any function or class."""
     known = r"\w+" if name is None else re.escape(name)
     defined = rf"^[ \t]*(?:(?:async[ ]+)?def|class)[ ]+{known}\b|^[ \t]*{known}[ ]*=[^=]"
     return re.search(defined, textwrap.dedent(program), re.MULTILINE) is not None

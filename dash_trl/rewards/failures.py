@@ -23,7 +23,7 @@ BROKEN_AFTER = 10
 
 
 def has_failed(reward: float | None) -> bool:
-    """Tells whether a reward means that its function failed.
+    """Returns whether a reward means that its function failed.
 
     Args:
         reward: the reward of one completion. None = the function does not apply.

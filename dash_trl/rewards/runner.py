@@ -442,7 +442,7 @@ def unpack(reward_funcs: Any) -> Any:
 
 
 def is_reward_model(function: Any) -> bool:
-    """Tells whether a reward is a model, which TRL calls on the main thread.
+    """Returns whether a reward is a model, which TRL calls on the main thread.
 
     Args:
         function: one of `reward_funcs`.

@@ -13,7 +13,7 @@ LOGS = ("log_extra", "log_metric")  # functions that TRL passes to reward functi
 
 
 def scores_alone(reward: Any) -> bool:
-    """Tells whether a reward function scores one completion at a time, in a runner.
+    """Returns whether a reward function scores one completion at a time, in a runner.
 
     Args:
         reward: one of TRL's `reward_funcs`.

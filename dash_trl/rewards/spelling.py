@@ -266,7 +266,7 @@ def normalize_text(text: str) -> str:
 
 
 def is_text_answer(gold: str) -> bool:
-    r"""Tells whether a gold answer consists of words, so that it must be compared as text.
+    r"""Returns whether a gold answer consists of words, so that it must be compared as text.
 
     Args:
         gold: a gold answer, as `gold_text` returns it.
@@ -282,7 +282,7 @@ def is_text_answer(gold: str) -> bool:
 
 
 def same_words(one: str, other: str) -> bool:
-    """Tells whether two answers have the same words; the members of a list may be in any order.
+    """Returns whether two answers have the same words; the members of a list may be in any order.
 
     Args:
         one: an answer.
@@ -296,7 +296,7 @@ def same_words(one: str, other: str) -> bool:
 
 
 def same_text(one: str, other: str) -> bool:
-    """Tells whether two answers have the same spelling; the members of a list may be in any order.
+    """Returns whether two answers have the same spelling; the members of a list may be in any order.
 
     Args:
         one: an answer, in the spelling of `normalize_answer`.
