@@ -21,7 +21,8 @@ as follows:
   Here, the members that are plain numbers (without variables, such as 5, 1/3 and ``\sqrt{2}``) must be equal up to
   rounding; otherwise the answer is wrong. The answer is right if its last member or any plain number equals the gold
   answer: ``1/3 \approx 0.333`` is right for 1/3 and for 0.333.
-- **Inequalities.** An inequality and the set of its solutions are equal, whichever of the two is the gold answer.
+- **Inequalities.** By default, math-verify accepts the set of solutions for an inequality, but not the reverse. Here,
+  both are accepted.
 - **Percent.** In math-verify, both 50 and 0.5 equal ``50\%``. Here, decimals do so, too: 12.5 and 0.125 equal
   ``12.5\%``.
 - **Time-outs.** math-verify's own time-outs use SIGALRM, which fails outside the main thread, and a time-out counts as
