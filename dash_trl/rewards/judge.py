@@ -86,7 +86,7 @@ class _Client(openai.DefaultAsyncHttpxClient):
 
 
 class Unjudgeable(JudgeError):
-    """Raised for a failure that a completion may cause: the judge refused, was cut off, or could not take the request."""
+    """Raised if the judge refused, was cut off, or rejected the request. A completion may cause such failures."""
 
 
 class Judgement(BaseModel, strict=True, extra="forbid"):  # no docstring: it would become part of the schema

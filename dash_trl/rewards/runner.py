@@ -387,7 +387,7 @@ class RewardTeam:
         self._request, self._completions, self._left = request, completions, self._calls.copy()
 
     def _number(self, one: RunnerReward) -> int:
-        return self._numbers[one.runner][one.runner.own[one.number]]  # `one` may be a copy
+        return self._numbers[one.runner][one.runner.own[one.number]]  # `one` may be a copy of the runner's own
 
     def outcomes(self, one: RunnerReward, batch: Mapping[str, Any]) -> list[Any]:
         """Returns the outcomes of one function for a batch. If the batch is new, starts all functions of the team.
