@@ -123,7 +123,7 @@ class ToolCalls:
             arguments: keyword arguments of the function.
         Raises:
             Overdue: if the call took longer than `timeout`.
-            GivenUp: if the call was not made, because too many earlier calls hang.
+            GivenUp: if the call was given up, because too many earlier calls hang.
         """
         call = await self._made(function, arguments)
         if call.error is None:

@@ -39,8 +39,9 @@ class WarmUp:
         learning_rate: the peak learning rate.
         clean_share: share of the AdamW steps, at the beginning, in which solutions have neither slips nor corrections.
             So the model learns the sums before the slips, which halves the training time.
-        slip_rate: probability that a line of a solution is wrong and not corrected. It determines the sampled accuracy.
-        wait_rate: probability that a line of a solution is wrong, and corrected in the next line ("Wait, ...").
+        slip_rate: probability that an operation of a solution has a wrong result, which is not corrected. It determines
+            the sampled accuracy.
+        wait_rate: probability that an operation has a wrong result, which the next line ("Wait, ...") corrects.
         hidden_size: hidden size of the Qwen2 model. `hidden_size / num_heads` is the size of an attention head; vLLM's
             attention kernels need 32, 64, 96, …
         num_layers: number of layers of the Qwen2 model.
@@ -64,12 +65,12 @@ class WarmUp:
 
 CONTEXT = 2048  # tokens; enough for problems of other datasets, which this tokenizer encodes byte by byte
 INITIALIZER_RANGE = 0.08  # with the usual 0.02, a model this narrow needs twice the steps to learn the sums
-# Fits texts of about 50 tokens. The usual 10,000 leaves most frequencies unused, so learning the sums took twice as long.
+# Fits texts of about 50 tokens. With the usual 10,000, most frequencies are unused, and learning took twice as long.
 ROPE_THETA = 100.0
 
 
 def _trace(problem: str, generator: random.Random, slip_rate: float, wait_rate: float) -> str:
-    """Returns a solution with one operation per line. Each line has a slip or a correction with the given probability.
+    """Returns a solution with one operation per line. The rates are probabilities per operation, see `WarmUp`.
 
     A slip is any wrong number with equal probability. So the slips are uniform noise on every sum, which reinforcement
     learning can reduce for all sums at once. Slips by 1 or 2 would have to be unlearned sum by sum.
