@@ -16,8 +16,8 @@ from itertools import accumulate
 
 from dash_trl.rewards.spelling import UNITS, normalize_answer, split_list, split_units, squeeze, to_latex
 
-# If a completion has neither a box nor `####`, only its last characters, this many, are read, because math-verify's
-# patterns take quadratic time in degenerate text.
+# Number of characters at the end of a completion that are read if it has neither a box nor `####`. The number is small,
+# because math-verify's patterns take quadratic time in degenerate text.
 TAIL_CHARS = 2_000
 # math-verify takes half a second to read an answer of this length. The longest answer of MATH-500 has 53 characters.
 MAX_ANSWER_CHARS = 1_000

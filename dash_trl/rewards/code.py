@@ -118,8 +118,8 @@ def find_program(
 
     - The program is the last fenced block of Python that defines the entry point, because a block that only calls the
       program often follows. If no block defines the entry point, the program is the last fenced block of Python.
-    - Text without fences also counts as a block if it has a statement such as `def` or `import`. So does the text
-      before a fence without a language, because this fence may close a block that the prompt opened.
+    - Text without fences also counts as a block if it has a statement such as `def` or `import`. The same applies to
+      the text before a fence without a language, because this fence may close a block that the prompt opened.
     - Text within `<think>…</think>` does not count.
 
     Args:

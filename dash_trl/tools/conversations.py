@@ -153,7 +153,9 @@ class Conversations:
         return row.failure is None
 
     async def answer(self, row: Conversation, ids: list[int], log_probs: list[float | None] | None) -> bool:
-        """Adds a turn of the policy to a row and runs the tools that the turn calls. At the end, gets the reward.
+        """Adds a turn of the policy to a row and runs the tools that the turn calls.
+
+        If the row ends with this turn, the method also gets the reward of the row's environment.
 
         Args:
             row: the row.
