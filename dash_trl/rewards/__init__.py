@@ -1,4 +1,4 @@
-"""Reward functions, and what becomes of a failed reward."""
+"""Reward functions, the runner that calls them in parallel, and the handling of failed rewards."""
 
 from typing import TYPE_CHECKING
 

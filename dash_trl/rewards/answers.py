@@ -16,8 +16,8 @@ from itertools import accumulate
 
 from dash_trl.rewards.spelling import UNITS, normalize_answer, split_list, split_units, squeeze, to_latex
 
-# If a completion has neither a box nor `####`, only this number of characters at its end is read, because math-verify's
-# patterns take quadratic time in degenerate text.
+# Number of characters at the end of a completion that are read if it has neither a box nor `####`. The number is small,
+# because math-verify's patterns take quadratic time in degenerate text.
 TAIL_CHARS = 2_000
 # math-verify takes half a second to read an answer of this length. The longest answer of MATH-500 has 53 characters.
 MAX_ANSWER_CHARS = 1_000
@@ -36,8 +36,8 @@ class Answer:
             list "5, 7". A list is right only if the list equals the gold answer, or if each of its members does. Empty
             if the completion has no answer.
         prose: the text around an answer that is not in a box or a formula. If `text` is not a formula, math-verify
-            searches `prose` for the answer. For a line `#### …`, it is "answer is …", so that math-verify finds the
-            number in the line. Empty if `text` comes from boxes or formulas.
+            searches `prose` for the answer. For a line `#### …`, `prose` is "answer is …", so that math-verify finds
+            the number in the line. Empty if `text` comes from boxes or formulas.
     """
 
     text: str = ""
@@ -54,8 +54,8 @@ def final_text(completion: str) -> str:
         completion: the text of a completion.
 
     Returns:
-        The text after the last `</think>` and before a `<think>` that is never closed; the whole text if it has
-        neither tag.
+        The text after the last `</think>`, without a `<think>` that is never closed and the text after that. The whole
+        text if it has neither tag.
     """
     return completion.rpartition("</think>")[2].partition("<think>")[0]
 
@@ -71,15 +71,15 @@ def find_answer(completion: str) -> Answer:
     4. a formula at the end;
     5. the last sentence, with the last `TAIL_CHARS` characters of the completion as prose.
 
-    If only "and", "or", commas or spaces stand between boxes or formulas, they count together as a list. So a
-    completion cannot give two answers and get a reward for the right one. If a box is never closed and no box is
-    complete, the answer was cut off, and the completion has no answer.
+    Boxes or formulas with only "and", "or", commas or spaces between them count together as a list. So a completion
+    cannot give two answers and get a reward for the right one. If the only boxes are never closed, the answer was cut
+    off, and the completion has no answer.
 
     Args:
         completion: the text of a completion.
 
     Returns:
-        The answer; its `text` is empty if the completion has none.
+        The answer. Its `text` is empty if the completion has no answer.
     """
     text = final_text(completion)
     boxes, is_cut_off = _scan_boxes(text)
@@ -128,7 +128,7 @@ def last_hashes(text: str) -> str | None:
         text: any text.
 
     Returns:
-        The rest of the line after the last `####` with text after it; None if there is none.
+        The text after `####` in the last line that has such text; None if no line has it.
     """
     for rest in reversed(text.split("####")[1:]):
         line = rest.lstrip("# \t").partition("\n")[0].strip()
@@ -183,7 +183,7 @@ def _formulas(text: str) -> Iterator[Span]:
 
 
 def _runs(text: str, spans: Sequence[Span]) -> list[list[Span]]:
-    """Groups boxes or formulas into runs. Within a run, only separators ("and", "or", commas, spaces) lie between."""
+    """Groups boxes or formulas into runs: adjacent spans with only "and", "or", commas or spaces between them."""
     runs: list[list[Span]] = []
     for span in spans:
         if runs and _JOINT.fullmatch(text, runs[-1][-1][1], span[0]):
@@ -220,7 +220,7 @@ def _in_clause(clause: str, prose: str, joint: re.Pattern[str]) -> Answer:
 
 
 def has_words(answer: str) -> bool:
-    """Tells whether an answer has words other than "or", "and", LaTeX commands and units.
+    """Returns whether an answer has words other than "or", "and", LaTeX commands and units.
 
     Args:
         answer: an answer in the spelling of `normalize_answer`.
@@ -232,7 +232,7 @@ def has_words(answer: str) -> bool:
 
 
 def is_readable(answer: str) -> bool:
-    """Tells whether an answer is within `MAX_ANSWER_CHARS` and `MAX_DEPTH`.
+    """Returns whether an answer is within `MAX_ANSWER_CHARS` and `MAX_DEPTH`.
 
     Args:
         answer: any text.
@@ -257,6 +257,6 @@ _FORMULA = re.compile(
     re.DOTALL,
 )
 _CLAUSE = re.compile(r"(?:\\.|[^.,;\n\\]|[.,](?=\d)|,(?=\s*(?:or\b|and\b|[-+]?\\?\$?\d)))*")
-_OR = re.compile(r"\bor\b(?!.*,(?!\d))")  # an "or" with no comma after it, which is in the last clause of a sentence
+_OR = re.compile(r"\bor\b(?!.*,(?!\d))")  # an "or" in the last clause of a sentence, so no comma follows the "or"
 _OR_AND = re.compile(r"\bor\b|\band\b(?=\s*[-+]?\\?\$*\d)")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?")

@@ -2,11 +2,11 @@
 
 ::
 
-    completion ──► find_program ──► sandbox: the program and its tests, in a process each ──► 1.0 | 0.0, share passed
+    completion ──► find_program ──► sandbox: one process for the program, one for its tests ──► 1.0 | 0.0, share passed
 
-A test is a script with asserts that calls the functions of the program, or a pair of an input and an expected output,
-for a program that reads standard input. `load_code_dataset` makes tests from the columns of MBPP, HumanEval, APPS and
-others. Programs are untrusted; `dash_trl.sandbox.Sandbox` lists the limits within which they run.
+There are two kinds of tests: a script with asserts that calls functions of the program; and, for a program that reads
+standard input, a pair of an input and the expected output. `load_code_dataset` makes tests from the columns of MBPP,
+HumanEval, APPS and other datasets. Programs are untrusted: they run within the limits of `dash_trl.sandbox.Sandbox`.
 
 A completion is wrong (0.0) if it has no program, or if the program does not run, exceeds the limits of CPU time or
 memory, or sleeps. If the program did not cause the failure (the machine was too busy, the tests cannot be run, there is
@@ -32,8 +32,8 @@ class CodeReward(AbstractContextManager["CodeReward"]):
 
         trainer = DASHTrainer(..., reward_funcs=RewardRunner([CodeReward()]), train_dataset=load_code_dataset(...))
 
-    Many threads may call a `CodeReward` at once. The number of programs that run at a time is the number of this
-    process's CPUs.
+    Many threads may call a `CodeReward` at once. The attribute `count` of the sandbox limits the number of programs
+    that run at a time.
 
     Args:
         sandbox: the sandbox that runs programs: a `Sandbox` with limits of your own, a server (`SandboxFusion`), or a
@@ -44,7 +44,7 @@ class CodeReward(AbstractContextManager["CodeReward"]):
 
     def __init__(self, sandbox: ProgramSandbox | None = None):
         self.sandbox: ProgramSandbox = Sandbox() if sandbox is None else sandbox
-        # The runner makes no more calls at a time, because a call that waits for a CPU would use up its time limit.
+        # Limits the runner: a call beyond `count` would wait for the sandbox while its own time limit runs.
         self.max_concurrency = getattr(self.sandbox, "count", None)
 
     def __call__(
@@ -116,8 +116,8 @@ def find_program(
 ) -> str | None:
     """Finds the program in a completion.
 
-    - The program is the last fenced block of Python that defines the entry point, because a block with an example of
-      its use often follows. If no block defines the entry point, it is the last fenced block of Python.
+    - The program is the last fenced block of Python that defines the entry point, because a block that only calls the
+      program often follows. If no block defines the entry point, the program is the last fenced block of Python.
     - Text without fences also counts as a block if it has a statement such as `def` or `import`. The same applies to
       the text before a fence without a language, because this fence may close a block that the prompt opened.
     - Text within `<think>…</think>` does not count.
@@ -187,7 +187,7 @@ def _split(text: str) -> tuple[str, str, list[str]]:
 
 
 def _defines(program: str, name: str | None) -> bool:
-    """Tells whether the program defines this name at its top level. None = any function or class."""
+    """Returns whether the program defines this name at its top level. None = any function or class."""
     known = r"\w+" if name is None else re.escape(name)
     defined = rf"^[ \t]*(?:(?:async[ ]+)?def|class)[ ]+{known}\b|^[ \t]*{known}[ ]*=[^=]"
     return re.search(defined, textwrap.dedent(program), re.MULTILINE) is not None

@@ -1,11 +1,12 @@
-"""Rewards that begin before their window is trained on, and groups in the order in which their rewards come.
+"""Starts the rewards of a window early, and yields groups in the order in which their rewards come.
 
 `EarlyRewards` starts the reward functions on rows of a window while other rows of the window are still sampled, or
 while the window waits for an earlier window::
 
     begin: a window is going to be sampled ──► take: rows have been sampled, functions start ──► claim: the request
 
-`arrivals` yields the groups of a window as their rewards come, the same number of groups at a time on all ranks.
+`arrivals` yields the groups of a window as their rewards come, so that the trainer can use the first groups while the
+others are still scored.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ class _Window:
 
 
 class EarlyRewards:
-    """Starts the rewards of a window's rows as soon as the rows are sampled, and keeps the requests until `claim`.
+    """Starts the reward functions on each row as soon as the row is sampled. Each window has one `Request`.
 
     Args:
         team: the reward functions of the trainer.
@@ -41,7 +42,7 @@ class EarlyRewards:
         self._windows: dict[int, _Window] = {}
 
     def __len__(self) -> int:
-        """Returns the number of windows whose rewards have begun and are not claimed."""
+        """Returns the number of windows that were passed to `begin` and not yet to `claim`."""
         return len(self._windows)
 
     def begin(self, window: int, examples: Sequence[Mapping[str, Any]]) -> None:
@@ -59,11 +60,11 @@ class EarlyRewards:
     ) -> None:
         """Starts the reward functions on adjacent rows that have been sampled.
 
-        Call it once for each row of a window; the order does not matter.
+        Pass each row of a window exactly once, in any order. Does nothing if `begin` was not called for the window.
 
         Args:
             window: the number of the window.
-            first: index of the first of these rows in the window.
+            first: index of the first row within the window.
             prompts: the prompts of the rows.
             completion_ids: the token ids of the rows' completions.
             completions: the decoded completions of the rows.
@@ -80,20 +81,20 @@ class EarlyRewards:
             window: the number of the window.
 
         Returns:
-            The request, whose functions may still run; None if no rewards of this window have begun.
+            The request; its functions may still run. None if `begin` was not called for the window.
         """
         one = self._windows.pop(window, None)
         return None if one is None else one.request
 
     def forget(self) -> None:
-        """Cancels the rewards that have begun and whose requests are not claimed."""
+        """Cancels the rewards of all windows that are not claimed, and forgets these windows."""
         for one in self._windows.values():
             one.request.cancel()
         self._windows.clear()
 
 
 def reward_rows(examples: Sequence[Mapping[str, Any]], *known: Sequence[Any]) -> list[dict[str, Any]]:
-    """Builds the rows from which the arguments of per-sample functions are taken.
+    """Builds one dict per row, from which per-sample functions get their arguments.
 
     Args:
         examples: for each row, the columns of the dataset.
@@ -110,22 +111,23 @@ def arrivals(
 ) -> Iterator[tuple[Tensor, bool]]:
     """Yields the rows of a window group by group, as their rewards come.
 
-    Each time, it waits until at least one more group is scored on every rank. Then it yields the same number of groups
-    on all ranks: the number that the rank with the fewest scored groups has. So all ranks run the same collectives and
-    model passes, and each rank waits for the slowest rank.
+    All ranks yield the same number of groups at a time, because they have to run the same collectives and model passes.
+    Before each yield, every rank waits until it has at least one complete group that it has not yielded. The rank with
+    the fewest such groups determines how many groups all ranks yield.
 
-    A share is the rows of a window that one optimizer step takes: all of them, or a part of them (Mini). Groups of
-    different shares are not yielded together.
+    A share is the part of a window that one optimizer step uses: the whole window, or some of its groups (Mini). Groups
+    of different shares are not yielded together.
 
     Args:
         request: the request of this rank's rows.
         groups: number of groups of this rank in the window; the same on all ranks.
-        least: function that takes a number of this rank and returns the smallest of the numbers of all ranks.
+        least: collective function that takes a number and returns the smallest number of all ranks.
         share: function that returns the number of groups in the next share. It is called when the share begins. Its
-            result is limited to at least 1 and at most the number of groups that are left.
+            result is clipped to the range from 1 to the number of groups that are left.
 
     Yields:
-        The indices of the rows of these groups, and a bool, True = they are the last rows of the share.
+        Two values: a tensor with the indices of the groups' rows in the window; and True if these rows complete the
+        share, else False.
     """
     here: list[int] = []
     while groups:

@@ -2,7 +2,7 @@
 
 TRL turns a returned `None` (does not apply) into NaN, so it cannot be distinguished from a NaN that the function
 computed (failed). A watched function therefore records on which rows it failed (exception, time-out, NaN, ±inf). These
-rows become unscored: a row does not count as 0, and is not trained on with the rewards of the other functions alone.
+rows are left out of training: they do not count as 0, and their rewards by other functions are not used either.
 """
 
 import logging
@@ -15,15 +15,15 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-# A function that fails on more than this share of a window's rows is warned of: it is hardly chance, and the scored
-# rows may be other kinds of rows than the lost ones.
+# If a function fails on more than this share of a window's rows, a warning is logged: the failures are probably not
+# random, so the scored rows may be a biased sample, such as the easier problems.
 WARN_ABOVE = 0.1
-# The run ends after this number of batches in a row without a score; fewer may be a temporary outage.
+# If a function gives no score in this number of batches in a row, the run ends. Fewer may be a temporary outage.
 BROKEN_AFTER = 10
 
 
 def has_failed(reward: float | None) -> bool:
-    """Tells whether a reward means that its function failed.
+    """Returns whether a reward means that its function failed.
 
     Args:
         reward: the reward of one completion. None = the function does not apply.
@@ -35,14 +35,14 @@ def has_failed(reward: float | None) -> bool:
 
 
 def unscored(rewards: Tensor, failed: Tensor) -> Tensor:
-    """Unscores every row on which a function failed, even if other functions returned numbers.
+    """Sets all rewards of a row to NaN if any function failed on the row.
 
     Args:
         rewards: [N, F], N rows and F reward functions.
         failed: [N, F] bool, True = the function failed on the row.
 
     Returns:
-        [N, F], the rewards; in an unscored row, all F rewards are NaN.
+        [N, F], the new rewards.
     """
     return rewards.masked_fill(failed.any(dim=1, keepdim=True), torch.nan)
 
@@ -56,12 +56,12 @@ class WatchedReward:
 
     Attributes:
         failed: list with one bool per row of the last call, True = the function failed on the row.
-        raised: list with one bool per row of the last call, True = it failed by an exception.
-        failure: text that describes the failure of the last call; empty if it did not fail.
+        raised: list with one bool per row of the last call, True = the function raised an exception.
+        failure: text that describes the failure of the last call; empty if the call did not fail.
         error: the first exception of the last call; None = there was no exception.
-        mistake: an error of the user that ends the run, for example that the function did not return a list of rewards.
-            None = there is none. `raise_mistakes` raises it later on all ranks. If it were raised within TRL's method
-            on one rank, the other ranks would wait in the next collective.
+        mistake: exception that ends the run, for example because the function did not return a list of rewards. None =
+            the run continues. `raise_mistakes` raises it later, when all ranks can stop together: if one rank raised it
+            within TRL's method, the other ranks would wait for that rank in the next collective.
     """
 
     def __init__(self, func: Callable[..., Any], name: str):
@@ -133,13 +133,10 @@ class WatchedReward:
 
 
 class WatchedAsyncReward(WatchedReward):
-    """Awaits a reward function that is a coroutine function, and records how the last call failed.
-
-    TRL runs coroutine functions concurrently. Arguments and attributes are those of `WatchedReward`.
-    """
+    """`WatchedReward` for a coroutine function, which TRL runs concurrently with other coroutine functions."""
 
     async def __call__(self, **kwargs: Any) -> list[float | None]:  # type: ignore[override]
-        """Calls the function with a batch, like `WatchedReward`.
+        """Awaits the function with a batch.
 
         Args:
             kwargs: the batch as TRL passes it, with `completions`.
@@ -156,15 +153,15 @@ class WatchedAsyncReward(WatchedReward):
 
 
 def watch(func: Any, name: str) -> Any:
-    """Wraps a reward function, so that its failures are recorded.
+    """Wraps a reward function in a `WatchedReward`, which records its failures.
 
     Args:
         func: a reward function of TRL's form, or a reward model.
         name: the function's name in TRL's metrics.
 
     Returns:
-        The watched function. A function that is watched already is returned unchanged. A reward model is returned
-        unchanged, too: it cannot return None, so its NaN always means that it failed.
+        The watched function. A `WatchedReward` is returned unchanged. A reward model is returned unchanged, too: it
+        cannot return None, so a NaN of the model always means that it failed.
     """
     from trl.trainer.utils import is_async_callable  # imported here, because importing trl takes seconds
 
@@ -174,10 +171,10 @@ def watch(func: Any, name: str) -> Any:
 
 
 def raise_mistakes(funcs: Sequence[Any]) -> None:
-    """Raises the first `mistake` of the last calls; does nothing if there is none.
+    """Raises the first `mistake` of the last calls, which ends the run; does nothing if there is none.
 
     Args:
-        funcs: reward functions; only those that are watched can have a mistake.
+        funcs: reward functions. Functions other than `WatchedReward` are skipped.
 
     Raises:
         Exception: the mistake, with the function's own exception as its cause.
@@ -188,7 +185,7 @@ def raise_mistakes(funcs: Sequence[Any]) -> None:
 
 
 def failed_rows(funcs: Sequence[Any], rewards: Tensor, gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Collects from all ranks on which rows the last calls failed.
+    """Returns on which rows of all ranks the last calls failed.
 
     Args:
         funcs: F watched functions or reward models. A reward model has failed on a row if its reward is NaN or ±inf.
@@ -196,10 +193,11 @@ def failed_rows(funcs: Sequence[Any], rewards: Tensor, gather: Callable[[Tensor]
         gather: function that concatenates the rows of all ranks.
 
     Returns:
-        Two [N, F] bool tensors: True = the function failed on the row; True = it failed by an exception.
+        Two [N, F] bool tensors. In the first, True = the function failed on the row; in the second, True = the function
+        raised an exception on the row.
     """
     watched = [i for i, func in enumerate(funcs) if isinstance(func, WatchedReward)]
-    # These are the results for reward models. The columns of watched functions are replaced below.
+    # Correct for reward models. The columns of watched functions are replaced below.
     failed, raised = ~rewards.isfinite(), torch.zeros_like(rewards, dtype=torch.bool)
     if watched:
         local = torch.tensor([*(funcs[i].failed for i in watched), *(funcs[i].raised for i in watched)])
@@ -219,8 +217,8 @@ class FailureWatch:
         names: [F], their names in TRL's metrics.
 
     Attributes:
-        failed: name → share of the last batch's completions on which the function failed; only for functions that have
-            failed at least once in the run.
+        failed: name → share of the last training batch's completions on which the function failed; only for functions
+            that have failed at least once in training.
     """
 
     def __init__(self, funcs: Sequence[Any], names: Sequence[str]):
@@ -236,8 +234,8 @@ class FailureWatch:
         Args:
             rewards: [N, F], the rows of all ranks; NaN = not applicable or failed.
             gather: function that concatenates the rows of all ranks.
-            counts: True = the batch counts towards ending the run. False for a batch of an evaluation: neither its
-                failures nor its scores count.
+            counts: True = the batch counts for the metrics, the warnings and the end of the run. False = only unscore
+                its rows, for example in an evaluation.
 
         Returns:
             [N, F], the rewards; all F rewards of a row on which a function failed are NaN.
@@ -285,7 +283,7 @@ class FailureWatch:
 
 
 def described(error: BaseException) -> str:
-    """Describes an exception, as the rest of a sentence that begins with "it".
+    """Describes an exception for a message in which "it" precedes the description.
 
     Args:
         error: any exception, also one whose `__str__` fails.

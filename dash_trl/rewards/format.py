@@ -1,4 +1,4 @@
-r"""`FormatReward`: tells whether a completion has the wanted format.
+r"""`FormatReward`: checks whether a completion has the wanted format.
 
 The format is a closed thought followed by an answer, and optionally exactly one ``\boxed{}`` in the answer.
 """
@@ -11,7 +11,7 @@ from dash_trl.rewards.answers import _scan_boxes, final_text
 from dash_trl.rewards.math import completion_text
 
 OPEN, CLOSE = "<think>", "</think>"
-PARSED = ("reasoning_content", "thinking")  # TRL puts a thought here if the tokenizer's response template removes it
+PARSED = ("reasoning_content", "thinking")  # keys with the thought, if the response template took it out of the text
 
 
 class FormatReward:
@@ -30,7 +30,7 @@ class FormatReward:
         think_in_prompt: True = the chat template ends the prompt with `<think>`, as the templates of DeepSeek-R1 and
             QwQ do, so completions do not begin with this tag.
         box: True = the answer (the text after the thought) must have exactly one ``\boxed{}``, closed and not empty.
-            With `think=False`, the box is checked in any case.
+            With `think=False`, the box is checked even if this is False.
     """
 
     __name__ = "format"  # TRL's metrics get this name

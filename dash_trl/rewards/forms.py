@@ -1,18 +1,19 @@
-"""The forms of reward functions that a user may write. The names of the parameters tell them apart.
+"""The forms of reward functions that a user may write. The parameter names of a function determine its form.
 
 - **TRL's form**, ``reward(completions, **columns) -> list``, is called once with the whole batch, by keyword.
 - **Per sample**, ``reward(completion, answer) -> score``, is called for each completion, with the arguments that it
   names: any of `prompt`, `completion`, `completion_ids` and the columns of the dataset. A function with ``**columns``
-  gets all of them.
+  gets all of these arguments.
 - **verl's form**, ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> score``, is called for
   each completion. `solution_str` is the text of the completion. The other arguments are the columns of these names. If
-  a column is missing, `ground_truth` is the column `answer`, `data_source` is None, and `extra_info` is the whole row.
-- **A stateful object**, or its class, has a method `compute_score` of the per-sample form or of verl's form. The object
-  may also have a method ``post_process_scores(scores) -> scores``, which gets the scores of a whole group, a method
-  `close()`, and an attribute `max_concurrency`, the number of calls at a time. Further calls wait, and their time limit
-  begins only when they run.
+  the dataset lacks such a column, `ground_truth` is the column `answer`, `data_source` is None, or `extra_info` is a
+  dict of all columns.
+- **A stateful object**, or its class, has a method `compute_score` of the per-sample form or of verl's form. Three more
+  members are optional: a method ``post_process_scores(scores) -> scores``, which gets the scores of a whole group; a
+  method `close()`; and an attribute `max_concurrency`, the largest number of calls at a time. Further calls wait, and
+  their time limit begins when they run.
 
-`load_reward` loads one of these from a user's file.
+`load_reward` loads a reward of any form from a user's file.
 """
 
 import importlib.util
@@ -45,7 +46,7 @@ class Score:
 
     Attributes:
         value: the reward; None if the function does not apply to this completion.
-        notes: name → further result. Numbers become metrics; strings become columns of the table of completions.
+        notes: further results by name. Numbers become metrics; strings become columns of the table of completions.
     """
 
     value: float | None
@@ -53,12 +54,15 @@ class Score:
 
 
 def read_score(returned: Any) -> Score:
-    """Reads the return value of a per-sample function.
+    """Reads the return value of a per-sample function, which has one of these forms:
+
+    - a score, which is a number, or None if the function does not apply;
+    - a tuple (score, notes), where notes is a dict;
+    - a tuple (score, prompt, explanation) of a judge, optionally with a dict of notes at the end;
+    - a dict with the score as `score`, as in verl; its other items are the notes.
 
     Args:
-        returned: one of these: a score, which is a number or None; a tuple (score, notes) with a dict of notes; a tuple
-            (score, prompt, explanation) of a judge, optionally with a dict of notes at the end; or a dict of notes that
-            also has the score as `score` (verl's form).
+        returned: the return value.
 
     Returns:
         The score with its notes. NaN and ±inf are accepted here; later, they unscore the row.
@@ -114,7 +118,8 @@ class RewardForm:
         required: the names among `names` that have no default.
         post_process: the object's method `post_process_scores`. None = there is none.
         close: the object's method `close`. None = there is none.
-        max_concurrency: the object's attribute, the number of calls at a time in this process. None = no limit.
+        max_concurrency: the object's attribute `max_concurrency`, the largest number of calls at a time in this
+            process. None = no limit by the object.
     """
 
     name: str
@@ -174,7 +179,7 @@ class RewardForm:
 
 
 def _as_in_verl(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of verl's form that are used if the row has no columns of these names."""
+    """Returns arguments of verl's form for a row that has no columns of these names."""
     found = {
         "data_source": None,
         "solution_str": completion_text(row["completion"]),
@@ -184,7 +189,7 @@ def _as_in_verl(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def form_of(function: Any) -> RewardForm:
-    """Finds out from a function's signature how it is called.
+    """Determines from a function's signature how it is called.
 
     Args:
         function: a reward function, a stateful object, or its class.
@@ -254,12 +259,12 @@ def load_reward(path: str | Path, name: str = DEFAULT_NAME) -> Any:
 def load_from_file(path: str | Path, names: Sequence[str], what: str) -> list[Any]:
     """Loads objects from a Python file by their names, for the options `<what>_path` and `<what>_name`.
 
-    The objects are pickled by value, so that worker processes need not be able to import the file.
+    The objects will be pickled by value, because worker processes cannot import the file.
 
     Args:
         path: the Python file.
         names: the names of the objects in the file.
-        what: the first part of the options' names, for errors.
+        what: the part <what> of the options' names, for error messages.
 
     Returns:
         One object per name.
@@ -273,7 +278,7 @@ def load_from_file(path: str | Path, names: Sequence[str], what: str) -> list[An
         raise ValueError(f"{what}_path={str(path)!r} is no Python file, looked for at {file.absolute()}.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(file.parent.absolute()))  # as for a script, so that it can import the files beside it
+    sys.path.insert(0, str(file.parent.absolute()))  # as for a script: the file may import modules of its folder
     try:
         spec.loader.exec_module(module)
     except Exception as error:

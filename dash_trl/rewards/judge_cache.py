@@ -1,4 +1,4 @@
-"""`AnswerCache`: keeps a judge's answers on disk, for all ranks of a host and for later runs."""
+"""`AnswerCache`: stores a judge's answers on disk, so that all ranks of a host and later runs can reuse them."""
 
 import logging
 import platform
@@ -9,11 +9,11 @@ from dash_trl._cache import cache_folder
 
 logger = logging.getLogger(__name__)
 
-LOCK_SECONDS = 5.0  # a call waits this long for a write of another process, which takes less than a millisecond
+LOCK_SECONDS = 5.0  # longest wait for another process that writes; a write takes less than a millisecond
 
 
 class AnswerCache:
-    """Stores answers by the hash of their request, in an SQLite file.
+    """An SQLite file with a judge's answers. The key of an answer is the hash of the request.
 
     Each host has its own file, because SQLite's locks fail on some network file systems, and a home folder is often on
     such a file system. If the cache fails (disk full, not writable, locked, not an SQLite file), this process warns
@@ -58,7 +58,8 @@ class AnswerCache:
             if self._connection is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self.file.touch(0o600)  # private: explanations quote prompts and completions
-                # Autocommit. Each event loop calls from its own thread; sqlite3 serialises the calls.
+                # `isolation_level=None` commits each statement. Several event loops, each on its own thread, use this
+                # connection; sqlite3 makes their calls one after the other.
                 self._connection = sqlite3.connect(
                     self.file, LOCK_SECONDS, isolation_level=None, check_same_thread=False
                 )

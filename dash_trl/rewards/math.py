@@ -1,37 +1,43 @@
-r"""`MathAccuracyReward`: tells whether the final answer of a completion equals the gold answer mathematically.
+r"""`MathAccuracyReward`: checks whether the final answer of a completion equals the gold answer mathematically.
 
 ::
 
     completion ──► find_answer ──► same text? ──► math-verify in a worker process ──► 1.0 | 0.0 | NaN
     gold ────────► parse_gold (cached) ──┘
 
-NaN means that the row could not be scored (unreadable gold answer, exception, time-out, crash). NaN never counts as 0:
-the trainer unscores the row. `answers.py` finds the answer, and `spelling.py` brings it to one spelling. math-verify
-(https://github.com/huggingface/Math-Verify) compares the two answers. This module deviates from math-verify as follows:
+The reward is NaN if the row cannot be scored, because the gold answer is unreadable, an exception or a time-out
+occurred, or the worker crashed. The trainer leaves such a row out of training; NaN never counts as 0.
+
+`answers.py` finds the answer in the completion, `spelling.py` rewrites it in the LaTeX that math-verify reads, and
+math-verify (https://github.com/huggingface/Math-Verify) compares the two answers. This module deviates from math-verify
+as follows:
 
 - **Words.** math-verify reads "silent" as ``s*i*l*e*n*t``, which equals "listen". Here, answers in words are compared
   as text.
-- **Bases and units.** math-verify ignores the base of a number, so that 52_8 = 52_9, and units, so that 5 km = 5 m.
-  Here, if both answers have a base, or a unit in `UNITS`, the bases or units must be the same. Units are not converted:
-  5000 m is not 5 km.
+- **Bases and units.** math-verify ignores the base of a number (52_8 = 52_9) and units (5 km = 5 m). Here, if both
+  answers have a base, the bases must be the same; if both have units of `UNITS`, the units must be the same. Units are
+  not converted: 5000 m is not 5 km.
 - **Chains.** In a chain such as ``3 = 5`` or ``5 \approx 7``, math-verify compares only the first or the last member.
-  Here, all plain numbers of a chain must agree, up to the rounding that their digits show; else the answer is wrong.
-  The last member and every plain number are compared with the gold answer: ``1/3 \approx 0.333`` is right for 1/3 and
-  for 0.333.
-- **Inequalities.** An inequality equals the set of its solutions, also if the gold answer is the set.
-- **Percent.** 50 and 0.5 both equal ``50\%``, as in math-verify. Here, 12.5 and 0.125 also equal ``12.5\%``.
-- **Time-outs.** math-verify's own time-outs use SIGALRM, count as a wrong answer, and fail outside the main thread.
-  They are switched off here; see "Limits" below.
+  Here, the members that are plain numbers (without variables, such as 5, 1/3 and ``\sqrt{2}``) must be equal up to
+  rounding; otherwise the answer is wrong. The answer is right if its last member or any plain number equals the gold
+  answer: ``1/3 \approx 0.333`` is right for 1/3 and for 0.333.
+- **Inequalities.** By default, math-verify accepts the set of solutions for an inequality, but not the reverse. Here,
+  both are accepted.
+- **Percent.** In math-verify, both 50 and 0.5 equal ``50\%``. Here, decimals do so, too: 12.5 and 0.125 equal
+  ``12.5\%``.
+- **Time-outs.** math-verify's own time-outs use SIGALRM, which fails outside the main thread, and a time-out counts as
+  a wrong answer. They are switched off here; see "Limits" below.
 
-In the following, this module does what math-verify does. Floats are equal if they agree to 6 decimals. An equation that
-ends in 5 (2x = 5) equals 5. Lists have no order. math-verify also decides which of (a,b), {a,b} and "a, b" are equal,
-because only the problem tells which of them is meant.
+As in math-verify, floats are equal if they agree to 6 decimals, an equation that ends in 5 (2x = 5) equals 5, and lists
+have no order. Whether (a,b), {a,b} and "a, b" are equal is also left to math-verify, because the notation alone does
+not show whether a problem asks for a point, a set or a list.
 
-**Limits.** A completion is wrong (0.0) if its answer takes more than `CPU_SECONDS` to read or to compare, needs more
-memory or recursion than a worker has, or exceeds the limits of `answers.py`. If the comparison of the gold answer with
-a plain number exceeds these limits, too, the reward is NaN. CPU time does not include other processes, so a right
-answer does not become wrong on a busy machine. The time-out by the clock ends operations that no signal can interrupt
-(those of gmpy2); the reward is then NaN.
+**Limits.** An answer is wrong (0.0) if reading and comparing it takes more CPU time than `CPU_SECONDS`, or more memory
+or recursion than a worker has, or if the answer exceeds the limits of `answers.py`. But if a comparison of the gold
+answer with a plain number also exceeds the limits of the worker, the gold answer is the cause, and the reward is NaN.
+The CPU time of other processes does not count, so a busy machine does not make a right answer wrong. Signals enforce
+the CPU limit, but cannot interrupt some operations (those of gmpy2). Therefore a second time-out, by the clock, kills
+the worker; the reward is then NaN.
 """
 
 import functools
@@ -57,9 +63,11 @@ from dash_trl.workers import OutOfWork, call_all, default_workers, run_within, s
 
 logger = logging.getLogger(__name__)
 
-# CPU time to read or to compare one answer. The slowest of several hundred answers took 0.7 s, the next one 0.25 s.
+# Limit in seconds of CPU time to read the gold answer, and again to read and compare the answer. Of several hundred
+# answers, the slowest took 0.7 s, the second slowest 0.25 s.
 CPU_SECONDS = 4.0
-# Seconds by the clock for one row. Reading, comparing and trying the gold answer may take three times `CPU_SECONDS`.
+# Limit in seconds by the clock for one row. A row may need three times `CPU_SECONDS`: to read the gold answer, to
+# compare the answer, and to compare the gold answer with a plain number.
 TIMEOUT = 30.0
 
 
@@ -67,15 +75,15 @@ TIMEOUT = 30.0
 
 
 class UnreadableGold(ValueError):
-    """Raised for a gold answer that math-verify cannot read and that is not text.
+    """Raised if a gold answer is neither words nor an expression that math-verify can handle within the limits.
 
-    Only an answer with exactly the same text can be scored against it.
+    An answer with exactly the same text is scored nevertheless.
     """
 
 
 @dataclass(frozen=True)
 class Gold:
-    """A gold answer that has been read.
+    """A gold answer, with the units and expressions that were read from it.
 
     Attributes:
         text: the answer as `gold_text` returns it.
@@ -91,7 +99,7 @@ class Gold:
 
 
 def score_answer(completion: str, gold: str) -> float:
-    """Scores the final answer of one completion. It must run in the main thread of a worker process.
+    """Scores the final answer of one completion. It must run in the main thread of a worker, because it uses signals.
 
     Args:
         completion: the text of a completion.
@@ -101,7 +109,8 @@ def score_answer(completion: str, gold: str) -> float:
         1.0 if the final answer equals the gold answer, else 0.0.
 
     Raises:
-        UnreadableGold: see `parse_gold`. If the answer has the same text as the gold answer, it is not raised.
+        UnreadableGold: if the answer has another text than the gold answer, and the gold answer cannot be read or takes
+            too much work to compare.
         Exception: any exception of sympy in the comparison. The row is then unscored.
     """
     bare, answer = gold_text(gold), find_answer(completion)
@@ -147,6 +156,7 @@ def parse_gold(bare: str) -> Gold:
 
 
 def _compare(gold: Gold, answer: Answer) -> bool:
+    """Compares the text of an answer or, if the text is not a formula, what math-verify finds in the prose."""
     if answer.prose:
         value, units = split_units(answer.text)
         is_formula = _INTEGER.fullmatch(value) or not has_words(value) and _read_formula(value)
@@ -156,7 +166,7 @@ def _compare(gold: Gold, answer: Answer) -> bool:
 
 
 def _is_right(answer: str, equals: Callable[[str], bool]) -> bool:
-    """Tells whether an answer equals the gold answer or, if it is a list, each member does ("1/2 or 0.5")."""
+    """Returns whether an answer is right. A list is also right if each member is right, for example "1/2 or 0.5"."""
     members = split_list(answer)
     return equals(answer) or len(members) > 1 and all(map(equals, members))
 
@@ -182,7 +192,7 @@ def _equals(gold: Gold, answer: str) -> bool:
 
 
 def _is_true(chain: str) -> bool:
-    r"""Tells whether the plain numbers of a chain ``a = b \approx c`` agree, up to the rounding of their digits."""
+    r"""Returns whether the plain numbers of a chain ``a = b \approx c`` are equal up to rounding."""
     numbers = [member for member in split_chain(chain) if _PLAIN_NUMBER.fullmatch(member)]
     if len(numbers) < 2:
         return True
@@ -192,17 +202,17 @@ def _is_true(chain: str) -> bool:
 
 
 def _agree(one: float | None, digit: float, other: float | None, other_digit: float) -> bool:
-    """Tells whether one number is the other number, rounded or cut off at its last digit.
+    """Returns whether two numbers are equal, or one is the other rounded or cut off at its last digit.
 
     Args:
-        one: a number. None = no real value, which agrees with every number.
+        one: a number. None = a number without a real value, which agrees with every number.
         digit: the place value of the last digit of `one`; 0 if `one` is exact.
         other: another number.
         other_digit: the place value of its last digit.
     """
     if one is None or other is None or math.isclose(one, other):
         return True
-    excess, within = abs(one) - abs(other), 1 - 1e-9  # a whole digit apart is not rounding: 4.9 is not 5.0
+    excess, within = abs(one) - abs(other), 1 - 1e-9  # a cut changes less than a whole digit: 4.9 is not 5.0
     is_cut = 0 < excess < within * other_digit or 0 < -excess < within * digit
     return is_cut or abs(one - other) <= max(digit, other_digit) / 2
 
@@ -240,8 +250,8 @@ def _verify(gold: Gold, answer: Sequence[Any]) -> bool:
 def _read_formula(formula: str) -> list[Any]:
     r"""Reads a formula with math-verify, as LaTeX only.
 
-    math-verify's other patterns would also find a number in "? 5". For ``50\%``, the result has both the share and the
-    number. For inequalities that are joined by "or", the result also has the set of their solutions.
+    math-verify's other patterns are not used, because they would find a number even in "? 5". For ``50\%``, the result
+    contains both 0.5 and 50. For inequalities that are joined by "or", it also contains the set of their solutions.
     """
     from math_verify import LatexExtractionConfig
     from sympy import FiniteSet, Rel, Union
@@ -308,18 +318,18 @@ class MathAccuracyReward:
 
         trainer = DASHTrainer(..., reward_funcs=[MathAccuracyReward()])
 
-    The column `answer` of the dataset holds the gold answers: numbers, LaTeX, words, or solutions that end in
-    ``#### 72`` or ``\boxed{72}``. The answer of a completion is its last box; without a box, its last `####` line;
-    without such a line, the text after "the answer is"; otherwise, its last formula or number. Text within
+    The column `answer` of the dataset contains the gold answers: numbers, LaTeX, words, or solutions that end in
+    ``#### 72`` or ``\boxed{72}``. The answer of a completion is the first of these that the completion has: its last
+    box, its last `####` line, the text after its last "answer is", its last formula or number. Text within
     `<think>...</think>` does not count. See `find_answer`.
 
     Args:
-        timeout: seconds by the clock for one row. If a row takes longer, its worker is killed and its reward is NaN. If
-            the time-out is less than three times `CPU_SECONDS`, wrong answers may become NaN and, on a busy machine,
-            right answers, too.
+        timeout: seconds by the clock for one row. If a row takes longer, its worker is killed and its reward is NaN.
+            With less than three times `CPU_SECONDS`, the reward of a slow wrong answer may be NaN instead of 0.0; on a
+            busy machine, the reward of a right answer may be NaN, too.
         workers: number of worker processes. None = this process's share of the CPUs, at most 8. Rewards with the same
-            number share their workers. The workers start with the first call, which takes about 1 s. They stop at
-            `close()` of the last reward that uses them, or at exit.
+            number of workers share one pool. The pool starts with the first call, which takes about 1 s, and stops at
+            `close()` of the last reward that uses it, or at exit.
     """
 
     __name__ = "math_accuracy"  # TRL's metrics get this name
@@ -348,7 +358,7 @@ class MathAccuracyReward:
         workers = shared_workers(self.workers, _prepare_worker, self)
         calls = call_all(workers.submit, self.score, arguments, timeout=self.timeout)
         for call in calls:
-            if call.error is not None and type(call.error) not in self._told:  # the trainer's metrics count all errors
+            if call.error is not None and type(call.error) not in self._told:  # once per type of exception
                 self._told.add(type(call.error))
                 logger.warning(
                     f"An answer could not be scored, so its reward is NaN and its row is unscored: "

@@ -1,4 +1,8 @@
-"""Outcomes of reward calls: a `Score`, a `Returned` (functions of TRL's form), or the exception of a failed call."""
+"""Makes and reads the outcomes of reward calls.
+
+An outcome is a `Score` (per-sample functions), a `Returned` (functions of TRL's form), or the exception of a call that
+failed.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +19,8 @@ class Returned:
 
     Attributes:
         output: the return value of the function, for the whole batch.
-        logged: the calls of `log_extra` and `log_metric` that the function made, as (name, arguments), in their order.
+        logged: the function's calls of `log_extra` and `log_metric`, in order, each as (name, arguments). The main
+            thread makes these calls later.
     """
 
     output: Any
@@ -23,7 +28,7 @@ class Returned:
 
 
 def note_call(logged: list[tuple[str, tuple]], name: str, *arguments: Any) -> None:
-    """Records a call of one of TRL's log functions, which only the main thread may make.
+    """Records a call of one of TRL's log functions, because only the main thread may call these functions.
 
     Args:
         logged: the list to which the call is appended.
@@ -36,8 +41,8 @@ def note_call(logged: list[tuple[str, tuple]], name: str, *arguments: Any) -> No
 def scored(function: Callable[..., Any], /, **arguments: Any) -> Score:
     """Calls a per-sample function and reads its score.
 
-    The score is read in the same call, so that the time limit of the call includes it: to read the returned object may
-    block or raise an exception, too.
+    The time limit of the call also covers the reading, because user code may run when a returned object is converted
+    to a number.
 
     Args:
         function: a per-sample reward function.
@@ -76,7 +81,7 @@ def scored_elsewhere(function: Callable[..., Any], /, **arguments: Any) -> Score
         arguments: the arguments of the call.
 
     Returns:
-        The score. If the score has no notes, only its value, because a number takes a third of the time to send back.
+        The score. If it has no notes, only its value, because sending a number back takes a third of the time.
 
     Raises:
         ValueError: if `read_score` cannot read the return value of the function.
@@ -113,7 +118,7 @@ def score_of(outcome: Score | BaseException) -> float | None:
 
 
 def processed_scores(function: Callable[[Any], Any], scores: list[float]) -> list[float]:
-    """Calls `post_process_scores` of a stateful reward.
+    """Calls `post_process_scores` of a stateful reward, and checks the number of scores that it returns.
 
     Args:
         function: the method `post_process_scores`.
@@ -123,7 +128,7 @@ def processed_scores(function: Callable[[Any], Any], scores: list[float]) -> lis
         [G], the new scores.
 
     Raises:
-        ValueError: if the method returned another number of scores.
+        ValueError: if the method does not return G scores.
     """
     processed = [float(value) for value in function(scores)]
     if len(processed) != len(scores):
@@ -140,7 +145,7 @@ def processed_outcomes(call: Call, outcomes: Sequence[Any]) -> list[Any]:
         outcomes: [G], the outcomes of the group before the call.
 
     Returns:
-        [G], the new outcomes. If an outcome has no score and the new score is NaN, the outcome does not change.
+        [G], the new outcomes. A completion that had no score keeps its outcome if its new score is NaN.
     """
     if call.error is not None:
         return [call.error] * len(outcomes)

@@ -7,8 +7,8 @@
                                           outcomes, in any order ──► Request, at their rows ──► complete groups
        each call         ──► waits for the request, returns its function's column
 
-Each call ends with a score, or with an exception that explains why there is none. A call that fails affects no other
-call. Calls run beside the main thread; only TRL's logs are written on the main thread.
+Each call ends with a score, or with an exception that explains why there is no score. A call that fails affects no
+other call. Calls run on other threads or in other processes; only TRL's logs are written on the main thread.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from dash_trl.workers import (
 )
 
 BACKENDS = ("thread", "asyncio", "process", "ray")
-# The longest time limit of a function of TRL's form. Other ranks wait for 30 minutes before a collective fails.
+# Limit in seconds for a whole batch of a function of TRL's form. It is less than the 30 minutes for which other ranks
+# wait in a collective before it fails.
 BATCH_SECONDS = 1200.0
 ON_ERROR = ("unscore", "raise")
 Lane = tuple[str, int | None]  # kind of backend, and `max_concurrency`; functions with the same lane share a backend
@@ -68,14 +69,15 @@ class RewardRunner:
         ]
 
     Args:
-        functions: one reward function, or a list of them. Reward models (modules, or their names) are left to TRL.
+        functions: one reward function, or a list of them. The list may contain reward models (modules, or their names),
+            which TRL calls without the runner.
         backend: where calls run. "thread" and "asyncio" are for functions that wait, for example for a server.
-            "process" is for functions that compute; the worker of a call that takes too long is killed. "ray" is for a
+            "process" is for functions that compute; if a call takes too long, its worker is killed. "ray" is for a
             cluster. None = coroutine functions run on asyncio, other functions on threads.
-        timeout: seconds by the clock for one completion, from the start of the call. A function of TRL's form has this
-            time for each completion of the batch, but at most 20 minutes, or `timeout` if that is longer.
-        max_concurrency: number of calls at a time in the whole run, for each backend that the runner uses. The number
-            of worker processes is also limited to this rank's share of the CPUs, and to 8.
+        timeout: seconds by the clock for one completion, from the start of the call. The limit for a function of TRL's
+            form is `timeout` times the number of completions, but at most the larger of 20 minutes and `timeout`.
+        max_concurrency: largest number of calls at a time in the whole run, for each backend that the runner uses. The
+            number of worker processes on a rank is also limited to the rank's share of the CPUs, and to 8.
         rate_limit: number of calls that may start per second in the whole run; only for threads and asyncio. None = no
             limit.
         retry_on: exceptions after which a call is made again, such as `(ConnectionError, TimeoutError)`.
@@ -167,7 +169,7 @@ class RewardRunner:
         Args:
             request: the request in which the outcomes are stored.
             functions: function of this runner → its index in the request.
-            first: index of the first of these adjacent rows in the request.
+            first: index of the first row within the request; the rows are adjacent.
             rows: see `submit`.
         """
         calls: dict[Lane, list[Call]] = {}
@@ -219,7 +221,10 @@ class RewardRunner:
         self._put(request, form, number, 0, [outcome] * rows)
 
     def _put(self, request: Request, form: RewardForm, number: int, first: int, outcomes: Sequence[Any]) -> None:
-        """Stores outcomes of adjacent rows. A group with all outcomes is post-processed, if needed, and complete."""
+        """Stores a function's outcomes of adjacent rows. Finishes each group that now has all outcomes of the function.
+
+        If the function has `post_process_scores`, this method gets the scores before the group counts as complete.
+        """
         for group in request.put(number, first, outcomes):
             if form.post_process is None:
                 request.complete(number, group)
@@ -248,7 +253,7 @@ class RewardRunner:
         return self.backend or ("asyncio" if form.asynchronous else "thread"), form.max_concurrency
 
     def _timeout(self, request: Request, of: int = 1) -> float:
-        """Returns the time limit of a call on `of` completions, and lets the request wait at least that long."""
+        """Returns the time limit of a call on `of` completions, and raises the request's `patience` accordingly."""
         timeout = min(self.timeout * of, max(self.timeout, BATCH_SECONDS))
         most = max(ROWS_AHEAD, 1 + self.retries) * timeout  # the longest time until a Ray task or the last attempt ends
         request.patience = max(request.patience, LAST_SECONDS + most)
@@ -283,10 +288,10 @@ def _end(backends: dict[tuple[int, Lane], Backend], opened: dict[Callable[[], An
 
 
 class RewardTeam:
-    """Starts the functions of several runners together.
+    """Starts all runner functions of a trainer together, even if they belong to several runners.
 
-    A group is complete when every function of the team has scored all of its rows, or failed on them. Functions of
-    these runners that are not in the team are not called.
+    A group is complete when every function of the team has scored all of its rows, or failed on them. A function that
+    is not in the team is not called, even if its runner has other functions in the team.
 
     Args:
         functions: the functions, in the order in which TRL calls them with a batch. If a function is listed twice, each
@@ -310,7 +315,7 @@ class RewardTeam:
         self.join()
 
     def join(self, group_size: int | None = None) -> None:
-        """Makes the runners work for this team, because another trainer's team may have used the runners since.
+        """Attaches the runners to this team again. Another trainer with the same runners may have attached its own.
 
         Args:
             group_size: number of adjacent rows in the next batch that are completions of one prompt. None = the number
@@ -324,7 +329,7 @@ class RewardTeam:
     def begin(self, rows: int, group_size: int) -> Request:
         """Creates a request, but starts no function.
 
-        `start` starts the per-sample functions. A function of TRL's form starts when TRL calls it.
+        `RewardTeam.start` starts the per-sample functions, and `RewardRunner.start_batch` the functions of TRL's form.
 
         Args:
             rows: number of rows.
@@ -348,7 +353,7 @@ class RewardTeam:
 
         Args:
             request: the request in which the outcomes are stored.
-            first: index of the first of these adjacent rows in the request.
+            first: index of the first row within the request; the rows are adjacent.
             rows: see `RewardRunner.submit`.
         """
         for runner, functions in self._numbers.items():
@@ -372,26 +377,28 @@ class RewardTeam:
         return unscored(values, torch.tensor([[has_failed(one) for one in row] for row in scores]))
 
     def hand_over(self, request: Request, completions: Any) -> None:
-        """Sets the request whose outcomes the functions return when TRL calls them with a batch.
+        """Sets the request of TRL's next batch, so that the functions return its outcomes and start no calls.
 
         Args:
             request: a request that has begun.
-            completions: the completions of the batch. It must be the same object that TRL passes to the functions.
+            completions: the completions of the batch. The team recognises the batch by this object, so TRL must pass
+                the same object to the functions.
         """
         self._request, self._completions, self._left = request, completions, self._calls.copy()
 
     def _number(self, one: RunnerReward) -> int:
-        return self._numbers[one.runner][one.runner.own[one.number]]  # `one` may be a copy
+        return self._numbers[one.runner][one.runner.own[one.number]]  # `one` may be a copy of the runner's own
 
     def outcomes(self, one: RunnerReward, batch: Mapping[str, Any]) -> list[Any]:
-        """Waits for the outcomes of a function. The first function that TRL calls with a batch starts all functions.
+        """Returns the outcomes of one function for a batch. If the batch is new, starts all functions of the team.
 
         Args:
             one: the function that TRL calls.
             batch: the arguments that TRL passes.
 
         Returns:
-            [N] outcomes, which are scores or exceptions. For a function of TRL's form, the outcome of its call N times.
+            [N] outcomes: one `Score` or exception per row. The outcome of a function of TRL's form is for the whole
+            batch, and is repeated N times.
         """
         if one.runner.own[one.number] not in self._numbers[one.runner]:  # the trainer does not use this function
             return RewardTeam(one.runner.own).outcomes(one, batch)
@@ -425,8 +432,8 @@ def unpack(reward_funcs: Any) -> Any:
         reward_funcs: a reward function of any form, a reward model, a `RewardRunner`, or a list of these.
 
     Returns:
-        The functions of the runners, TRL's functions and models as they are, and each function of another form in a
-        runner of its own; None for None.
+        A list in which each runner is replaced by its functions, and each function of another form than TRL's gets a
+        runner of its own. Models and functions of TRL's form stay as they are. None for None.
     """
     if reward_funcs is None:
         return None
@@ -442,7 +449,7 @@ def unpack(reward_funcs: Any) -> Any:
 
 
 def is_reward_model(function: Any) -> bool:
-    """Tells whether a reward is a model, which TRL calls on the main thread.
+    """Returns whether a reward is a model, which TRL calls on the main thread.
 
     Args:
         function: one of `reward_funcs`.

@@ -13,7 +13,7 @@ LOGS = ("log_extra", "log_metric")  # functions that TRL passes to reward functi
 
 
 def scores_alone(reward: Any) -> bool:
-    """Tells whether a reward function scores one completion at a time, in a runner.
+    """Returns whether a reward function scores one completion at a time, in a runner.
 
     Args:
         reward: one of TRL's `reward_funcs`.
@@ -30,7 +30,7 @@ class RunnerReward(WatchedReward):
     A call waits until the runner has the outcomes of the batch, and returns the rewards of this function.
 
     Args:
-        form: the reward function, and the way in which it is called.
+        form: the reward function, with a description of how it is called.
         runner: the `RewardRunner` that the function belongs to.
         number: index of the function among the runner's functions.
 
@@ -46,7 +46,8 @@ class RunnerReward(WatchedReward):
         self.group_size: Callable[[], int] = lambda: 1
         here = scored_async if form.asynchronous else scored
         self.score = partial(scored_elsewhere if runner.backend in ("process", "ray") else here, form.function)
-        # Columns of the table of completions. After a column was written once, it is written for every batch.
+        # Names of text notes, which are columns of the table of completions. A column that was written once is written
+        # for every batch, because all columns of the table must have the same length.
         self._texts: set[str] = set()
 
     def __call__(self, /, *, log_extra: Any = None, log_metric: Any = None, **batch: Any) -> list[float | None]:
@@ -83,7 +84,7 @@ class RunnerReward(WatchedReward):
         errors = [one if isinstance(one, BaseException) else None for one in outcomes]
         values = [score_of(one) for one in outcomes]
         self.mistake, self.failure = None, ""
-        # A GivenUp is preferred to other errors, because it gives the reason why no more calls are made.
+        # The first GivenUp, else the first error: a GivenUp gives the reason why no more calls are made.
         self.error = next(filter(None, sorted(errors, key=lambda error: not isinstance(error, GivenUp))), None)
         self.raised = [error is not None for error in errors]
         self.failed = [has_failed(value) for value in values]

@@ -1,7 +1,7 @@
 r"""Brings answers to one spelling and splits answers into parts. It compares no values; `math.py` does that.
 
-The functions here are for single answers, whose length `answers.py` limits. Only `to_latex` is also called with longer
-text; its time is linear in the length of the text.
+`answers.py` limits the length of a completion's answer before it calls these functions. Only `to_latex` gets longer
+parts of a completion, too; its time is linear in the length of the text.
 """
 
 import re
@@ -15,7 +15,7 @@ MIN_WORD_LETTERS = 4
 
 
 def normalize_answer(answer: str) -> str:
-    r"""Brings an answer to the spelling that math-verify reads.
+    r"""Rewrites an answer in the LaTeX that math-verify reads, so that equal answers often get equal text.
 
     - Unicode becomes LaTeX (see `to_latex`), 1e3 becomes ``1 \times 10^{3}``, pi ``\pi`` and percent ``\%``.
     - Dollars that delimit a formula, bold print, a full stop at the end and an "=" at the start are removed.
@@ -33,14 +33,14 @@ def normalize_answer(answer: str) -> str:
             answer = pattern.sub(spelling, answer)
     answer = answer.lstrip("= \t\n")
     bare = answer.rstrip(".,;: \t\n")
-    return answer[: len(bare) + 1].strip() if bare.endswith("\\") else bare.strip()  # the comma of `5\,` is LaTeX
+    return answer[: len(bare) + 1].strip() if bare.endswith("\\") else bare.strip()  # keeps the comma of `5\,`
 
 
 def to_latex(text: str) -> str:
     r"""Writes Unicode's mathematical characters as LaTeX.
 
     Args:
-        text: any text, also a long one.
+        text: any text, of any length.
 
     Returns:
         The text with ``\frac{1}{2}`` for ½, ``\sqrt{2}`` for √2, ``x^{2}`` for x², ``90^\circ`` for 90° and 5 for the
@@ -101,7 +101,7 @@ _SPELLINGS = [
 
 
 def squeeze(answer: str) -> str:
-    r"""Removes everything that never changes a value: spaces, ``\left`` and ``\right``, and the size of a fraction.
+    r"""Removes LaTeX that never changes a value: spaces, ``\left`` and ``\right``, and the size of a fraction.
 
     Args:
         answer: an answer in the spelling of `normalize_answer`.
@@ -124,7 +124,7 @@ def split_list(answer: str) -> list[str]:
         answer: an answer in the spelling of `normalize_answer`.
 
     Returns:
-        The members. A separator within brackets, or a comma between thousands, does not separate members.
+        The members. Separators within brackets and commas of large numbers (1,000) do not count.
     """
     return _split(answer, _LIST)
 
@@ -136,7 +136,7 @@ def split_chain(answer: str) -> list[str]:
         answer: an answer in the spelling of `normalize_answer`.
 
     Returns:
-        The members that are not empty. An equals sign within brackets does not separate members.
+        The members that are not empty. Equals signs within brackets do not count.
     """
     return [member for member in _split(answer, _CHAIN) if member]
 
@@ -169,7 +169,7 @@ def split_units(answer: str) -> tuple[str, set[str]]:
 
 
 def _split_unit(answer: str) -> tuple[str, str | None]:
-    """Returns (value, unit) of one member. The unit is "" for a word that is not in `UNITS`; None = no unit."""
+    """Returns (value, unit) of one member. A unit of "" is a word that is not in `UNITS`; None = no unit."""
     currency = _CURRENCY.match(answer)
     if currency:
         value = _split_unit(answer[currency.end() :])[0]
@@ -252,7 +252,7 @@ _NUMBER_WORDS = set("hundred thousand million billion trillion dozen half halves
 
 
 def normalize_text(text: str) -> str:
-    r"""Brings an answer in words to one spelling.
+    r"""Rewrites an answer in words in one spelling, so that answers can be compared as text.
 
     Args:
         text: an answer.
@@ -266,7 +266,7 @@ def normalize_text(text: str) -> str:
 
 
 def is_text_answer(gold: str) -> bool:
-    r"""Tells whether a gold answer consists of words, so that it must be compared as text.
+    r"""Returns whether a gold answer consists of words, so that it must be compared as text.
 
     Args:
         gold: a gold answer, as `gold_text` returns it.
@@ -282,7 +282,7 @@ def is_text_answer(gold: str) -> bool:
 
 
 def same_words(one: str, other: str) -> bool:
-    """Tells whether two answers have the same words; the members of a list may be in any order.
+    """Returns whether two answers have the same words; the members of a list may be in any order.
 
     Args:
         one: an answer.
@@ -296,7 +296,7 @@ def same_words(one: str, other: str) -> bool:
 
 
 def same_text(one: str, other: str) -> bool:
-    """Tells whether two answers have the same spelling; the members of a list may be in any order.
+    """Returns whether two answers have the same spelling; the members of a list may be in any order.
 
     Args:
         one: an answer, in the spelling of `normalize_answer`.

@@ -1,4 +1,4 @@
-"""Tools that the policy calls, and environments. With them, rows have several turns."""
+"""Tools and environments. With them, a row has several turns: the policy calls tools and reads their answers."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""`ToolCalls` answers the tool calls of a message. `ProcessTool` is a tool that runs in worker processes.
+"""`ToolCalls` makes the tool calls of a message. `ProcessTool` is a tool that runs in worker processes.
 
-The way of a call::
+The kind of a tool decides where its calls run::
 
     calls ──► a thread (functions), an event loop (coroutine functions), a worker process (`ProcessTool`)
                 └─ value, or error ──► a message for the policy        └─ timeout in this process: `Overdue`
@@ -31,7 +31,7 @@ from dash_trl.workers import (
 )
 
 HANGS = Overdue, GivenUp  # the errors of a call that hangs in this process
-MOST_CALLS = 256  # limit of calls at once, for threads and for coroutines separately: most tools only wait
+MOST_CALLS = 256  # limit of calls at a time, one for threads and one for coroutines; high, because most tools only wait
 
 
 class ProcessTool:
@@ -48,7 +48,8 @@ class ProcessTool:
         timeout: seconds for one call, from its start.
         max_concurrency: number of worker processes. None: this process's share of the CPUs, at most 8.
     Raises:
-        ValueError: if the function is of another kind or cannot be sent to a process, or a number is out of range.
+        ValueError: if the function is a coroutine function, is not callable or cannot be pickled, or a number is out of
+            range.
     """
 
     def __init__(self, function: Callable[..., Any], *, timeout: float = 60.0, max_concurrency: int | None = None):
@@ -61,7 +62,7 @@ class ProcessTool:
             raise ValueError(f"timeout={timeout} lets no call finish: give more than 0 seconds.")
         if max_concurrency is not None and max_concurrency < 1:
             raise ValueError(f"max_concurrency={max_concurrency} lets no call run: give 1 or more.")
-        # A function that cannot be sent raises here. Otherwise each call would only give the policy an error.
+        # A function that cannot be pickled raises here. Otherwise, each call would only give the policy an error.
         pack(function)
         functools.update_wrapper(self, function)
         self.function, self.timeout = function, timeout
@@ -79,7 +80,7 @@ class ProcessTool:
         return tool
 
     def __call__(self, **arguments: Any) -> Any:
-        """Calls the function in a worker and returns its value; raises what it raises."""
+        """Calls the function in a worker process; returns its value or raises its exception."""
         (call,) = call_all(self.workers.submit, self.function, [arguments], timeout=self.timeout)
         if call.error is not None:
             raise call.error
@@ -87,7 +88,7 @@ class ProcessTool:
 
 
 class ToolCalls:
-    """Calls tools and the methods `reset` and `get_reward` of environments, many at a time, off the main thread.
+    """Calls tools, and the methods `reset` and `get_reward` of environments, many at a time outside the main thread.
 
     Args:
         timeout: seconds for one call. A function that runs longer cannot be stopped; it continues, but its result is
@@ -102,7 +103,7 @@ class ToolCalls:
             weakref.finalize(self, one.close)
 
     def run(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Runs coroutines concurrently, waits for all and returns their results. The first error ends all of them."""
+        """Runs coroutines concurrently and returns all results. The first error cancels the others and is raised."""
 
         async def together() -> list[Any]:
             async with asyncio.TaskGroup() as group:
@@ -115,14 +116,14 @@ class ToolCalls:
             raise errors.exceptions[0] from None
 
     async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Calls a function and returns its value; raises what it raises.
+        """Calls a function; returns its value or raises its exception.
 
         Args:
             function: a function or a coroutine function.
             arguments: keyword arguments of the function.
         Raises:
-            Overdue: if it took longer than `timeout`.
-            GivenUp: if so many calls hang that no more are made.
+            Overdue: if the call took longer than `timeout`.
+            GivenUp: if the call was given up, because too many earlier calls hang.
         """
         call = await self._made(function, arguments)
         if call.error is None:
@@ -144,8 +145,8 @@ class ToolCalls:
             calls: the calls as the tokenizer parsed them.
             tools: the tools by name.
         Returns:
-            The messages of the tools in TRL's order (functions first), and the number of failed calls. The message of a
-            failed call is the error.
+            One message per call, in TRL's order (functions first), and the number of failed calls. The message of a
+            failed call contains the error.
         Raises:
             Overdue: see `call`.
             GivenUp: see `call`.
@@ -181,7 +182,7 @@ class ToolCalls:
         return [{"role": "tool", "name": name, "content": await self._content(value)} for name, value in found], failed
 
     async def _content(self, value: Any) -> str | list[dict[str, str]]:
-        """Returns what the policy reads of a value. `__str__` may take long or hang, so a thread calls it."""
+        """Returns a value as the content of a tool's message. A thread calls `__str__`, which may take long or hang."""
         if type(value) is str:
             return _written(value)
         call = await self._made(_written, {"value": value})
@@ -205,7 +206,7 @@ def _value(call: Call) -> Any:
 
 @dataclass(frozen=True)
 class _Failed:
-    """The error of a failed call, in place of a value."""
+    """The value of a failed call. Its text is the error."""
 
     error: BaseException
 

@@ -1,4 +1,4 @@
-"""`Conversations` takes rows from their prompt to the end of their last turn, with any sampler::
+"""`Conversations` runs the work before, between and after the turns of rows. Any sampler may sample the turns::
 
     begin: environment, reset, prompt ──► [sampled] ──► answer: run tools ──► [sampled] ──► … ──► end: get_reward
 
@@ -19,25 +19,26 @@ from dash_trl.tools.turns import TurnRules, Turns
 
 logger = logging.getLogger(__name__)
 
-ASK = object()  # value of `Conversation.reward` as long as `get_reward` was not called
+ASK = object()  # value of `Conversation.reward` until `get_reward` is called
 NOTHING_SAID = {"role": "assistant", "content": ""}  # message of a row that has no turn
 
 
 class Conversation:
-    """One row of several turns.
+    """One row of several turns, with its environment, tools and reward.
 
     Args:
-        example: the dataset's example.
+        example: the row's example of the dataset: column → value.
     Attributes:
         prompt: the messages before the first turn.
-        name: name of the row's environment, if there are several environments.
-        environment: the row's instance, if there are environments.
-        turns: the completion so far; None before the row has begun.
-        tools: the row's tools by name.
-        failure: what failed, so that the row is unscored; None = nothing has failed.
-        reward: what `get_reward` of the environment returned; NaN = it failed, `ASK` = it was not called.
-        in_use: True = the environment may still be at work, so no other row may use it.
-        began: True = `begin` leased or made the environment; False = TRL made it, or there is none.
+        name: name of the row's environment. None = environments have no names, or there are none.
+        environment: the instance of the environment. None = there are no environments.
+        turns: the turns so far; None before the row has begun.
+        tools: the row's tools by name, including methods of the environment.
+        failure: text that describes the call that failed, so that the row is unscored; None = no call has failed.
+        reward: return value of the environment's `get_reward`; NaN = a call for this row failed, `ASK` = `get_reward`
+            was not called.
+        in_use: True = a call of the environment may still run, so no other row may use the environment.
+        began: True = `begin` leased or made the environment; False = TRL made it, or there are no environments.
         calls: number of tool calls so far.
         failed_calls: number of tool calls that failed.
     """
@@ -60,12 +61,12 @@ class Conversations:
     """Runs rows of several turns: environments, tool calls and rewards.
 
     Args:
-        rules: function that returns the current rules of turns.
-        calls: runs tools and the methods of environments.
-        tools: the tools that do not come from an environment.
-        environments: the pool of environments; None if there are none.
+        rules: function that returns the current limits of rows.
+        calls: object that calls tools and the methods of environments.
+        tools: the tools that are not methods of an environment.
+        environments: the pool of environments; None = there are no environments.
         tokenize: function: a prompt, and the tools to list in it → token ids.
-        end_id: id of the only token in the completion of a row whose environment failed before the first turn.
+        end_id: id of the only token in a completion if the environment failed before the first turn.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Conversations:
         return self._calls.run(coroutines)
 
     def lent(self) -> AbstractContextManager[None]:
-        """Context manager for rows that TRL begins itself: within it, TRL has the idle environments."""
+        """Context manager for evaluations, in which TRL begins the rows: within it, TRL has the idle environments."""
         self._scored = ()
         return nullcontext() if self._environments is None else self._environments.lent()
 
@@ -123,9 +124,10 @@ class Conversations:
 
         Args:
             row: the row.
-            prompt_ids: token ids of the row's prompt, if they are known.
+            prompt_ids: token ids of the row's prompt. None = they are not known yet. With environments, the prompt is
+                tokenized anyway, because the observation of `reset` changes it.
         Returns:
-            Whether there is a turn to sample. There is none if the environment failed.
+            Whether there is a turn to sample. False if the environment failed.
         """
         named, environments = self._tools, self._environments
         if environments is not None:
@@ -151,12 +153,14 @@ class Conversations:
         return row.failure is None
 
     async def answer(self, row: Conversation, ids: list[int], log_probs: list[float | None] | None) -> bool:
-        """Adds a turn of the policy to a row and runs the tools that it calls.
+        """Adds a turn of the policy to a row and runs the tools that the turn calls.
+
+        If the row ends with this turn, the method also gets the reward of the row's environment.
 
         Args:
             row: the row.
             ids: token ids of the turn.
-            log_probs: the sampler's log-probs of these tokens, if it reports any.
+            log_probs: the sampler's log-probs of these tokens; None if the sampler reports no log-probs.
         Returns:
             Whether there is another turn to sample.
         """
@@ -185,15 +189,15 @@ class Conversations:
         self._scored = rows
 
     def failed(self, rows: int) -> list[bool]:
-        """Returns which rows of an evaluation are unscored because a tool or an environment failed.
+        """Returns, for each row of an evaluation, whether it is unscored because a tool or an environment failed.
 
         Args:
-            rows: number of rows of this rank. If there are no tools, none of these rows counts as failed.
+            rows: number of rows of this rank. It is used if there are no tools, so that no row has failed.
         """
         return [row.failure is not None for row in self._scored] or [False] * rows
 
     def rewards(self, instances: Sequence[Any]) -> list[Any]:
-        """Returns the reward of each environment; NaN = it failed. Calls `get_reward` unless it was called."""
+        """Returns the reward of each environment; NaN = a call failed. Calls `get_reward` where no reward is known."""
         found = {id(row.environment): row.reward for row in self._scored if row.reward is not ASK}
         missing = [one for one in instances if id(one) not in found]
         values = self.run([self._reward(one) for one in missing])
@@ -226,17 +230,17 @@ class Conversations:
             self._retire(row.environment)
 
     def _retire(self, instance: Any) -> None:
-        """Removes an environment that TRL has reset from TRL's idle instances, so that it is not used again."""
+        """Removes an environment from TRL's idle instances, so that TRL does not use it again."""
         if self._environments is not None:
             self._environments.retire(instance)
 
 
 class EnvironmentReward:
-    """The reward function for a class of environments. It returns the value of `get_reward` of each row's environment.
+    """The reward function of one class of environments: returns `get_reward` of each row's environment.
 
     Args:
-        kind: the class. The function does not apply to rows whose environment is of another class.
-        conversations: object that keeps the rewards.
+        kind: the class. The function returns None (not applicable) for rows with an environment of another class.
+        conversations: object that calls `get_reward` and keeps the rewards.
     """
 
     def __init__(self, kind: type, conversations: Conversations):

@@ -1,6 +1,6 @@
 """`Environments` is a pool of a user's environments, with one instance for each row that is being sampled.
 
-The life of an instance::
+Each instance goes through these steps::
 
     lease ──► reset: an observation for the prompt ──► its methods are tools ──► get_reward ──► give_back
                 └── an error, or a timeout: the instance is not used again
@@ -35,7 +35,7 @@ class Environments:
         self._take_back()
 
     def name_of(self, example: Mapping[str, Any]) -> str | None:
-        """Returns the name of an example's environment: the column `environment`, if there are several environments.
+        """Returns the name of an example's environment: the column `environment`; None if environments have no names.
 
         Raises:
             ValueError: if there is no environment of this name.
@@ -49,7 +49,7 @@ class Environments:
         return name
 
     def lease(self, name: str | None) -> Any:
-        """Takes an idle instance out of the pool; None if there is none."""
+        """Takes an idle instance out of the pool and returns it; None if no instance is idle."""
         try:
             return self._idle[name].pop()
         except IndexError:
@@ -66,7 +66,7 @@ class Environments:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Context manager for an evaluation: within it, TRL has the idle instances."""
+        """Context manager for an evaluation: gives TRL the idle instances, and takes them back at the end."""
         for name, pool in self._pool.items():
             while (instance := self.lease(name)) is not None:  # another thread may lease some at the same time
                 pool.append(instance)
@@ -81,7 +81,7 @@ class Environments:
             pool.clear()
 
     def reset_arguments(self, example: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of `reset`, as in TRL: all columns, without the one that names the environment."""
+        """Returns the arguments of `reset`, as in TRL: all columns except `environment` if it names the environment."""
         several = None not in self.factories
         return {name: value for name, value in example.items() if not (several and name == "environment")}
 
@@ -93,12 +93,12 @@ def methods_of(instance: Any) -> list[Callable[..., Any]]:
 
 
 def owns_reward(kind: type) -> bool:
-    """Returns whether a class of environments gives rewards. By TRL's rule, its `get_reward` is then a plain method."""
+    """Returns whether a class of environments gives rewards: by TRL's rule, if its `get_reward` is a plain method."""
     return inspect.isfunction(getattr(kind, "get_reward", None))
 
 
 def observed(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
-    """Appends what `reset` returned, a text or a list of text blocks, to the last message of a prompt."""
+    """Returns a prompt with an observation of `reset` (a text, text blocks or None) appended to its last message."""
     if observation is None:
         return prompt
     content = prompt[-1]["content"]

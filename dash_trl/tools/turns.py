@@ -12,21 +12,22 @@ from typing import Any
 
 Message = dict[str, Any]
 
-# The largest number of characters in a token; the longest known token has 128. If an answer has more than this number
-# times `most_tokens` characters, it cannot fit into a completion, and is not tokenized.
+# Upper bound of the characters in one token; the longest known token has 128. If the answers of tools have more than
+# `MOST_CHARACTERS` × `most_tokens` characters, they cannot fit into a completion and are not tokenized.
 MOST_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
 class TurnRules:
-    """The limits of a row, and the functions between tokens and messages.
+    """The limits of a row, and the functions that convert between token ids and messages.
 
     Attributes:
-        most_tokens: limit of a completion, including the answers of tools; TRL's `max_completion_length`.
-        context: the sampler's limit of tokens of prompt and completion together; None = no limit.
-        most_rounds: limit of rounds of tool calls in one row, TRL's `max_tool_calling_iterations`; None = no limit.
+        most_tokens: largest number of tokens in a completion, with the answers of tools; TRL's `max_completion_length`.
+        context: the sampler's limit of tokens in prompt and completion together; None = no limit.
+        most_rounds: largest number of rounds of tool calls in one row, TRL's `max_tool_calling_iterations`; None = no
+            limit.
         parse: function: token ids of a turn, token ids before the turn, tools → the policy's message.
-        encode: function: tool messages → their token ids, up to the beginning of the policy's next turn.
+        encode: function: tool messages → their token ids, with the tokens that begin the policy's next turn.
     """
 
     most_tokens: int
@@ -37,16 +38,17 @@ class TurnRules:
 
 
 class Turns:
-    """The completion of one prompt so far.
+    """The turns of one row so far: the token ids and messages after its prompt.
 
     Args:
-        rules: limits and functions.
+        rules: the limits of the row, and the functions that convert token ids and messages.
         prompt_ids: token ids of the prompt.
         tools: the tools that are listed in the prompt.
     Attributes:
-        completion_ids: list of the token ids so far.
-        own: list with an entry for each token id, 1 = the policy sampled it, 0 = it belongs to a tool's answer.
-        log_probs: list of the sampler's log-probs, 0 for tokens of a tool's answer. None if the sampler reports none.
+        completion_ids: list of the completion's token ids so far.
+        own: list with one entry per token id, 1 = the policy sampled the token, 0 = it belongs to a tool's answer.
+        log_probs: list of the sampler's log-probs, one per token id; 0 for tokens of a tool's answer. None if the
+            sampler reports no log-probs.
         messages: the messages of the policy and the tools, in order.
         rounds: number of rounds of tool calls that were answered.
     """
@@ -66,18 +68,19 @@ class Turns:
 
     @property
     def room(self) -> int:
-        """The number of tokens that the next turn may have."""
+        """The largest number of tokens in the next turn."""
         room = self._rules.most_tokens - len(self.completion_ids)
         return room if self._rules.context is None else min(room, self._rules.context - len(self.context))
 
     def sampled(self, ids: list[int], log_probs: list[float | None] | None) -> list[Mapping[str, Any]]:
-        """Appends a turn of the policy, cut to `max_completion_length`.
+        """Appends a turn of the policy, cut so that the completion has at most `most_tokens` tokens.
 
         Args:
             ids: token ids of the turn.
-            log_probs: the sampler's log-probs of these tokens, if it reports any.
+            log_probs: the sampler's log-probs of these tokens; None if the sampler reports no log-probs.
         Returns:
-            The tool calls in the turn that need an answer; none if the row has ended.
+            The tool calls that need an answer. An empty list means that the row has ended: the turn has no calls, or
+            the row has had `most_rounds` rounds.
         """
         ids = ids[: self._rules.most_tokens - len(self.completion_ids)]
         calls: list[Mapping[str, Any]] = []
@@ -89,22 +92,22 @@ class Turns:
         return calls if self._rules.most_rounds is None or self.rounds < self._rules.most_rounds else []
 
     def never_began(self, token: int, message: Message) -> None:
-        """Makes a completion of one token for a row whose environment failed before its first turn.
+        """Sets a completion of one token, for a row in which the environment failed before the first turn.
 
-        The token does not count as sampled by the policy.
+        The token does not count as sampled by the policy. It is there because each row of a batch needs a token.
 
         Args:
-            token: the token id; each row of a batch needs at least one.
+            token: the token id.
             message: the only message of the completion.
         """
         self.messages = [message]
         self._append([token], 0, None)
 
     def answered(self, messages: list[Message]) -> bool:
-        """Appends the answers of tools if there is room for all of them. Otherwise the row ends without the answers.
+        """Appends the answers of tools if all of them fit into the row. Otherwise the row ends without the answers.
 
         Args:
-            messages: one message per tool call.
+            messages: the answers, one message per tool call.
         Returns:
             Whether the policy has another turn.
         """

@@ -1,4 +1,7 @@
-"""The default run needs no data, network or GPU: a tiny language model adds and subtracts, and makes slips."""
+"""The task and the model of the default run: a tiny language model learns to add and subtract without slips.
+
+The run needs no data, network or GPU.
+"""
 
 from typing import TYPE_CHECKING
 

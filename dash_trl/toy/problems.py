@@ -4,7 +4,7 @@
                                          12-3=9
                                          The answer is 9
 
-A human solution is right and skips steps: it has 7+5-3=9 in one line.
+`arithmetic_dataset` can add solutions like those of a human: always right, with two operations per line (7+5-3=9).
 """
 
 import hashlib
@@ -20,7 +20,7 @@ LARGEST_OPERAND = 9
 LARGEST_TOTAL = 20  # the largest running total: about 300 different sums, few enough to learn in half a minute
 TEST_SHARE = 8  # one problem in 8 is a test problem, by the hash of its text
 TEST_PROBLEMS, TRAIN_PROBLEMS = 256, 4096
-PATIENCE = 10_000  # if so many problems in a row are known already, there is no other
+PATIENCE = 10_000  # if this many draws in a row yield no new problem, all problems of the split count as drawn
 ANSWER = re.compile(r"The answer is (-?\d+(?:\.\d+)?)")
 
 
@@ -35,7 +35,7 @@ def problems_of(split: str, generator: random.Random, operands: Sequence[int] = 
     Args:
         split: "train" or "test".
         generator: the source of random numbers.
-        operands: how many numbers a problem may have.
+        operands: how many numbers a problem may have; each problem draws one of these counts.
     Yields:
         Chains like `7+5-3+8`.
     """
@@ -56,7 +56,7 @@ def _answer(problem: str) -> int:
 
 
 def _human_solution(problem: str) -> str:
-    """A solution with two operations per line; the warm-up teaches the model one per line."""
+    """Returns a solution with two operations per line, unlike the solutions of the warm-up, which have one per line."""
     total, *operations = re.findall(r"[+-]?\d+", problem)
     lines = []
     for start in range(0, len(operations), 2):
@@ -77,11 +77,11 @@ def arithmetic_dataset(
     """Generates a dataset of distinct arithmetic problems.
 
     Args:
-        split: "train" or "test". The text of a problem decides its split, so the two are disjoint for all seeds.
-        size: number of problems. Default: 4,096 for training and 256 for the test.
-        seed: another seed draws other problems of the same split.
-        operands: how many numbers a problem may have.
-        completion: add a column `completion` (one assistant message) with a human solution.
+        split: "train" or "test". The text of a problem decides its split, so the splits are disjoint for all seeds.
+        size: number of problems. None = 4,096 for training and 256 for the test.
+        seed: seed of the draw. Another seed draws other problems of the same split.
+        operands: how many numbers a problem may have; each problem draws one of these counts.
+        completion: whether to add a column `completion` with a right solution (one message of the assistant).
     Returns:
         A dataset with the columns `prompt` (one user message) and `answer` (a string).
     Raises:
@@ -91,7 +91,7 @@ def arithmetic_dataset(
         raise ValueError(f"split={split!r} does not exist. Use 'train' or 'test'.")
     size = size if size is not None else (TEST_PROBLEMS if split == "test" else TRAIN_PROBLEMS)
     chosen: dict[str, None] = {}  # a set that keeps its order
-    known = 0  # known problems drawn in a row
+    known = 0  # number of draws in a row that yielded no new problem
     for problem in problems_of(split, random.Random(f"{split}{seed}"), operands):
         known = known + 1 if problem in chosen else 0
         chosen[problem] = None
@@ -115,9 +115,9 @@ def arithmetic_reward(completions: Sequence[Any], answer: Sequence[str], **kwarg
     """A reward function: 1.0 if the last "The answer is N" of a completion is right, else 0.0.
 
     Args:
-        completions: texts, or conversations whose last message is used. One without an answer gets 0.0.
-        answer: the column with the right answers.
-        kwargs: other columns, which are not used.
+        completions: texts, or conversations, of which the last message is used. Without an answer, the reward is 0.0.
+        answer: the right answers.
+        kwargs: the other columns; not used.
     """
     rewards = []
     for completion, gold in zip(completions, answer, strict=True):

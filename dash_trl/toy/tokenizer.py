@@ -17,14 +17,15 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# The same with tools, in few tokens. A tool is given by its name and its arguments. A call has one argument per line:
+# The same template with tools. To save tokens, it lists only a tool's name and the names of its arguments. A call has
+# one argument per line:
 #
 #     <|im_start|>system                  <|im_start|>assistant                         <|im_start|>tool
 #     calculator(expression)<|im_end|>    <tool_call>calculator                         421<|im_end|>
 #                                         expression=512-91</tool_call><|im_end|>
 #
-# Each message is rendered independently of the others, so the first messages of a conversation render to a prefix of
-# it. What the model writes stands between `generation` tags, which tell `apply_chat_template` the tokens to learn from.
+# Each message is rendered independently of the others, so the text of the first messages is a prefix of the whole text.
+# The model's text stands between `generation` tags: `apply_chat_template` returns a mask of the tokens between them.
 TOOL_CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system' }}"
     "{% for tool in tools %}"
@@ -47,7 +48,8 @@ TOOL_CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# Tells `parse_response` of Transformers how to find calls. Values are texts and get the types of the tool's arguments.
+# Describes a message of the assistant for `parse_response` of Transformers, which finds the calls in the message and
+# converts the values from text to the types of the tool's arguments.
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
@@ -66,19 +68,19 @@ RESPONSE_TEMPLATE = {
 
 
 def arithmetic_tokenizer(words: Sequence[str] = ("The answer is", "Wait"), *, tools: bool = False) -> Qwen2Tokenizer:
-    """Makes Qwen2's byte-level BPE tokenizer with few merges: each given text and each digit is one token.
+    """Makes Qwen2's byte-level BPE tokenizer with few merges: each word of the task and each digit is one token.
 
-    Everything except the merges must be as in Qwen2: `AutoTokenizer`, which vLLM uses too, loads the tokenizer of any
-    model of type qwen2 as a `Qwen2Tokenizer`, whatever pre-tokenizer was saved with it.
+    Everything except the merges must be as in Qwen2. The reason is that `AutoTokenizer`, which vLLM uses too, loads the
+    tokenizer of a model of type qwen2 as a `Qwen2Tokenizer` and ignores the pre-tokenizer that was saved with it.
 
     Args:
-        words: the texts of the task that become merges.
-        tools: use a chat template with tools, and a response template.
+        words: texts of the task. Each word of a text becomes one token, together with the space before it.
+        tools: True = use a chat template with tools, and set a response template, which finds tool calls.
     """
     roles = ["user", "assistant", *(["system", "tool"] if tools else [])]
     backend = Qwen2Tokenizer().backend_tokenizer
     trainer = trainers.BpeTrainer(
-        vocab_size=512,  # an upper limit: the few words need less
+        vocab_size=512,  # upper limit; the few words need less
         special_tokens=[PADDING, START_OF_TURN, END_OF_TURN],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

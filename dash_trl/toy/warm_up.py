@@ -1,8 +1,8 @@
-"""Makes the toy model by a supervised warm-up, caches it on disk, and gives the settings of its run.
+"""Trains the toy model by a supervised warm-up, caches it on disk, and defines the settings of the default run.
 
-The warm-up teaches the model to work step by step, from solutions in which some steps are wrong. So the model knows the
-sums (greedy accuracy near 1) but has also learned to slip (sampled accuracy near 0.4). Reinforcement learning can
-remove these slips within a minute.
+The warm-up trains the model on step-by-step solutions in which some lines are wrong; these are called slips. So the
+model learns the sums (greedy accuracy near 1), but also to make slips (sampled accuracy near 0.4). Reinforcement
+learning can remove the slips within a minute.
 """
 
 import fcntl
@@ -26,27 +26,28 @@ from dash_trl._cache import cache_folder
 from dash_trl.toy.problems import LARGEST_TOTAL, OPERANDS, problems_of
 from dash_trl.toy.tokenizer import END_OF_TURN, arithmetic_tokenizer
 
-FORMAT_VERSION = 3  # of the cached model: increase it when the code below makes another model
+FORMAT_VERSION = 3  # part of the cached model's name: increase it when a change of the code changes the model
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Settings of the warm-up of the toy model. All fields are part of the name under which the model is cached.
+    """Settings of the warm-up of the toy model. The hash of all fields is part of the cached model's name.
 
     Args:
-        steps: optimizer steps of AdamW, with a short linear warm-up and a linear decay of the learning rate.
-        batch_size: solutions per step.
+        steps: number of AdamW steps. The learning rate has a short linear warm-up and a linear decay.
+        batch_size: number of solutions per AdamW step.
         learning_rate: the peak learning rate.
-        clean_share: share of the steps, at the beginning, whose solutions have no slips and corrections. So the model
-            learns the sums before the slips, which halves the time.
-        slip_rate: probability that a step of a solution is wrong and not corrected. It determines the sampled accuracy.
-        wait_rate: probability that a step of a solution is wrong, noticed ("Wait, ...") and done again.
-        hidden_size: of the Qwen2 model. With `num_heads` it gives the size of a head; vLLM's attention kernels take 32,
-            64, 96, …
-        num_layers: of the Qwen2 model.
-        num_heads: attention heads of the Qwen2 model.
-        operands: how many numbers a problem may have.
-        seed: of the weights and the solutions.
+        clean_share: share of the AdamW steps, at the beginning, in which solutions have neither slips nor corrections.
+            So the model learns the sums before the slips, which halves the training time.
+        slip_rate: probability that an operation of a solution has a wrong result, which is not corrected. It determines
+            the sampled accuracy.
+        wait_rate: probability that an operation has a wrong result, which the next line ("Wait, ...") corrects.
+        hidden_size: hidden size of the Qwen2 model. `hidden_size / num_heads` is the size of an attention head; vLLM's
+            attention kernels need 32, 64, 96, …
+        num_layers: number of layers of the Qwen2 model.
+        num_heads: number of attention heads of the Qwen2 model.
+        operands: how many numbers a problem may have; each problem draws one of these counts.
+        seed: seed of the weights and the solutions.
     """
 
     steps: int = 400
@@ -62,17 +63,17 @@ class WarmUp:
     seed: int = 0
 
 
-CONTEXT = 2048  # has room for problems of other datasets, which this tokenizer encodes byte by byte
+CONTEXT = 2048  # tokens; enough for problems of other datasets, which this tokenizer encodes byte by byte
 INITIALIZER_RANGE = 0.08  # with the usual 0.02, a model this narrow needs twice the steps to learn the sums
-# Fits texts of about 50 tokens. The usual 10,000 leaves most frequencies unused: learning the sums took twice as long.
+# Fits texts of about 50 tokens. With the usual 10,000, most frequencies are unused, and learning took twice as long.
 ROPE_THETA = 100.0
 
 
 def _trace(problem: str, generator: random.Random, slip_rate: float, wait_rate: float) -> str:
-    """A solution, one operation per line, with slips and corrections at the given rates per step.
+    """Returns a solution with one operation per line. The rates are probabilities per operation, see `WarmUp`.
 
     A slip is any wrong number with equal probability. So the slips are uniform noise on every sum, which reinforcement
-    learning can reduce for all sums at once. Slips to neighbours (±1, ±2) would have to be unlearned sum by sum.
+    learning can reduce for all sums at once. Slips by 1 or 2 would have to be unlearned sum by sum.
     """
     first, *operations = re.findall(r"[+-]?\d+", problem)
     total, lines = int(first), []
@@ -93,14 +94,15 @@ Solution = str | list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Lessons:
-    """The task that a warm-up teaches.
+    """The task that the model learns in the warm-up.
 
     Args:
         name: the beginning of the cached model's name.
-        tokenizer: makes the model's tokenizer.
-        problems: takes a random generator and the settings, and yields problems of the training split without end.
-        solution: takes a problem, a random generator, and `slip_rate` and `wait_rate` of `WarmUp`. Returns the text of
-            the solution, or the messages of the assistant and of tools that follow the problem.
+        tokenizer: function that makes the model's tokenizer.
+        problems: function of a random generator and the settings, which yields problems of the training split without
+            end.
+        solution: function of a problem, a random generator, and `slip_rate` and `wait_rate` of `WarmUp`. It returns the
+            text of the solution, or a list of messages of the assistant and of tools.
         tools: JSON schemas of the tools that these messages call.
     """
 
@@ -122,7 +124,7 @@ ARITHMETIC = Lessons(
 def _row(
     tokenizer: Qwen2Tokenizer, problem: str, solution: Solution, tools: Sequence[dict[str, Any]]
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt with its solution, and labels; only what the model is to write has a label."""
+    """Returns token ids of a prompt with its solution, and labels; only tokens that the model should write have one."""
     prompt = [{"role": "user", "content": problem}]
     if not isinstance(solution, str):
         rendered = tokenizer.apply_chat_template(
@@ -144,7 +146,7 @@ def _batch(
     clean: bool,
     lessons: Lessons = ARITHMETIC,
 ) -> dict[str, torch.Tensor]:
-    """`batch_size` prompts with their solutions, padded on the right; labels on the solution and its end token."""
+    """Returns `batch_size` prompts with solutions, padded on the right; only solution and end token have labels."""
     rows, labels = [], []
     for _ in range(settings.batch_size):
         problem = next(problems)
@@ -217,12 +219,12 @@ def toy_model(
     progress: bool = True,
     lessons: Lessons = ARITHMETIC,
 ) -> str:
-    """Returns the directory of the toy model and its tokenizer. The first call makes it, later calls use the cache.
+    """Returns the directory of the toy model and its tokenizer. The first call trains the model and caches it.
 
     Args:
-        cache_dir: default: `$XDG_CACHE_HOME/dash_trl` or `~/.cache/dash_trl`.
-        settings: of the warm-up. Each set of settings is cached under its own name.
-        progress: show a progress bar.
+        cache_dir: directory of the cache. None = `$XDG_CACHE_HOME/dash_trl` or `~/.cache/dash_trl`.
+        settings: settings of the warm-up. Each set of settings has its own model in the cache.
+        progress: whether to show a progress bar.
         lessons: the task that the model learns.
     Raises:
         ValueError: if the cache directory is not writable.
@@ -230,7 +232,7 @@ def toy_model(
 
     def make(folder: Path) -> None:
         threads = torch.get_num_threads()
-        # `accelerate launch` gives a process one thread. A second one saves a third of the time.
+        # `accelerate launch` limits a process to one thread. A second thread saves a third of the time.
         torch.set_num_threads(max(threads, min(2, os.cpu_count() or 1)))
         try:
             tokenizer = lessons.tokenizer()
@@ -247,14 +249,14 @@ def cached_model(
 ) -> str:
     """Returns the directory of a model that is made once and then cached.
 
-    The model is written to a temporary directory beside the final one and moved in one step, so an interrupted call
-    leaves no incomplete model. The next call removes the rest of an interrupted one. Concurrent calls wait for the
-    first one.
+    The model is written to a temporary directory, which is then renamed. So an interrupted call leaves no incomplete
+    model, and the next call deletes the temporary directory. If several processes call it at once, one makes the model
+    and the others wait.
 
     Args:
-        name: of the model; the beginning of the directory's name.
-        settings: of the model, as JSON; their hash is the end of the directory's name.
-        make: writes the model into the given directory.
+        name: name of the model, the beginning of the directory's name.
+        settings: settings of the model, which JSON can represent. Their hash is the end of the directory's name.
+        make: function that writes the model into a given directory.
         cache_dir: see `toy_model`.
     Raises:
         ValueError: if the cache directory is not writable.
@@ -286,8 +288,8 @@ def cached_model(
 def toy_defaults() -> dict[str, Any]:
     """Returns the `DASHConfig` fields of the default run: 80 optimizer steps of 128 rows (16 problems, 8 rows each).
 
-    The run uses float32, on the GPU if there is one. The learning rate decays, since near the end a constant rate
-    unlearns a sum as often as it learns another. A much larger rate (3e-4) makes the model forget.
+    The run uses float32, on the GPU if the machine has one. The learning rate decays, because with a constant rate, the
+    model forgets one sum while it learns another near the end. With a much larger rate (3e-4), the model forgets.
     """
     return {
         "output_dir": "outputs/toy",
