@@ -429,7 +429,7 @@ class ServerPool:
                         async with asyncio.timeout(TICK):
                             await self._wake.wait()
                     self._take_in()
-                except Exception as error:  # for example of a server check; it concerns all batches
+                except Exception as error:  # for example in a server check; the error concerns all batches
                     self._fail(set(self._batches.values()), error)
         finally:  # once this task ends, no caller may go on waiting for results
             self._fail(set(self._batches.values()), PoolError("The work was cancelled."))
@@ -648,7 +648,7 @@ class ServerPool:
         return [self._recognising[url] for url in urls]
 
     async def _recognise(self, url: str) -> None:
-        """Check a suspect or dead server by a probe. If it holds other weights, give it the current weights first."""
+        """Probe a suspect or dead server. If it holds other weights, give it the current weights before any job."""
         server, known = self._servers[url], self.fleet.servers[url]
         try:
             await server.probe()

@@ -33,8 +33,8 @@ class DifferenceWeights(FileWeights):
     """Sends the changed weights over HTTP. If this is not possible, it sends all weights.
 
     The first version has all weights, but is sent in the same way as later changes. So the log-prob check of the first
-    sync shows whether a server computes with weights that are changed in place. It might compute with copies of them,
-    as vLLM does for MLA.
+    sync shows whether a server computes with weights that are changed in place. The server might compute with copies
+    of the weights, as vLLM does for MLA.
 
     Args:
         directory: see `FileWeights`. A server that does not see the directory gets all weights over HTTP.
