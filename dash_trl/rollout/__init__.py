@@ -1,4 +1,4 @@
-"""Rollouts between sampling and loss: the batch and its stages, the generation window, the order of prompts."""
+"""Data between sampling and loss: batches of rollouts, the generation window, readers of prompts, saved runs."""
 
 from typing import TYPE_CHECKING
 

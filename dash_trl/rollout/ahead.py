@@ -1,22 +1,24 @@
-"""How far sampling may run ahead of training: a state machine that reads no clock and does no I/O::
+"""`RunAhead` decides which windows are sampled before training needs them. It reads no clock and does no I/O.
+
+With `async_level=k`, up to k windows are sampled ahead. While window n is trained on::
 
     window        n          n + 1    …    n + k       n + k + 1
               trained on   being sampled, in order     waits for the weights that window n + 1 begins with
 
-The rule is PRIME-RL's: window n is trained on rollouts of π_max(0, n − k) or newer, where π_i is the policy with which
-window i begins. Windows are counted from the beginning of the run, or from the point at which it was resumed. Weights
-are identified by the optimizer step that made them.
+As in PRIME-RL, window n is trained on rollouts of the policy π_max(0, n − k) or of a newer one, where π_i is the policy
+with which window i begins. Windows are counted from the beginning of the run, or from the point at which the run was
+resumed. Weights are identified by the optimizer step that made them.
 """
 
 from collections import deque
 
 
 class StaleRollouts(RuntimeError):
-    """Training was about to use rollouts of weights that are older than `async_level` allows."""
+    """Raised if the current window has rows that were sampled by weights older than `async_level` allows."""
 
 
 class RunAhead:
-    """Decides which windows are sampled now, and checks that no window is too old to be trained on.
+    """Decides which windows are submitted to the sampler, and checks that no window is too old to be trained on.
 
     Args:
         level: k, the number of windows that may be sampled ahead.
@@ -35,7 +37,8 @@ class RunAhead:
         """Begin the next window.
 
         Args:
-            step: optimizer steps taken so far. The sampler has the weights of this step, or gets them now.
+            step: number of optimizer steps taken so far. The windows to submit are sampled by the weights of this step
+                or by newer ones.
             known: number of later windows whose prompts are known.
             anew: True = the caller has dropped all submitted windows, so this window and the later ones are submitted
                 again.
@@ -51,7 +54,7 @@ class RunAhead:
     def check(self, oldest: int) -> None:
         """Check that no row of the current window is too old.
 
-        The order in which windows are submitted rules this out, so a row that is too old is a defect of dash_trl.
+        `begin` submits each window late enough, so this error always means a defect of dash_trl.
 
         Args:
             oldest: the optimizer step of the oldest weights that sampled a row of the window.

@@ -1,4 +1,4 @@
-"""Rollouts between sampling and loss: one row per completion, in CPU memory, with one class per stage::
+"""Rollouts between sampling and loss, in CPU memory. A row is one completion, and each stage has its own class::
 
     RolloutBatch ──► ScoredRollouts ──► CreditedRollouts ──► Survivors ──► micro-batches
       sampled          + rewards          + advantages        without the dropped rows; + log-probs where needed
@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-# If a rank has no row for a pass, it runs the pass with a dummy row, because every rank takes part in every pass. The
-# dummy row has two prompt tokens, so that the LM head has a position to predict from.
+# Number of prompt tokens of a dummy row. Every rank takes part in every pass, so a rank without rows runs a dummy row.
+# Two prompt tokens give the LM head a position to predict from.
 DUMMY_PROMPT_TOKENS = 2
 
-# Smallest number of completion columns. With a single column, TRL would take a figure per token for a figure per
-# sequence, and average it over all rows, including dummy rows.
+# Smallest number of completion columns. If there were only one column, TRL would treat values per token as values per
+# sequence in its metrics, and average them over all rows, dummy rows included.
 COMPLETION_COLUMNS = 2
 
-# The fields that are known when a row has been sampled, under TRL's names.
+# The fields that the sampler fills, under TRL's names.
 SAMPLED_FIELDS = (
     "prompt_ids",
     "prompt_mask",
@@ -53,18 +53,19 @@ class RolloutBatch:
         completion_ids: [B, T] int64, right-padded.
         completion_mask: [B, T] int64, 1 = token, 0 = padding.
         group: [B] int64, index of a row's prompt among the prompts of the generation batch, over all ranks.
-        policy_version: [B, 2] int64, the optimizer steps of the oldest and of the newest weights that may have sampled
-            the row: the versions at the start and at the end of the row's request. They differ if new weights came in
-            between.
+        policy_version: [B, 2] int64, the optimizer steps that made the oldest and the newest weights that may have
+            sampled the row. The two differ if the sampler got new weights between the start and the end of the row's
+            request.
         tool_mask: [B, T], 1 = token written by the policy. Set only with tools or environments, or if a `rollout_func`
             returned `env_mask`.
         sampling_per_token_logps: [B, T], the sampler's log-probs, if it reports them.
-        old_per_token_logps: [B, T], if the loss needs them. Set in `Survivors`; set in all rows if a window serves
-            several optimizer steps and its rewards are awaited by group.
-        ref_per_token_logps: [B, T], the reference model's log-probs, if the loss needs them. Set in the same rows as
-            `old_per_token_logps`.
-        importance_sampling_ratio: [B, T] (token modes) or [B, 1] (sequence modes), if the loss corrects for the
-            sampler. Set in the same rows as `old_per_token_logps`.
+        old_per_token_logps: [B, T], the old log-probs, if the loss needs them. They are computed for `Survivors` only.
+            If several optimizer steps use a window and its rewards are awaited by group, they are computed for all
+            rows, before the rewards are known.
+        ref_per_token_logps: [B, T], the reference model's log-probs, if the loss needs them. They are computed for the
+            same rows as `old_per_token_logps`.
+        importance_sampling_ratio: [B, T] (token modes) or [B, 1] (sequence modes), the weights of TRL's importance
+            sampling correction, if it is used. They are computed for the same rows as `old_per_token_logps`.
         examples: the dataset's example for each of the B rows.
         completions: the completion of each row, as reward functions get it: a text, or a list of messages.
     """
@@ -87,7 +88,7 @@ class RolloutBatch:
         return self.prompt_ids.shape[0]
 
     def rows(self, rows: Tensor) -> Self:
-        """Return some rows.
+        """Return a batch with some of the rows.
 
         Args:
             rows: indices of the rows, in the order of the result.
@@ -100,7 +101,7 @@ class RolloutBatch:
         return type(self)(**values)
 
     def with_log_probs(self, **known: Tensor) -> Self:
-        """Return the same rows with results of model passes.
+        """Return the same rows with log-prob fields, which model passes have computed.
 
         Args:
             known: the fields to set, such as `old_per_token_logps`.
@@ -108,7 +109,7 @@ class RolloutBatch:
         return type(self)(**{**_fields(self), **known})
 
     def with_rewards(self, rewards: Tensor) -> ScoredRollouts:
-        """Return the same rows at the next stage.
+        """Return the same rows with their rewards.
 
         Args:
             rewards: [B, F]; see `ScoredRollouts`.
@@ -127,7 +128,8 @@ class RolloutBatch:
     def lengths(self) -> Tensor:
         """Count the tokens of each row, and compute a checksum of its prompt.
 
-        The checksum shows which rows may share a prompt: rows with different checksums have different prompts.
+        All ranks plan their passes from this table. The checksum shows which rows may share a prompt: rows with
+        different checksums have different prompts.
 
         Returns:
             [B, 4] int64, the numbers of prompt tokens, completion tokens and loss tokens, and the checksum.
@@ -138,10 +140,10 @@ class RolloutBatch:
         return torch.stack([*counts, sums], dim=1)
 
     def validate(self, *, like: dict[str, Tensor], culprit: str) -> None:
-        """Check that a callback left each field with a dtype, device and shape that fit the rows.
+        """Check each field after a callback: its device, dtype and shape, and the values of advantages and masks.
 
         Args:
-            like: the fields before the callback ran.
+            like: the tensor fields that were set before the callback ran, by name.
             culprit: the callback and event to name in the error.
         Raises:
             ValueError: names the callback, the field, and what is wrong with it.
@@ -171,7 +173,7 @@ class RolloutBatch:
                 )
 
     def _misplaced(self, name: str, value: Tensor) -> str | None:
-        """Return what is wrong with a field that was `None` before the callback ran; `None` if nothing is."""
+        """Return why a callback may not set this field, which was `None` before; `None` if the callback may set it."""
         if name not in SAMPLED_FIELDS or hasattr(self, "rewards"):
             return "was None; only on_rollouts_sampled may set tool_mask or the sampler's log-probs"
         if value.shape != self.completion_ids.shape or value.is_floating_point() == (name == "tool_mask"):
@@ -194,7 +196,7 @@ class ScoredRollouts(RolloutBatch):
     rewards: Tensor
 
     def with_advantages(self, advantages: Tensor) -> CreditedRollouts:
-        """Return the same rows at the next stage.
+        """Return the same rows with their credit.
 
         Args:
             advantages: [B] or [B, T]; see `CreditedRollouts`.
@@ -226,7 +228,7 @@ class CreditedRollouts(ScoredRollouts):
         return (self.advantages * self.loss_mask).sum(dim=1) / self.loss_mask.sum(dim=1).clamp(min=1)
 
     def survivors(self, rows: Tensor) -> Survivors:
-        """Return some rows with the tensors that optimizer steps need, without texts.
+        """Build `Survivors` from some rows. Only tensors are kept, because optimizer steps need no texts.
 
         Args:
             rows: indices of the rows, in the order of the result.
@@ -236,18 +238,18 @@ class CreditedRollouts(ScoredRollouts):
 
 @dataclass(kw_only=True)
 class Survivors(CreditedRollouts):
-    """The rows that the filter kept, which the optimizer steps of a generation window train on."""
+    """The rows that the filter kept. Only these rows take part in optimizer steps."""
 
     @classmethod
     def of_tokens(
         cls, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], *, pad_token_id: int
     ) -> Survivors:
-        """Build rows from token ids alone, for a model pass over them.
+        """Build rows for a model pass over token ids. Rewards, advantages and policy versions are 0.
 
         Args:
-            prompt_ids: B lists of token ids.
-            completion_ids: B lists of token ids.
-            pad_token_id: fills padding.
+            prompt_ids: token ids of each of the B prompts.
+            completion_ids: token ids of each of the B completions.
+            pad_token_id: token id of the padding.
         """
         prompts, prompt_mask = _padded(prompt_ids, "left", pad_token_id)
         completions, completion_mask = _padded(completion_ids, "right", pad_token_id)
@@ -271,13 +273,14 @@ class Survivors(CreditedRollouts):
         Args:
             rows: indices into this batch; may be empty.
             size: number of rows of the result, at least `len(rows)`. It must be the same on all ranks, because TRL
-                gathers metrics per row. Dummy rows without tokens and weight fill up the result. If `rows` is empty,
-                the first dummy row has two prompt tokens, so that the model has something to run.
-            pad_token_id: fills padding.
+                gathers metrics per row. Dummy rows fill up the result; all of their tokens are masked. If `rows` is
+                empty, the prompt of the first dummy row is not masked, so that the model has something to run.
+            pad_token_id: token id of the padding.
             trim_prompts: False = keep the padded width that the prompts had when the completions were sampled. This is
                 for prompt tuning, whose virtual tokens come before the padding.
         Returns:
-            TRL's model inputs, [size, ·]: the fields from `prompt_ids` to `importance_sampling_ratio` that are set.
+            TRL's model inputs: each tensor field that is set, except `group`, `policy_version` and `rewards`. The first
+            dimension is `size`.
         """
         width, chosen = self.completion_ids.shape[1], torch.tensor(rows, dtype=torch.long)
         prompt = int(self.prompt_mask[chosen].sum(dim=1).max()) if rows else DUMMY_PROMPT_TOKENS
@@ -308,11 +311,11 @@ Rollouts = TypeVar("Rollouts", bound=RolloutBatch)
 
 
 def widened(batches: Sequence[Rollouts], pad_token_id: int) -> list[Rollouts]:
-    """Pad batches to the same widths of prompts and completions, so that they can be `joined`.
+    """Pad batches to a common width of prompts and a common width of completions, before `joined`.
 
     Args:
-        batches: at least one.
-        pad_token_id: fills padding.
+        batches: the batches, at least one.
+        pad_token_id: token id of the padding.
     """
     prompt = max(one.prompt_ids.shape[1] for one in batches)
     completion = max(one.completion_ids.shape[1] for one in batches)
@@ -342,14 +345,14 @@ Table = TypeVar("Table")  # a dataclass
 
 
 def joined(parts: Sequence[Table]) -> Table:
-    """Concatenate the rows of several dataclasses of one type. A single one may be large and is not copied.
+    """Concatenate the rows of several instances of one dataclass. A single instance is returned as it is.
 
-    Tensors and lists are concatenated, nested dataclasses joined; other fields are taken from the first part. If
-    tensors have different numbers of columns, the narrower ones are padded, with NaN, or with −1 if they hold integers.
-    If some parts have advantages per token, the advantages per row of the other parts are repeated in every column.
+    Tensors and lists are concatenated, and nested dataclasses are joined. Other fields are taken from the first part.
+    If tensors have different numbers of columns, the narrower tensors are padded: floats with NaN, integers with −1. If
+    some parts have advantages per token, the advantages per row of the other parts are repeated in every column.
 
     Args:
-        parts: at least one.
+        parts: the instances, at least one.
     """
     if len(parts) == 1:
         return parts[0]

@@ -1,7 +1,8 @@
-"""`PromptHistory`: which prompts an epoch skips because their recent groups had no signal.
+"""`PromptHistory` decides which prompts an epoch skips because their recent groups had no signal.
 
-The filter decides whether a group has signal. The chance of signal differs between prompts and changes as the policy
-learns. The estimate of this chance is the mean of a Beta posterior in which old groups count less::
+A group has signal if the filter keeps at least one of its rows. The chance of signal differs between prompts and
+changes as the policy learns. For each prompt, it is estimated by the mean of a Beta posterior in which old groups count
+less::
 
     chance = (1 + groups with signal) / (2 + groups)      each epoch multiplies the weight of a group by `FORGETTING`
     P(skipped) = max(0, 1 − chance / (1/2))               1/2 is the chance of a prompt without history
@@ -21,14 +22,16 @@ FORGETTING = 0.8
 
 
 class PromptHistory:
-    """Counts, for each prompt of a dataset, its groups with and without signal. The counts are the same on every rank.
+    """Counts each prompt's groups with and without signal, and draws from the counts which prompts an epoch skips.
+
+    All ranks have the same counts and draw the same prompts.
 
     Args:
         prompts: number of prompts in the dataset.
         most: the largest number of consecutive epochs that may skip a prompt.
         batch: number of prompts in a generation batch, over all ranks. An epoch consists of whole generation batches,
             at least one.
-        order: function: number of an epoch → all prompts, in the order of this epoch.
+        order: function that takes the number of an epoch and returns all prompts in the order of this epoch.
         seed: seed of the random draws; the number of the epoch is added to it.
     Attributes:
         skipped: number of prompts that epochs have skipped so far.
@@ -56,10 +59,10 @@ class PromptHistory:
         return (1 + self._counts[:, 1]) / (2 + self._counts.sum(dim=1))
 
     def prompts(self, epoch: int) -> list[int]:
-        """Return the prompts that an epoch does not skip, in their order. As in TRL, they make up whole generation
-        batches.
+        """Return the prompts that an epoch does not skip, in their order.
 
-        The first call for an epoch draws the prompts, from the counts at that time. Later calls return the same ones.
+        The first call for an epoch draws the prompts from the current counts. Later calls return the same prompts. As
+        in TRL, prompts that do not fill a generation batch are left out at the end.
 
         Args:
             epoch: number of the epoch.
@@ -76,7 +79,8 @@ class PromptHistory:
             draw = torch.Generator().manual_seed(self._seed + epoch)
             skip = torch.rand(len(self._counts), generator=draw) < 1 - 2 * self.chance()
             skip &= self._in_a_row < self._most
-            # The prompts that were skipped longest fill up the last generation batch, which would otherwise be dropped.
+            # An incomplete last generation batch would be dropped. So some prompts are not skipped after all and fill
+            # it up: the prompts that were skipped in the most consecutive epochs.
             kept = int((~skip).sum())
             longest = skip.nonzero().flatten()
             longest = longest[self._in_a_row[longest].argsort(descending=True, stable=True)]

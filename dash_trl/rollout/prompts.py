@@ -15,16 +15,16 @@ Rows = list[dict[str, Any]]  # a rank's rows of one generation batch: one item o
 
 
 class EpochOrder(Sampler):
-    """TRL's `RepeatSampler`, which can begin with any epoch.
+    """Sampler in the order of TRL's `RepeatSampler`, but it can begin with any epoch.
 
     TRL draws one permutation per epoch from one generator, so a run that is resumed in epoch 1 would see the order of
-    epoch 0 again (huggingface/trl#5911). Before epoch e, this sampler therefore draws the e earlier
-    permutations.
+    epoch 0 again (huggingface/trl#5911). Before epoch e, this sampler therefore draws the e earlier permutations.
 
     Args:
         sampler: TRL's sampler.
         epoch: function that returns the number of the epoch, from 0. It is used until `set_epoch` is called.
-        chosen: function: epoch → its prompts in their order, as whole generation batches, or `None` for TRL's order.
+        chosen: function that takes an epoch and returns the epoch's prompts in their order, as whole generation
+            batches. If it returns `None`, all prompts come in TRL's order.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class EpochOrder(Sampler):
         """Set the epoch of the next iteration.
 
         The dataloader of accelerate calls this before each epoch. With several ranks, the dataloader that
-        `skip_first_batches` returns does not pass the call on, so the argument `epoch` is used there.
+        `skip_first_batches` returns does not pass the call on. Then the constructor's function `epoch` is used.
 
         Args:
             epoch: number of the epoch, from 0.
@@ -101,37 +101,38 @@ def open_epoch(dataloader: Any, epoch: int, skipped: int = 0) -> Iterator[Rows]:
 
 @dataclass
 class _Epoch:
-    """An epoch that is being read: the micro-batches that were read but not handed out, and the source of the rest."""
+    """An epoch that is being read."""
 
-    source: Iterator[Rows] | None  # `None`: the epoch was read to its end
-    batches: deque[Rows] = field(default_factory=deque)
+    source: Iterator[Rows] | None  # yields the micro-batches that were not read yet. `None`: none is left
+    batches: deque[Rows] = field(default_factory=deque)  # micro-batches that were read but not handed out
 
 
 class PromptReader:
     """Hands Transformers its micro-batches, and reads ahead the prompts of the next `async_level` windows.
 
-    A generation window is sampled from its first micro-batch; its other micro-batches repeat the same prompts. The
-    reader reads only the prompts that must be known now, and none after the last micro-step of the run::
+    All micro-batches of a window have the same rows. To know the prompts of a later window, the reader reads up to
+    the first micro-batch of that window. It reads no further, and nothing after the last micro-step of the run::
 
         window          |------- n -------|----- n + 1 -----|----- n + 2 -----|       async_level = 2
         optimizer step  |--------|--------|--------|--------|--------|--------|
         handed out       ■■■■■■■■
         read             ■■■■■■■■ ■■■■■■■■ ■■■■■■■■ ■■■■■■■■ ■
 
-    `DASHTrainer.get_batch_samples` calls `read`. The micro-batches that it returns do not depend on `async_level`. When
-    an epoch has been read to its end, the reader opens the next epoch itself. Transformers later makes its own iterator
-    for that epoch. The reader ignores this iterator, and an unused iterator reads nothing. All ranks read the same
-    number of micro-batches at the same micro-step. With `async_level=0` nothing is read ahead, and Transformers reads
-    from its own iterators.
+    `DASHTrainer.get_batch_samples` calls `read`. The micro-batches that `read` returns do not depend on `async_level`.
+    When an epoch has been read to its end, the reader opens the next epoch itself. Transformers later makes its own
+    iterator for that epoch. The reader ignores this iterator, which reads nothing as long as it is unused. All ranks
+    read the same number of micro-batches at the same micro-step. With `async_level=0` nothing is read ahead, and
+    Transformers reads from its own iterators.
 
     Args:
-        async_level: number of windows whose prompts are known ahead of the one that begins.
+        async_level: number of windows after the current one whose prompts are read ahead.
         window_batches: micro-steps of a window, `steps_per_generation × num_iterations`.
         step_batches: micro-steps of an optimizer step, `gradient_accumulation_steps`.
-        sized: True = the dataset has a length. If the last micro-batches of an epoch are fewer than `step_batches`,
-            Transformers then makes an optimizer step of them. False = the dataset is a stream: the gradients of these
-            micro-batches are added to the first optimizer step of the next epoch.
-        open_epoch: function: number of an epoch, from 0 → iterator over the epoch's micro-batches.
+        sized: True = the dataset has a length. Transformers then takes an optimizer step for the last micro-batches of
+            an epoch, even if they are fewer than `step_batches`. False = the dataset is a stream. Transformers takes no
+            step for too few micro-batches; their gradients are added to the first optimizer step of the next epoch.
+        open_epoch: function that takes the number of an epoch, from 0, and returns an iterator over the epoch's
+            micro-batches.
     Attributes:
         epoch: number of the epoch that Transformers is in. The trainer sets it to the epoch with which a run begins.
     """
@@ -157,7 +158,7 @@ class PromptReader:
         self._handed: list[Rows] = []  # the micro-batches of this optimizer step
 
     def read(self, epoch_iterator: Iterator[Rows], count: int, *, step: int, state: Any) -> Iterator[Rows]:
-        """Return the micro-batches of the optimizer step that begins.
+        """Return the micro-batches of the optimizer step that begins, and read ahead.
 
         Args:
             epoch_iterator: the iterator from which Transformers reads the epoch. If it differs from the last one, the
@@ -184,13 +185,13 @@ class PromptReader:
         return iter(self._handed)
 
     def upcoming(self, step: int) -> list[Rows]:
-        """Return this rank's rows of the next `async_level` windows, fewer at the end of a run.
+        """Return this rank's rows of each of the next `async_level` windows, or of fewer windows at the end of a run.
 
         Call this while the optimizer step of the last `read` is running. Do not change the lists: `read` returns the
         same objects later, unless a callback ends the epoch or the run first.
 
         Args:
-            step: windows that begin after this micro-step are returned.
+            step: a micro-step of this optimizer step. The next windows are those that begin after it.
         """
         read = enumerate(chain(self._handed, *(epoch.batches for epoch in self._epochs)), self._start)
         first = (batch for number, batch in read if number > step and number % self.window_batches == 0)
@@ -236,7 +237,7 @@ class PromptReader:
         return self._start + len(self._handed) + sum(len(epoch.batches) for epoch in self._epochs)
 
     def _optimizer_steps(self) -> int:
-        """Return how many optimizer steps the micro-batches read so far make, including the running one."""
+        """Return the number of optimizer steps that the micro-batches read so far make, with the running step."""
         steps = self._steps_of(len(self._handed), ended=True)
         return steps + sum(self._steps_of(len(one.batches), ended=one.source is None) for one in self._epochs)
 

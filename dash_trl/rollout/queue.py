@@ -1,11 +1,11 @@
-"""`PromptQueue`: hands out any number of prompts at a time, one after the other, through all epochs::
+"""`PromptQueue` hands out any number of prompts at a time, epoch after epoch::
 
     epochs    |------------- 0 -------------|------------- 1 -------------|
     windows   n, first  | n, more | n + 1, first | n + 1, more | n + 2 …
 
-With dynamic sampling a window begins with its first prompts, and each further round takes more. `PromptReader` always
-gives a window the prompts of one generation batch. A queue replaces it if the number of prompts depends on what was
-sampled (`max_num_gen_batches`), or if epochs skip prompts (`max_skipped_epochs`).
+With dynamic sampling, a window takes its first prompts when it begins, and more prompts in each further round. A
+`PromptReader` gives every window the prompts of one generation batch. A queue replaces the reader if a window's number
+of prompts depends on the samples (`max_num_gen_batches`), or if epochs skip prompts (`max_skipped_epochs`).
 
 Letters: G rows of a group.
 """
@@ -20,11 +20,11 @@ from typing import Any
 from dash_trl.rollout.history import PromptHistory
 
 Rows = list[dict[str, Any]]  # rows of the dataset, see `dash_trl.rollout.prompts`
-Place = tuple[int, int]  # where a prompt is: its epoch, and how many of this rank's prompts come before it in the epoch
+Place = tuple[int, int]  # a prompt's epoch, and its position among this rank's prompts of the epoch, from 0
 
 
 class QueuedRows(list[dict[str, Any]]):
-    """Rows of the dataset, with each prompt repeated G times, and the places of the prompts.
+    """List of dataset rows, G for each prompt, with the places of the prompts.
 
     Args:
         rows: the rows, G for each prompt.
@@ -37,22 +37,23 @@ class QueuedRows(list[dict[str, Any]]):
 
 
 class PromptQueue:
-    """Hands out every prompt of an epoch once, then the prompts of the next epoch. A window may take prompts of both.
+    """Hands out every prompt of an epoch once, then the prompts of the next epoch.
 
-    Transformers still counts epochs in micro-steps, as without a queue, but its own iterators are not read. All ranks
-    call the same methods in the same order, with the same numbers of prompts. Each rank reads its own prompts of each
-    epoch.
+    A window may take prompts of two epochs. Transformers counts epochs in micro-steps, as without a queue, but nothing
+    is read from its iterators. All ranks call the same methods in the same order, with the same numbers of prompts.
+    Each rank reads its own prompts of each epoch.
 
     Args:
         num_generations: G, rows of a group.
         prompts: number of this rank's prompts in a generation batch.
         window_batches: number of micro-steps of a window.
         accumulation: number of micro-steps of an optimizer step.
-        ahead: number of windows whose prompts are known ahead of the one that begins.
-        first: function that returns how many prompts of this rank the next window begins with.
-        open_epoch: function: (epoch, number of generation batches to leave out at its beginning) → iterator over the
-            other generation batches of the epoch, each of them `window_batches` times.
-        history: decides which prompts an epoch skips. `None`: none is skipped.
+        ahead: number of windows after the current one whose prompts are taken ahead.
+        first: function that returns the number of this rank's prompts with which the next window begins.
+        open_epoch: function that takes an epoch and a number of generation batches to leave out at its beginning. It
+            returns an iterator over the epoch's other generation batches, in which each of them comes `window_batches`
+            times.
+        history: decides which prompts an epoch skips. `None`: no prompt is skipped.
         rank: index of this rank.
         ranks: number of ranks.
     Attributes:
@@ -82,13 +83,13 @@ class PromptQueue:
         self._num_generations, self._prompts = num_generations, prompts
         self._window_batches, self._accumulation, self._ahead = window_batches, accumulation, ahead
         self._first, self._open_epoch = first, open_epoch
-        self._windows: dict[int, QueuedRows] = {}  # from the window in use to the last known one
+        self._windows: dict[int, QueuedRows] = {}  # window → its first rows, from the window in use on
         self._to_read_again: dict[int, list[Place]] = {}  # window of a checkpoint → places of its prompts
         self._source: Iterator[Rows] | None = None
         self._read: deque[Rows] = deque()  # prompts that were read but not handed out, G rows each
 
     def read(self, epoch_iterator: Any, count: int, *, step: int, state: Any) -> Iterator[Rows]:
-        """Return, for each micro-step of the optimizer step that begins, the first rows of the micro-step's window.
+        """Return, for each micro-step of the optimizer step that begins, the rows with which its window begins.
 
         Args:
             epoch_iterator: Transformers' iterator, which is not read.
@@ -128,14 +129,14 @@ class PromptQueue:
 
     @property
     def epochs(self) -> int:
-        """Number of whole epochs whose prompts were handed out."""
+        """Number of epochs whose prompts were all handed out."""
         return self.place[0]
 
     def numbers(self, rows: QueuedRows) -> list[int]:
-        """Return the positions of some prompts in the dataset, which the history uses to identify prompts.
+        """Return the index in the dataset of each prompt of `rows`. The history identifies prompts by this index.
 
         Args:
-            rows: what `take` returned.
+            rows: the return value of `take`.
         """
         assert self.history is not None, "only a run with a history asks for numbers"
         found = []
@@ -150,7 +151,7 @@ class PromptQueue:
         self._read.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of the next prompt, the places of the prompts of known windows, and the history."""
+        """Return the state for a checkpoint: the next place, the places of the windows' prompts, and the history."""
         windows = {window: rows.places for window, rows in self._windows.items()}
         history = None
         if self.history is not None:
@@ -159,12 +160,13 @@ class PromptQueue:
         return {"place": self.place, "windows": windows, "history": history}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue at the place of a checkpoint.
+        """Restore the state of a checkpoint.
 
-        There is no dataloader yet, so the next `read` reads the prompts of the known windows again.
+        The dataloader does not exist yet. Therefore the next call of `read` reads the prompts of the checkpoint's
+        windows again.
 
         Args:
-            state: what `state_dict` returned.
+            state: the return value of `state_dict`.
         """
         assert state is not None, "the checkpoint is of a run with a queue, see `Shapes`"
         self.close()
@@ -174,9 +176,9 @@ class PromptQueue:
         self._to_read_again = {window: [tuple(one) for one in places] for window, places in state["windows"].items()}
 
     def has_sampled(self, step: int) -> None:
-        """Continue within a window that was already sampled. Later windows begin with the first prompt of the dataset.
+        """Continue within the window of a checkpoint, which needs no prompts because it is already sampled.
 
-        This is for `ignore_data_skip=True`.
+        This is for `ignore_data_skip=True`: the next window begins with the first prompt of the dataset.
 
         Args:
             step: the micro-step at which the run continues.
@@ -201,7 +203,7 @@ class PromptQueue:
             self._windows[window] = QueuedRows([row for place in places for row in found[place]], places)
 
     def _next(self) -> Rows:
-        """Return G rows of the next prompt. If an epoch has ended, open the next one and move `place` to it."""
+        """Return the G rows of the next prompt. If an epoch has ended, open the next one and move `place` to it."""
         opened = 0
         while not self._read:
             if self._source is None:

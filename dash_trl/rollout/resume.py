@@ -1,9 +1,9 @@
-"""Where a resumed run continues: what a checkpoint holds beside Transformers' files, and which settings may differ.
+"""Saves a rank's position and window in a checkpoint, and decides where a resumed run continues.
 
-If the batch shapes are those of the checkpoint, the run continues in the middle of its generation window. If they
-differ, Transformers skips as many micro-batches as the checkpoint's optimizer steps take in the *new* shapes. If that
-leads to the first prompt that no optimizer step used, the run continues there with a new window. Otherwise it ends with
-an error.
+If the resumed run has the `Shapes` of the checkpoint, it continues within the saved generation window. If the shapes
+differ, it needs a new window. Transformers then skips as many micro-batches as the checkpoint's optimizer steps take in
+the *new* shapes. If this leads to the first prompt that no optimizer step has used, the new window begins there.
+Otherwise some prompts would be lost or used twice, so the run ends with an error.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from dash_trl.rollout.window import GenerationWindow
 
 @dataclass(frozen=True)
 class Shapes:
-    """The settings on which the numbers of micro-steps, the position and the window in a checkpoint depend.
+    """Settings that must be the same as in the checkpoint if a resumed run is to continue within the saved window.
 
-    Fields that are not listed here are options of `DASHConfig`.
+    The position, the number of micro-steps and the window in a checkpoint depend on these settings. Fields that are not
+    listed here are options of `DASHConfig`.
 
     Attributes:
         processes: number of ranks.
@@ -46,7 +47,7 @@ class Shapes:
     beta_above_0: bool
     vllm_importance_sampling: bool
     sampler_is_old: bool
-    queues_prompts: bool = False  # the default is for checkpoints from before there was a queue
+    queues_prompts: bool = False  # the default is for checkpoints that are older than `PromptQueue`
     skips_prompts: bool = False
 
     @classmethod
@@ -82,22 +83,25 @@ class Shapes:
         return self.processes * self.per_device_train_batch_size * self.steps_per_generation // self.num_generations
 
     def prompts_used(self, batches: int) -> int:
-        """Return how many prompts the first micro-batches of an epoch use. A window counts with all its prompts, even
-        if only some of its micro-batches are used.
+        """Return the number of prompts that the first micro-batches of an epoch use, over all ranks.
+
+        A window counts with all its prompts, even if only some of its micro-batches are used.
 
         Args:
-            batches: number of micro-batches.
+            batches: number of micro-batches of a rank.
         """
         return -(-batches // self.window_batches) * self.window_prompts
 
     def position(self, epoch: float, max_steps: int) -> tuple[int, int]:
-        """Return the position in the dataset as whole epochs and micro-batches of a rank since then.
+        """Convert Transformers' fractional epoch to a position in the dataset.
 
         Args:
             epoch: `TrainerState.epoch`.
             max_steps: `TrainerState.max_steps`.
+        Returns:
+            The number of whole epochs, and the number of a rank's micro-batches in the epoch that follows.
         """
-        if self.prompts is None:  # Transformers takes a stream for as long as the run
+        if self.prompts is None:  # Transformers assumes that one epoch of a stream is as long as the run
             batches = max_steps * self.gradient_accumulation_steps
         else:
             batches = self.prompts // self.window_prompts * self.window_batches
@@ -106,16 +110,16 @@ class Shapes:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What a checkpoint holds of one rank's run.
+    """State of one rank's run in a checkpoint, in addition to Transformers' files.
 
     Attributes:
         shapes: the shapes of the run that was saved.
-        position: (whole epochs, micro-batches of a rank since then) that optimizer steps have used.
-        step: micro-steps since the run began; the trainer's `_step`.
-        skipped_steps: optimizer steps skipped so far.
-        window: the window in use; `None` if a resumed run does not need it.
-        prompts: state of the `PromptQueue`, if there is one. It is in the file of each rank, and left out when ranks
-            compare what they have read.
+        position: the part of the dataset that optimizer steps have used; see `Shapes.position`.
+        step: number of micro-steps since the run began; the trainer's `_step`.
+        skipped_steps: number of optimizer steps skipped so far.
+        window: the window in use. `None`: a resumed run does not need it.
+        prompts: state of the `PromptQueue`. `None`: the run has none. When ranks compare their saved runs (`one_run`),
+            `window` and `prompts` are `None`.
     """
 
     shapes: Shapes
@@ -141,13 +145,11 @@ class SavedRun:
         return cls(**{**state, "shapes": Shapes(**state["shapes"]), "window": window})
 
 
-STATES = "callback_states.pt"  # one file for all ranks, beside the files of the ranks
+STATES = "callback_states.pt"  # the states of callbacks, in one file for all ranks
 
 
 def load_states(checkpoint: str) -> dict[str, Any]:
-    """Return the states of callbacks from a checkpoint, by the names of their classes; empty if there is no such
-    file.
-    """
+    """Return the states of callbacks in a checkpoint, by class name; empty if the checkpoint has no such file."""
     return _read(os.path.join(checkpoint, STATES)) or {}
 
 
@@ -165,14 +167,17 @@ def _read(path: str) -> dict[str, Any] | None:
 
 
 def one_run(found: Sequence[SavedRun | None], processes: int, checkpoint: str) -> SavedRun | None:
-    """Check that all ranks found the same run, so that they all continue or all stop.
+    """Check that all ranks have loaded the same run, so that all ranks continue or all ranks stop.
+
+    If the checkpoint was saved with another number of ranks, the files are not compared.
 
     Args:
-        found: what `SavedRun.load` returned on each rank, without windows.
+        found: the saved run that each rank has loaded, without `window` and `prompts`.
         processes: number of ranks.
         checkpoint: folder of the checkpoint.
     Returns:
-        The run, without its window; `None` if no rank found any (the checkpoint is another trainer's).
+        The run, without `window` and `prompts`; `None` if no rank has a file, because another trainer saved the
+        checkpoint.
     Raises:
         ValueError: a file is missing or differs on some rank.
     """
@@ -216,9 +221,9 @@ def why_a_new_window(
     Args:
         saved: the saved run, or `None`.
         now: the shapes of the resumed run.
-        start: (whole epochs, micro-batches of a rank since then) that Transformers counts as used.
+        start: the part of the dataset that Transformers counts as used; a position as in `Shapes.position`.
         checkpoint: folder of the checkpoint.
-        ignore_data_skip: Transformers' option; True = the epoch begins with its first prompt again.
+        ignore_data_skip: Transformers' option; True = the run begins the epoch with its first prompt again.
     Returns:
         `None` if the run continues within the saved window, else the reason why it begins a new one.
     Raises:

@@ -1,4 +1,4 @@
-"""`GenerationWindow`: the survivors of a generation batch, for the optimizer steps that use them.
+"""`GenerationWindow` holds the survivors of a generation batch. `Window` collects the parts of the window in use.
 
 Letters: B rows of a rank, R ranks.
 """
@@ -22,7 +22,7 @@ class GenerationWindow:
     Attributes:
         rollouts: this rank's survivors, in the order of `lengths`.
         lengths: [R, B, 4] int64, `RolloutBatch.lengths` of the rows of every rank; all 0 for a dropped row. The rows
-            are in the order in which TRL's shuffle hands them to the micro-steps.
+            are in the order in which micro-steps get them.
         num_items_in_batch: scalar, number of loss tokens of all rows on all ranks, dropped rows included.
     """
 
@@ -31,17 +31,18 @@ class GenerationWindow:
     num_items_in_batch: Tensor
 
     def rows(self, rank: int) -> Tensor:
-        """Map each position of the shuffled batch to a row of `rollouts`, [B] int64. For a dropped row, the value has
-        no meaning.
+        """Return the index in `rollouts` of each row in `lengths[rank]`, [B] int64.
+
+        For a dropped row, the index has no meaning.
 
         Args:
-            rank: index of the rank.
+            rank: index of this rank.
         """
         return (self.lengths[rank, :, 1] > 0).cumsum(dim=0) - 1
 
     @classmethod
     def of_parts(cls, used: int, parts: Sequence[GenerationWindow]) -> GenerationWindow:
-        """Join the parts of a window. The rows of earlier optimizer steps come first, as dropped rows.
+        """Join parts of a window into one. The rows that earlier optimizer steps used come first, as dropped rows.
 
         Args:
             used: number of rows of each rank that earlier optimizer steps have used.
@@ -67,18 +68,18 @@ class GenerationWindow:
 
 
 class Window:
-    """The window in use, whose parts come one by one until it is whole.
+    """The window in use. Its parts come one after the other until the window is whole.
 
-    Iterating over the window waits for its parts. It yields (part, True if this is the last part of the optimizer
-    step). The window keeps the parts of the running optimizer step, because a checkpoint within the step needs them.
+    Iterating over the window waits for the next parts, and yields each part with a bool: True = the running optimizer
+    step needs no further part. The window keeps the parts of the running optimizer step, because a checkpoint within
+    the step needs them.
 
     Args:
-        parts: see `Collector.window`.
+        parts: iterator over the parts and the same bools; see `Collector.window`.
         step: number of the running optimizer step.
     Attributes:
         rows: number of a rank's rows in the parts that have come.
-        whole: all parts as one, in which rows of earlier optimizer steps count as dropped; `None` until `wait` is
-            called.
+        whole: all parts joined; rows that earlier optimizer steps used count as dropped. `None` until `wait` is called.
     """
 
     def __init__(self, parts: Iterator[tuple[GenerationWindow, bool]], step: int):

@@ -1,4 +1,4 @@
-"""Decides which job runs next and on which server. It is a pure state machine, without a clock or I/O.
+"""`Backlog` decides which job runs next, and on which server. It reads no clock and does no I/O.
 
 Lifecycle of a job::
 
@@ -29,7 +29,7 @@ class Job:
         order: priority of the job's batch; the lowest goes first.
         number: position of the job in its batch.
         failed_on: URLs of the servers on which the job failed, one entry for each failure.
-        versions: weight versions when the job was given to the server that completed it, and when it was completed.
+        versions: two weight versions: when the job was given to the server that completed it, and when it was done.
     """
 
     tokens: int
@@ -68,13 +68,13 @@ class Backlog:
             insort(self.waiting, job, key=lambda job: job.place)
 
     def assign(self) -> list[tuple[Job, str]]:
-        """Assign waiting jobs to servers, sorted by `Job.place`, until no server has room.
+        """Assign waiting jobs to servers, in the order of `Job.place`, until no server has room.
 
         Returns:
             (job, URL of its server) for each assigned job.
         """
         given = []
-        # Servers that are reserved for a failed job. Otherwise smaller jobs could keep them full forever.
+        # Servers that are reserved for a failed job. Otherwise smaller jobs could fill every place that becomes free.
         kept: set[str] = set()
         for job in tuple(self.waiting):
             url = self.fleet.choose(job.sequences, avoid=job.failed_on, kept=kept)
@@ -100,23 +100,23 @@ class Backlog:
         job.versions = job.versions[0], self.fleet.version
 
     def failed(self, job: Job, error: str, now: float, *, gone: bool = False) -> None:
-        """Record that a server failed a job, which then waits for another server.
+        """Record that a server failed a job. The job waits again, for another server.
 
         Args:
             job: a running job.
             error: the server's error, for messages.
             now: current time in seconds.
-            gone: whether the connection was refused or dropped; see `Fleet.failed`.
+            gone: True = the connection was refused or dropped; see `Fleet.failed`.
         """
         url = self.running.pop(job)
         self.fleet.failed(url, job, error, now, gone=gone)
         self._return(job, url)
 
     def lost(self) -> list[Job]:
-        """Take back the jobs of dead servers, which then wait again.
+        """Take jobs back from dead servers. The jobs wait again, for other servers.
 
         Returns:
-            These jobs.
+            The jobs that were taken back.
         """
         dead = [job for job, url in self.running.items() if self.fleet.servers[url].state == State.DEAD]
         for job in dead:

@@ -1,4 +1,4 @@
-"""Encodes what changed between two versions of a tensor: gaps between changed elements, and their new values.
+"""Encodes the changed elements of a tensor as the gaps between their positions, and their new values.
 
 Example::
 
@@ -32,8 +32,8 @@ class Change:
         name: name of the tensor.
         shape: shape of the tensor.
         start: position of the first changed element in the flattened tensor.
-        gaps: [≥ C] uint8, the gaps between changed elements, see `encode_gaps`. If empty, the changed elements are the
-            C consecutive ones from `start` on.
+        gaps: [≥ C] uint8, the gaps between changed elements, see `encode_gaps`. If empty, the changed elements are C
+            consecutive elements from `start` on.
         values: [C] integers, the bits of the new values.
     """
 
@@ -58,8 +58,9 @@ class Change:
 def encode_gaps(steps: Tensor) -> Tensor:
     """Encode positions as the gaps between them, in bytes.
 
-    A gap is the number of elements between a position and the one before it. It is written as 255 + 255 + … + a
-    remainder below 255. Each position takes one byte, plus one for every 255 unchanged elements before it.
+    A gap is the number of elements between a position and the previous position, or the beginning. It is written as
+    255 + 255 + … + a remainder below 255. So a position takes one byte, plus one for every 255 unchanged elements
+    before it.
 
     Args:
         steps: [C] int64, ascending and distinct positions, at least 0.
@@ -89,7 +90,7 @@ def decode_gaps(encoded: Tensor) -> Tensor:
 
 
 def changes(name: str, old: Tensor | None, new: Tensor, *, part_bytes: int = PART_BYTES) -> Iterator[Change]:
-    """Yield the changes that turn `old` into `new`; none if the two are equal.
+    """Yield the changes that turn `old` into `new`. If the two are equal, yield nothing.
 
     Args:
         name: name of the tensor.

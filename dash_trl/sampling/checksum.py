@@ -2,8 +2,8 @@
 
 vLLM fuses tensors (q, k, v into one), splits them over its workers and pads vocabularies with zeros. The checksum is
 therefore a sum over all elements of a hash of the element's bits. Concatenating, splitting and padding with zeros do
-not change it; one flipped bit does. Values that moved to other positions do not change it, either; the comparison of
-log-probs notices them (`weights/proof.py`).
+not change it; one flipped bit does. The checksum also stays the same if values move to other positions. The comparison
+of log-probs (`weights/proof.py`) detects that.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

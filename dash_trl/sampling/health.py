@@ -1,4 +1,4 @@
-"""Decides which servers may be given prompts. It is a pure state machine, without a clock or I/O.
+"""`Fleet` decides which servers may be given jobs. It reads no clock and does no I/O.
 
 States of a server::
 
@@ -6,14 +6,15 @@ States of a server::
        ▲                                               │                                               │
        └── holds the current weights ── refitting ◄────┴────────── answers a probe ◄───────────────────┘
 
-After a failure or after idle time, such as the time between two batches, a server is no longer trusted. The server may
-have restarted with its start-up weights, and its answers would not show that. Failed requests are counted separately
-from probes, because an engine that hangs still answers probes. Times are arguments: seconds on any clock.
+After a failure or after idle time, such as the time between two batches, a server becomes a suspect. It may have
+restarted with its start-up weights, and its answers would not show that. Failed requests are counted separately from
+probes, because an engine that hangs still answers probes. Methods get the current time as an argument, in seconds on
+any clock.
 
-Several batches may be in progress at once. A server that still works on a job when another batch begins stays trusted:
-its connections are open, so the process has not restarted. Each batch counts the time without a usable server from its
-own start, for two reasons: servers may not have been checked before that time, and a batch that starts later must not
-extend the timeout of an earlier one.
+Several batches may be in progress at once. A server that still works on a job when another batch begins stays healthy:
+its connections are open, so its process has not restarted. Each batch counts the time without a usable server from the
+batch's own start. Before the start, servers may not have been checked; and a batch that starts later must not extend
+the timeout of an earlier batch.
 """
 
 import math
@@ -21,15 +22,15 @@ from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-FAILURES_UNTIL_DEAD = 3  # consecutive failed requests: the request may cause one, and two may be a coincidence
+FAILURES_UNTIL_DEAD = 3  # consecutive failed requests; one may be caused by the request, and two by chance
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.5, 8.0  # seconds before a suspect is probed; the time doubles with each failure
 PROBE_EVERY = 1.0  # seconds between probes of a dead server
-SEQUENCES_PER_SERVER = 1024  # in flight, of all ranks: vLLM's largest default batch; more would wait in its queue
-JOBS = 512  # in flight over all servers, each with a connection: half of the open files that Linux allows a process
+SEQUENCES_PER_SERVER = 1024  # most in flight, of all ranks: vLLM's largest default batch; others wait in our backlog
+JOBS = 512  # most in flight of one process; each has a connection, and Linux allows a process twice as many open files
 
 
 class State(StrEnum):
-    """State of a server; only a healthy server may be given a prompt.
+    """State of a server; only a healthy server may be given a job.
 
     A suspect or dead server has to be probed. A refitting server is being given the current weights, or waits for the
     next weight sync.
@@ -43,7 +44,7 @@ class State(StrEnum):
 
 @dataclass
 class Server:
-    """What this process knows about one server.
+    """State of one server, as this process sees it.
 
     Attributes:
         url: address of the server.
@@ -78,7 +79,7 @@ class Fleet:
     """Servers as one process sees them, and the weight version that they have to hold.
 
     Args:
-        urls: distinct URLs. All servers are dead until they are seen to hold the current weights.
+        urls: distinct URLs. At first all servers count as dead, so that they are probed.
         ranks: number of processes that share the servers. Each may have an equal share of the sequences in flight.
         sequences: limit of sequences in flight on one server, over all ranks.
         jobs: limit of jobs in flight on all servers, for this process.
@@ -114,7 +115,7 @@ class Fleet:
         return [server.url for server in current if server.state == State.HEALTHY]
 
     def choose(self, sequences: int, avoid: Iterable[str] = (), kept: Collection[str] = ()) -> str | None:
-        """Choose a server for a job: of the servers with room, the one with the fewest outstanding tokens.
+        """Choose the server with room that has the fewest outstanding tokens. A server without jobs always has room.
 
         Args:
             sequences: number of sequences that the job adds.
@@ -153,9 +154,9 @@ class Fleet:
         """Return whether no server has held the current weights for `timeout` seconds.
 
         Args:
-            since: earliest time from which to count, in seconds.
+            since: time before this does not count, in seconds.
             now: current time in seconds.
-            timeout: seconds.
+            timeout: in seconds.
         """
         return self.down_since is not None and now - max(self.down_since, since) >= timeout
 
@@ -204,7 +205,7 @@ class Fleet:
             job: key of the job.
             error: the error, for messages.
             now: current time in seconds.
-            gone: whether the connection was refused or dropped. The server's process may have ended, so the server
+            gone: True = the connection was refused or dropped. The server's process may have ended, so the server
                 counts as dead at once.
         """
         server = self.servers[url]
@@ -219,7 +220,7 @@ class Fleet:
         self.look_around(now)
 
     def answered(self, url: str) -> None:
-        """Record that a server answers a probe. Next it gets the current weights, unless it has them.
+        """Record that a server has answered a probe. It is refitting until it is known to hold the current weights.
 
         Args:
             url: URL of the server.
@@ -272,7 +273,7 @@ class Fleet:
         self.look_around(now)
 
     def new_version(self, version: int, now: float) -> None:
-        """Record that there are new weights. No server may be given a prompt until it holds them.
+        """Record that there are new weights. No server may be given a job until it holds them.
 
         Args:
             version: the new weight version.

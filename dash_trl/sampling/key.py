@@ -26,7 +26,7 @@ def key_header(url: str) -> dict[str, str]:
     """Build the header that authenticates requests to a server.
 
     Args:
-        url: address of the server. The key from the file is sent to servers on this machine only.
+        url: address of the server. The key from the file is sent only to servers on this machine.
 
     Returns:
         The header; empty if there is no key.

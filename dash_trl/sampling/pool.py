@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 URGENT = -1  # `Job.order` of jobs that the trainer waits for
 ATTEMPTS = 6  # failures of one job before the run ends with an error
 TICK = 0.25  # seconds between checks for servers that may be probed again or have stopped answering
-LOOK_AGAIN = 1.0  # seconds between probes of servers that are missing at the start
+LOOK_AGAIN = 1.0  # seconds between probes of servers that do not answer at the start
 START_TOGETHER = 1.0  # longest time in seconds for which a batch waits until suspects are checked
 KEEP_ALIVE = 4.0  # seconds; uvicorn closes idle connections after 5 s, and a request sent at that moment is lost
 
@@ -63,11 +63,12 @@ class Ask(Protocol):
 
 @dataclass(eq=False)
 class Chain:
-    """The requests of one row of several turns. Each request depends on the result of the request before.
+    """The requests of one row that takes several turns. Each request depends on the result of the request before.
 
     Attributes:
         run: coroutine function that requests one completion after the other; runs on the pool's event loop.
-        versions: weight versions when the first request was given to its server, and when the last one was completed.
+        versions: two weight versions: when the first request was given to its server, and when the last request was
+            completed; −1 before.
         sequences: number of rows that the chain samples.
     """
 
@@ -84,7 +85,7 @@ class Batch:
     Args:
         jobs: jobs or chains, numbered from 0.
         began: start time in seconds, on the event loop's clock.
-        seen: called once with each result, on the thread that takes it.
+        seen: called once with each result, on the thread that calls `take`.
 
     Attributes:
         finished: queue of (number of a job, its result) in order of completion. An exception ends the queue if the
@@ -99,16 +100,16 @@ class Batch:
         self.results: list[Any] = [None] * len(jobs)
         self._seen = seen
         self._left = len(jobs)
-        self._error: BaseException | None = None  # error met by a call that did not wait
+        self._error: BaseException | None = None  # the first error; a call with `wait` raises it
 
     def take(self, *, wait: bool = False) -> None:
         """Take the results that have come since the last call.
 
         Args:
-            wait: whether to wait for all results.
+            wait: True = wait for all results.
 
         Raises:
-            Exception: only with `wait`: the first error of a job or of `seen`, in this call or an earlier one.
+            Exception: the first error of a job or of `seen`. Without `wait`, an error is kept for the call with `wait`.
         """
         while self._left and self._error is None and (wait or not self.finished.empty()):
             finished = self.finished.get()
@@ -147,9 +148,8 @@ class ServerPool:
     Args:
         urls: addresses of the servers, such as ["http://127.0.0.1:8000", "http://127.0.0.1:8001"].
         server_timeout: seconds without any usable server after which a `PoolError` is raised.
-        request_timeout: seconds in which a server with jobs has to answer one of them. Otherwise the server becomes a
-            suspect, and its jobs go to other servers. The time of a weight sync and the time in the backlog do not
-            count.
+        request_timeout: seconds in which a server with jobs has to answer one of them. Otherwise all of its jobs count
+            as failed and go to other servers. The time of a weight sync and the time in the backlog do not count.
         ranks: number of processes that share the servers.
 
     Attributes:
@@ -182,7 +182,7 @@ class ServerPool:
         self._sending = False  # whether a weight sync to all servers is in progress
         self._sent = -math.inf  # when the last weight sync ended
         self.refit: Callable[[VLLMServer], Awaitable[int | None]] | None = None
-        self._recognising: dict[str, asyncio.Task[None]] = {}  # may outlive a batch: loading a large model takes long
+        self._recognising: dict[str, asyncio.Task[None]] = {}  # URL → check; loading a large model takes long
         self._loop = EventLoop()
         session = self._loop.run(self._connect())
         self._servers = {url: VLLMServer(url, session, request_timeout) for url in self.urls}
@@ -282,7 +282,7 @@ class ServerPool:
 
         Args:
             jobs: jobs that are numbered from 0.
-            order: priority of the batch; batches with a lower order go first.
+            order: priority of the batch; the batch with the lowest order goes first.
             seen: see `Batch`.
         """
         for job in jobs:
@@ -299,7 +299,7 @@ class ServerPool:
             The results, in the order of the batch's jobs.
 
         Raises:
-            Exception: as `run`; also an error of the batch's `seen`.
+            Exception: the errors of `run`, and an error of the batch's `seen`.
         """
         try:
             batch.take(wait=True)
@@ -329,7 +329,7 @@ class ServerPool:
 
     async def _follow(self, batch: Batch, number: int, chain: Chain, sampling: dict[str, Any], order: int) -> None:
         """Run one chain, whose requests are jobs of their own, and report its end to the batch."""
-        if sampling.get("seed") is not None:  # as vLLM varies it for the continuations of one request
+        if sampling.get("seed") is not None:  # vLLM, too, gives each continuation its own seed
             sampling = {**sampling, "seed": sampling["seed"] + number}
 
         async def ask(ids: list[int], max_tokens: int) -> Completion:
@@ -366,7 +366,7 @@ class ServerPool:
             (number of a job, its result).
 
         Raises:
-            Exception: as `run`.
+            Exception: the errors of `run`.
         """
         batch = self.submit(jobs, order=URGENT)
         try:
@@ -379,7 +379,7 @@ class ServerPool:
             self._loop.run(self._forget(batch))
 
     def cancel(self) -> None:
-        """Cancel all batches and their requests on the servers. Called if their results are no longer needed."""
+        """Cancel all batches and their requests on the servers. Call it when nobody needs the results any more."""
 
         async def cancel() -> None:
             self._fail({*self._chains, *self._batches.values()}, PoolError("The work was cancelled."))
@@ -408,7 +408,7 @@ class ServerPool:
             batch.finished = reply
         self.fleet.look_around(batch.began)
         suspects = [url for url in self.fleet.to_probe(batch.began) if self.fleet.servers[url].state == State.SUSPECT]
-        if suspects:  # without waiting, the first server to answer would be given all the work
+        if suspects:  # otherwise the first suspect that answers its probe would be given all jobs
             await asyncio.wait(self._look_at(suspects), timeout=START_TOGETHER)
         self._batches.update(dict.fromkeys(jobs, batch))
         self.backlog.add(jobs)
@@ -420,7 +420,7 @@ class ServerPool:
     # ------------------------------------------------------------------------------- the work, on the loop's thread
 
     async def _work(self) -> None:
-        """Assign jobs and take in results, as long as there are unfinished jobs."""
+        """Assign jobs and take in their results until no job is left."""
         try:
             while self._batches:
                 try:
@@ -429,7 +429,7 @@ class ServerPool:
                         async with asyncio.timeout(TICK):
                             await self._wake.wait()
                     self._take_in()
-                except Exception as error:  # for example from a server check: concerns all batches
+                except Exception as error:  # for example in a server check; the error concerns all batches
                     self._fail(set(self._batches.values()), error)
         finally:  # once this task ends, no caller may go on waiting for results
             self._fail(set(self._batches.values()), PoolError("The work was cancelled."))
@@ -451,8 +451,8 @@ class ServerPool:
     def _take_in(self) -> None:
         """Take back jobs from servers that died or have stopped answering, and take in the results of other servers.
 
-        Does nothing during a weight sync: a server on which the sync fails may continue to sample with wrong weights.
-        Such a server counts as dead when the sync ends, so that its results are dropped.
+        During a weight sync, no results are taken in. If the sync fails on a server, the server may go on sampling with
+        wrong weights. At the end of the sync the server counts as dead, and its results are dropped.
         """
         if self._sending:
             return
@@ -493,14 +493,20 @@ class ServerPool:
         self._count_failure(job, str(error))
 
     def _count_failure(self, job: Job, error: str) -> None:
-        """Count a failure of a job. The loss of its server counts, too: the job may be the cause."""
+        """Count a failure of a job; after `ATTEMPTS` failures, end its batch with an error.
+
+        The loss of the job's server counts as a failure, because the job may be the cause.
+        """
         self.retried += 1
         if len(job.failed_on) >= ATTEMPTS:
             what = self.message(f"A request failed {ATTEMPTS} times, most recently on {job.failed_on[-1]}: {error}")
             self._fail({self._batches[job]}, PoolError(what))
 
     def _give_up(self) -> None:
-        """Fail the batches for which no server was usable for `server_timeout`, not counting weight syncs."""
+        """Fail the batches for which no server has been usable for `server_timeout` seconds.
+
+        The time counts from the start of the batch, or from the end of the last weight sync if that was later.
+        """
         if self._sending or self.backlog.running:
             return
         now = time.monotonic()
@@ -586,8 +592,8 @@ class ServerPool:
     def new_version(self, version: int) -> list[str]:
         """Begin a weight sync, which `weights_sent` ends. Requests in flight continue with the new weights.
 
-        The call first waits for servers that are just being given older weights, which must not arrive after the new
-        weights. No other server is probed until the sync ends.
+        If servers are being given older weights outside a sync, the call first waits for that to end. Otherwise the
+        older weights could arrive after the new weights. No server is probed until the sync ends.
 
         Args:
             version: the new weight version.
@@ -625,14 +631,14 @@ class ServerPool:
                 else:
                     logger.warning(f"vLLM server {url} did not load the weights of version {version}: {error}")
                     self.fleet.refit_failed(url, error, self._sent)
-            # Jobs may be waiting. Since an idle server loaded the weights, another process may have replaced it.
+            # Jobs may be waiting, and an idle server may have restarted since it loaded the weights.
             self.fleet.look_around(self._sent)
             self._wake.set()
 
         self._loop.run(end())
 
     def _look_at(self, urls: Sequence[str]) -> list[asyncio.Task[None]]:
-        """Start to check servers, and raise the errors of earlier checks."""
+        """Start a check of each server that is not being checked, and raise the errors of checks that have ended."""
         for url in [url for url, task in self._recognising.items() if task.done()]:
             self._recognising.pop(url).result()
         for url in urls:
@@ -642,7 +648,7 @@ class ServerPool:
         return [self._recognising[url] for url in urls]
 
     async def _recognise(self, url: str) -> None:
-        """Check a server that is not trusted. If it holds other weights, give it the current ones before any prompt."""
+        """Probe a suspect or dead server. If it holds other weights, give it the current weights before any job."""
         server, known = self._servers[url], self.fleet.servers[url]
         try:
             await server.probe()
@@ -656,7 +662,7 @@ class ServerPool:
             if version is None:
                 self.fleet.waits(url, time.monotonic())
                 return
-            # If the server has jobs, its next answer shows whether the engine works, and a trial would wait for them.
+            # If the server has jobs, its next answer shows whether the engine works; `try_out` would wait for the jobs.
             if doubtful and not known.outstanding:
                 await server.try_out()
             self.fleet.refitted(url, version, time.monotonic())

@@ -1,7 +1,7 @@
-"""HTTP client of one vLLM server: samples, scores, loads weights and reports them. It checks every answer.
+"""HTTP client of one vLLM server. It samples, computes log-probs, loads weights, and checks every answer.
 
-A failure becomes one of two errors. `ServerError` means that this server failed; repeating the request is safe, and
-another server may succeed. `ValueError` means that the request itself was refused, and any server would refuse it.
+A failure becomes one of two errors. `ServerError` means that this server failed. Repeating the request is safe, and
+another server may succeed. `ValueError` means that the server refused the request itself. Any server would refuse it.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class ServerError(RuntimeError):
 
     Args:
         message: the error, without the server's address.
-        gone: whether the connection was refused or dropped, so that the server's process may have ended.
+        gone: True = the connection was refused or dropped, so the server's process may have ended.
     """
 
     def __init__(self, message: str, *, gone: bool = False):
@@ -60,8 +60,8 @@ class WeightReport:
     """Report of a server's workers on the weights that they hold.
 
     Attributes:
-        checksum: checksum of all weights, see `checksum.py`; None if it cannot be compared with a trainer's (quantised
-            weights, KV heads copied to several workers).
+        checksum: checksum of all weights, see `checksum.py`. None if a trainer cannot compute the same checksum,
+            because weights are quantised or KV heads are copied to several workers.
         dtype: dtype of the weights, such as "bfloat16".
         shape: shape of the model, see `vllm_plugin.model_shape`.
     """
@@ -79,7 +79,7 @@ class VLLMServer:
     Args:
         url: address of the server.
         session: HTTP session of the event loop that awaits these methods.
-        timeout: seconds for one answer, unless a method says otherwise.
+        timeout: seconds for one answer, unless a method has its own timeout.
 
     Attributes:
         adapter: name of the LoRA adapter that requests use; None: requests use the model itself.
@@ -174,7 +174,7 @@ class VLLMServer:
             return WeightReport(checksum, parts[0]["dtype"], parts[0]["shape"])
 
     async def weight_tag(self) -> str:
-        """Return the last version tag that the server was told, see `Snapshot`."""
+        """Return the version tag that the last weight sync gave the server, see `Snapshot`."""
         info = await self._request("GET", "/weight_info", timeout=PROBE_SECONDS)
         with _readable(info):
             return info["weight_version"]
@@ -184,7 +184,7 @@ class VLLMServer:
 
         Args:
             path: checkpoint directory; the server sees it under this path.
-            tag: version tag that the server is told.
+            tag: version tag of the new weights.
 
         Returns:
             Report on the loaded weights.
@@ -208,7 +208,7 @@ class VLLMServer:
         Args:
             parts: messages with the changes, see `changes.pack`.
             dtype: dtype of the weights, such as "bfloat16".
-            tag: version tag that the server is told.
+            tag: version tag of the new weights.
             checksum: expected checksum of the changed weights.
 
         Returns:
@@ -224,7 +224,7 @@ class VLLMServer:
         return report
 
     async def sees(self, folder: str) -> bool:
-        """Return whether all workers see a folder of the trainer.
+        """Return whether all workers see a folder of the trainer under the trainer's path.
 
         Args:
             folder: path of the folder.
@@ -238,7 +238,7 @@ class VLLMServer:
 
         Args:
             path: folder with the adapter in PEFT's format; the server sees it under this path.
-            tag: version tag that the server is told.
+            tag: version tag of the new adapter.
 
         Returns:
             Checksum of the adapter as the workers hold it.
@@ -262,15 +262,15 @@ class VLLMServer:
         await self._request("POST", "/resume", timeout=CONTROL_SECONDS, parse=False)
 
     async def end_weight_update(self, tag: str) -> None:
-        """Reset the prefix cache and tell the server the new version. Called after a weight update, before `resume`.
+        """Reset the prefix cache and set the server's version tag. Call it after a weight update, before `resume`.
 
-        No cached prefix of the old weights may be reused. The KV cache of requests in flight is dropped, too; vLLM
+        No cached prefix of the old weights may be reused. The KV cache of requests in flight is dropped, too, and vLLM
         computes it again with the new weights.
 
         Args:
             tag: version tag of the new weights.
         """
-        options = {"reset_running_requests": "true"}  # if the pause has kept the KV cache of requests in flight
+        options = {"reset_running_requests": "true"}  # paused requests hold KV cache, and the reset would fail
         done = await self._request("POST", "/reset_prefix_cache", params=options, timeout=CONTROL_SECONDS)
         if not done.get("success"):
             raise ServerError("did not reset its prefix cache, which holds prefixes of the old weights")
@@ -341,7 +341,7 @@ class VLLMServer:
 
 @contextmanager
 def _readable(answer: Any) -> Iterator[None]:
-    """Turn errors in reading an answer into a `ServerError`: a malformed answer is the server's failure."""
+    """Context that turns errors in reading an answer into `ServerError`, because the server has sent a bad answer."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:

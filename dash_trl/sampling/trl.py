@@ -59,10 +59,11 @@ class VLLMPool(VLLMGeneration):
         request_timeout: see `ServerPool`.
         weight_sync: "file" or "nccl".
         weight_dir: folder in which "file" writes weights; trainer and servers see it under the same path.
-        weight_difference: whether "file" sends only the weights that changed, if possible; see `DifferenceWeights`.
-        rank_timeout: seconds that ranks wait for each other.
-        step: returns the optimizer step that made the model's current weights.
-        timed: returns a context manager that measures how long the trainer waits for "rollouts" or "weights".
+        weight_difference: True = "file" sends only the weights that changed, if possible; see `DifferenceWeights`.
+        rank_timeout: seconds for which ranks wait for each other.
+        step: function that returns the optimizer step that made the model's current weights.
+        timed: function that takes "rollouts" or "weights", and returns a context manager that measures how long the
+            trainer waits for them.
         others: arguments of TRL's `VLLMGeneration`, such as `server_timeout` (see `ServerPool`).
 
     Attributes:
@@ -127,7 +128,10 @@ class VLLMPool(VLLMGeneration):
         profiler: Any = None,
         max_tokens: Sequence[int] | None = None,
     ) -> tuple:
-        """Sample completions. This is the interface of TRL's `VLLMGeneration.generate`.
+        """Sample completions, with the interface of TRL's `VLLMGeneration.generate`.
+
+        After a call of `expect`, the completions are those of the announced window. Otherwise the prompts are sampled
+        now, before all announced windows.
 
         Args:
             prompts: token ids of each row's prompt; the `num_generations` rows of a group are adjacent.
@@ -164,17 +168,17 @@ class VLLMPool(VLLMGeneration):
         *,
         chains: Mapping[int, Sequence[Run]] = MappingProxyType({}),
     ) -> None:
-        """Announce the window that the next call of `generate` returns, and the windows that this call has to submit.
+        """Announce the window that the next `generate` call returns, and the windows that it submits to the servers.
 
         Args:
             window: number of the window that `generate` returns.
             prompts: number of a window → prompt token ids of this rank's rows, for windows not submitted before.
-            seen: called once for each finished job of these windows with all rows of the job (a group), or once for
-                each finished chain. Calls are on the main thread: while `generate` waits for the window, and in
-                `show_finished`. If `seen` raises an error, the `generate` call of the window raises the same error.
-            chains: number of a window → `Chain.run` of each row, for windows whose rows take several turns. The owner
-                of a chain keeps its completions: `generate` returns none for these windows, and `seen` gets no token
-                ids.
+            seen: function that is called once for each finished job of these windows with all rows of the job (a
+                group), or once for each finished chain. It is called on the main thread, while `generate` waits for the
+                window and in `show_finished`. If `seen` raises an error, the `generate` call of the window raises it.
+            chains: number of a window → `Chain.run` of each row, for windows whose rows take several turns. Each
+                `Chain.run` keeps its own completions: `generate` returns no completions for these windows, and `seen`
+                gets no token ids.
         """
         self._window, self._to_submit, self._to_run, self._seen = window, prompts, chains, seen
 
@@ -184,17 +188,17 @@ class VLLMPool(VLLMGeneration):
             batch.take()
 
     def metrics(self) -> tuple[int, int, int]:
-        """Return this rank's figures.
+        """Return this rank's figures for the log.
 
         Returns:
-            Number of usable servers, number of requests retried so far, number of groups that wait for a server.
+            Number of usable servers, number of requests retried so far, number of jobs that wait for a server.
         """
         fleet = self.pool.fleet
         usable = [one for one in fleet.servers.values() if one.state != State.DEAD and one.version == fleet.version]
         return len(usable), self.pool.retried, len(self.pool.backlog.waiting)
 
     def forget_windows(self) -> None:
-        """Cancel all submitted windows, which are no longer needed."""
+        """Cancel all submitted windows. Call it when they are no longer needed."""
         self._window, self._to_submit, self._to_run, self._seen, self._in_flight = None, {}, {}, None, {}
         self.pool.cancel()
 
@@ -292,8 +296,8 @@ class VLLMPool(VLLMGeneration):
         """Check that the servers fit this trainer.
 
         Returns:
-            Dtype of the servers' weights; `context`; the reason why an adapter has to be merged into its model, or None
-            if it can be sent alone.
+            Dtype of the servers' weights; their smallest context length; the reason why an adapter has to be merged
+            into its model, or None if it can be sent alone.
         """
         dtype = check_servers(self.pool, self.model.config, self.model.name_or_path)
         reports = self.pool.ask_all(lambda server: server.weight_report())
@@ -414,27 +418,30 @@ def _reshard(model: torch.nn.Module) -> None:
 
 
 async def _waits_for_weights(server: VLLMServer) -> None:
-    """Stand in for `ServerPool.refit` before the first weight sync: return None, so that servers wait for the sync.
+    """`ServerPool.refit` before the first weight sync. It returns None, so that every server waits for this sync.
 
-    Servers that wait are not tested by `VLLMServer.try_out`: a server that a killed run has left paused would fail.
+    A server that waits is not tested by `VLLMServer.try_out`, because the test fails on a server that a killed run has
+    left paused.
     """
 
 
 def _with_rows(seen: Callable[[int, list[list[int]]], None], jobs: Sequence[Job | Chain]) -> Callable[[int, Any], None]:
-    """Convert a callback for rows (first row, token ids of the rows) to one for jobs (number, completions)."""
+    """Convert a callback for rows (first row, token ids of the rows) to a callback for jobs (number, completions)."""
     first = list(accumulate((job.sequences for job in jobs), initial=0))
     return lambda number, completions: seen(first[number], [completion.token_ids for completion in completions])
 
 
 @contextmanager
 def without_client(args: Any) -> Iterator[bool]:
-    """Context in which a trainer is built as if it had no vLLM servers, because TRL's client for them needs CUDA.
+    """Context for building a trainer without TRL's client for vLLM servers, because this client needs CUDA.
+
+    `install` then adds a `VLLMPool` to the trainer.
 
     Args:
-        args: the training arguments; `use_vllm` is restored at the end.
+        args: the training arguments. If they select vLLM servers, `use_vllm` is False within the context.
 
     Yields:
-        Whether the arguments ask for vLLM servers.
+        True if the arguments select vLLM servers.
     """
     servers = args.use_vllm and args.vllm_mode == "server"
     args.use_vllm = args.use_vllm and not servers
@@ -445,7 +452,7 @@ def without_client(args: Any) -> Iterator[bool]:
 
 
 def install(trainer: Any) -> None:
-    """Make a trainer that was built in `without_client` sample from the servers in its arguments.
+    """Give a trainer that was built in `without_client` a `VLLMPool` of the servers in its arguments.
 
     Args:
         trainer: a `GRPOTrainer` whose `args` are a `DASHConfig`.

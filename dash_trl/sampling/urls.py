@@ -1,4 +1,4 @@
-"""Checks server addresses. Invalid addresses are refused, and so are other machines' addresses without an API key."""
+"""Checks server addresses. It refuses invalid addresses, and addresses of other machines if no API key is set."""
 
 import ipaddress
 import logging
@@ -16,14 +16,14 @@ def check_urls(urls: str | Sequence[str]) -> list[str]:
     """Check server URLs and remove trailing slashes.
 
     Args:
-        urls: a list of URLs, or a string with one or several URLs between commas or spaces, as YAML and shells produce.
+        urls: a list of URLs, or a string of URLs separated by commas or spaces, as YAML and shells produce.
 
     Returns:
         The URLs, in the same order.
 
     Raises:
-        ValueError: if there is no URL, a URL appears twice or is no server address, or a server on another machine is
-            named while VLLM_API_KEY is not set.
+        ValueError: if there is no URL, if a URL appears twice or is not the address of a server, or if a server is on
+            another machine and VLLM_API_KEY is not set.
     """
     listed = [urls] if isinstance(urls, str) else urls
     cleaned = [url.rstrip("/") for text in listed for url in text.replace(",", " ").split()]
@@ -103,7 +103,7 @@ def is_loopback(host: str) -> bool:
 def is_unspecified(host: str) -> bool:
     """Return whether a host is 0.0.0.0 or `::`.
 
-    These stand for any address of this machine: a server listens on all addresses, and a client connects to itself.
+    Both stand for this machine: a server listens on all of its addresses, and a client connects to its own machine.
 
     Args:
         host: name or IP address.

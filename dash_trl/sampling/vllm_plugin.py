@@ -1,8 +1,9 @@
 """Plugin that runs inside a vLLM server.
 
 It reports weight checksums, loads LoRA adapters, changes single weights, and makes weight updates work on CPU builds.
-The trainer calls none of this directly. vLLM finds `register` through the entry point group `vllm.general_plugins`
-(setup.cfg), and the class `WeightReport` through `--worker-extension-cls` (`python -m dash_trl.serve` passes it).
+vLLM finds `register` through the entry point group `vllm.general_plugins` (setup.cfg), and the class `WeightReport`
+through `--worker-extension-cls` (`python -m dash_trl.serve` passes it). The trainer calls the methods of `WeightReport`
+over HTTP.
 """
 
 import functools
@@ -19,12 +20,12 @@ ADAPTER, ADAPTER_ID = "dash_trl_adapter", 1  # name in requests; the first id th
 
 
 def register() -> None:
-    """Register our adapter with vLLM, and make weight updates effective on its CPU builds.
+    """Register the name of our adapter with vLLM, and make weight updates effective on CPU builds of vLLM.
 
-    After the first load, a CPU build packs the weights of linear layers for its kernels (oneDNN; small ones in half
-    precision for AMX) and from then on computes with the packed copy. Weights that are loaded later are silently
-    ignored, or fail to load because their parameter is gone. We therefore replace these layers by plain ones,
-    which read their current weights.
+    After the first load, a CPU build packs the weights of linear layers for its kernels (oneDNN, or AMX for small
+    weights in half precision). From then on it computes with the packed copy. Weights that are loaded later are ignored
+    without a warning, or fail to load because their parameter was removed. We therefore make these layers compute with
+    `torch.nn.functional.linear`, which reads the current weights.
     """
     from vllm.lora.request import LoRARequest
     from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
@@ -46,9 +47,9 @@ def register() -> None:
 
 
 def _plain_linear(packing: Any, layer: Any, remove_weight: bool) -> None:
-    """Replace `dispatch_cpu_unquantized_gemm` by a plain linear layer for matrices.
+    """Let a layer compute with torch's `linear` if its weight is a matrix; otherwise call vLLM's function `packing`.
 
-    Other weights (convolutions, experts) are packed by vLLM as usual.
+    This replaces vLLM's `dispatch_cpu_unquantized_gemm`. Other weights are those of convolutions and experts.
     """
     if layer.weight.is_meta or layer.weight.ndim != 2:
         packing(layer, remove_weight)
@@ -57,7 +58,7 @@ def _plain_linear(packing: Any, layer: Any, remove_weight: bool) -> None:
 
 
 def model_shape(config: Any) -> dict[str, Any]:
-    """Return the fields of a text config that have to agree for one model's weights to fit into another.
+    """Return the fields of a text config that two models must share if the weights of one are to fit the other.
 
     Args:
         config: a model's text config.
@@ -75,7 +76,7 @@ def _several(matrices: Any) -> list[Any]:
 
 
 class WeightReport:
-    """Mixin for vLLM's worker class. Method names begin with `dash`, so that they replace no method of the worker."""
+    """Mixin that adds methods to vLLM's worker class. Their names begin with `dash`, so they override no method."""
 
     def dash_load_adapter(self: Any, path: str) -> str:
         """Load a LoRA adapter in place of the last one.
@@ -94,7 +95,7 @@ class WeightReport:
         return f"{weights_checksum(matrix for matrix in held if matrix is not None):x}"
 
     def dash_load_differences(self: Any, dtype: str, head: str, body: str) -> None:
-        """Set some elements of the model's weights; vLLM's loader maps them to its own parameters.
+        """Set some elements of the model's weights. vLLM's loader maps them to vLLM's own parameters.
 
         Args:
             dtype: dtype of the weights, such as "bfloat16".

@@ -1,12 +1,12 @@
-"""Sends a LoRA adapter to the servers in place of the merged model: only megabytes, and merged weights are not rounded.
+"""Sends only a LoRA adapter to the servers, not the merged model. An adapter is small, and no merged weight is rounded.
 
 Path of the adapter::
 
     A and B of the trained adapter ──► a folder in PEFT's format ──► vLLM adds B·A·x to the base model's outputs
 
-Requests name the adapter. A new version replaces the last one while the server pauses, so requests in flight continue
-with the new version, as with full weights. The server uses its own base model, whose checksum has to equal the
-trainer's.
+Every request names the adapter. While a new version replaces the last version, the server pauses. Requests in flight
+then continue with the new version, as with full weights. The server uses its own base model. The checksum of this base
+model has to equal the checksum of the trainer's.
 """
 
 import json
@@ -43,14 +43,14 @@ WITHOUT = (
 
 
 def obstacle(model: Any, config: dict[str, Any]) -> str | None:
-    """Return why a server cannot use this model's adapter alone, so that the merged model has to be sent.
+    """Return the reason why this model's adapter cannot be sent alone to a server, if there is such a reason.
 
     Args:
         model: a PEFT model.
         config: vLLM's configuration of the server, as JSON.
 
     Returns:
-        The reason, as the end of a log message; None if the server can use the adapter.
+        The reason, as the end of a log message; None if the adapter can be sent alone.
     """
     adapter = model.peft_config[NAME]
     if adapter.peft_type != "LORA":
@@ -92,7 +92,8 @@ class AdapterWeights(FileWeights):
     def __init__(self, directory: str | Path, dtype: torch.dtype, adapter: Any, base: int):
         super().__init__(directory, dtype)
         self.adapter, self.base = adapter, base
-        self._tags: dict[str, str] = {}  # server → its last version tag, for which its base model was checked
+        # URL → last tag that the server got. While the server reports it, its base model is not checked again.
+        self._tags: dict[str, str] = {}
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> int:
         matrices: dict[str, Tensor] = {}
@@ -101,8 +102,8 @@ class AdapterWeights(FileWeights):
             matrices[name] = matrix = tensor.detach().to(self.dtype).cpu().contiguous().clone()
             checksum += tensor_checksum(matrix * self.scaling if ".lora_B." in name else matrix)
         save_file(matrices, folder / "adapter_model.safetensors")
-        # We do not use `adapter.save_pretrained`: the file's names already tell which modules the adapter changes, so
-        # `target_modules`, which may be a regular expression or a set, adds nothing.
+        # `adapter.save_pretrained` would also write `target_modules`, which may be a regular expression or a set. vLLM
+        # does not need it: the names of the matrices show which modules the adapter changes.
         said = {"peft_type": "LORA", "r": self.adapter.r, "lora_alpha": self.adapter.lora_alpha, "target_modules": []}
         said["use_rslora"] = self.adapter.use_rslora
         (folder / "adapter_config.json").write_text(json.dumps(said))
@@ -117,7 +118,7 @@ class AdapterWeights(FileWeights):
     async def _load(self, server: VLLMServer, snapshot: Snapshot) -> None:
         assert snapshot.path is not None
         tag = self._tags.pop(server.url, None)
-        if tag is None or await server.weight_tag() != tag:  # the server restarted, or another run gave it weights
+        if tag is None or await server.weight_tag() != tag:  # a first load, a restart, or weights of another run
             base = (await server.weight_report()).checksum
             if base not in (None, self.base):
                 raise WeightMismatch(

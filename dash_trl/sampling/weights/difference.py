@@ -1,13 +1,13 @@
-"""Sends only the weights that changed, over HTTP: at RL's learning rates most bf16 weights do not change in a step.
+"""Sends only changed weights, over HTTP. At RL's learning rates, most bf16 weights do not change in an optimizer step.
 
-What is sent to which server::
+Weights that a server gets::
 
     the changes since the last version ──► servers that report that they hold the last version
     all weights, by file or over HTTP  ──► all other servers
 
-The version that a server reports is only the tag that it was told. Therefore a server reports the checksum of its
-weights after every change, before it continues sampling. If the checksum differs from the trainer's, the server is
-given all weights.
+The version that a server reports is only a tag: it does not depend on the server's weights. So after every change,
+before sampling continues, the checksum of the server's weights is compared with the trainer's. If the two differ, the
+server is given all weights.
 """
 
 import asyncio
@@ -30,10 +30,11 @@ MOST = 0.5  # largest size of the changes, as a fraction of all weights; above i
 
 
 class DifferenceWeights(FileWeights):
-    """Sends the weights that changed over HTTP, and all weights if that is not possible.
+    """Sends the changed weights over HTTP. If this is not possible, it sends all weights.
 
-    The first version is sent in full, but over HTTP. The log-prob check of the first sync thereby also covers weights
-    that are changed in place: vLLM may compute with copies of weights (as it does for MLA).
+    The first version has all weights, but is sent in the same way as later changes. So the log-prob check of the first
+    sync shows whether a server computes with weights that are changed in place. The server might compute with copies
+    of the weights, as vLLM does for MLA.
 
     Args:
         directory: see `FileWeights`. A server that does not see the directory gets all weights over HTTP.
@@ -45,18 +46,21 @@ class DifferenceWeights(FileWeights):
         self._held: dict[str, Tensor] = {}  # weights of version `_tag`, on the CPU
         self._tag: str | None = None  # None: `_held` does not hold a complete version
         self._first: str | None = None  # tag of the first version
-        self._base: str | None = None  # tag of the version that `_parts` turn into `_tag`; None: there are none
+        self._base: str | None = None  # tag of the version that `_parts` turn into `_tag`; None: send all weights
         self._parts: list[dict[str, str]] = []  # messages with the changes
         self._writing = asyncio.Lock()
 
     def write(self, parameters: NamedTensors, version: int) -> Snapshot:
-        """Keep a new version in memory, and the changes since the last one.
+        """Keep a new version and its changes since the last version in memory.
 
         No server is given weights during this call, so no server gets a mixture of two versions.
 
         Args:
             parameters: name and value of each parameter, unsharded.
             version: weight version.
+
+        Returns:
+            Description of the version.
         """
         self._base, self._tag, self._parts = self._tag, None, []
         room = MOST * sum(one.nbytes for one in self._held.values())
@@ -96,7 +100,7 @@ class DifferenceWeights(FileWeights):
         await super()._load(server, snapshot)
 
     async def _changed(self, server: VLLMServer, snapshot: Snapshot) -> bool:
-        """Send the changes; return whether the server then holds the new weights."""
+        """Send the changes to a server; return whether the server then holds the new weights."""
         try:
             report = await self._send(server, snapshot, iter(self._parts))
         except ServerError as error:

@@ -26,13 +26,13 @@ LOCK = ".dash_trl.lock"
 class FileWeights:
     """Sends weights by files that every server loads in place. Works on any device, and over a shared filesystem.
 
-    A run has a folder of its own in `directory`, with one folder per version. A version's folder appears under its
-    final name when it is complete. Older versions are removed after a weight sync, and the run's folder is removed at
-    the end of the process.
+    Each run has its own folder in `directory`, which has one folder per version. A version's folder gets its final name
+    when it is complete. Older versions are removed after a weight sync, and the run's folder is removed at the end of
+    the process.
 
-    If a run is killed, the next run in the same directory removes its files. To make this safe, each run holds a lock
-    on a file in its folder, and the kernel releases the lock when the process ends for any reason. On a filesystem
-    without locks there is no such file, and no run removes another run's weights.
+    If a run is killed, the next run in the same directory removes the killed run's files. To protect the files of a
+    live run, each run holds a lock on a file in its folder. The kernel releases the lock when the process ends for any
+    reason. If the filesystem has no locks, the lock file is missing, and no run removes another run's weights.
 
     Args:
         directory: folder that trainer and servers see under the same path; several runs may share it.
@@ -57,7 +57,7 @@ class FileWeights:
             on_each: `ServerPool.on_each` for the servers that get the weights.
 
         Returns:
-            What was sent, and for each server's URL its error or None.
+            The version that was sent; URL → error message, or None if the server has the weights.
 
         Raises:
             WeightMismatch: if a server holds other weights than it was given.
@@ -94,7 +94,11 @@ class FileWeights:
         return Snapshot(version, f"{self.run.name}-{version}", checksum % MODULUS, path)
 
     def _write(self, parameters: NamedTensors, folder: Path) -> int:
-        """Write a folder that appears under its final name when complete; return the checksum that servers report."""
+        """Write a version's folder, which gets its final name when it is complete.
+
+        Returns:
+            The checksum that servers have to report.
+        """
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)  # left by an attempt that failed
         partial.mkdir()
@@ -103,13 +107,13 @@ class FileWeights:
         return checksum
 
     def _fill(self, folder: Path, parameters: NamedTensors) -> int:
-        """Write a version's files; return the checksum that servers will report."""
+        """Write a version's files; return the checksum that servers have to report."""
         shard: dict[str, Tensor] = {}
         size = checksum = 0
         for name, tensor in parameters:
             tensor = tensor.detach().to(self.dtype)
             checksum += tensor_checksum(tensor)
-            shard[name] = tensor.cpu().contiguous().clone()  # the parameter is released when the next one is gathered
+            shard[name] = tensor.cpu().contiguous().clone()  # a copy: gathering the next parameter frees this one
             size += tensor.nbytes
             if size >= SHARD_BYTES:
                 _save(shard, folder)

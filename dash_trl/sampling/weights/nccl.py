@@ -18,11 +18,11 @@ BUCKET_BYTES = 1 << 30  # bytes of one broadcast; memory holds three buckets: on
 
 
 class NCCLWeights:
-    """Sends weights over NCCL, from GPU to GPU, with one of TRL's clients for each server.
+    """Sends weights over NCCL, from GPU to GPU. It uses TRL's client, one for each server.
 
-    The main thread gathers the weights, because under ZeRO-3 and FSDP this is a collective. It passes copies of them in
-    buckets to one daemon thread per server. A server that hangs counts as dead after `timeout`. Experimental: this
-    broadcast has never run on GPUs.
+    The main thread gathers the weights, because under ZeRO-3 and FSDP gathering is a collective. It copies the weights
+    into buckets, and passes each bucket to one daemon thread per server. A server that hangs counts as dead after
+    `timeout`. This is experimental: the broadcast has never run on GPUs.
 
     Args:
         urls: addresses of all servers.
@@ -33,7 +33,7 @@ class NCCLWeights:
 
     Attributes:
         ports: URL → port of the server's process group.
-        run: random name of this run, for version tags.
+        run: random name of this run, with which its version tags begin.
     """
 
     def __init__(self, urls: Sequence[str], group_port: int, device: torch.device, timeout: float, dtype: torch.dtype):
@@ -113,20 +113,20 @@ class NCCLWeights:
         return client
 
     async def _verify(self, server: VLLMServer, snapshot: Snapshot, failed: dict[str, Any]) -> None:
-        """End the weight update on a server, and verify its report."""
+        """End the weight update on a server, and verify its report. If the server has failed, do nothing."""
         if server.url not in failed:
             await server.end_weight_update(snapshot.tag)
             snapshot.verify(await server.weight_report(), server.url)
 
     async def refit(self, server: VLLMServer, snapshot: Snapshot) -> int | None:
-        """Check whether a server holds a version. Weights are not sent to a single server: this would need all ranks.
+        """Check whether a server holds a version. Weights are not sent, because gathering them would need all ranks.
 
         Args:
             server: the server.
             snapshot: the current version.
 
         Returns:
-            The weight version if the server holds it. None if the server has to wait for the next `send`.
+            The weight version if the server holds it; None if the server has to wait for the next `send`.
         """
         return snapshot.version if await holds(server, snapshot) else None
 

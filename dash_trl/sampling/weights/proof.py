@@ -1,8 +1,9 @@
 """Checks, by the log-probs of a few tokens, that servers compute with the weights that they were given.
 
-The first weight sync of a run sends weights that are changed in a known way, and the servers' log-probs have to follow.
-All weights are scaled by a factor. If an adapter is sent alone, its B matrices are shifted by a constant instead,
-because those of a new adapter are zero.
+The first weight sync of a run sends perturbed weights, that is, weights that are changed in a known way. The servers'
+log-probs have to equal the log-probs that the trainer computes with the same change. The change multiplies the
+parameters of linear layers and embeddings by a factor. If an adapter is sent alone, a constant is added to its B
+matrices instead, because these matrices are zero in a new adapter, so a factor would not change them.
 """
 
 import logging
@@ -22,7 +23,7 @@ from dash_trl.update import evaluating
 logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 32
-PERTURBATION = 0.5  # factor; exact in every dtype, and it moves log-probs towards uniform, where they are stable
+PERTURBATION = 0.5  # factor; exact in every dtype. It makes log-probs more uniform, so that rounding matters less
 SHIFT = 0.25  # added to the B matrices of an adapter
 
 # dtype → largest mean absolute difference between the log-probs of trainer and server that rounding can explain. In a
@@ -43,10 +44,10 @@ def probe_tokens(vocabulary: int) -> list[int]:
 class Perturbation:
     """A change of the weights, and a context in which the trainer's model computes as if its weights had this change.
 
-    The context changes outputs of layers and no parameter, so it works with any sharding.
+    The context changes the outputs of layers instead of parameters, so it works with any sharding.
 
     Attributes:
-        parameters: maps the parameters of a weight sync to changed ones.
+        parameters: maps the parameters of a weight sync to changed parameters.
         outputs: returns a context manager in which the model computes as if it had the changed weights.
     """
 
@@ -77,7 +78,7 @@ def of_adapter(model: nn.Module) -> Perturbation:
 
 
 def shift_adapter(parameters: NamedTensors) -> Iterator:
-    """Yield an adapter's parameters with `SHIFT` added to B matrices.
+    """Yield an adapter's parameters, with `SHIFT` added to the B matrices.
 
     Args:
         parameters: name and value of each parameter.
@@ -110,7 +111,7 @@ def shifted_outputs(model: nn.Module) -> Iterator[None]:
 def scale_linear(
     model: nn.Module, parameters: NamedTensors, scale: float, plain_name: Callable[[str], str]
 ) -> Iterator:
-    """Yield parameters with those of linear layers and embeddings multiplied by `scale`.
+    """Yield parameters; those of linear layers and embeddings are multiplied by `scale`.
 
     Args:
         model: the model that the parameters belong to.
@@ -129,7 +130,7 @@ def scale_linear(
 
 
 def is_adapter(module: Any) -> bool:
-    """Return whether a module is a layer that PEFT adapts. PEFT is an optional dependency.
+    """Return whether a module is a layer that PEFT adapts; False if PEFT is not installed.
 
     Args:
         module: any object.
@@ -143,10 +144,11 @@ def is_adapter(module: Any) -> bool:
 
 @contextmanager
 def scaled_outputs(model: nn.Module, scale: float) -> Iterator[None]:
-    """Context in which the model computes as if its linear layers and embeddings were multiplied by `scale`.
+    """Context in which the model computes as if its linear layers' and embeddings' parameters were scaled by `scale`.
 
-    If the parameters of a linear layer are scaled, its output is scaled by the same factor. So the outputs are scaled
-    and no parameter is changed, which works with any sharding. An adapter with its base layer counts as one layer.
+    If the parameters of a linear layer are scaled, its output is scaled by the same factor. So the context scales the
+    outputs instead of the parameters, which works with any sharding. A layer that PEFT adapts is one layer, together
+    with its base layer and its adapter.
 
     Args:
         model: the trainer's model.
@@ -172,7 +174,7 @@ def model_log_probs(model: nn.Module, ids: list[int], changed: AbstractContextMa
     Args:
         model: the trainer's model.
         ids: token ids of one sequence.
-        changed: context in which the model computes, such as `scaled_outputs`.
+        changed: context in which the model computes, such as `scaled_outputs`; None: no change.
 
     Returns:
         [len(ids) − 1] float32 on the CPU, for t = 1 … len(ids) − 1.
@@ -188,8 +190,8 @@ def check_probe(expected: Tensor, plain: Tensor, served: dict[str, list[float]],
 
     Args:
         expected: [tokens] the trainer's log-probs with the weights that the servers were given.
-        plain: [tokens] the trainer's log-probs with unperturbed weights. Pass the object `expected` itself if the
-            servers were given unperturbed weights.
+        plain: [tokens] the trainer's log-probs with unperturbed weights. If the servers were given unperturbed weights,
+            this has to be the object `expected` itself.
         served: URL → the server's log-probs.
         dtype: dtype of the servers' weights, which determines the tolerance.
 

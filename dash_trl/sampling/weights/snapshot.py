@@ -1,14 +1,14 @@
-"""Defines one version of the weights and its checksum, which all ways of sending weights share.
+"""Defines `Snapshot`, one version of the weights with its checksum. All ways of sending weights use it.
 
 Ways of sending weights::
 
     gathered parameters ──► FileWeights: a directory per version ──► every server loads it in place
                        └──► NCCLWeights: buckets ──► a thread per server broadcasts them
 
-The version that a server reports is only the tag that it was told. Therefore every weight sync compares the checksum
-of the weights that the server's workers hold with the trainer's. Workers may also hold one copy of the weights and
-compute with another copy. Therefore the first weight sync of a run sends weights that are changed in a known way, and
-the servers' log-probs have to follow (`proof.py`).
+The version that a server reports is only a tag: it does not depend on the server's weights. So every weight sync
+compares the checksum of the weights that the server's workers hold with the trainer's. Workers may also hold the right
+weights, but compute with another copy. So the first weight sync of a run sends weights that are changed in a known way,
+and checks that the servers' log-probs change accordingly (`proof.py`).
 """
 
 from collections.abc import Awaitable, Callable, Iterable
@@ -24,7 +24,7 @@ OnEach = Callable[[Callable[[VLLMServer], Awaitable[Any]]], dict[str, Any]]  # `
 
 
 class WeightMismatch(RuntimeError):
-    """A server holds other weights than it was given, or computes with others."""
+    """Raised if a server holds other weights than it was given, or computes with other weights."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Snapshot:
 
     Attributes:
         version: weight version.
-        tag: version tag that the servers are told; unique over runs.
+        tag: name of the version, unique over all runs. A server stores the tag after it has loaded the weights.
         checksum: checksum of the weights.
         path: folder with the files; None if the weights were broadcast.
     """
@@ -62,9 +62,10 @@ class Snapshot:
 
 
 async def holds(server: VLLMServer, snapshot: Snapshot) -> bool:
-    """Return whether a server holds a version, and resume it if so.
+    """Return whether a server holds a version. If so, resume the server, which may still be paused.
 
-    The version tag shows this: a server is told the tag after it has loaded the weights, and loses it in a restart.
+    The server's tag shows whether it holds the version: the tag is set after the weights are loaded, and a restart
+    resets it.
 
     Args:
         server: the server.
@@ -86,8 +87,8 @@ def errors_of(outcome: dict[str, Any]) -> dict[str, str | None]:
         URL → error message; None if the server has the weights.
 
     Raises:
-        WeightMismatch: if a server holds other weights. Like a refused request, this ends the run.
-        ValueError: if a server refused a request.
+        WeightMismatch: if a server holds other weights than it was given.
+        ValueError: if a server refused a request. Both errors end the run.
     """
     for result in outcome.values():
         if isinstance(result, WeightMismatch | ValueError):

@@ -68,8 +68,8 @@ def check_servers(pool: ServerPool, config: Any, name: str) -> torch.dtype:
 class WeightSync:
     """Sends the weights of a model to all servers of a pool.
 
-    All ranks gather the weights, and the main process sends them. After each of these steps the ranks agree on whether
-    it worked, before any other collective. So a failure on one rank raises the same error on all ranks.
+    All ranks gather the weights, and the main process sends them. After each step, before any other collective, the
+    ranks agree on whether the step worked. So a failure on one rank raises the same error on all ranks.
 
     Args:
         pool: this rank's pool. The pool also gives the weights to a server that comes back later.
@@ -77,10 +77,10 @@ class WeightSync:
         weights: object that sends the weights, such as `FileWeights`.
         model: the model with which the servers' log-probs are compared.
         vocabulary: number of token ids of the tokenizer.
-        gather: returns name and value of all parameters (or of the adapter's) under the servers' names. All ranks call
-            this function once for each weight version.
-        perturbation: change of the weights with which the first weight sync is checked. The default is the change of
-            all weights (`of_all_weights`); then `gather` has to return the model's own names.
+        gather: function that returns (name on the servers, value) of each parameter of the model, or of its adapter.
+            All ranks call this function once for each weight version.
+        perturbation: change of the weights with which the first weight sync is checked. None: `of_all_weights`. In this
+            case `gather` has to return the model's own names.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class WeightSync:
         self.gather = gather
         self.perturbation = perturbation or of_all_weights(model, str)
         self.probe = probe_tokens(min(model.config.get_text_config().vocab_size, vocabulary))  # type: ignore[union-attr, operator]
-        self._proven = False  # whether the first weight sync has shown that servers compute with what they report
+        self._proven = False  # True = the first weight sync is over, with its comparison of log-probs
         self._snapshot: Snapshot | None = None  # the current version
         pool.refit = self._refit
 
@@ -108,7 +108,7 @@ class WeightSync:
         """Send the model's weights to all servers and compare checksums; in the first sync, also compare log-probs.
 
         Raises:
-            WeightMismatch: if a server holds other weights than it was given, or computes with others.
+            WeightMismatch: if a server holds other weights than it was given, or computes with other weights.
             PoolError: if a server did not load the weights in the first sync.
         """
         if self._proven:
@@ -138,10 +138,10 @@ class WeightSync:
         check_probe(expected, plain, served, self.weights.dtype)
 
     def _send(self, *, perturbed: bool = False) -> dict[str, str]:
-        """Gather the weights on all ranks, send them from the main process, and tell all ranks which servers failed.
+        """Gather the weights on all ranks, and send them from the main process.
 
         Returns:
-            Errors by URL, of the servers that do not have the weights.
+            URL → error, for each server that does not have the weights; the same on all ranks.
         """
         version = self.pool.fleet.version + 1
         parameters = self.perturbation.parameters(self.gather()) if perturbed else self.gather()
@@ -165,15 +165,15 @@ class WeightSync:
         return {url: error for url, error in errors.items() if error is not None}
 
     async def _refit(self, server: VLLMServer) -> int | None:
-        """Give a server the current weights; see `ServerPool.refit`."""
+        """Give a server the current weights outside a weight sync; see `ServerPool.refit`."""
         return None if self._snapshot is None else await self.weights.refit(server, self._snapshot)
 
 
 def takes_seeds(pool: ServerPool) -> bool:
-    """Return whether the servers survive a request with a seed.
+    """Return whether requests to the servers may have a seed. On a CPU, a seed may crash the engine.
 
     When vLLM 0.31 computes a prompt in parts, it rewinds the request's random generator. A generator on a CPU cannot
-    be rewound, so the engine dies ("CPU Generator does not use offset", vllm/v1/worker/gpu_model_runner.py).
+    be rewound, so the engine crashes ("CPU Generator does not use offset", vllm/v1/worker/gpu_model_runner.py).
 
     Args:
         pool: the servers.
@@ -185,17 +185,17 @@ def takes_seeds(pool: ServerPool) -> bool:
 
 
 def load_checkpoint(pool: ServerPool, model: nn.Module, vocabulary: int, weight_dir: str | Path) -> None:
-    """Let all servers sample from a model, including servers that die and come back.
+    """Make all servers sample from a model, and make sure of this again after a server has restarted.
 
     Args:
         pool: the servers.
         model: the model on any device, in the servers' dtype (`check_servers`).
         vocabulary: number of token ids of the tokenizer.
-        weight_dir: folder in which the weights are written if the servers hold others. The servers see it under the
-            same path.
+        weight_dir: folder in which the weights are written if a server holds other weights. The servers see it under
+            the same path.
 
     Raises:
-        WeightMismatch: if a server holds other weights than it was given, or computes with others.
+        WeightMismatch: if a server holds other weights than it was given, or computes with other weights.
         PoolError: if a server did not load the weights.
     """
     weights = FileWeights(weight_dir, next(model.parameters()).dtype)
