@@ -13,7 +13,7 @@ forwards calls, iteration, indexing, attributes, `len`, `bool` and `str` to the 
 no `__eq__` of the program can decide a test. The program gets a `Remote` for each function of the tests. If a call
 changes a container among its arguments, the caller's container is changed, too.
 
-A test may also be a pair (input, expected output). Then the solution runs the program once more with this standard
+A test may also be a pair (input, expected output). For each pair, the solution runs the program with this standard
 input, and the checker compares the program's output with the expected output.
 
 This module imports nothing from this package, because it runs without the package: `confinement.py` imports it as a
