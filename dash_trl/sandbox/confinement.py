@@ -1,7 +1,7 @@
 """The sandbox's own program, which forks confined processes. Of this package it imports only the file `checker.py`.
 
 A *job* is one program with its tests. It has two *sides*, each in a confined process of its own: the *solution* runs
-the program, and the *checker* runs the tests (see `checker.py`). Processes of a sandbox::
+the program, and the *checker* runs the tests (see `checker.py`). Processes of a sandbox with "namespaces", see below::
 
     trainer ──► launcher ──► starter: pid 1 of a pid namespace, in a root folder without anything of the user's
                                 │   one fork per side of a job, each with a socket to the trainer
