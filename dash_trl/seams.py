@@ -1,7 +1,7 @@
-"""All uses of internals of TRL, Transformers and accelerate, such as TRL's loss settings or TRL's step counter.
+"""Functions that use internals of TRL, Transformers and accelerate, such as TRL's loss settings or TRL's step counter.
 
-Overriding a method or reading an attribute does not count as such a use. Each use has a contract test on a plain
-`GRPOTrainer` (`tests/test_seams.py`), which fails if a new TRL changes the internals.
+All such uses are in this module, except overridden methods and attributes that are only read. Each function has a
+contract test on a plain `GRPOTrainer` (`tests/test_seams.py`), which fails if a new TRL changes the internals.
 """
 
 import os
@@ -29,7 +29,8 @@ def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
 
     Args:
         trainer: a `GRPOTrainer`.
-        settings: name of an attribute of the trainer → value. `delta` is set on `trainer.args`, where TRL reads it.
+        settings: name of an attribute → value. `delta` is set on `trainer.args`, where TRL reads it; all other
+            attributes are set on the trainer.
     """
     others = {name: (trainer.args if name == "delta" else trainer, value) for name, value in settings.items()}
     before = {name: getattr(holder, name) for name, (holder, _) in others.items()}
@@ -44,7 +45,7 @@ def with_settings(trainer: Any, settings: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def regularized(trainer: Any, scale: float) -> Iterator[None]:
-    """Within the context, scale TRL's entropy bonus and router loss, but not the coefficients that TRL logs.
+    """Within the context, multiply TRL's entropy bonus and router loss by a factor. TRL logs the unscaled coefficients.
 
     Args:
         trainer: a `GRPOTrainer`.
@@ -57,13 +58,13 @@ def regularized(trainer: Any, scale: float) -> Iterator[None]:
         yield
     finally:
         trainer.router_aux_loss_coef = router
-        trainer.entropy_coef = float(trainer.entropy_coef)  # TRL may have adapted it
+        trainer.entropy_coef = float(trainer.entropy_coef)  # TRL may have adapted the coefficient
 
 
 def give_late_ratio(inputs: dict[str, Any], ratio: Tensor) -> None:
     """Add an importance-sampling ratio to the loss's inputs while TRL computes the loss.
 
-    TRL reads the ratio only after the forward pass.
+    TRL reads the ratio only after the forward pass. So the ratio may be computed from the log-probs of this pass.
 
     Args:
         inputs: the inputs of the loss.
@@ -106,9 +107,9 @@ def sync_weights(trainer: Any) -> None:
 
 
 def vllm_is_behind(trainer: Any) -> None:
-    """Record that vLLM's weights are not those of the model, although no optimizer step was made since they were sent.
+    """Record that vLLM's weights differ from the model's, so that the weights are sent before vLLM samples again.
 
-    The weights are then sent before vLLM samples again.
+    TRL itself sends weights only after an optimizer step.
     """
     trainer._last_loaded_step = -1
 
@@ -222,14 +223,14 @@ def evaluated_rewards(trainer: Any) -> Iterator[list[list[float]]]:
 
 
 def leave_out_step(accelerator: Any) -> None:
-    """Skip the next optimizer step, by the flag for synchronised gradients, without which accelerate makes no step."""
+    """Make accelerate skip the next optimizer step, by clearing its flag for synchronised gradients."""
     accelerator.gradient_state._set_sync_gradients(False)
 
 
 def forget_overflow(accelerator: Any) -> None:
     """Clear the overflow flags of the optimizers, because the current optimizer step is left out.
 
-    Otherwise accelerate would report the overflow of the step before.
+    Otherwise accelerate would report an overflow of the previous step again.
     """
     for optimizer in accelerator._optimizers:
         optimizer._is_overflow = False

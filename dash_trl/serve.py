@@ -52,8 +52,8 @@ HOST, FIRST_PORT = "127.0.0.1", 8000
 STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 READY_SECONDS = 600.0  # a large model may have to be loaded from a slow disk, and compiled
 CPU_CACHE_GIB = "1"  # size of the KV cache; by default vLLM takes most of a CPU machine's memory
-# Number of sequences that a server samples at once, as by default on a GPU. With vLLM's default on a CPU, 128, the rows
-# of preemptive sampling would have to wait.
+# Number of sequences that a server on a CPU samples at once, equal to vLLM's default on a GPU. vLLM's default on a CPU,
+# 128, is less than the rows of a window in preemptive sampling, so that some rows would have to wait.
 CPU_SEQUENCES = 256
 # No proxy is used, because the servers are on this machine: a proxy would look for 127.0.0.1 on the proxy's machine.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -77,8 +77,8 @@ class Servers:
         commands: the servers' processes.
 
     Raises:
-        ValueError: if there are fewer GPUs than servers, vLLM is not installed, `options` has `--api-key`, or there is
-            no key (see `own_key`; a `host` that other machines reach requires VLLM_API_KEY).
+        ValueError: if there are fewer GPUs than servers, vLLM is not installed, or `options` has `--api-key`; if other
+            machines can reach `host`, but VLLM_API_KEY is not set; or if `own_key` finds no valid key.
         OSError: if `host` is not an address of this machine.
     """
 
@@ -149,8 +149,8 @@ class Servers:
         """Wait until every server answers.
 
         Raises:
-            RuntimeError: if a server ends before it is ready, or is not ready in `READY_SECONDS`. The message has the
-                end of the server's log.
+            RuntimeError: if a server ends before it is ready, or is not ready after `READY_SECONDS`. The message
+                contains the last lines of the server's log.
         """
         deadline = time.monotonic() + READY_SECONDS
         for url, command in zip(self.urls, self.commands, strict=True):
@@ -182,7 +182,9 @@ def flags(host: str, port: int, gpus: int, options: Sequence[str]) -> list[str]:
 
 
 def vllm_program() -> str:
-    """Return the path of the command `vllm`. The one beside this Python is preferred: the environment may be inactive.
+    """Return the path of the command `vllm`.
+
+    The command in the folder of this Python is preferred, because its environment may not be activated.
 
     Raises:
         ValueError: if vLLM is not installed.

@@ -1,4 +1,4 @@
-"""`DASHTrainer`: the hooks that Transformers and TRL call, in the order in which they call them::
+"""`DASHTrainer` overrides methods of TRL's `GRPOTrainer`. Transformers and TRL call the methods in this order::
 
     get_batch_samples ──► training_step ──► _clip_grad_norm, _get_grad_norm ──► _save_checkpoint
                               │
@@ -180,10 +180,10 @@ class DASHTrainer(GRPOTrainer):
         return start
 
     def _begin_run(self) -> None:
-        """Build the objects of a run anew.
+        """Build the objects of a run.
 
-        Nothing of an earlier run of this trainer may remain: an interrupt leaves an incomplete optimizer step, and
-        `max_steps` may leave a part of a window.
+        Each `train()` gets new objects, because an earlier run may have left an incomplete optimizer step (after an
+        interrupt) or unused rows of a window (because of `max_steps`).
         """
         begin_anew(self)
         self.recorder = new_recorder(self)
@@ -357,7 +357,7 @@ class DASHTrainer(GRPOTrainer):
         return found
 
     def _clip_grad_norm(self, model):
-        # Not without a pass: there are no gradients, and a GradScaler (fp16) fails if it has none to unscale.
+        # Without a model pass there are no gradients to clip, and a GradScaler (fp16) would raise an error.
         return super()._clip_grad_norm(model) if self._micro_steps.schedule.ran_model else None
 
     def _get_grad_norm(self, model, grad_norm=None):
@@ -365,9 +365,9 @@ class DASHTrainer(GRPOTrainer):
             forget_overflow(self.accelerator)
             step_schedule(self.accelerator)
             return 0.0
-        norm = super()._get_grad_norm(model, grad_norm)  # the norm over all ranks, so that all ranks decide alike
+        norm = super()._get_grad_norm(model, grad_norm)  # over all ranks, so that all skip the same steps
         step = self.state.global_step + 1
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # DeepSpeed's backward has made the step
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # backward has already made the step
             skipped = self.accelerator.optimizer_step_was_skipped
             self._skipped.check_applied(norm, skipped, step)
         elif skipped := not math.isfinite(norm):
@@ -377,13 +377,13 @@ class DASHTrainer(GRPOTrainer):
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        summary = "train_runtime" in logs  # the last log of the run; its table was logged with the last step already
+        summary = "train_runtime" in logs  # the run's last log; its completions were already logged with the last step
         super().log(logs, start_time)
         if self.log_completions and self.model.training and not summary and self.is_world_process_zero():
             if "trackio" in self.args.report_to:
                 log_traces(self._logs, self.state.global_step)
 
-    # ------------------------------------------------------------------ what the collector asks for
+    # ------------------------------------------------------------------ sampling, rewards and advantages
 
     def _tokenize_prompts(self, prompts: list) -> tuple:
         """Check each prompt and its length, and call TRL's method. An error on one rank is raised on all ranks."""
@@ -421,20 +421,20 @@ class DASHTrainer(GRPOTrainer):
         return self._rewards.of_all(ask, training=training, failed=failed)
 
     def _advantages(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """Call `compute_advantages`, which an override may define without `lengths`, and check the result."""
+        """Call `compute_advantages`, with `lengths` if the method has this parameter, and check the result."""
         rewards = rewards.to(self.accelerator.device)
         takes_lengths = "lengths" in signature(self.compute_advantages).parameters
         advantages = self.compute_advantages(rewards, **({"lengths": lengths} if takes_lengths else {}))
         return checked_advantages(advantages, rewards, f"{type(self).__name__}.compute_advantages").cpu()
 
     def compute_advantages(self, rewards: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Compute the advantages of whole groups, by `advantage_estimator`. Override this for your own estimator.
+        """Compute advantages by the estimator `advantage_estimator`. Override this method for your own estimator.
 
         `dash_trl.update.weighted_rewards` turns the columns of `rewards` into one reward per row.
 
         Args:
-            rewards: [N, F], the rewards of the rows of all ranks; the rows of a group are adjacent. NaN = the function
-                does not apply. A row in which all F rewards are NaN is unscored.
+            rewards: [N, F], the rewards by F functions of the rows of all ranks. Groups are complete, and the rows of a
+                group are adjacent. NaN = the function does not apply to the row. A row with F NaN is unscored.
             lengths: [N], the number of loss tokens of each row. Only "opo" needs it, so an override may leave the
                 parameter out.
         Returns:
@@ -490,7 +490,7 @@ class DASHTrainer(GRPOTrainer):
         Args:
             dataloader: the dataloader of the evaluation.
             args: the other arguments of Transformers' method.
-            metric_key_prefix: the names of all metrics begin with it.
+            metric_key_prefix: prefix of the names of all metrics.
             kwargs: the other arguments of Transformers' method.
         Returns:
             Transformers' `EvalLoopOutput`. Its metrics also have the figures of `metrics_of` if `eval_k` is set.
@@ -515,7 +515,10 @@ class DASHTrainer(GRPOTrainer):
             return super()._generate_and_score_completions(inputs)
 
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, *others) -> tuple:
-        """Run the turns of an evaluation as in training, with the same time limits, in rounds of all ranks."""
+        """Run tool calls and further turns of an evaluation, with the time limits of training.
+
+        Like in training, all ranks take part in each round of turns.
+        """
         return evaluated_turns(self, prompt_ids, completion_ids, logprobs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,8 @@
-"""`Sandbox` runs untrusted programs against tests. This module runs in the trainer, `confinement.py` in the sandbox.
-
-The path of a program::
+"""`Sandbox` runs untrusted programs against tests. This module is its part in the trainer's process::
 
     run(program, tests) ──► starter ──► two confined processes ──► Verdict, or an error if there is no verdict
+
+`confinement.py` has the code of the starter, and `checker.py` the code of the two confined processes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ PROCESSES = 8  # threads in addition to the first, and child processes if they a
 DISK = 64 << 20  # bytes of all files; with namespaces the files are in memory
 START_SECONDS = 60.0  # for the starter, which imports numpy
 END_SECONDS = 10.0  # for the kernel to clean up killed processes
-IDLE = 0.5  # fraction of wall time: if a program waits less than this for a CPU, a busy machine is not the cause
+# Fraction of wall time. A program that runs out of wall time, but waited for a CPU during less than this fraction, has
+# failed. Otherwise the machine is too busy, and the program is not scored.
+IDLE = 0.5
 # If a process ends by SIGKILL after more CPU time than this fraction of the limit, the limit counts as the cause. The
-# kernel counts ticks, and has been seen to kill at 0.8 of the limit.
+# kernel counts CPU time in ticks, and has been seen to kill at 0.8 of the limit.
 OUT_OF_CPU = 0.5
 
-# What each kind of isolation limits and protects, best kind first.
+# Kind of isolation → what it limits or protects; the best kind first.
 ALWAYS = ("CPU time", "memory", "size of a file", "network", "starting processes")
 STRICTLY = (*ALWAYS, "reading the user's files", "writing files", "other processes")
 LOOKED_AT = "size of all files and number of threads (looked at every 0.05 s)"
@@ -50,7 +52,7 @@ PROTECTS: dict[str, tuple[str, ...]] = {
     "landlock": (*STRICTLY, LOOKED_AT),
     "rlimits": (*ALWAYS, LOOKED_AT),
 }
-STRICT = ("namespaces", "landlock")  # kinds that may be chosen automatically; `rlimits` has to be named by the user
+STRICT = ("namespaces", "landlock")  # kinds that `isolation=None` may choose
 
 
 class SandboxError(RuntimeError):
@@ -58,7 +60,7 @@ class SandboxError(RuntimeError):
 
 
 class UnfitTests(ValueError):
-    """The tests themselves are wrong, so they cannot score any program."""
+    """The tests themselves are wrong, so that they cannot score any program."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +88,17 @@ class Verdict:
 class Sandbox(AbstractContextManager["Sandbox"]):
     """Runs untrusted programs against tests, each program in processes of its own.
 
-    Any thread may call `run`. The confined processes are forked by another process, the starter. It is started with the
-    first program, and again if it has died.
+    Any thread may call `run`. The confined processes are forks of another process, the starter. The first call of `run`
+    starts the starter. If the starter has ended, the next call starts it again.
 
     Args:
         cpu_seconds: limit of CPU time for one program with all its calls, in seconds.
         wall_seconds: limit of wall time for one program, in seconds.
         memory: limit of address space for each of a program's processes, in bytes, in addition to the interpreter's.
-        processes: limit of a program's threads in addition to the first, and of its child processes.
-        disk: limit of all files of a program, in bytes.
-        count: largest number of programs at once; by default this process's share of the CPUs.
-        isolation: a key of `PROTECTS`; None: the best of `STRICT` that this machine supports.
+        processes: limit of the number of a program's threads and child processes, not counting its first thread.
+        disk: limit of the size of all files of a program together, in bytes.
+        count: largest number of programs at once; None: this process's share of the CPUs.
+        isolation: kind of isolation, a key of `PROTECTS`; None: the best kind of `STRICT` that this machine supports.
         children: whether a program may start processes. The CPU time of these processes counts, too. Requires
             namespaces.
 
@@ -165,11 +167,11 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             The verdict.
 
         Raises:
-            UnfitTests: if a script is not valid Python, calls nothing of the program, or passes the program a value
-                that cannot be sent to the program's process.
-            TimeoutError: if the program took longer than `wall_seconds` without using up its CPU time, and waited for a
-                CPU most of the time. A program that sleeps gets a verdict instead: it has failed.
-            SandboxError: if the program could not be run, or something outside the sandbox ended it.
+            UnfitTests: if a script is not valid Python, or passes the program a value that cannot be sent to the
+                program's process; if no script calls the program; or if a test is too large.
+            TimeoutError: if the program took longer than `wall_seconds` without using up its CPU time, and a busy
+                machine may be the cause. If the program only slept, it gets a verdict instead: it has failed.
+            SandboxError: if the program could not be run, or was killed by something outside the sandbox.
         """
         job = {"tests": list(tests), "entry_point": entry_point}
         with self._slots:
@@ -180,8 +182,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 raise SandboxError(f"no process can be started for the program: {error}") from error
             with solution, checker:
                 try:
-                    end = time.monotonic() + self.others["wall_seconds"]  # without the sandbox's start
-                    ahead = any(isinstance(one, str) for one in tests)  # with pairs only, it starts for each input
+                    end = time.monotonic() + self.others["wall_seconds"]  # the start of the sandbox does not count
+                    ahead = any(isinstance(one, str) for one in tests)  # with pairs only, it runs once for each input
                     return self._score({"program": program, "ahead": ahead}, job, solution, checker, end)
                 finally:
                     for one in (solution, checker):
@@ -195,7 +197,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         try:
             for one, message in ((solution, program), (checker, job)):
                 one.settimeout(max(0.0, end - time.monotonic()))
-                with suppress(BrokenPipeError, ConnectionResetError):  # it has ended; its last message says why
+                with suppress(BrokenPipeError, ConnectionResetError):  # the process has ended; its report follows
                     send(one, json.dumps(message).encode())
             verdict = _read(checker, end)
             asked = verdict is not None and "asked" in verdict
@@ -205,7 +207,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 _end(solution)
             status = _read(solution, end) or {}
         except TimeoutError:
-            of_tests, status = _last(checker), _last(solution)  # tests first: without the program they would end
+            of_tests, status = _last(checker), _last(solution)  # the tests first: they end when the program ends
             wall = self.others["wall_seconds"]
             reason = (
                 f"the program and its tests took more than {wall:g} s of wall time, but not more than "
@@ -253,7 +255,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         return status["ended"] == -9 and status["cpu"] < OUT_OF_CPU * self.settings["cpu_seconds"]
 
     def _started(self) -> _Starter:
-        """Return the starter; start one if there is none or it has died."""
+        """Return the starter; start one if there is none or the last one has ended."""
         if self._starter is not None and not self._starter.alive:
             self._starter.close()
             self._starter = None
@@ -287,12 +289,12 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments only: another process starts a sandbox of its own."""
+        """Pickle only the arguments, because another process has to start a sandbox of its own."""
         return functools.partial(Sandbox, **self.settings, **self.others), ()
 
 
 class _Starter:
-    """The process that forks confined processes, and the socket to it."""
+    """Starts the process that forks confined processes (the starter), and has the socket to it."""
 
     def __init__(self, settings: dict[str, Any]):
         packages = {os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
@@ -332,7 +334,7 @@ class _Starter:
         return self.owner == os.getpid() and self.process.poll() is None
 
     def begin(self) -> tuple[socket.socket, socket.socket]:
-        """Fork the processes for a program and its tests; return the sockets to their supervisors, in this order."""
+        """Request two confined processes, and return the sockets to the program's and to the tests' supervisor."""
         solution, its_end = socket.socketpair()
         checker, other_end = socket.socketpair()
         with its_end, other_end:
@@ -340,7 +342,7 @@ class _Starter:
         return solution, checker
 
     def close(self) -> None:
-        """End the starter by closing its channel. All processes in the starter's namespace end with it."""
+        """End the starter by closing its channel. All confined processes end with it."""
         if self.owner != os.getpid():
             self.channel.close()
             return  # this is a forked child's copy, and the process belongs to the parent
@@ -354,7 +356,8 @@ class _Starter:
             self.process.wait()
 
 
-# The whole environment of programs. It contains no secrets, and PYTHONHASHSEED keeps the order of sets the same.
+# All environment variables that a program gets; the trainer's may contain secrets. PYTHONHASHSEED makes the order of
+# sets the same in each run.
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -367,7 +370,7 @@ ENVIRONMENT = {
 
 
 def _read(source: socket.socket, end: float) -> dict[str, Any] | None:
-    """Read the next message, waiting until the time `end` at most; None if there are no more messages."""
+    """Wait for the next message, at most until the time `end`; return None if there are no more messages."""
     source.settimeout(max(1e-3, end - time.monotonic()))
     try:
         message = receive(source)
@@ -377,7 +380,7 @@ def _read(source: socket.socket, end: float) -> dict[str, Any] | None:
 
 
 def _last(control: socket.socket) -> dict[str, Any]:
-    """End the program or the tests, and return the last message, which says how the process ended."""
+    """Have a process killed, and return its supervisor's report on how it ended; an empty dict if there is none."""
     _end(control)
     message: dict[str, Any] | None = {}
     with suppress(OSError, ValueError):
@@ -387,24 +390,25 @@ def _last(control: socket.socket) -> dict[str, Any]:
 
 
 def is_idle(wall: float, *delays: float | None) -> bool:
-    """Return whether a program and its tests were mostly waiting for something other than a CPU.
+    """Return whether a program and its tests spent little of their wall time waiting for a CPU.
 
     Args:
-        wall: seconds of wall time that both took.
-        delays: for the program and for the tests, the seconds of waiting for a CPU; None if unknown.
+        wall: seconds of wall time that both took together.
+        delays: seconds that the program waited for a CPU, and seconds that the tests did. If one is None (unknown), the
+            function returns False.
     """
     known = [one for one in delays if one is not None]
     return len(known) == len(delays) and sum(known) < IDLE * wall
 
 
 def _end(control: socket.socket) -> None:
-    """Ask a supervisor to end its process."""
+    """Close the sending end of a supervisor's socket, after which the supervisor kills its process."""
     with suppress(OSError):  # the supervisor has ended
         control.shutdown(socket.SHUT_WR)
 
 
 def _wait(control: socket.socket) -> None:
-    """Wait until a supervisor and its whole namespace have ended, so that no more programs run than there are slots."""
+    """Wait until a supervisor and all its processes have ended, so that at most `count` programs run at once."""
     end = time.monotonic() + END_SECONDS
     with suppress(OSError, ValueError):
         while _read(control, end) is not None:

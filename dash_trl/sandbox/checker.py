@@ -1,21 +1,23 @@
-"""Runs a program and its tests inside the sandbox, in two processes that exchange plain values as text.
+"""Runs a program and its tests inside the sandbox, in two processes that exchange plain values as JSON.
 
-How a test calls the program (left: the tests' process, the checker; right: the program's process, the solution)::
+The *solution* is the program's process, the *checker* the tests' process. How a test calls a function of the program::
 
-    checker: assert f([1, 2]) == 3 ──► f is a `Remote` ──► ["call", ["own", 4], [["list", [1, 2]]], …] ──► solution
-             3 == 3, here          ◄──────────────────────────────────── ["value", 3, None]        ◄── f([1, 2])
+    checker                                                                                    solution
+    assert f([1, 2]) == 3: f is a `Remote` ──► ["ask", 4, "call", ARGUMENTS] ──► object 4 is f: f([1, 2])
+    compares 3 == 3                        ◄────── ["value", 3, null]        ◄── returns 3
 
-The program never sees its tests or the expected results, only the arguments of calls. The checker rebuilds returned
-values from JSON: values of Python's and numpy's own types, but never an object with its own `__eq__`. Any other object
-(a generator, an instance of the program's class, a match) stays in the solution. The checker gets a `Remote` for it,
-which can be called, iterated and indexed, can be asked for attributes, its length, its truth value and its text, and
-equals only itself. Functions of the tests are passed to the program in the same way. If a call changes a container
-among its arguments, the caller's container is changed, too.
+The program never sees its tests or the expected results, only the arguments of calls. The checker rebuilds a returned
+value from JSON if the value has a type of Python's or numpy's own. Any other object (a generator, an instance of the
+program's class, a regular-expression match) stays in the solution, and the checker gets a `Remote` for it. A `Remote`
+forwards calls, iteration, indexing, attributes, `len`, `bool` and `str` to the solution, but it equals only itself. So
+no `__eq__` of the program can decide a test. The program gets a `Remote` for each function of the tests. If a call
+changes a container among its arguments, the caller's container is changed, too.
 
-A test may also be a pair (input, expected output). Then the solution runs the program again with this standard input,
-and the checker compares its output.
+A test may also be a pair (input, expected output). For each pair, the solution runs the program with this standard
+input, and the checker compares the program's output with the expected output.
 
-This module imports nothing from this package, see `confinement.py`.
+This module imports nothing from this package, because it runs without the package: `confinement.py` imports it as a
+plain file, and `remote.py` sends its source to a server.
 """
 
 import ast
@@ -48,25 +50,28 @@ Test = str | tuple[str, str]  # a script with asserts, or a pair of standard inp
 MAX_MESSAGE = 8 << 20  # limit of one call or value, in bytes
 MAX_TEXT = MAX_MESSAGE - 1000  # limit of an input or output, which leaves room for the rest of its message
 MAX_JOB = 64 << 20  # limit of all tests of a program, in bytes
-LARGEST_JSON_INT = 2**53
+LARGEST_JSON_INT = 2**53  # larger integers are sent as hexadecimal text
 
 
 class CannotCross(BaseException):
-    """The tests pass an argument that cannot be sent. It is no `Exception`, so that the tests do not catch it."""
+    """Raised if the tests pass the program an argument that cannot be sent.
+
+    It derives from `BaseException`, so that `except Exception` in the tests does not catch it.
+    """
 
 
 class SolutionError(Exception):
-    """Raised in the tests for an error of the program that is no built-in exception.
+    """Raised in the tests if the program raises an exception that is not built in.
 
     Also raised if the program's process has ended or violates the protocol.
     """
 
 
-# ------------------------------------------------------------------------------------------------------------ frames
+# ---------------------------------------------------------------------------------------------------------- messages
 
 
 def send(to: socket.socket, message: bytes) -> None:
-    """Send a message with its length before it.
+    """Send the length of a message, and then the message.
 
     Args:
         to: the socket.
@@ -80,7 +85,7 @@ def receive(source: socket.socket, most: int = MAX_MESSAGE) -> bytes | None:
 
     Args:
         source: the socket.
-        most: limit of the message, in bytes.
+        most: largest allowed length of the message, in bytes.
 
     Returns:
         The message; None if the other side has closed the socket.
@@ -98,7 +103,7 @@ def receive(source: socket.socket, most: int = MAX_MESSAGE) -> bytes | None:
 
 
 def _exactly(source: socket.socket, count: int) -> bytes | None:
-    """Receive a number of bytes; None if the other side has closed the socket."""
+    """Receive exactly `count` bytes; None if the other side has closed the socket."""
     parts = bytearray()
     while len(parts) < count:
         part = source.recv(min(count - len(parts), 1 << 16))
@@ -110,9 +115,12 @@ def _exactly(source: socket.socket, count: int) -> bytes | None:
 
 # ------------------------------------------------------------------------------------------------------------- values
 
+# The type names below are also the tags by which the JSON data names the type of a value.
 SEQUENCES: dict[str, type] = {one.__name__: one for one in (list, tuple, set, frozenset, collections.deque)}
 MAPPINGS: dict[str, type] = {one.__name__: one for one in (dict, collections.OrderedDict, collections.Counter)}
+# An instance of a class that derives from one of these types is sent as a value of the first type that fits.
 BASES = (*SEQUENCES.values(), bytearray, bytes, *MAPPINGS.values(), int, float, complex, str)
+# tag → type, function that converts a value to JSON data, function that converts the JSON data back
 WRITTEN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "bytes": (bytes, bytes.hex, bytes.fromhex),
     "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
@@ -157,15 +165,15 @@ def _builtin_type(name: str) -> type:
 
 
 class Codec:
-    """Converts values to JSON and back. An object that JSON cannot express stays in `own`, and its number is sent.
+    """Converts values to JSON data and back. An object without a JSON form is kept in `own`, and its number is sent.
 
     Args:
-        there: creates the stand-in for an object of the other side from its number.
-        is_kept: returns whether an object may be kept and sent as a number.
+        there: function that creates the `Remote` for an object of the other side from the object's number.
+        is_kept: function that returns whether an object may be kept and sent as a number.
 
     Attributes:
-        own: number → object that the other side knows by this number.
-        numbers: `id` of such an object → its number.
+        own: number → object of this side, to which the other side refers by this number.
+        numbers: `id` of an object in `own` → its number.
         types: built-in types that the other side has sent.
     """
 
@@ -184,7 +192,7 @@ class Codec:
 
         Raises:
             CannotCross: if the value can neither be converted nor kept.
-            SolutionError: instead, if the program has sent the type of the value.
+            SolutionError: raised instead of `CannotCross` if the other side, the program, has sent the value's type.
         """
         kind = type(value)
         if value is None or kind in (bool, str, float) or kind is int and abs(value) <= LARGEST_JSON_INT:
@@ -207,13 +215,14 @@ class Codec:
             if isinstance(value, base):
                 return self.encode(base.__str__(value) if base is str else _plain(base, value))
         if not self.is_kept(value):
-            # If the program handed over the type, the value is the program's fault.
+            # If the program has returned the type (such as `object`), and the tests have made an instance of it, the
+            # program is wrong, and not the tests.
             wrong = SolutionError if kind in self.types else CannotCross
             raise wrong(f"an argument of type {kind.__name__!r}, which is no plain value and no function")
         return ["mine", self.keep(value)]
 
     def _encode_array(self, value: Any) -> Any:
-        """Convert a numpy scalar or array; return None for any other object of numpy's."""
+        """Convert a numpy scalar or array to JSON data; return None for any other object of numpy's."""
         numpy = sys.modules["numpy"]
         if isinstance(value, numpy.generic) and value.dtype.kind in PLAIN_ARRAYS:
             return ["scalar", [value.dtype.str, self.encode(value.item())]]
@@ -222,7 +231,7 @@ class Codec:
         return None
 
     def keep(self, value: Any) -> int:
-        """Keep an object for the other side, and return its number.
+        """Keep an object in `own`, so that the other side can refer to it, and return its number.
 
         Args:
             value: the object.
@@ -271,7 +280,7 @@ class Codec:
 
 
 def _plain(base: type, value: Any) -> Any:
-    """Convert a value to the built-in type from which its type derives, with the methods of the built-in type."""
+    """Convert an instance of a subclass to the built-in type `base`, by methods of `base`."""
     if base in (int, float, complex):
         return base.__pos__(value)  # type: ignore[attr-defined]
     if base in MAPPINGS.values():
@@ -280,11 +289,13 @@ def _plain(base: type, value: Any) -> Any:
 
 
 def update(old: Any, new: Any) -> None:
-    """Change a container in place to what it has become on the other side; keep inner containers of the same type.
+    """Change a container in place, after a call has changed its copy on the other side.
+
+    If an inner container still has the same type, it is changed in place, too, because the caller may hold it.
 
     Args:
         old: the container on this side.
-        new: its new content.
+        new: the changed copy. If it has another type than `old`, nothing is changed.
     """
     if type(old) is not type(new):
         return
@@ -304,7 +315,7 @@ def update(old: Any, new: Any) -> None:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """Return the old container, updated, if it fits the new value; else the new value."""
+    """If both values are mutable containers of the same type, update `old` and return it; otherwise return `new`."""
     if type(old) is type(new) and isinstance(old, (list, dict, set, bytearray, collections.deque)):
         update(old, new)
         return old
@@ -315,36 +326,40 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 class Peer:
-    """One end of the link between the two processes. It sends requests, and answers requests while it waits.
+    """One end of the link between the two processes.
+
+    It sends requests to the other end. While it waits for a result, it answers requests of the other end: the program
+    may call a function that a test has passed to it.
 
     Args:
         link: socket to the other end.
-        trusted: whether this is the tests' end. The program may call functions of the tests, but not read attributes:
-            those of a function (`__globals__`) or a generator (`gi_frame`) would lead to the expected results.
+        trusted: whether this is the tests' end. The program may call functions of the tests, but may not read their
+            attributes. Otherwise it could find the expected results by `__globals__` of a function or `gi_frame` of a
+            generator.
 
     Attributes:
-        codec: converts values.
+        codec: converts arguments and results.
         operations: operations that the other end may request.
-        catch: exceptions that are sent back as the answer to a request.
-        calls: number of calls requested so far.
-        ended: how the other process ended or violated the protocol; None if it did not.
+        catch: exceptions of an operation that are sent to the other end as the answer.
+        calls: number of calls that this end has requested.
+        ended: description of how the other process ended or violated the protocol; None if it did neither.
     """
 
     def __init__(self, link: socket.socket, *, trusted: bool):
         self.link = link
         self.codec = Codec(lambda number: Remote(self, number), is_kept=is_harmless if trusted else lambda value: True)
         self.operations = {name: OPERATIONS[name] for name in (HARMLESS if trusted else OPERATIONS)}
-        # `CannotCross` is caught at the tests' end, too: a function of the tests may return something that depends on
-        # the program's argument (such as `object`) and cannot be sent, which must not make these tests unfit.
+        # The tests' end also catches `CannotCross`. If the program calls a function of the tests, the result may depend
+        # on the program's argument (such as `object`). If that result cannot be sent, the tests are not unfit.
         self.catch = (Exception, CannotCross) if trusted else BaseException
         self.calls = 0
         self.ended: str | None = None
 
     def ask(self, number: int, operation: str, /, *arguments: Any, **named: Any) -> Any:
-        """Let the other side apply an operation to one of its objects, and wait for the result.
+        """Request that the other side applies an operation to one of its objects, and wait for the result.
 
         Args:
-            number: number of the object.
+            number: number of the object on the other side.
             operation: a key of `OPERATIONS`.
             arguments: positional arguments of the operation.
             named: keyword arguments of the operation.
@@ -353,10 +368,10 @@ class Peer:
             Result of the operation.
 
         Raises:
-            Exception: the error of the operation, if it is a built-in exception.
-            SolutionError: if the operation raised any other error, or the other process has ended or violates the
+            Exception: the exception that the operation raised, if it is built in.
+            SolutionError: if the operation raised another exception, or if the other process has ended or violates the
                 protocol.
-            CannotCross: if the tests' arguments cannot be sent.
+            CannotCross: if an argument cannot be sent.
         """
         if self.ended:
             raise SolutionError(self.ended)
@@ -364,7 +379,8 @@ class Peer:
         parts = [list(arguments), named]
         request = json.dumps(["ask", number, operation, [self.codec.encode(part) for part in parts]])
         if len(request) > MAX_MESSAGE:
-            # After an earlier call this may be the program's own value, which must not make the tests unfit.
+            # If the tests have called the program before, the argument may be a value that the program returned. Then
+            # the program is at fault, and the tests are not unfit.
             kind = SolutionError if self.calls > (operation == "call") else CannotCross
             raise kind(f"arguments of {len(request):,} bytes, of {MAX_MESSAGE:,} at most")
         try:
@@ -391,7 +407,7 @@ class Peer:
             raise SolutionError(self.ended) from error
         known = getattr(builtins, name, None)
         raised: Exception = SolutionError(f"{name}: {message}")
-        # `all(map(test, inputs))` would take a StopIteration for the end of its inputs, and pass.
+        # Only `next` may raise StopIteration. If a call raised it, `all(map(f, inputs))` would end early and be true.
         is_end = known is StopIteration and operation != "next"
         if isinstance(known, type) and issubclass(known, Exception) and not is_end:
             with suppress(TypeError):  # UnicodeDecodeError needs five arguments
@@ -399,10 +415,10 @@ class Peer:
         raise raised
 
     def answer(self, number: int, operation: str, parts: list[Any]) -> None:
-        """Answer a request of the other side.
+        """Apply an operation to an object of this side, and send the result or the error to the other side.
 
         Args:
-            number: number of the object.
+            number: number of the object in `codec.own`.
             operation: name of the operation.
             parts: encoded positional and keyword arguments.
         """
@@ -419,7 +435,7 @@ class Peer:
             if len(reply) > MAX_MESSAGE:
                 raise ValueError(f"a value of {len(reply):,} bytes, of {MAX_MESSAGE:,} at most")
         except self.catch as error:
-            # for a program's own `class E(ValueError)` send the built-in base, which the tests can catch
+            # If the program defines `class E(ValueError)`, send "ValueError", which the tests can catch.
             known = [one.__name__ for one in type(error).__mro__ if one.__module__ == "builtins"]
             reply = json.dumps(["error", known[0], _text(error)])
         send(self.link, reply.encode())
@@ -440,10 +456,12 @@ def _text(error: BaseException) -> str:
 
 
 class Remote:
-    """Stand-in for an object of the other side. It equals only itself, so that no `__eq__` of a program decides a test.
+    """Stands for an object of the other side: each use is sent there as a request.
+
+    It equals only itself, so that no `__eq__` of a program decides a test.
 
     Args:
-        peer: this end of the link.
+        peer: this side's end of the link.
         number: the object's number on the other side.
     """
 
@@ -465,7 +483,7 @@ class Remote:
         self._peer_.ask(self._number_, "set", name, value)
 
     def __iter__(self) -> Any:
-        return self._peer_.ask(self._number_, "iterate")  # also a `Remote`, of a `Lasting`
+        return self._peer_.ask(self._number_, "iterate")  # returns a `Remote` for the `Lasting`
 
     def __next__(self) -> Any:
         return self._peer_.ask(self._number_, "next")
@@ -487,7 +505,9 @@ class Remote:
 
 
 def is_harmless(value: Any) -> bool:
-    """Return whether an object of the tests is useful without its attributes: a function or an iterator.
+    """Return whether the tests may pass an object to the program as a `Remote`.
+
+    Only callables and iterators may be passed: the program can use them without reading their attributes.
 
     Args:
         value: the object.
@@ -496,7 +516,9 @@ def is_harmless(value: Any) -> bool:
 
 
 class Lasting(Iterator[Any]):
-    """Wraps an iterator, so that it is kept in `own` instead of being sent as a list of its values.
+    """Wraps an iterator, so that `Codec.encode` always keeps it and sends its number.
+
+    Without the wrapper, an iterator of a class that derives from `list` would be sent as a list.
 
     Args:
         iterator: the iterator.
@@ -523,23 +545,23 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "names": lambda one, wanted: one(wanted),
 }
 HARMLESS = ("call", "iterate", "next", "length", "item", "truth", "text", "spelling")
-PROGRAM, PRINTED = 0, 1  # numbers of the objects that return the program's names, and run it with an input
+PROGRAM, PRINTED = 0, 1  # numbers of the solution's functions `names` and `printed`, see `run_solution`
 
 
 # ---------------------------------------------------------------------------------------------------------- solution
 
 
 def run_solution(control: socket.socket, link: socket.socket) -> None:
-    """Read a program, run it, and answer the checker's requests.
+    """Run the solution: read a program, and answer the checker's requests, which run it.
 
     Args:
-        control: socket to the trainer.
+        control: socket to the trainer, which sends the program.
         link: socket to the checker.
     """
     job = json.loads(receive(control) or b"{}")
-    program = job["program"]  # raises KeyError if the trainer has closed the socket: nobody waits any more
+    program = job["program"]  # KeyError if the trainer has closed the socket: no result is needed any more
     control.close()
-    # Random choices are the same in each run, and so is the order of sets (see PYTHONHASHSEED in box.py).
+    # Makes random choices the same in each run. PYTHONHASHSEED in box.py does the same for the order of sets.
     random.seed(0)
     module = types.ModuleType("solution")  # dataclasses and pickle look up the module of a class
     sys.modules["solution"] = module
@@ -552,7 +574,7 @@ def run_solution(control: socket.socket, link: socket.socket) -> None:
             return error
         return None
 
-    loaded = [load()] if job.get("ahead") else []  # runs while the checker reads the tests
+    loaded = [load()] if job.get("ahead") else []  # the program already runs while the checker reads the tests
 
     def names(wanted: list[str]) -> dict[str, Any]:
         error = loaded.pop() if loaded else load()
@@ -566,19 +588,21 @@ def run_solution(control: socket.socket, link: socket.socket) -> None:
 
 
 def called_here(value: Any) -> Any:
-    """Wrap a built-in type (`f = list`), so that the type is not sent and its calls run in the program's process.
+    """Wrap a built-in type that the program uses as a function (`f = list`), so that calls of it run in the solution.
+
+    Without the wrapper, the type would be sent by name, and the tests would call their own `list`, not the program.
 
     Args:
-        value: a value of the program.
+        value: a value of the program. Everything but a built-in type is returned unchanged.
     """
     is_own = isinstance(value, type) and value.__module__ == "builtins" and not issubclass(value, BaseException)
     return functools.partial(value) if is_own else value
 
 
 def printed(program: str, given: str) -> str:
-    """Run the program as a script, and return what it prints.
+    """Run the program as a script, and return its standard output.
 
-    Standard input and output are files, so that `open(0)`, `sys.stdin.buffer` and `os.write(1, …)` work, too.
+    Standard input and output are real files, so that `open(0)`, `sys.stdin.buffer` and `os.write(1, …)` work, too.
 
     Args:
         program: Python source code.
@@ -603,18 +627,18 @@ def printed(program: str, given: str) -> str:
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise RuntimeError(f"exit code {end.code}") from end
-        finally:  # the program may have closed them, and the next run's files would get their numbers
+        finally:  # the program may have closed 0 or 1, and the next run's temporary files would get these numbers
             os.dup2(source.fileno(), 0)
             os.dup2(sink.fileno(), 1)
-        for thread in threading.enumerate():  # as at the end of a process; some programs do all their work in a thread
+        for thread in threading.enumerate():  # as Python does at its exit; some programs do all their work in a thread
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
         atexit._run_exitfuncs()
-        for file in (sys.stdout, output):  # which the program may have replaced or closed
+        for file in (sys.stdout, output):  # the program may have replaced `sys.stdout`, or closed a file
             with suppress(Exception):
                 file.flush()
         module.__dict__.clear()
-        gc.collect()  # flushes files that were not closed, and frees memory for the next run
+        gc.collect()  # flushes files that the program has not closed, and frees memory for the next run
         sink.seek(0)
         return sink.read(MAX_MESSAGE).decode("utf-8", "replace")
 
@@ -623,7 +647,7 @@ def printed(program: str, given: str) -> str:
 
 
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
-TOLERANCE = 1e-6  # absolute or relative, for numbers that are expected with a decimal point or an exponent
+TOLERANCE = 1e-6  # absolute or relative, used if the expected number has a decimal point or an exponent
 
 
 def same_output(found: str, expected: str) -> bool:
@@ -665,18 +689,18 @@ def _exactly_equal(found: str, expected: str) -> bool:
 
 
 def compare_shapes(numpy: types.ModuleType, tests: Any) -> None:
-    """Make numpy's comparisons fail for values of different shapes.
+    """Replace numpy's comparison functions, so that values of different shapes are never equal.
 
-    `allclose` and `isclose` then return False, and the asserts of `numpy.testing` fail. By itself numpy broadcasts, and
-    it accepts an empty list: `return []` would be close to any number. Only the second value may be a number that is
-    compared with a whole array.
+    Unchanged, numpy broadcasts the values, and an empty array is close to any number. A program that returns `[]` would
+    pass. After the change, `allclose` and `isclose` return False for different shapes, and the asserts of
+    `numpy.testing` fail. One case is still allowed: a nonempty array as the first value, a number as the second.
 
     Args:
-        numpy: the module, which is changed.
-        tests: the tests.
+        numpy: the module numpy, whose functions are replaced.
+        tests: the tests. Functions of `numpy.testing` are replaced only if the tests contain the word "testing".
     """
     compared = [(numpy, "allclose"), (numpy, "isclose")]
-    if "testing" in str(tests):  # only if needed, because importing numpy.testing is slow
+    if "testing" in str(tests):  # importing numpy.testing is slow
         names = ("allclose", "almost_equal", "array_almost_equal", "array_equal")
         compared += [(importlib.import_module("numpy.testing"), f"assert_{name}") for name in names]
     for module, name in compared:
@@ -696,9 +720,10 @@ def compare_shapes(numpy: types.ModuleType, tests: Any) -> None:
 
 
 class Count(AbstractContextManager[Any]):
-    """Context manager around one test, which counts the test and continues after its failure.
+    """Context manager that counts the test in its body as passed or failed, and suppresses the test's exception.
 
-    A test fails if the program's process has ended: the test may expect an error, but not this one.
+    If the program's process has ended, the test counts as failed even if its body raised nothing: the test may have
+    caught the `SolutionError` because it expects some error of the program.
 
     Args:
         peer: the tests' end of the link.
@@ -706,7 +731,7 @@ class Count(AbstractContextManager[Any]):
     Attributes:
         passed: number of tests that passed.
         failed: number of tests that failed.
-        reason: reason of the first failure.
+        reason: error of the first failure; None if no test failed.
     """
 
     def __init__(self, peer: Peer) -> None:
@@ -724,17 +749,20 @@ class Count(AbstractContextManager[Any]):
         return isinstance(error, Exception)
 
     def fail(self, error: BaseException) -> None:
-        """Count a failure.
+        """Count a failed test.
 
         Args:
-            error: its reason.
+            error: the test's exception.
         """
         self.failed += 1
         self.reason = self.reason or f"{type(error).__name__}: {_text(error)}"[:500]
 
 
 class CountTests(ast.NodeTransformer):
-    """Changes scripts so that their tests are counted. A test is an assert, or one iteration of a loop with asserts."""
+    """Puts each test of a script into a `with` statement of `Count`.
+
+    A test is an assert, or one iteration of a `for` loop that has asserts in its body.
+    """
 
     NAME = "__test__"
 
@@ -743,7 +771,7 @@ class CountTests(ast.NodeTransformer):
 
         Args:
             body: the statements.
-            like: statement whose position the new one gets.
+            like: the new statement gets the line and column of this statement.
         """
         return ast.copy_location(ast.With([ast.withitem(ast.Name(self.NAME, ast.Load()))], body), like)
 
@@ -761,10 +789,10 @@ class CountTests(ast.NodeTransformer):
 
 
 def run_checker(control: socket.socket, link: socket.socket) -> None:
-    """Read tests, run them with the program's names, and send the verdict to the trainer.
+    """Run the checker: read tests, run them on the program, and send the verdict to the trainer.
 
     Args:
-        control: socket to the trainer.
+        control: socket to the trainer, which sends the tests.
         link: socket to the solution.
     """
     try:
@@ -783,7 +811,10 @@ def run_checker(control: socket.socket, link: socket.socket) -> None:
 
 
 def modules(nodes: list[ast.AST], names: set[str]) -> dict[str, types.ModuleType]:
-    """Import the names that are modules of the standard library or numpy and are only used as such (`math.isclose`).
+    """Import modules that the tests use, in case the tests do not import these modules themselves.
+
+    A name counts as a module if it is `numpy`, `np` or a module of the standard library, and the tests use it only with
+    a dot (`math.isclose`).
 
     Args:
         nodes: all nodes of the tests' syntax trees.
@@ -796,28 +827,28 @@ def modules(nodes: list[ast.AST], names: set[str]) -> dict[str, types.ModuleType
     names = names - {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in dotted}
     found = {}
     for name in names & {*sys.stdlib_module_names, "numpy", "np"}:
-        with suppress(ImportError):  # the program may define this name
+        with suppress(ImportError):  # this machine lacks the module; the program may define the name
             found[name] = importlib.import_module("numpy" if name == "np" else name)
     return found
 
 
 def check(tests: list[Test], entry_point: str | None, peer: Peer, before: Callable[[], None]) -> dict[str, Any]:
-    """Run tests with the program's names.
+    """Run tests on the program, and return the verdict.
 
-    Built-in names are Python's own, not the program's, and so are modules that the tests use without importing them.
-    Otherwise the program could forge `all`, `isinstance` or `math.isclose`. Only the entry point may be such a name
-    (MBPP has a `sum`).
+    Scripts use the functions and classes that the program defines. But if the program defines the name of a built-in
+    function or of a module (see `modules`), the scripts get Python's own. Otherwise the program could forge `all`,
+    `isinstance` or `math.isclose`. Only the entry point may have such a name (a task of MBPP is to write `sum`).
 
     Args:
         tests: scripts, or pairs of an input and the expected output.
-        entry_point: name of the function that the scripts call.
+        entry_point: name of the function that the scripts call; None if it is not known.
         peer: the tests' end of the link.
-        before: called before the first request to the program.
+        before: function that is called before the first request to the program. If this process ends without a verdict
+            before this call, the program cannot be the cause.
 
     Returns:
-        A dict of `passed` and `failed` (numbers of tests), `reason` (of the first failure), `unfit` (why the tests
-        cannot score a program, or None) and `ended` (how the program's process ended or violated the protocol, or
-        None).
+        A dict with `passed` and `failed` (numbers of tests), `reason` (error of the first failure, or None), `unfit`
+        (why the tests cannot score any program, or None) and `ended` (see `Peer.ended`).
     """
     total, unfit = Count(peer), None
     texts, pairs = [one for one in tests if isinstance(one, str)], [one for one in tests if not isinstance(one, str)]
@@ -842,10 +873,10 @@ def check(tests: list[Test], entry_point: str | None, peer: Peer, before: Callab
             names = modules(nodes, used - {entry_point})
             wanted = sorted(used - names.keys())
         if not unfit:
-            before()  # from here on the program may be the cause if this process runs out of time or memory
+            before()  # if this process runs out of time or memory after this line, the program may be the cause
         if scripts:
             given = peer.ask(PROGRAM, "names", wanted)
-            names |= {name: given[name] for name in wanted if name in given}  # only requested names
+            names |= {name: given[name] for name in wanted if name in given}  # the program may send other names, too
         for script in scripts:
             counted = total.passed + total.failed
             try:
@@ -871,7 +902,7 @@ def check(tests: list[Test], entry_point: str | None, peer: Peer, before: Callab
                     raise AssertionError(f"printed {found!r:.200}, expected {expected!r:.200}")
     except CannotCross as error:
         unfit = str(error)
-    except Exception as error:  # the program's own error: it failed before it defined its names
+    except Exception as error:  # the program raised an error before it had defined its functions
         total.fail(error)
     return {
         "passed": total.passed,
@@ -882,14 +913,14 @@ def check(tests: list[Test], entry_point: str | None, peer: Peer, before: Callab
     }
 
 
-# ------------------------------------------------------------------------------------------ both, on another's server
+# ----------------------------------------------------------------------------------------- both, on a remote server
 
 
 def run_both() -> None:
-    """Score a program that is read from standard input together with its tests, on a server that runs Python programs.
+    """Run checker and solution on a server that runs Python programs, such as SandboxFusion (see `remote.py`).
 
-    It prints a line before it runs the program, and a line with the verdict. Both lines begin with the nonce from
-    standard input.
+    It reads a program, its tests and a nonce from standard input. It prints one line before it runs the program, and
+    one line with the verdict. Both lines begin with the nonce, which the program does not know.
     """
     import ctypes  # imported here, because a confined checker does not need it
 
@@ -897,8 +928,8 @@ def run_both() -> None:
     prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: the child cannot read this process's memory
     control, its_control = socket.socketpair()
     link, its_link = socket.socketpair()
-    if os.fork() == 0:  # before the tests are read
-        prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the parent, which the server may end
+    if os.fork() == 0:  # before the tests are read, so that the child's memory does not contain them
+        prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: if the server kills the parent, the child ends, too
         null = os.open(os.devnull, os.O_RDWR)
         for standard in range(3):
             os.dup2(null, standard)

@@ -1,32 +1,42 @@
-"""Starts confined processes by fork. This is the sandbox's first process; it imports nothing from this package.
+"""The sandbox's own program, which forks confined processes. Of this package it imports only the file `checker.py`.
 
-Processes of a sandbox::
+A *job* is one program with its tests. It has two *sides*, each in a confined process of its own: the *solution* runs
+the program, and the *checker* runs the tests (see `checker.py`). Processes of a sandbox with "namespaces", see below::
 
     trainer ──► launcher ──► starter: pid 1 of a pid namespace, in a root folder without anything of the user's
                                 │   one fork per side of a job, each with a socket to the trainer
                                 ├──► supervisor ──► solution: pid 1 of its own namespaces     ◄─┐ calls and values
                                 └──► supervisor ──► checker:  pid 1 of its own namespaces     ◄─┘ as text
 
-`box.py` starts it as `python -P -s -S confinement.py SETTINGS`, with an environment of its own and its socket as
-standard input. (`-I` is not used because it ignores PYTHONHASHSEED: the order of a set of strings would differ from run
-to run.) Forking a running Python takes a few milliseconds, starting a new one about 30. The starter reads neither
-programs nor tests, so the data of one job cannot be found in the memory of the next.
+`box.py`, in the trainer, starts the launcher as `python -P -s -S confinement.py SETTINGS`. The launcher gets only the
+environment variables of `box.ENVIRONMENT`, and a socket to the trainer as standard input. (`-I` is not used because it
+ignores PYTHONHASHSEED: the order of a set of strings would differ from run to run.)
+
+The starter forks instead of starting a new Python: a fork takes a few milliseconds, a new Python about 30. Forks copy
+the starter's memory, so the starter reads neither programs nor tests. Otherwise a program could find the data of
+earlier jobs in its memory.
 
 Kinds of isolation, best first:
 
-- "namespaces" (Linux 5.12): the process has namespaces of its own for users, processes, files, network, IPC and the
-  host name, and runs as nobody, without capabilities. Its root folder is read-only and holds Python, its packages and
-  the system's libraries. Only /tmp is writable; it lies in memory and has a limited size. The program starts there, in
-  an empty folder. RLIMIT_NPROC is effective, because it counts per user namespace.
-- "landlock" (Linux 5.13): Landlock gives access to the same files and a temporary folder. seccomp refuses sockets, and
-  signals to other processes. The supervisor counts threads and files, and ends a program that has too many.
-- "rlimits": only seccomp's part; programs of root run as nobody. The user's files and the memory of the user's other
-  processes are not protected. This kind has to be asked for by name.
+- "namespaces" (Linux 5.12): each confined process has namespaces of its own for users, processes, files, network, IPC
+  and the host name, and has no capabilities. If the trainer runs as root, the process runs as the user nobody. Its root
+  folder is read-only, and contains Python, its packages and the system's libraries. Only /tmp is writable; /tmp is in
+  memory and has a limited size. The program starts in an empty folder in /tmp. RLIMIT_NPROC limits the number of its
+  threads and processes, because the kernel counts them per user namespace.
+- "landlock" (Linux 5.13): by Landlock, the process can only read the same files, and write in a temporary folder. By
+  seccomp, it cannot use the network or send signals to other processes. The supervisor counts the process's threads
+  and files, and kills the process if it has too many.
+- "rlimits": like "landlock", but without Landlock. The user's files and the memory of the user's other processes are
+  not protected. If the trainer runs as root, the process runs as the user nobody. This kind is used only if the user
+  passes `isolation="rlimits"`.
 
-All kinds limit CPU time, memory, file size and open files. A program may start processes only with namespaces and only
-if the user allows it; then the supervisor adds up their CPU time. When the trainer ends, even by SIGKILL, its sockets
-close. The starter and the supervisors then end, each with its namespace. Without namespaces the launcher then removes
-the programs' files; if the launcher was killed, the next launcher does.
+All kinds limit CPU time, memory, file size and open files, and allow only the system calls of the lists below. A
+program may start processes only with "namespaces" and `Sandbox(children=True)`. The supervisor then adds up the CPU
+time of all its processes.
+
+When the trainer ends, even by SIGKILL, its sockets close. The starter and the supervisors then end, and all processes
+in their namespaces are killed. Without namespaces, the launcher then removes the programs' files. If the launcher was
+killed, the next launcher removes them.
 """
 
 import ctypes
@@ -53,14 +63,18 @@ from typing import Any
 
 NOBODY = 65534
 TMP = "/tmp"
-PREFIX = "dash_trl_programs_"  # prefix of a launcher's folder among the temporary files
-TASK_FOLDER = "/tmp/dash_trl_task"  # empty folder for a program; /tmp may also hold the user's Python environment
+PREFIX = "dash_trl_programs_"  # the name of a launcher's temporary folder begins with it
+# The program's folder with "namespaces". /tmp itself may contain the user's Python environment.
+TASK_FOLDER = "/tmp/dash_trl_task"
 OPEN_FILES = 64  # limit of open files
-LOOK = 0.05  # seconds between the supervisor's checks of what the kernel does not limit
-LONG = 0.1  # seconds; the trainer waits many times longer before it asks why a process has not ended
-INODES = 4096  # limit of files and folders
-DEEP = 64  # limit of nested folders, whose paths the supervisor follows
+LOOK = 0.05  # seconds between the supervisor's checks of limits that the kernel does not enforce
+# Seconds. `Place.run_delay` is measured only for processes that run longer. The trainer needs it only for a process
+# that has run for `wall_seconds`, which is many times longer.
+LONG = 0.1
+INODES = 4096  # limit of a program's files and folders
+DEEP = 64  # limit of the depth of a program's nested folders
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+# system folders and files that a program may read
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
 
 TICKS = os.sysconf("SC_CLK_TCK")  # per second
@@ -80,7 +94,7 @@ def call(function: str, *arguments: Any) -> int:
         Its return value.
 
     Raises:
-        OSError: if it fails, with the function's name.
+        OSError: if the function fails. The message contains the function's name.
     """
     result = getattr(libc, function)(*arguments)
     if result < 0:
@@ -91,7 +105,7 @@ def call(function: str, *arguments: Any) -> int:
 
 def readable_paths() -> list[str]:
     """Return the paths that Python needs to read: the system's libraries, Python itself and its packages."""
-    # Only parts of the prefix, because it may be ~/.local or the home folder itself.
+    # Not the whole prefix of Python, because it may be ~/.local or the home folder itself.
     prefixes, parts = {sys.base_prefix, sys.base_exec_prefix}, ("bin", "lib", "lib64", "share/zoneinfo")
     own = [os.path.join(prefix, part) for prefix in prefixes for part in parts]
     own += [sysconfig.get_path(one) for one in ("stdlib", "platstdlib")]
@@ -103,7 +117,7 @@ def readable_paths() -> list[str]:
 
 
 def package_folders() -> list[str]:
-    """Return the site-packages folders of the trainer's Python, which -S leaves out."""
+    """Return the site-packages folders of the trainer's Python. Because of `-S`, `sys.path` does not contain them."""
     return [path for path in SETTINGS["packages"] if os.path.isdir(path)]
 
 
@@ -126,14 +140,16 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = 
 
 
 def enter_user_namespace(flags: int, proc: int) -> None:
-    """Enter new namespaces, among them a user namespace with only this process's own user and group ids.
+    """Create new namespaces and enter them.
+
+    In the new user namespace, the process keeps its user id and group id. It has no other ids.
 
     Args:
-        flags: flags of unshare(2).
-        proc: open file of the folder /proc.
+        flags: flags of unshare(2), including CLONE_NEWUSER.
+        proc: file descriptor of the folder /proc.
     """
     user, group = os.geteuid(), os.getegid()
-    call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise /proc/self belongs to root after a change of user
+    call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # after a change of user, /proc/self would belong to root
     call("unshare", flags)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
         file = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
@@ -142,7 +158,10 @@ def enter_user_namespace(flags: int, proc: int) -> None:
 
 
 def make_root() -> None:
-    """Replace the root folder of this mount namespace by a read-only one with `readable_paths` and nothing else."""
+    """Replace the root folder of this mount namespace.
+
+    The new root folder is read-only, and contains only `readable_paths`, `DEVICES` and an empty /tmp.
+    """
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     paths = readable_paths()
     root = "/proc"  # a folder that certainly contains none of the paths
@@ -178,12 +197,12 @@ LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # version → number of r
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock; below 1 if there is none."""
+    """Return the version of the kernel's Landlock; a number below 1 if the kernel has no Landlock."""
     return int(libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
 
 
 def restrict_files(readable: list[str], writable: str) -> None:
-    """Restrict this process and its children to some files, by Landlock.
+    """Restrict, by Landlock, which files this process and its children can use.
 
     Args:
         readable: paths of files and folders that may be read.
@@ -204,7 +223,7 @@ def restrict_files(readable: list[str], writable: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- seccomp
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-X32 = 0x40000000  # where x86-64's second set of system call numbers begins
+X32 = 0x40000000  # on x86-64, system call numbers from here on are a second set (x32), which is refused
 EPERM, ENOSYS = 1, 38
 CLONE_THREAD = 0x10000
 ALL_NEW = NEW_NAMESPACES | CLONE_NEWCGROUP
@@ -222,8 +241,8 @@ def calls(text: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(map(int, numbers)) for name, *numbers in (one.split(":") for one in text.split())}
 
 
-# System calls that programs with Python and NumPy make, found by tracing MBPP+'s solutions and the standard library.
-# Every other system call fails with ENOSYS. The C library then uses an older one (`clone` instead of `clone3`).
+# System calls that Python programs with NumPy make, found by tracing MBPP+'s solutions and the standard library. Every
+# other system call fails with ENOSYS. The C library then uses an older call instead (`clone` instead of `clone3`).
 ALLOWED = calls("""
 read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 preadv:295:69 pwritev:296:70 open:2
 openat:257:56 close:3:57 close_range:436:436 lseek:8:62 stat:4 fstat:5:80 lstat:6 newfstatat:262:79 statx:332:291
@@ -250,53 +269,57 @@ getgid:104:176 getegid:108:177 getresuid:118:148 getresgid:120:150 getgroups:115
 getrusage:98:165 getrlimit:97:163 prlimit64:302:261 sched_yield:24:124 sched_getaffinity:204:123
 sched_getparam:143:121 sched_getscheduler:145:120 getcpu:309:168 sysinfo:99:179 uname:63:160 getrandom:318:278
 """)
-# Allowed only with namespaces, which confine their effects: changes of the rights and times of files, and signals to
-# threads, reach nothing outside. The size of all files together stays limited, including files that only a socket holds
-# and files whose space is allocated faster than it could be written. No list allows a program to lower its priority: it
-# would look like a program that waits for a CPU because the machine is busy.
+# Allowed only with namespaces. There, a program can change the rights and times only of its own files, and can signal
+# only its own threads. The kernel also limits the size of all files together. Without namespaces the supervisor checks
+# this size, but it would miss an open file that is sent over a socket (`sendmsg`), and between two checks a program
+# could allocate much more (`fallocate`) than it could write.
+# No list contains `setpriority`: a program that lowers its priority would wait for a CPU, as on a busy machine.
 ALLOWED_ALONE = calls("""
 tkill:200:130 sched_setaffinity:203:122 mknod:133 mknodat:259:33 chmod:90 fchmod:91:52 fchmodat:268:53
 fchmodat2:452:452 utime:132 utimes:235 utimensat:280:88 truncate:76:45 fallocate:285:47 sendmsg:46:211""")
 # Allowed only with `Sandbox(children=True)`, which requires namespaces.
 ALLOWED_CHILDREN = calls("""
 fork:57 vfork:58 execve:59:221 execveat:322:281 pidfd_open:434:434 setsid:112:157 setpgid:109:154""")
-PRCTLS = (15, 16, 23)  # set and get a thread's name; ask for a capability
-FCNTLS = (*range(8), 1030)  # copy file numbers, flags, locks; not: who gets a signal when a file is ready
-IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # terminal or not, its size; bytes to read, blocking, close
+PRCTLS = (15, 16, 23)  # set and get a thread's name, read the capability bounding set
+FCNTLS = (*range(8), 1030)  # copy file descriptors, flags, locks; not F_SETOWN, by which a file sends signals
+# terminal attributes and size, number of bytes to read, nonblocking mode, close-on-exec off and on
+IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # BPF instructions
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
-NUMBER, ARCHITECTURE = 0, 4  # offsets in the data that a filter sees
+NUMBER, ARCHITECTURE = 0, 4  # offsets in the data of a filter (struct seccomp_data)
 ALL_BITS = 0xFFFFFFFF
 BLOCK = 16  # system calls in one block of a filter
 
-# (argument, mask of its bits, values, whether only these values pass or only these do not)
+# (index of an argument, mask of its bits, values, True = only these values are allowed, False = only these are refused)
+# Index 2 means the lower 4 bytes of argument 2, index 2.5 the upper 4 bytes.
 Condition = tuple[float, int, tuple[int, ...], bool]
 
 
 def conditions(*, alone: bool, children: bool) -> dict[str, list[Condition]]:
-    """Return the conditions of system calls that are allowed with some arguments only.
+    """Return the conditions on the arguments of system calls that are not allowed with all arguments.
 
     Args:
         alone: whether the process has namespaces of its own.
-        children: whether the process may start others.
+        children: whether the process may start other processes.
 
     Returns:
-        Name of a system call → its conditions, all of which have to hold.
+        Name of a system call → its conditions, which must all be met.
     """
+    # A program may not kill itself by SIGKILL: `Sandbox` could not tell this from a limit, or from a kill from outside.
     own: list[Condition] = [(0, ALL_BITS, (os.getpid(),), True), (1, ALL_BITS, (signal.SIGKILL,), False)]
     limited: dict[str, list[Condition]] = {
         "prctl": [(0, ALL_BITS, PRCTLS, True)],
         "fcntl": [(1, ALL_BITS, FCNTLS, True)],
         "ioctl": [(1, ALL_BITS, IOCTLS, True)],
-        "prlimit64": [(2, ALL_BITS, (0,), True), (2.5, ALL_BITS, (0,), True)],  # only ask for a limit
-        # asyncio needs it; a socket without a connection could reach /dev/log
+        "prlimit64": [(2, ALL_BITS, (0,), True), (2.5, ALL_BITS, (0,), True)],  # no new limits
+        # asyncio needs it. Only stream sockets are allowed, because a datagram socket could send to /dev/log.
         "socketpair": [(0, ALL_BITS, (socket.AF_UNIX,), True), (1, 0xF, (socket.SOCK_STREAM,), True)],
         "clone": [(0, ALL_NEW | CLONE_THREAD, (0, CLONE_THREAD) if children else (CLONE_THREAD,), True)],
     }
     if not alone:
         limited["kill"] = own
         limited["tgkill"] = [own[0], (2, *own[1][1:])]
-        if landlock_version() < 3:  # these versions limit writing to files, but not O_TRUNC without writing
+        if landlock_version() < 3:  # older versions do not prevent O_RDONLY | O_TRUNC, which empties a file
             kept = (0, 1, 2, 3, os.O_TRUNC | os.O_WRONLY, os.O_TRUNC | os.O_RDWR)
             limited["open"] = [(1, os.O_TRUNC | os.O_ACCMODE, kept, True)]
             limited["openat"] = [(2, *limited["open"][0][1:])]
@@ -304,15 +327,15 @@ def conditions(*, alone: bool, children: bool) -> dict[str, list[Condition]]:
 
 
 def make_filter(*, alone: bool, children: bool = False) -> bytes:
-    """Create a seccomp filter.
+    """Create a seccomp filter, which allows the system calls of the lists above.
 
     Args:
-        alone: whether the filter is for a process with namespaces of its own. Otherwise it is for this process, which
-            may send signals to itself only.
-        children: whether the process may start others.
+        alone: whether the filter is for a process with namespaces of its own. Otherwise, only the process that calls
+            this function can use the filter: it allows signals to this process only.
+        children: whether the process may start other processes.
 
     Returns:
-        The filter's instructions.
+        The filter's instructions, for `filter_calls`.
 
     Raises:
         OSError: if the system call numbers of this machine's architecture are unknown.
@@ -328,7 +351,7 @@ def make_filter(*, alone: bool, children: bool = False) -> bytes:
     for name, numbers in allowed.items():
         body: list[tuple[int, int, int, int]] = []
         for argument, bits, values, only in limited.get(name, []):
-            # an argument has 8 bytes, the low half first
+            # an argument has 8 bytes, the lower 4 bytes first
             body += [(LOAD, 0, 0, int(16 + 8 * argument)), (AND, 0, 0, bits)]
             if only:
                 body += [(EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
@@ -337,7 +360,8 @@ def make_filter(*, alone: bool, children: bool = False) -> bytes:
                 body += [one for value in values for one in ((EQUAL, 0, 1, value), (RETURN, 0, 0, REFUSE | EPERM))]
         if column < len(numbers):
             bodies[numbers[column]] = body
-    # In blocks, so that a call passes through one block only: the kernel runs a new filter once for each known number.
+    # The checks are sorted by number and split into blocks, so that a call passes through one block only. This saves
+    # time when a filter is installed, because the kernel then runs it once for each system call number.
     ordered = sorted(bodies)
     for first in range(0, len(ordered), BLOCK):
         block: list[tuple[int, int, int, int]] = []
@@ -354,7 +378,7 @@ def filter_calls(instructions: bytes) -> None:
     """Install a seccomp filter for this process.
 
     Args:
-        instructions: instructions of `make_filter`.
+        instructions: the result of `make_filter`.
     """
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
     said = struct.pack("HP", len(instructions) // struct.calcsize("HBBI"), ctypes.addressof(buffer))
@@ -365,7 +389,9 @@ def filter_calls(instructions: bytes) -> None:
 
 
 class Place:
-    """Confines the starter's processes by one kind of isolation, which is prepared once.
+    """Confines processes by one kind of isolation, and checks their limits.
+
+    The launcher creates a `Place` once, with everything that its forks can share.
 
     Args:
         kind: "namespaces", "landlock" or "rlimits".
@@ -373,10 +399,10 @@ class Place:
     Attributes:
         alone: whether each process has namespaces of its own.
         landlock: whether Landlock is used.
-        in_tmp: readable paths below /tmp.
-        proc: open file of the folder /proc.
-        filter: seccomp filter for all processes; None if each needs its own.
-        folder: folder for the programs' folders, if there are no namespaces.
+        in_tmp: paths below /tmp that a program may read.
+        proc: file descriptor of the folder /proc, opened before the processes' namespaces are created.
+        filter: seccomp filter for all processes; None if each process needs its own.
+        folder: path of the folder that contains the programs' folders; missing with namespaces.
 
     Raises:
         OSError: if this machine does not support the kind of isolation.
@@ -389,7 +415,8 @@ class Place:
         self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         if SETTINGS["children"]:
             os.stat("thread-self/children", dir_fd=self.proc)  # `cpu_of_all` needs it
-        # Created once here. In a fork it would take a millisecond, because each page of memory in use would be copied.
+        # Created once here, not in each fork. There it would take a millisecond, because Python would write to memory
+        # that the fork shares with the starter, and the kernel would copy each such page.
         self.filter = make_filter(alone=True, children=SETTINGS["children"]) if self.alone else None
         if self.alone:
             if os.geteuid() == 0:
@@ -399,15 +426,16 @@ class Place:
             make_root()
         elif self.landlock and landlock_version() < 1:
             raise OSError("this kernel has no Landlock, or does not use it")
-        if not self.alone:  # otherwise a program could write into the memory of tests and supervisor through /proc
+        if not self.alone:
+            # Without this call, a program could write to the memory of the checker and the supervisor through /proc.
             call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
             self.folder = locked_folder()
 
     def enter(self) -> str:
-        """Enter the namespaces of a job, in a supervisor.
+        """Create the folder of one side of a job, and enter new namespaces if `alone`. The supervisor calls this.
 
         Returns:
-            The folder in which the program may write.
+            Path of the folder, the only one in which the program may write.
         """
         if not self.alone:
             return tempfile.mkdtemp(dir=self.folder)
@@ -424,7 +452,9 @@ class Place:
         return TASK_FOLDER
 
     def run_delay(self, handle: int) -> float | None:
-        """Return the seconds for which a process was ready to run but had no CPU, for the thread with the most.
+        """Return how long a process was ready to run but had to wait for a CPU.
+
+        If the process has several threads, the thread that waited longest counts.
 
         Args:
             handle: file descriptor of the process (pidfd).
@@ -445,15 +475,15 @@ class Place:
 
         Args:
             handle: file descriptor of the process (pidfd).
-            folder: the process's folder.
-            spent: CPU time of its processes, see `cpu_of_all`.
+            folder: path of the process's folder.
+            spent: CPU seconds of the process and its descendants, see `cpu_of_all`.
 
         Returns:
             Description of the limit that the process exceeds; None if it exceeds none.
         """
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended in the meantime
+        with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended in the meantime
             process = self.number(handle)
-            if self.alone:  # with namespaces the kernel enforces all other limits
+            if self.alone:  # with namespaces, the kernel enforces all limits but this one
                 over = self.cpu_of_all(process, spent) > SETTINGS["cpu_seconds"]
                 return f"more than {SETTINGS['cpu_seconds']} s of CPU time of all its processes" if over else None
             if len(self.names(f"{process}/task")) > SETTINGS["processes"] + 1:
@@ -469,16 +499,18 @@ class Place:
         return None
 
     def cpu_of_all(self, process: str, spent: dict[str, float]) -> float:
-        """Add up the CPU seconds of a process and its descendants, as far as they were seen.
+        """Return the sum of the CPU seconds of a process and all its descendants.
+
+        A descendant that has ended counts with its CPU seconds at the last call during which it was running.
 
         Args:
-            process: number of the process in `proc`.
-            spent: number of a process → its CPU seconds when last seen; updated here, and kept for ended processes.
+            process: id of the process in `proc`.
+            spent: id of a process → its CPU seconds. This method updates it. Each call gets the same dict.
         """
         found = [process]
         while found:
             one = found.pop()
-            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended in the meantime
+            with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended in the meantime
                 ticks = self.read(f"{one}/stat").rpartition(")")[2].split()[11:13]
                 spent[one] = sum(map(int, ticks)) / TICKS
                 for thread in self.names(f"{one}/task"):
@@ -486,17 +518,18 @@ class Place:
         return sum(spent.values())
 
     def files(self, folder: str, process: str) -> tuple[int, int]:
-        """Count a process's files.
+        """Return the number and the total size of a process's files.
 
         Args:
-            folder: the process's folder.
-            process: number of the process in `proc`.
+            folder: path of the process's folder.
+            process: id of the process in `proc`.
 
         Returns:
-            Number of files and folders in the folder; their bytes, including deleted files that are still open.
+            Number of files and folders in the process's folder; total size in bytes, including deleted files that are
+            still open.
 
         Raises:
-            OSError: if files cannot be counted.
+            OSError: if the number or the size cannot be found out.
         """
         count = size = 0
         folders = [(folder, 0)]
@@ -510,7 +543,7 @@ class Place:
                         count, size = count + 1, size + 512 * one.stat(follow_symlinks=False).st_blocks
                         if one.is_dir(follow_symlinks=False):
                             folders.append((one.path, depth + 1))
-        with suppress(PermissionError):  # with "rlimits" and an ordinary user
+        with suppress(PermissionError):  # with "rlimits", only root may read a process's open files
             held = {}
             mapped = self.mapped(folder, process)
             for thread in self.names(f"{process}/task"):
@@ -520,19 +553,20 @@ class Place:
                             status = os.stat(f"{process}/task/{thread}/fd/{number}", dir_fd=self.proc)
                             if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
                                 held[status.st_ino] = 512 * status.st_blocks
+            # Mapped before and after, but not open in between: the size of such a file is unknown.
             if (mapped - held.keys()) & self.mapped(folder, process):
                 raise OSError(errno.EBUSY, "deleted files in memory")
             size += sum(held.values())
         return count, size
 
     def mapped(self, folder: str, process: str) -> set[int]:
-        """Return the inodes of a folder's deleted files that are mapped into memory.
+        """Return the inodes of deleted files of a folder that a process has mapped into its memory.
 
-        The kernel reports the size of such a file only if it is also open.
+        The kernel reports the size of a deleted file only if the file is also open.
 
         Args:
-            folder: the process's folder.
-            process: number of the process in `proc`.
+            folder: path of the process's folder.
+            process: id of the process in `proc`.
         """
         lines: list[str] = []
         for thread in self.names(f"{process}/task"):
@@ -542,7 +576,7 @@ class Place:
         return {int(line.split()[4]) for line in lines if beginning in line and line.endswith(" (deleted)")}
 
     def number(self, handle: int) -> str:
-        """Return a process's number in `proc`, which is a /proc from outside the process's namespace.
+        """Return a process's id in `proc`. In its own namespace, the process has another id.
 
         Args:
             handle: file descriptor of the process (pidfd).
@@ -563,20 +597,23 @@ class Place:
             os.close(folder)
 
     def confine(self, folder: str) -> None:
-        """Confine this process; afterwards it has access to nothing but its folder and the readable paths.
+        """Confine this process for the rest of its run.
+
+        Except with "rlimits", it can then use no files but its folder, `readable_paths` and `DEVICES`.
 
         Args:
-            folder: the folder in which it may write.
+            folder: path of the folder in which this process may write.
 
         Raises:
-            OSError: if it cannot be confined.
+            OSError: if this process cannot be confined.
         """
         if not self.alone and not self.landlock:
             if os.geteuid() == 0:
                 os.chown(folder, NOBODY, NOBODY)
             become_nobody()
-            os.listdir(sysconfig.get_path("stdlib"))  # if only root can read it, hardly any program would run: fail now
-        os.setsid()  # otherwise kill(0, …) would reach processes of the same group outside of the namespace
+            # Raises an error if nobody cannot read Python's library, because hardly any program would run then.
+            os.listdir(sysconfig.get_path("stdlib"))
+        os.setsid()  # in the old process group, kill(0, …) would reach processes outside of the namespace
         os.chdir(folder)
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -587,12 +624,12 @@ class Place:
         call("capset", struct.pack("2I", CAPABILITIES_VERSION_3, 0), bytes(24))  # drop all capabilities
         if self.landlock:
             restrict_files(readable_paths(), folder)
-            call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # lets `files` see its open files; Landlock keeps programs away
+            call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # `files` reads its open files; Landlock keeps programs away
         filter_calls(self.filter or make_filter(alone=False))
 
 
 def become_nobody() -> None:
-    """Change from root to the user nobody.
+    """Change from root to the user nobody. If this process does not run as root, do nothing.
 
     The kernel does not limit the number of root's processes, and a program that runs as root could use root's files.
     """
@@ -607,7 +644,8 @@ def set_limits(memory: int, processes: int | None) -> None:
 
     Args:
         memory: address space, in bytes.
-        processes: number of threads and processes, including the supervisor and this process; None: no limit.
+        processes: number of threads and processes of this user namespace, including the supervisor and this process;
+            None: no limit.
     """
     limits = {
         resource.RLIMIT_CPU: SETTINGS["cpu_seconds"],
@@ -626,16 +664,21 @@ def set_limits(memory: int, processes: int | None) -> None:
 
 
 def supervise(place: Place, control: socket.socket, side: Callable[[], None], keep: list[int]) -> None:
-    """Run one side of a job in a confined process until it ends or the trainer closes `control`.
+    """Run one side of a job in a confined process, and report to the trainer how the process ended.
 
-    Then report to `control` how it ended: its exit code or signal, its CPU seconds, the exceeded limit (`Place.excess`)
-    if that is why it was killed, and `Place.run_delay` if the trainer did not wait for its end.
+    The process is killed if the trainer closes `control`, or if it exceeds a limit that `Place.excess` checks. The
+    report has these keys:
+
+    - `ended`: exit code, or the negative number of the signal.
+    - `cpu`: CPU seconds.
+    - `excess`: description of the exceeded limit; None if `Place.excess` found none.
+    - `delay`: `Place.run_delay` if the process was killed after more than `LONG` seconds; else None.
 
     Args:
         place: confines the process.
         control: socket to the trainer.
         side: function that runs in the confined process.
-        keep: file descriptors that the confined process keeps, besides `control`.
+        keep: file descriptors that the confined process keeps open, besides `control`.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -670,17 +713,20 @@ def supervise(place: Place, control: socket.socket, side: Callable[[], None], ke
         if time.monotonic() - begin > LONG:
             delay = place.run_delay(handle)
         os.kill(child, signal.SIGKILL)
-    _, status, usage = os.wait4(child, 0)  # pid 1 of a namespace ends last
+    _, status, usage = os.wait4(child, 0)  # with namespaces, the child is pid 1 and ends after all its descendants
     code = os.waitstatus_to_exitcode(status)
     report = {"ended": code, "cpu": usage.ru_utime + usage.ru_stime, "delay": delay, "excess": excess}
-    send(control, json.dumps(report).encode())  # before the folder is removed: a program may have made it very deep
+    send(control, json.dumps(report).encode())  # removing a folder with many files may take long
     if not place.alone:
         remove(folder)
 
 
 def locked_folder() -> str:
-    """Create a folder for the programs' folders. An open file of launcher, starter and supervisors keeps it locked."""
-    new = tempfile.mkdtemp(prefix=f"new_{PREFIX}")  # gets the name that `sweep` looks for once it is locked
+    """Create a locked folder, which will contain the programs' folders, and return its path.
+
+    Launcher, starter and supervisors have the folder open. When the last of these processes has ended, the lock ends.
+    """
+    new = tempfile.mkdtemp(prefix=f"new_{PREFIX}")  # `sweep` does not remove this name: it is not locked yet
     os.chmod(new, 0o711)  # with "rlimits", programs of root run as nobody
     fcntl.flock(os.open(new, os.O_RDONLY), fcntl.LOCK_EX)
     folder = os.path.join(os.path.dirname(new), os.path.basename(new).removeprefix("new_"))
@@ -689,7 +735,7 @@ def locked_folder() -> str:
 
 
 def sweep() -> None:
-    """Remove this user's folders that no process has locked, because their launchers were killed."""
+    """Remove the folders of this user's launchers that were killed: no process locks these folders any more."""
     temporary = tempfile.gettempdir()
     for name in os.listdir(temporary):
         if name.startswith(PREFIX):
@@ -704,7 +750,9 @@ def sweep() -> None:
 
 
 def remove(top: str) -> None:
-    """Remove a folder of any depth. Each inner folder is first moved to the top, where its path is short.
+    """Remove a folder with nested folders of any depth, without an error if a file cannot be removed.
+
+    Each inner folder is first moved into `top`, because the path of a deeply nested folder may be too long.
 
     Args:
         top: path of the folder.
@@ -745,12 +793,14 @@ def keep_only(numbers: list[int]) -> None:
 
 
 def start(place: Place, control: socket.socket, other: list[socket.socket], side: Callable[[], None], keep: list[int]):
-    """Fork a supervisor. If it cannot confine its process, it reports that to `control`, and no program runs.
+    """Fork a supervisor, which calls `supervise`.
+
+    If the supervisor cannot start a confined process, it reports this to the trainer, and `side` does not run.
 
     Args:
         place: see `supervise`.
         control: see `supervise`.
-        other: sockets that the supervisor closes.
+        other: sockets of the starter that the supervisor does not need and closes.
         side: see `supervise`.
         keep: see `supervise`.
     """
@@ -768,7 +818,7 @@ def start(place: Place, control: socket.socket, other: list[socket.socket], side
 
 
 def serve(place: Place, channel: socket.socket) -> None:
-    """Begin a job for each pair of sockets that the trainer sends, until the trainer closes the channel.
+    """Run the starter: begin a job for each pair of sockets that the trainer sends, until the trainer closes `channel`.
 
     Args:
         place: confines the processes.
@@ -783,18 +833,18 @@ def serve(place: Place, channel: socket.socket) -> None:
         with solution, checker:
             try:
                 begin(place, channel, solution, checker)
-            except OSError as error:  # no process could be started: this job has no verdict, but the next one may
+            except OSError as error:  # no fork was possible: this job gets no verdict, but the next job may
                 send(checker, json.dumps({"unconfined": str(error)}).encode())
 
 
 def begin(place: Place, channel: socket.socket, solution: socket.socket, checker: socket.socket) -> None:
-    """Start both sides of a job, with a link between them.
+    """Start both sides of a job, and connect them by a pair of sockets.
 
     Args:
         place: confines the processes.
-        channel: socket to the trainer, which the sides close.
-        solution: the trainer's socket for the solution.
-        checker: the trainer's socket for the checker.
+        channel: the starter's socket to the trainer, of which the supervisors close their copies.
+        solution: socket to the trainer for the solution.
+        checker: socket to the trainer for the checker.
     """
     one, other = socket.socketpair()
     with one, other:
@@ -803,13 +853,13 @@ def begin(place: Place, channel: socket.socket, solution: socket.socket, checker
 
 
 def try_out(place: Place) -> None:
-    """Start one confined process that does nothing.
+    """Check that processes can be confined, by starting a confined process that does nothing.
 
     Args:
         place: confines the process.
 
     Raises:
-        OSError: if it cannot be confined.
+        OSError: if the process cannot be confined.
     """
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -822,10 +872,12 @@ def try_out(place: Place) -> None:
 
 
 def wait_for_all(place: Place) -> None:
-    """Wait, in the launcher, until the starter and all its processes have ended; then remove their files.
+    """Run the launcher after its fork: wait until the starter and all its processes have ended, and remove their files.
+
+    Before it waits, it also removes the files of killed launchers.
 
     Args:
-        place: holds the folder of these files.
+        place: has the path of the folder with the files.
     """
     with suppress(OSError):
         sweep()
@@ -837,13 +889,14 @@ def wait_for_all(place: Place) -> None:
 
 
 def main() -> None:
-    """Run launcher and starter."""
+    """Run the launcher, which prepares the isolation and forks the starter. The fork runs the starter."""
     channel = socket.socket(fileno=os.dup(0))
     try:
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # all forks inherit it
             file.write("1000")  # if the machine runs out of memory, the kernel kills a program before the trainer
         place = Place(SETTINGS["isolation"])
-        # With namespaces the starter is pid 1, and nothing outlives it. Otherwise its orphans become the launcher's.
+        # With namespaces the starter is pid 1, and all processes end with it. Without, the launcher becomes the parent
+        # of processes that are still running when the starter has ended, so that `wait_for_all` waits for them.
         call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         if os.fork():
             channel.close()
@@ -852,13 +905,13 @@ def main() -> None:
             return
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         sys.path.extend(package_folders())
-        with suppress(Exception):  # if this fails, a program that imports numpy gets the error
+        with suppress(Exception):  # if this import fails, a program that imports numpy gets the error
             import numpy  # noqa: F401
         try_out(place)
     except OSError as error:
         send(channel, json.dumps({"error": str(error)}).encode())
         return
-    gc.freeze()  # forks share these pages until one of them writes to them, which a garbage collection would do
+    gc.freeze()  # a garbage collection in a fork would write to all pages that it shares with the starter
     send(channel, json.dumps({"error": None}).encode())
     serve(place, channel)
 

@@ -17,12 +17,12 @@ class ProgramSandbox(Protocol):
     def run(self, program: str, tests: Sequence[Test], entry_point: str | None = None) -> Verdict:
         """Run a program against each test, and count the tests that pass.
 
-        If the program fails (a wrong answer, an error, too slow, too much memory), that is a verdict. If the sandbox or
-        the tests fail, so that there is no verdict, raise any exception; the row is then unscored.
+        If the program fails (wrong answer, error, too slow, too much memory), return a verdict with failed tests. If
+        there is no verdict because the sandbox or the tests fail, raise any exception. The row is then unscored.
 
         Args:
             program: Python source code.
             tests: scripts, or pairs of an input and the expected output, see `Test`. `same_output` compares outputs.
-            entry_point: name of the function that the scripts call.
+            entry_point: name of the function that the scripts call; None if it is not known.
         """
         ...

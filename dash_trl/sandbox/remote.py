@@ -5,9 +5,9 @@ Request and answer::
     run(program, tests) ──► POST /run_code: the source of `checker.py`; program and tests are its standard input
                         ◄── the checker's output: one line before the program runs, and one line with the verdict
 
-On the server the checker forks (`run_both`). The program runs in one process, and the tests run in another, as in
-`Sandbox`. But both processes have the same user, and this package does not confine them. The lines of output begin with
-a random number. To forge a verdict, the program would have to find this number in the tests' process.
+On the server, `run_both` forks: the program runs in one process and the tests run in another, as in `Sandbox`. But both
+processes have the same user, and this package does not confine them. The two lines of output begin with a random
+number. To forge a verdict, the program would have to find this number in the memory of the tests' process.
 """
 
 import http.client
@@ -27,20 +27,20 @@ from dash_trl.sandbox.checker import Test
 
 MOST_SENT = 32 << 20  # limit of a request, in bytes
 MOST_READ = 16 << 20  # limit of an answer, in bytes; the server cuts output at 1 MiB, but JSON may make it 6 MiB
-PATIENCE = 60.0  # seconds that the server may take in addition to the program's limit
-TRIES = 4  # number of times that a request is sent before a temporary error is raised
+PATIENCE = 60.0  # seconds to wait for the server in addition to the program's time limit
+TRIES = 4  # number of tries after which a temporary error is raised
 PAUSE = 1.0  # seconds before the second try; doubled before each further try
-LONGEST_PAUSE = 60.0  # limit of the seconds that a server may ask for by Retry-After
+LONGEST_PAUSE = 60.0  # upper limit of the server's Retry-After header, in seconds
 AGAIN = (408, 429, 500, 502, 503, 504)  # HTTP status codes after which a request is repeated
 
 CODE = Path(checker.__file__).read_text(encoding="utf-8") + "\nrun_both()\n"
 
 
 class SandboxFusion:
-    """Runs programs on a server of ByteDance's SandboxFusion, which verl uses, too.
+    """Runs programs against tests on a server of ByteDance's SandboxFusion, which verl uses, too.
 
-    The server's `python` has to be Python 3.10 or newer, and the server has to allow `fork`. Except for `seconds`,
-    programs have only the server's own limits.
+    The server's `python` has to be Python 3.10 or newer, and the server has to allow `fork`. This class limits only the
+    time of a program (`seconds`). All other limits are the server's own.
 
     Example::
 
@@ -50,7 +50,7 @@ class SandboxFusion:
         url: address of the server, with or without the path `/run_code`.
         seconds: limit of wall time on the server for a program with all its tests, in seconds.
         count: largest number of requests at once.
-        options: more fields for each request, such as `{"memory_limit_MB": 2048}`.
+        options: more fields of each request's JSON body, such as `{"memory_limit_MB": 2048}`.
         headers: HTTP headers for each request, such as `{"Authorization": "Bearer …"}`.
 
     Raises:
@@ -140,7 +140,11 @@ class SandboxFusion:
         raise failure
 
     def _post(self, body: bytes) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """Send one request on a new connection. Redirects are not followed: these would send the tests elsewhere."""
+        """Send one request on a new connection. A redirect is not followed, because it would send the tests elsewhere.
+
+        Returns:
+            Status, headers and body of the answer.
+        """
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(str(parts.hostname), parts.port, timeout=self.seconds + PATIENCE)
