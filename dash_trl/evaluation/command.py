@@ -135,7 +135,7 @@ def _jobs(
 ) -> Iterator[Job]:
     """Yields a job for each model, after checking the model and opening the file of its samples."""
     shared = {**arguments.settings(task), "num_samples": arguments.num_samples}
-    checkpoints = [Checkpoint(model_of(model, task)) for model in models]
+    checkpoints = [Checkpoint(model_of(model)) for model in models]
     for model, label, checkpoint in zip(models, labels(models), checkpoints, strict=True):
         problems = task.problems(chat=checkpoint.tokenizer.chat_template is not None)
         settings = {

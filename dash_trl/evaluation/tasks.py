@@ -203,7 +203,7 @@ class TaskArguments(Task):
         )
 
 
-def model_of(name: str, task: Task) -> str:
+def model_of(name: str) -> str:
     """Returns the name of a model. For "toy", makes the toy model if it does not exist, and returns its directory."""
     return toy_model() if name == TOY else name
 
