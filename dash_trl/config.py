@@ -65,16 +65,17 @@ class DASHConfig(GRPOConfig):
     Args:
         gradient_filter_threshold (`float` or `None`, defaults to `0.0`):
             Drop rows with little signal before any model pass. A row is one completion with its prompt. It is dropped
-            if its largest absolute advantage is 0 or below this threshold, or if no reward function scored it. `0.0`
-            drops only rows whose advantages are all 0: with `beta=0`, the update is then exactly GRPO's. The paper uses
-            0.1 (Section 3.5). If all rewards are 0 or 1, a threshold of 0.1 keeps every row with a nonzero advantage in
-            groups of at most 9 rows (64 with `scale_rewards="group"`). If rewards are uniform on 0 … 1 and groups have
-            8 rows, 0.1 drops 23 % of the rows with `scale_rewards="none"` and 6 % with `"group"`. `None` turns
-            filtering off. The logged `kl` and `entropy` cover only the rows that are kept; TRL's cover all rows.
+            if its largest absolute advantage is 0 or below this threshold, or if it has no reward, because a reward
+            function failed or none applies to it. `0.0` drops only rows without a reward, and rows whose advantages are
+            all 0: with `beta=0`, the update is then exactly GRPO's. The paper uses 0.1 (Section 3.5). If all rewards
+            are 0 or 1, a threshold of 0.1 keeps every row with a nonzero advantage in groups of at most 9 rows (64 with
+            `scale_rewards="group"`). If rewards are uniform on 0 … 1 and groups have 8 rows, 0.1 drops 23 % of the rows
+            with `scale_rewards="none"` and 6 % with `"group"`. `None` turns filtering off. The logged `kl` and
+            `entropy` cover only the rows that are kept; TRL's cover all rows.
         filter_denominator (`str`, defaults to `"all"`):
-            The rows (or their tokens) over which the loss is averaged. `"all"`: all rows, including dropped rows. The
-            update is then exactly GRPO's, and filtering has the same effect as setting small advantages to 0, as in the
-            paper. `"kept"`: only the rows of the optimizer step that are kept, so steps are larger when few are kept.
+            Which rows count in the denominator of the loss. `"all"`: all rows, including dropped rows. The update is
+            then exactly GRPO's, and filtering has the same effect as setting small advantages to 0, as in the paper.
+            `"kept"`: only the rows of the optimizer step that are kept, so steps are larger when few rows are kept.
         advantage_estimator (`str`, defaults to `"grpo"`):
             How advantages are computed from rewards. `"grpo"`: TRL's definition, with `scale_rewards` and
             `multi_objective_aggregation`. The other estimators do not use these two options: `"rloo"`,
@@ -103,10 +104,10 @@ class DASHConfig(GRPOConfig):
             prompts of at least 2 tokens. `False`: share no prompt.
         async_level (`int`, defaults to `0`):
             The number of generation windows that servers may sample ahead of training. The rollouts of window n are
-            sampled by the weights with which training of window n − `async_level` began, or by newer weights. A value
-            above 0 needs servers and a loss for older rollouts (`"aipo"`, `"decoupled_ppo"`); see docs/howto/async.md.
-            `0`: a window is sampled when training needs it. `1` without servers: the trainer's process samples the next
-            window while it waits for the rewards of a `RewardRunner`.
+            sampled by the weights with which training of window n − `async_level` began, or by newer weights. With a
+            value above 0, use a loss for older rollouts (`"aipo"`, `"decoupled_ppo"`); see docs/howto/async.md. `0`: a
+            window is sampled when training needs it. `1` without servers: the trainer's process samples the next window
+            while it waits for the rewards of a `RewardRunner`. A value above 1 needs servers.
         max_num_gen_batches (`int`, defaults to `1`):
             Dynamic sampling (DAPO; the option has verl's name). A group consists of all completions of one prompt, and
             has signal if `gradient_filter_threshold` keeps one of them. More prompts are sampled until a generation

@@ -6,8 +6,8 @@ A *meeting* is the point at the end of `Ranks.agree` where all ranks wait for ea
     rank 1   work ──► error ──┴──► meeting ──► the error is raised on every rank
 
 Without a meeting, the other ranks would go on to their next collective, and wait there for a rank that has failed. A
-meeting uses torch's key-value store instead of a collective. If a rank fails before a collective which the other ranks
-have entered, a meeting by a collective would be mixed up with this first collective.
+meeting uses torch's key-value store, because a rank may fail while the other ranks are in a collective. If the meeting
+were a collective, too, the two would be mixed up.
 """
 
 import json
