@@ -1,6 +1,6 @@
-"""dash_trl: reinforcement learning of reasoning models with TRL, on the rows that carry signal.
+"""dash_trl: extends TRL's `GRPOTrainer`, and skips the model passes of completions that would not change the weights.
 
-Names are imported when they are first used, so `import dash_trl` is quick and needs neither torch nor trl.
+A name is imported when it is first used, so `import dash_trl` is quick and needs neither torch nor trl.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -24,7 +24,7 @@ try:
 except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0.0.0"
 
-warn_of_trl()  # before a private name of TRL's that a newer one lacks fails to be imported
+warn_of_trl()  # before any import from TRL, because a newer TRL may lack a private name that this package imports
 
 __getattr__, __dir__, _names = lazy(__name__)
 __all__ = [*_names, "__version__"]

@@ -1,4 +1,4 @@
-"""`python -m dash_trl`; see `command`."""
+"""Runs `dash_trl.command` for `python -m dash_trl`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The folder for cached files."""
+"""Finds the folder for the files that this package caches."""
 
 import os
 from pathlib import Path

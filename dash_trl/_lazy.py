@@ -11,9 +11,9 @@ from typing import Any
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` for the `__init__.py` of a package.
 
-    They follow from the imports under `if TYPE_CHECKING:` in this file, which type checkers and readers see as ordinary
-    imports. So no name has to be written twice. A second `if TYPE_CHECKING:` has names for other rooms: these names can
-    be imported, but `__dir__` and `__all__` leave them out.
+    The names are read from the imports under the first `if TYPE_CHECKING:` of that `__init__.py`. So each name is
+    written only once, and type checkers see ordinary imports. The names under a second `if TYPE_CHECKING:` are for
+    other folders of dash_trl ("rooms"): these names can be imported, but `__dir__` and `__all__` leave them out.
 
     Args:
         package: name of the package, its `__name__`.

@@ -4,7 +4,7 @@
     Rewards ─┼──► Collector ──► MicroSteps ──► the trainer's training_step
     LogProbs ┘
 
-Only the functions of this module read the trainer's settings. The objects get values and functions, never the trainer.
+The objects never get the trainer. The functions of this module read its settings, and pass values and functions on.
 """
 
 import logging
@@ -77,12 +77,12 @@ def on_servers(trainer: Any) -> bool:
 
 
 def one_ahead(trainer: Any) -> bool:
-    """Whether this process samples, and samples the next window while it waits for rewards."""
+    """Whether this process samples the next window while it waits for rewards (`async_level=1` without servers)."""
     return trainer.args.async_level > 0 and not on_servers(trainer) and trainer.rollout_func is None
 
 
 def looks_ahead(trainer: Any) -> bool:
-    """Whether the sampler can work on windows that have not begun."""
+    """Whether the sampler can sample a window before training needs it."""
     return on_servers(trainer) or one_ahead(trainer)
 
 
@@ -92,10 +92,10 @@ def knows_log_probs(trainer: Any) -> bool:
 
 
 def loss_settings(trainer: Any, *, training: bool) -> dict[str, Any]:
-    """Return the attributes of the trainer with which TRL computes the loss; see `trl_settings`.
+    """Return the values of the trainer's attributes to set while TRL computes the loss; see `trl_settings`.
 
-    TRL corrects for the difference between sampler and policy only with `use_vllm`. In training, DASH also corrects for
-    any other sampler whose log-probs are known.
+    TRL corrects for the difference between sampler and policy only with `use_vllm`. In training, DASH also corrects
+    with `loss_type="decoupled_ppo"`, and if this process samples the next window while it waits for rewards.
 
     Args:
         trainer: a `DASHTrainer`.
@@ -108,13 +108,13 @@ def loss_settings(trainer: Any, *, training: bool) -> dict[str, Any]:
 
 
 def is_repeatable(trainer: Any) -> bool:
-    """Whether training passes are repeatable; see `LogProbRules.repeatable`. It looks at every module of the model."""
+    """Whether training passes are repeatable; see `LogProbRules.repeatable`. The check visits every module."""
     args = trainer.args
     return args.num_iterations == 1 and args.neftune_noise_alpha is None and not has_dropout(trainer.model)
 
 
 def log_prob_rules(trainer: Any) -> LogProbRules:
-    """Return the `LogProbRules` of the settings: which log-probs the loss needs."""
+    """Return the `LogProbRules`: which log-probs the loss needs with the trainer's settings."""
     args, settings = trainer.args, loss_settings(trainer, training=True)
     corrects = settings.get("use_vllm", trainer.use_vllm) and settings.get(
         "vllm_importance_sampling_correction", trainer.vllm_importance_sampling_correction
@@ -172,7 +172,7 @@ def prompts_of_rank(args: Any) -> int:
 
 
 def new_history(trainer: Any) -> PromptHistory | None:
-    """Build the `PromptHistory`; `None` without `max_skipped_epochs`."""
+    """Build the `PromptHistory`, which decides which prompts an epoch skips; `None` without `max_skipped_epochs`."""
     args = trainer.args
     if not args.max_skipped_epochs:
         return None
@@ -188,7 +188,12 @@ def new_history(trainer: Any) -> PromptHistory | None:
 
 
 def new_order(trainer: Any, sampler: Any) -> EpochOrder:
-    """Build the order of the prompts from TRL's sampler."""
+    """Build the `EpochOrder`: the prompts of each epoch in TRL's order, without the skipped prompts.
+
+    Args:
+        trainer: a `DASHTrainer`.
+        sampler: TRL's sampler of prompts.
+    """
 
     def chosen(epoch: int) -> Sequence[int] | None:
         history = getattr(trainer._reader, "history", None)
@@ -198,7 +203,13 @@ def new_order(trainer: Any, sampler: Any) -> EpochOrder:
 
 
 def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
-    """Build the sampler that the settings ask for."""
+    """Build the `Sampler`, which turns prompts into completions: by `rollout_func`, on vLLM servers or in this process.
+
+    Args:
+        trainer: a `DASHTrainer`.
+        rewards: the rewards of the run, which may begin while rows are sampled.
+        log_probs: computes the log-probs of completions that this process samples ahead.
+    """
     decode, timed = partial(decoded, trainer._tokenizer), trainer.recorder.timed
     on_rows = rewards.early.take if rewards.early.wanted else None
 
@@ -243,7 +254,7 @@ def new_sampler(trainer: Any, rewards: Rewards, log_probs: LogProbs) -> Sampler:
 
 
 def group_watch(trainer: Any) -> Callable[[Prompts, int, list[list[int]]], None] | None:
-    """Return a function that passes each group to the callbacks with `watches_groups`; `None` if there are none."""
+    """Return a function that calls `on_group_sampled` for a group; `None` if no callback has `watches_groups`."""
     watching = [callback for callback in trainer._dash_callbacks() if callback.watches_groups]
 
     def sampled(prompts: Prompts, first: int, completion_ids: list[list[int]]) -> None:
@@ -258,11 +269,12 @@ def group_watch(trainer: Any) -> Callable[[Prompts, int, list[list[int]]], None]
 def new_conversations(trainer: Any) -> Conversations | None:
     """Build the `Conversations`, which run the tools and environments of rows with several turns.
 
-    TRL's idle environments are used. The result is `None` if there are no tools and no environments.
+    The instances of environments that TRL has already created are used first. The result is `None` if there are no
+    tools and no environments.
     """
     if not trainer.tools and trainer.environment_factories is None:
         return None
-    tokenizer, context = deepcopy(trainer._tokenizer), trainer.context_length  # a copy, because other threads use it
+    tokenizer, context = deepcopy(trainer._tokenizer), trainer.context_length  # other threads use the copy
 
     def tokenize(prompt: Any, tools: Sequence[Any]) -> list[int]:
         check_prompt(prompt, "A row")
@@ -314,7 +326,8 @@ def new_rounds(trainer: Any) -> Rounds:
     """Build the `Rounds`, which sample the waiting rows turn by turn in this process."""
 
     def generate(contexts: list[list[int]], first: bool) -> tuple[list[list[int]], Any]:
-        # Sampling may be a collective. So a rank without waiting rows samples after one token and drops the result.
+        # Sampling may be a collective, in which every rank must take part. So a rank without waiting rows samples a
+        # completion of a single token, and drops it.
         idle = not contexts and not on_servers(trainer)
         if idle:
             contexts = [[trainer._tokenizer.eos_token_id]]
@@ -327,7 +340,7 @@ def new_rounds(trainer: Any) -> Rounds:
 def evaluated_turns(
     trainer: Any, prompt_ids: list[list[int]], completion_ids: list[list[int]], log_probs: list[list[float]] | None
 ) -> tuple:
-    """Finish rows whose first turns were sampled, as TRL's `_tool_call_loop` does.
+    """Sample the second and later turns of an evaluation's rows, in place of TRL's `_tool_call_loop`.
 
     Args:
         trainer: a `DASHTrainer` in evaluation.
@@ -354,12 +367,12 @@ def evaluated_turns(
 
 
 def new_rewards(trainer: Any, base: Any) -> Rewards:
-    """Build the reward functions of a run.
+    """Build the `Rewards`, which compute and log the rewards of a run.
 
     Args:
         trainer: a `DASHTrainer`.
-        base: the class `DASHTrainer`. If a subclass overrides `_calculate_rewards`, the override may change rows before
-            they are scored, so rewards do not begin before the override is called.
+        base: the class `DASHTrainer`, to find out whether a subclass overrides `_calculate_rewards`. Such an override
+            may change rows before they are scored, so no reward begins before the override is called.
     """
     overridden = type(trainer)._calculate_rewards is not base._calculate_rewards
     if overridden and looks_ahead(trainer) and trainer.accelerator.is_main_process:
@@ -389,7 +402,7 @@ def new_rewards(trainer: Any, base: Any) -> Rewards:
 
 
 def new_log_probs(trainer: Any) -> LogProbs:
-    """Build the `LogProbs` of the run."""
+    """Build the `LogProbs`, which compute old log-probs, reference log-probs and importance-sampling ratios."""
     micro_batches = new_micro_batches(trainer)
 
     def inputs_of(window: GenerationWindow, lengths: Tensor) -> Iterator[tuple[list[int], dict[str, Any]]]:
@@ -403,7 +416,8 @@ def new_log_probs(trainer: Any) -> LogProbs:
     def reference(inputs: dict[str, Any]) -> tuple:
         if trainer.ref_model is not None:
             return run(trainer.ref_model, inputs)
-        # With PEFT, the reference is the base model, or the adapter "ref" (the one that training began with).
+        # With PEFT, the reference is the adapter "ref", a copy of the adapter with which training began. Without "ref",
+        # the reference is the base model.
         model = trainer.accelerator.unwrap_model(trainer.model)
         with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
             return run(trainer.model, inputs)
@@ -420,7 +434,7 @@ def new_log_probs(trainer: Any) -> LogProbs:
 
 
 def new_collector(trainer: Any, rewards: Rewards) -> Collector:
-    """Build the `Collector` of the run, with its sampler and its log."""
+    """Build the `Collector`, which turns prompts into windows that are ready for training, with its sampler and log."""
     args, pad_token_id = trainer.args, trainer._tokenizer.pad_token_id
     log_probs = new_log_probs(trainer)
 
@@ -456,7 +470,8 @@ def new_collector(trainer: Any, rewards: Rewards) -> Collector:
             weights=lambda: trainer.reward_weights,
             count_tokens=count_tokens,
         ),
-        # An environment may add to its prompt when it is reset, so prompts are tokenized later.
+        # A `rollout_func` tokenizes prompts itself. An environment may add to its prompt when it is reset, so its
+        # prompts are tokenized after the reset.
         tokenize=trainer._tokenize_prompts
         if trainer.rollout_func is None and trainer.environment_factories is None
         else None,
@@ -472,7 +487,7 @@ def new_collector(trainer: Any, rewards: Rewards) -> Collector:
 
 
 def new_dynamic_sampling(trainer: Any) -> dict[str, Any]:
-    """Return the arguments of `Collector` that only a `PromptQueue` needs; empty without `queues_prompts`."""
+    """Return the arguments of `Collector` for dynamic sampling and skipped prompts; empty without `queues_prompts`."""
     args, ranks = trainer.args, trainer.ranks
     if not args.queues_prompts:
         return {}
@@ -504,7 +519,7 @@ def new_dynamic_sampling(trainer: Any) -> dict[str, Any]:
 
 
 def new_passes(trainer: Any) -> ModelPasses:
-    """Build the `ModelPasses` of the run."""
+    """Build the `ModelPasses`, which run the passes of the policy and the reference model, padding-free if possible."""
     models = [trainer.model] if trainer.ref_model is None else [trainer.model, trainer.ref_model]
     models = [trainer.accelerator.unwrap_model(model) for model in models]
     adapter = getattr(trainer.model, "active_peft_config", None)
@@ -513,7 +528,7 @@ def new_passes(trainer: Any) -> ModelPasses:
         virtual_tokens=getattr(adapter, "is_prompt_learning", False),
         continuous_batching=trainer.args.use_transformers_continuous_batching,
         noisy_embeddings=trainer.args.neftune_noise_alpha is not None,
-        # set by `torch_compile` or by accelerate's own configuration
+        # The backend is set by `torch_compile` or by accelerate's own configuration.
         compiled=trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
         share_prompts=trainer.args.share_prompts,
         router_losses=trainer.aux_loss_enabled,
@@ -521,7 +536,7 @@ def new_passes(trainer: Any) -> ModelPasses:
 
 
 def new_micro_batches(trainer: Any) -> MicroBatches:
-    """Build the `MicroBatches` of the run."""
+    """Build the `MicroBatches`, which make the inputs of model passes from the rows of a window."""
     args = trainer.args
     return MicroBatches(
         trainer._passes,
@@ -535,7 +550,7 @@ def new_micro_batches(trainer: Any) -> MicroBatches:
 
 
 def new_micro_steps(trainer: Any, collector: Collector) -> MicroSteps:
-    """Build the `MicroSteps` of the run."""
+    """Build the `MicroSteps`, which make the inputs for each call of `training_step`."""
     args, micro_batches = trainer.args, new_micro_batches(trainer)
     return MicroSteps(
         Schedule(
@@ -558,7 +573,7 @@ def new_micro_steps(trainer: Any, collector: Collector) -> MicroSteps:
 
 
 def new_recorder(trainer: Any) -> Recorder:
-    """Build the `Recorder` of the run."""
+    """Build the `Recorder`, which collects the figures and seconds that TRL logs."""
 
     def logged() -> bool:
         """Whether the running optimizer step will be logged, as far as that is known now."""
@@ -578,7 +593,7 @@ def new_recorder(trainer: Any) -> Recorder:
 
 
 def new_checkpoints(trainer: Any, log_probs: LogProbs) -> Checkpoints:
-    """Build the `Checkpoints` of the run."""
+    """Build the `Checkpoints`, which save and restore the window in use."""
 
     def shapes() -> Shapes:
         dataset, rules = trainer.train_dataset, log_probs.rules

@@ -1,4 +1,4 @@
-"""`DASHCallback`: a `TrainerCallback` with more events, which see rollouts, rewards and advantages."""
+"""`DASHCallback`: a `TrainerCallback` with events that can change rollouts, rewards and advantages."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ MISSPELT = 0.9
 
 @dataclass(frozen=True)
 class SampledGroup:
-    """The completions of one prompt, as soon as a vLLM server has sampled all of them.
+    """All completions of one prompt. `on_group_sampled` gets them as soon as a vLLM server has sampled them.
 
     Attributes:
-        number: number of the generation batch that the group belongs to, in the order in which batches are sampled.
+        number: number of the group's generation batch. Batches are numbered in the order of sampling.
         examples: the dataset row of each completion.
         prompt_ids: token ids of each completion's prompt.
         completion_ids: token ids of each completion.
@@ -45,23 +45,24 @@ class SampledGroup:
 class DASHCallback(TrainerCallback):
     """A callback that can read and change rollouts between sampling and filtering.
 
-    On every rank, the trainer calls `on_rollouts_sampled`, `on_rewards` and `on_advantages`, in this order, once per
-    generation batch, with this rank's rows in the order of their groups. Each event may change its field in place:
-    tokens and masks, rewards, or advantages. The keyword arguments are those of every `TrainerCallback` event (`model`,
-    `processing_class`, …) and `trainer`. Collectives and model passes are allowed if all ranks run the same number of
-    them. Evaluations use TRL's code and have no such events.
+    For each generation batch, every rank calls `on_rollouts_sampled`, `on_rewards` and `on_advantages` in this order.
+    Each event gets the rows of its own rank, with the rows of a group next to each other, and may change them in place:
+    `on_rollouts_sampled` tokens and masks, `on_rewards` rewards, `on_advantages` advantages. The keyword arguments are
+    `model`, `processing_class` and `trainer`. An event may run collectives and model passes if all ranks run the same
+    number of them. Evaluations run TRL's code, which does not call these events.
 
     If an event leaves a field with a wrong shape or dtype, the trainer raises a `ValueError` that names the callback.
 
     Attributes:
-        per_group: True = the result of the callback for a group does not depend on other groups. Two options need
-            that: with `reward_pipeline`, `on_rewards` and `on_advantages` get some groups at a time, as their rewards
-            come; with `max_num_gen_batches`, they get the groups of one round.
+        per_group: True = what the callback does to a group does not depend on other groups. Two options require this,
+            because they call `on_rewards` and `on_advantages` for some groups of a window at a time. With
+            `reward_pipeline`, these are the groups whose rewards have just come. With `max_num_gen_batches`, these are
+            the groups of one round of sampling.
         watches_groups: True = the trainer calls `on_group_sampled`.
     Raises:
-        ValueError: when a subclass is defined, if the name of a method resembles that of an event; when a trainer is
-            created with the callback, if the trainer is not a `DASHTrainer`. In both cases, methods would never be
-            called, without any message.
+        ValueError: if a subclass is defined and the name of one of its methods resembles the name of an event, or if
+            the callback is given to a trainer other than `DASHTrainer`. Without the error, the trainer would never call
+            the method, and the user would see no message.
     """
 
     per_group = False
@@ -92,14 +93,14 @@ class DASHCallback(TrainerCallback):
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state of this callback for a checkpoint; `None` = the callback has no state.
 
-        The state consists of tensors, numbers, texts, lists and dicts, so that `torch.load(weights_only=True)` can read
-        it. The state must be the same on all ranks, because only that of the first rank is saved. It must not be
-        changed after it was returned.
+        The state must consist of tensors, numbers, texts, lists and dicts, so that `torch.load(weights_only=True)` can
+        read it. All ranks must return the same state, because only the state of the first rank is saved. The callback
+        must not change the returned object later.
         """
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state when a run is resumed from a checkpoint. It is called on every rank.
+        """Restore the state of this callback. Every rank calls this method when a run is resumed from a checkpoint.
 
         Args:
             state: the state that `state_dict` returned when the checkpoint was saved.
@@ -118,15 +119,16 @@ class DASHCallback(TrainerCallback):
             state: the `TrainerState`.
             control: the `TrainerControl`.
             group: the group.
-            kwargs: `trainer`.
+            kwargs: `trainer`, the `DASHTrainer`.
         """
 
     def on_rollouts_sampled(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: RolloutBatch, **kwargs
     ) -> None:
-        """Called when the rollouts have been sampled and are in CPU memory.
+        """Called when the rollouts of a generation batch have been sampled. Their tensors are in CPU memory.
 
-        To take tokens out of the loss, set or change `tool_mask`, [B, T]. The other masks only mark tokens and padding.
+        To take tokens out of the loss, set or change `rollouts.tool_mask`, [B, T]: 0 = the loss does not count the
+        token. The other masks only distinguish tokens from padding.
 
         Args:
             args: the trainer's `DASHConfig`.
@@ -139,9 +141,9 @@ class DASHCallback(TrainerCallback):
     def on_rewards(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, rollouts: ScoredRollouts, **kwargs
     ) -> None:
-        """Called when the rewards have come. It may change `rollouts.rewards`, [B, F].
+        """Called when the F reward functions have scored the rows. It may change `rollouts.rewards`, [B, F].
 
-        NaN = the function does not apply. A row in which all F rewards are NaN is unscored.
+        NaN = the reward function does not apply to the row. A row in which all F rewards are NaN is unscored.
 
         Args:
             args: the trainer's `DASHConfig`.
@@ -159,7 +161,7 @@ class DASHCallback(TrainerCallback):
         rollouts: CreditedRollouts,
         **kwargs,
     ) -> None:
-        """Called when the advantages are computed. It may change `rollouts.advantages`, [B].
+        """Called when the trainer has computed the advantages. It may change `rollouts.advantages`, [B].
 
         For per-token credit, replace `rollouts.advantages` with a tensor [B, T].
 
@@ -180,7 +182,7 @@ def dispatch(
     arguments: tuple[Any, Any, Any],
     others: Mapping[str, Any],
 ) -> None:
-    """Call an event of each callback. An error on one rank is raised on all ranks.
+    """Call one event of every callback, and check the rows after each call. An error on one rank is raised on all.
 
     Args:
         event: name of the event.
@@ -190,8 +192,8 @@ def dispatch(
         arguments: `args`, `state` and `control`.
         others: the keyword arguments of the event.
     Raises:
-        ValueError: if a callback left a field with a wrong shape or dtype, or if it changed the loss tokens after they
-            had been counted.
+        ValueError: if a callback gave a field a wrong shape or dtype, or if it changed which tokens the loss counts in
+            a later event than `on_rollouts_sampled`.
     """
     for callback in callbacks:
         ranks.agree(partial(_call, callback, event, rollouts, arguments, others))
@@ -209,7 +211,7 @@ def _call(callback: DASHCallback, event: str, rollouts: RolloutBatch, arguments:
 
 
 def _named(callbacks: Iterable[DASHCallback]) -> Iterator[tuple[str, DASHCallback]]:
-    """Yield each callback with a name: that of its class, then `Name-2` for the second callback of a class."""
+    """Yield (name, callback). The first callback of a class `Name` is called `Name`, the second one `Name-2`, …"""
     count: Counter[str] = Counter()
     for callback in callbacks:
         name = type(callback).__name__
@@ -218,17 +220,19 @@ def _named(callbacks: Iterable[DASHCallback]) -> Iterator[tuple[str, DASHCallbac
 
 
 def states_of(callbacks: Iterable[DASHCallback]) -> dict[str, Any]:
-    """Return the states of the callbacks that have a state, by the names of the callbacks. States are not copied.
+    """Return the states of the callbacks for a checkpoint. The states are not copied.
 
     Args:
         callbacks: the callbacks, in the order of the run.
+    Returns:
+        Name of the callback → its state, without the callbacks that have no state.
     """
     found = {name: callback.state_dict() for name, callback in _named(callbacks)}
     return {name: state for name, state in found.items() if state is not None}
 
 
 def restore_states(callbacks: Iterable[DASHCallback], states: dict[str, Any]) -> list[str]:
-    """Load the states into the callbacks.
+    """Pass the states from a checkpoint to the callbacks.
 
     Args:
         callbacks: the callbacks, in the same order as when the states were saved.

@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | None:
-    """Returns the path of the checkpoint that `resume_from_checkpoint` means.
+    """Finds the checkpoint for the option `resume_from_checkpoint`.
 
     Args:
-        value: value of the option: the path of a checkpoint; the path of a folder, for the last checkpoint in it; True,
-            for the last checkpoint in `output_dir`; or None or False, for a new run. A text such as "true" has the same
-            meaning as the value.
+        value: value of the option. A path is a checkpoint, or a folder with checkpoints, of which the last one is used.
+            True stands for the last checkpoint in `output_dir`, None and False for a new run. The texts "true", "none"
+            and "false" mean the same as these three values.
         output_dir: `TrainingArguments.output_dir`.
     Returns:
         The path of the checkpoint; None for a new run.
@@ -62,13 +62,14 @@ def checkpoint_to_resume(value: str | bool | None, output_dir: str) -> str | Non
 
 
 class Checkpoints:
-    """Saves and restores the files that this package adds to a checkpoint of Transformers.
+    """Saves and loads the files that this package adds to a checkpoint of Transformers.
 
-    All ranks call every method at the same point.
+    With these files, a resumed run continues within the saved window instead of sampling a new one. All ranks call
+    every method at the same point.
 
     Args:
         ranks: the ranks of the run.
-        shapes: function that returns the current shapes of the run.
+        shapes: function that returns the current settings on which the contents of a checkpoint depend.
         callbacks: function that returns the callbacks that may have a state.
         sharded: True = each rank saves a shard of the optimizer's state, so only the same number of ranks can resume.
     """
@@ -86,7 +87,9 @@ class Checkpoints:
         self._before: tuple[dict[str, Any], dict[str, Any] | None] = {}, None
 
     def begin_optimizer_step(self, reader: PromptReader | PromptQueue) -> None:
-        """Keep the states of the callbacks and the position in the prompts, as they are before the optimizer step.
+        """Store the states of the callbacks and the position in the prompts from before the optimizer step.
+
+        `save` writes them if a resumed run has to sample the window in use again.
 
         Args:
             reader: the reader of the prompts.
@@ -111,11 +114,11 @@ class Checkpoints:
             folder: folder of the checkpoint.
             epoch: `TrainerState.epoch`.
             max_steps: `TrainerState.max_steps`.
-            step: the micro-step at which a resumed run continues; see `SavedRun`.
+            step: number of the micro-step at which a resumed run continues; see `SavedRun`.
             skipped_steps: number of optimizer steps skipped so far.
-            window: the window in use. `None`: a resumed run does not use it.
-            samples_again: True = a resumed run samples the window in use again, so it needs the states from before this
-                window was sampled.
+            window: the window in use. `None`: a resumed run does not need this window.
+            samples_again: True = a resumed run samples the window in use again. Then the states from before the running
+                optimizer step are saved, because they belong to the time before this window was sampled.
             reader: the reader of the prompts.
         """
         shapes = self._shapes()
@@ -130,12 +133,12 @@ class Checkpoints:
 
         Args:
             checkpoint: folder of the checkpoint.
-            start: the position in the dataset as Transformers counts it: the number of epochs, and the number of
-                micro-batches of a rank in the epoch that follows.
+            start: position in the dataset as Transformers counts it: (completed epochs, micro-batches that a rank has
+                taken from the current epoch).
             ignore_data_skip: Transformers' option; see `why_a_new_window`.
         Returns:
-            The saved run if this run can continue in the saved window, otherwise `None` (then a warning gives the
-            reason); and the number of optimizer steps skipped so far.
+            (saved run, number of optimizer steps skipped so far). The saved run is `None` if this run cannot continue
+            in the saved window; a warning then gives the reason.
         Raises:
             ValueError: if the run cannot be resumed with these settings, or if a file is damaged or missing.
         """

@@ -1,15 +1,16 @@
-"""Train, sample and measure with one command; `python -m dash_trl` is the same.
+"""Train, serve and evaluate models with one command. `python -m dash_trl` does the same.
 
-    dash_trl doctor shows what works on this machine
-    dash_trl train runs examples/train_math.py; without flags a tiny model, offline
-    dash_trl sft runs examples/sft.py
-    dash_trl serve MODEL --servers 2 runs python -m dash_trl.serve
-    dash_trl eval MODEL runs python -m dash_trl.evaluation
+    dash_trl doctor                     shows what works on this machine
+    dash_trl train                      runs examples/train_math.py; without flags, it trains a tiny model offline
+    dash_trl sft                        runs examples/sft.py
+    dash_trl serve MODEL --servers 2    runs python -m dash_trl.serve
+    dash_trl eval MODEL                 runs python -m dash_trl.evaluation
 
-`dash_trl COMMAND --help` lists the flags of a command; `train` and `sft` show the most used ones, and --help_all shows
-all. accelerate launches these two. Beside their own flags they take --accelerate_config (ddp, zero2, zero3,
-zero3_offload, fsdp2, single_process, cpu, or a file), --num_processes (default: all GPUs of this machine, unless the
-file has a number), --gpu_ids, --num_machines, --machine_rank, --main_process_ip and --main_process_port.
+`dash_trl COMMAND --help` lists the flags of a command. For `train` and `sft`, it lists the most used flags, and
+--help_all lists all flags. These two commands run their scripts by `accelerate launch`, so they also have flags of the
+launcher: --accelerate_config (ddp, zero2, zero3, zero3_offload, fsdp2, single_process, cpu, or a file), --num_processes
+(default: one for each GPU of this machine, unless the file has a number), --gpu_ids, --num_machines, --machine_rank,
+--main_process_ip and --main_process_port.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch(script: str, flags: Sequence[str]) -> None:
-    """Runs a script of examples/ by `accelerate launch`, in new processes. If the script fails, this process ends.
+    """Runs a script of examples/ in new processes, by `accelerate launch`. If the script fails, this process exits.
 
     Args:
         script: file name in examples/.
@@ -58,8 +59,8 @@ def launch(script: str, flags: Sequence[str]) -> None:
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # The last error on the screen is that of the script, not that of the launcher: with one process because of --quiet,
-    # with several processes because torch has recorded the script's error.
+    # The last error on the screen must be the script's, not the launcher's. With one process, --quiet ensures this.
+    # With several processes, torch has recorded the script's error, which is printed below.
     try:
         launch_command(launch_command_parser().parse_args(["--quiet", *launch_arguments(script, flags)]))
     except ChildFailedError as error:
@@ -67,7 +68,7 @@ def launch(script: str, flags: Sequence[str]) -> None:
 
 
 def launch_arguments(script: str, flags: Sequence[str]) -> list[str]:
-    """Returns the arguments of `accelerate launch`: flags of the launcher, the script, and flags of the script.
+    """Returns the arguments of `accelerate launch`: flags of the launcher, then the script, then its flags.
 
     Args:
         script: file name in examples/.
@@ -109,7 +110,7 @@ def accelerate_config(config: str) -> str:
 
 
 def processes(config_file: str, gpu_ids: str | None) -> dict[str, str]:
-    """Returns the flag for one process per GPU, if the configuration of accelerate leaves the number of processes open.
+    """Returns the flag that starts one process per GPU, if accelerate's configuration has no number of processes.
 
     Args:
         config_file: path of the configuration.
@@ -129,10 +130,10 @@ def processes(config_file: str, gpu_ids: str | None) -> dict[str, str]:
 
 
 def files(folder: str) -> Path:
-    """Returns a folder of the project. It is inside an installed package, but next to the package in a checkout.
+    """Returns the path of a folder of the project: inside the installed package or, in a checkout, next to the package.
 
     Args:
-        folder: name of the folder.
+        folder: name of the folder, such as "examples".
     """
     carried = PACKAGE / folder
     return carried if carried.is_dir() else PACKAGE.parent / folder

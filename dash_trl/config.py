@@ -8,20 +8,20 @@ from dash_trl.sampling import check_urls
 from dash_trl.update import OFF_POLICY_LOSSES, OUTCOME_ESTIMATORS
 
 TRL_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-# The words that an option accepts. TRL refuses an unknown word only after the first generation, or never.
+# Option → the words that it accepts. TRL refuses an unknown word only after the first generation, or never.
 CHOICES: dict[str, tuple[str, ...]] = {
     "loss_type": (*TRL_LOSSES, *OFF_POLICY_LOSSES),
     "scale_rewards": ("group", "batch", "none"),
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-    # our own
+    # options that DASH adds
     "advantage_estimator": ("grpo", *OUTCOME_ESTIMATORS),
     "filter_denominator": ("all", "kept"),
     "vllm_weight_sync": ("file", "nccl"),
 }
 
-# The smallest value of a number, and the reason.
+# Option → its smallest value, and the reason.
 LIMITS: dict[str, tuple[float, str]] = {
     "gradient_filter_threshold": (0, "rows with a smaller advantage are dropped; None keeps all rows"),
     "max_tokens_per_microbatch": (1, "it is the token budget of a model pass; None packs rows as TRL does"),
@@ -38,7 +38,7 @@ LIMITS: dict[str, tuple[float, str]] = {
     "num_iterations": (1, "it is the number of times that a window is trained on"),
 }
 
-# The options that our own losses refuse, each with the reason.
+# Loss of DASH → the options that it would ignore, each with the reason.
 REFUSED: dict[str, dict[str, str]] = {
     "aipo": {
         "beta": "it has no KL term",
@@ -64,82 +64,89 @@ class DASHConfig(GRPOConfig):
 
     Args:
         gradient_filter_threshold (`float` or `None`, defaults to `0.0`):
-            Drop a row before any model pass if its largest absolute advantage is 0 or below this threshold, or if it is
-            unscored. `0.0` drops only rows without any signal: with `beta=0`, the update is then exactly GRPO's. The
-            paper uses 0.1 (Section 3.5). With rewards of 0 or 1, that drops no row with signal if groups have at most 9
-            rows (64 with `scale_rewards="group"`). With rewards that are uniform on 0 … 1 and groups of 8, it drops 23
-            % of the rows with `scale_rewards="none"` and 6 % with `"group"`. `None` turns filtering off. The logged
-            `kl` and `entropy` are those of the survivors; they differ from TRL's, which cover all rows.
+            Drop rows with little signal before any model pass. A row is one completion with its prompt. It is dropped
+            if its largest absolute advantage is 0 or below this threshold, or if it has no reward, because a reward
+            function failed or none applies to it. `0.0` drops only rows without a reward, and rows whose advantages are
+            all 0: with `beta=0`, the update is then exactly GRPO's. The paper uses 0.1 (Section 3.5). If all rewards
+            are 0 or 1, a threshold of 0.1 keeps every row with a nonzero advantage in groups of at most 9 rows (64 with
+            `scale_rewards="group"`). If rewards are uniform on 0 … 1 and groups have 8 rows, 0.1 drops 23 % of the rows
+            with `scale_rewards="none"` and 6 % with `"group"`. `None` turns filtering off. The logged `kl` and
+            `entropy` cover only the rows that are kept; TRL's cover all rows.
         filter_denominator (`str`, defaults to `"all"`):
-            What the loss is divided by. `"all"`: all rows, dropped ones included. This is exactly GRPO's update;
-            filtering then equals setting small advantages to 0, as in the paper. `"kept"`: only the survivors of the
-            optimizer step, so steps are larger when few rows survive.
+            Which rows count in the denominator of the loss. `"all"`: all rows, including dropped rows. The update is
+            then exactly GRPO's, and filtering has the same effect as setting small advantages to 0, as in the paper.
+            `"kept"`: only the rows of the optimizer step that are kept, so steps are larger when few rows are kept.
         advantage_estimator (`str`, defaults to `"grpo"`):
-            How rewards become advantages. `"grpo"`: TRL's definition, with `scale_rewards` and
-            `multi_objective_aggregation`. The other estimators do not use these two options (see
-            `dash_trl.update.advantages`): `"rloo"`, `"reinforce_plus_plus"`, `"reinforce_plus_plus_baseline"`, `"opo"`,
-            `"grpo_passk"`.
+            How advantages are computed from rewards. `"grpo"`: TRL's definition, with `scale_rewards` and
+            `multi_objective_aggregation`. The other estimators do not use these two options: `"rloo"`,
+            `"reinforce_plus_plus"`, `"reinforce_plus_plus_baseline"`, `"opo"`, `"grpo_passk"` (see
+            `dash_trl.update.advantages`).
         loss_type (`str`, defaults to `"dapo"`):
-            One of TRL's losses, or one of two losses for rollouts of older weights, which need the sampler's log-probs
-            (`docs/concepts/staleness.md`). `"aipo"` weighs each token by min(policy / sampler, `aipo_delta`) and has no
-            other term. `"decoupled_ppo"` is `"dapo"` around the weights at the start of the generation window, with
-            `vllm_importance_sampling_mode="token_truncate"` at `vllm_importance_sampling_clip_max`.
+            One of TRL's losses, or `"aipo"` or `"decoupled_ppo"`. These two are for rollouts that older weights
+            sampled, and need the sampler's log-probs (`docs/concepts/staleness.md`). `"aipo"` weights each token by
+            min(r, `aipo_delta`) and has no other term; r is the token's probability under the policy, divided by its
+            probability under the sampler. `"decoupled_ppo"` is `"dapo"` with the weights at the start of the generation
+            window as the old policy, and with TRL's correction `vllm_importance_sampling_mode="token_truncate"`, which
+            truncates ratios at `vllm_importance_sampling_clip_max`.
         aipo_delta (`float`, defaults to `8.0`):
-            With `loss_type="aipo"`, the largest weight of a token. A token whose ratio is above it has no gradient.
+            With `loss_type="aipo"`, the largest weight of a token. A token with a larger ratio r has no gradient.
         aipo_detached (`bool`, defaults to `False`):
-            With `loss_type="aipo"`, treat the weight as a factor without gradient. A token whose ratio is above
-            `aipo_delta` then keeps a gradient, with the weight `aipo_delta`.
+            With `loss_type="aipo"`, treat the weight as a constant factor. A token with a ratio r above `aipo_delta`
+            then has a gradient, with the weight `aipo_delta`.
         max_tokens_per_microbatch (`int` or `None`, defaults to `None`):
-            Token budget of one model pass: prompt and completion tokens, a shared prompt counted once. Padding counts,
-            too, if the model cannot run padding-free. `None`: at most `per_device_train_batch_size` rows, as in TRL.
-            Set it to what fits in memory; short rows then share a pass. A single row above the budget gets a pass of
-            its own.
+            The largest number of prompt and completion tokens in one model pass. A shared prompt counts once. Padding
+            counts if the model cannot run padding-free. Set the option to the number of tokens that fits in memory, so
+            that many short rows run in one pass. A row with more tokens still runs, in a pass of its own. `None`: a
+            pass has at most `per_device_train_batch_size` rows, as in TRL.
         share_prompts (`bool` or `None`, defaults to `None`):
-            Compute a prompt once for all rows of a pass that have it. The update is the same. `None`: share prompts of
-            at least 16 tokens, for which it is faster. `True`: share prompts of at least 2 tokens. `False`: never.
+            If several rows of a model pass have the same prompt, compute this prompt only once. The update is the same.
+            `None`: share prompts of at least 16 tokens, because sharing shorter prompts is slower. `True`: share
+            prompts of at least 2 tokens. `False`: share no prompt.
         async_level (`int`, defaults to `0`):
-            The number of generation windows that servers may sample ahead of training. Window n is trained on rollouts
-            of the weights with which window n − `async_level` began, or of newer ones. A value above 0 needs servers
-            and a loss for older rollouts (`"aipo"`, `"decoupled_ppo"`); see docs/howto/async.md. `0`: a window is
-            sampled when training needs it. `1` without servers: this process samples the next window while it waits
-            for the rewards of a `RewardRunner`.
+            The number of generation windows that servers may sample ahead of training. The rollouts of window n are
+            sampled by the weights with which training of window n − `async_level` began, or by newer weights. With a
+            value above 0, use a loss for older rollouts (`"aipo"`, `"decoupled_ppo"`); see docs/howto/async.md. `0`: a
+            window is sampled when training needs it. `1` without servers: the trainer's process samples the next window
+            while it waits for the rewards of a `RewardRunner`. A value above 1 needs servers.
         max_num_gen_batches (`int`, defaults to `1`):
-            Dynamic sampling (DAPO; the option has verl's name). While a window has fewer groups with signal than a
-            generation batch has groups, more prompts are sampled, until this number of generation batches is reached.
-            The window is trained on the groups with signal that came first. `1`: off. Needs `max_steps`; see
+            Dynamic sampling (DAPO; the option has verl's name). A group consists of all completions of one prompt, and
+            has signal if `gradient_filter_threshold` keeps one of them. More prompts are sampled until a generation
+            batch is full of groups with signal, or until this number of generation batches has been sampled. Training
+            uses the groups with signal that were sampled first. `1`: off. Needs `max_steps`; see
             docs/howto/dynamic-sampling.md.
         max_skipped_epochs (`int`, defaults to `0`):
-            An epoch may skip prompts whose groups had no signal in recent epochs. No prompt is skipped in more than
-            this number of epochs in a row. `0`: no prompt is skipped. Needs `max_steps`; see
+            An epoch may skip a prompt if its groups had no signal in recent epochs. This option is the largest number
+            of consecutive epochs that skip the same prompt. `0`: no prompt is skipped. Needs `max_steps`; see
             docs/howto/dynamic-sampling.md.
         reward_pipeline (`bool`, defaults to `False`):
-            Within an optimizer step, train on the groups that are scored while the rewards of others are awaited. The
-            update is the same. In the Mini set-up, each optimizer step takes the groups that are scored next. Needs
-            reward functions that score each completion by itself (`dash_trl.RewardRunner`); see
-            docs/howto/slow-rewards.md.
+            Train on each group as soon as it is scored, while the optimizer step waits for the rewards of other groups.
+            The update is the same. If several optimizer steps share one window (`steps_per_generation` above
+            `gradient_accumulation_steps`), each step trains on the groups that are scored next. Needs reward functions
+            that score each completion by itself (`dash_trl.RewardRunner`); see docs/howto/slow-rewards.md.
         eval_k (`list[int]` or `None`, defaults to `None`):
-            Log accuracy and pass@k for these k in evaluations, each with its 95 % interval over the problems, from the
-            `num_generations_eval` completions of each problem. A completion is correct if its reward is above 0.5. Such
-            evaluations leave the random numbers of training unchanged. See docs/howto/evaluate.md.
+            In evaluations, log accuracy and pass@k for each of these k, with a 95 % interval over the problems. They
+            are computed from the `num_generations_eval` completions of each problem. A completion is correct if its
+            reward is above 0.5. With this option, an evaluation does not change the random numbers of training. See
+            docs/howto/evaluate.md.
         tool_timeout (`float`, defaults to `600.0`):
-            Seconds that one call of a tool, or of an environment's `reset` or `get_reward`, may take. If it takes
-            longer, the run no longer waits for the call, and its row is unscored; see docs/howto/tools.md.
+            Seconds that one call of a tool, or of an environment's `reset` or `get_reward`, may take. If a call takes
+            longer, the run stops waiting for it, and does not train on its row; see docs/howto/tools.md.
         vllm_server_urls (`list[str]` or `None`, defaults to `None`):
             URLs of the vLLM servers to sample from, e.g. `http://127.0.0.1:8000 http://127.0.0.1:8001`. The command
-            `python -m dash_trl.serve` starts such servers. Implies `use_vllm=True` and `vllm_mode="server"`. TRL's
-            `vllm_server_timeout` is how long a run waits while no server can be used.
+            `python -m dash_trl.serve` starts such servers. Implies `use_vllm=True` and `vllm_mode="server"`. If no
+            server can be used, the run waits for one, at most TRL's `vllm_server_timeout` seconds.
         vllm_request_timeout (`float`, defaults to `600.0`):
-            Seconds that a server may take for one prompt's completions, or for one weight update. After that, the
-            server is treated as suspect, and another server gets the prompt.
+            Seconds that a server may take for one prompt's completions, or for one weight update. If a server takes
+            longer, another server gets the prompt, and the late server gets no prompt until it has answered a probe.
         vllm_weight_sync (`str`, defaults to `"file"`):
             How servers get new weights: `"file"` (any device) or `"nccl"` (GPU to GPU, experimental).
         vllm_weight_dir (`str` or `None`, defaults to `None`):
-            Folder that `"file"` writes weights to. Trainer and servers must see it under the same path. `None`: a
-            folder in `output_dir`.
+            With `vllm_weight_sync="file"`, the folder to which the trainer writes weights. Trainer and servers must see
+            the folder under the same path. `None`: a folder in `output_dir`.
         vllm_weight_difference (`bool`, defaults to `False`):
-            Send a server only the weights that changed since the version that it holds, over HTTP. The trainer keeps a
-            copy of the last version in CPU memory. This pays off if few bf16 weights change in a step; see
-            docs/howto/vllm.md.
+            Send a server, over HTTP, only the weights that have changed since its last update. For this, the trainer
+            keeps a copy of the last version in CPU memory. The option saves time if few bf16 weights change in a step;
+            see docs/howto/vllm.md.
     """
 
     gradient_filter_threshold: float | None = field(
@@ -291,11 +298,11 @@ class DASHConfig(GRPOConfig):
                 raise ValueError(f"{name}={value!r} is unknown. Use one of {', '.join(map(repr, choices))}.")
 
     def _refuse(self, reasons: dict[str, str], other: str) -> None:
-        """Refuse options that `other` would ignore, if they are not left at their defaults.
+        """Raise an error if an option that the setting `other` would ignore is not left at its default.
 
         Args:
             reasons: option → why `other` ignores it.
-            other: the setting to name in the error.
+            other: the setting, as the error shows it.
         """
         defaults = {one.name: one.default for one in fields(self)}
         for option, reason in reasons.items():
@@ -353,7 +360,7 @@ class DASHConfig(GRPOConfig):
             )
 
     def _of_whole_window(self) -> dict[str, str]:
-        """Return the settings that make an advantage depend on other groups, each with the way in which it does."""
+        """Return setting → reason, for each chosen setting with which an advantage depends on other groups."""
         options = {
             "scale_rewards='batch'": (self.scale_rewards == "batch", "divides by the deviation of all rewards"),
             "multi_objective_aggregation='normalize_then_sum'": (
@@ -368,7 +375,7 @@ class DASHConfig(GRPOConfig):
         return {name: reason for name, (is_set, reason) in options.items() if is_set}
 
     def _check_pipeline(self) -> None:
-        """Refuse settings that need the rewards of a whole window before its first pass."""
+        """Raise an error for a setting that needs the rewards of a whole window before its first pass."""
         accumulated = self.gradient_accumulation_steps
         rows = self.per_device_train_batch_size * min(accumulated, self.steps_per_generation)
         steps = f"steps_per_generation={self.steps_per_generation}"

@@ -1,4 +1,4 @@
-r"""Loads math and programming problems for TRL, as datasets with exactly the columns that training reads::
+r"""Loads math and programming problems as datasets for TRL. A dataset has exactly the columns that training reads::
 
     hub name | file | directory | save_to_disk  ──► datasets.Dataset ──► problem, answer columns ──► prompt, answer
                                                                     └──► problem, tests columns ──► prompt, tests, …
@@ -74,7 +74,7 @@ BEGINS = "\n\nYour program should define what begins like this:\n\n"
 
 PROBLEM_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "final_answer", "solution")
-SOLUTION_COLUMNS = ("completion", "solution", "answer")  # an `answer` must also have the way to it
+SOLUTION_COLUMNS = ("completion", "solution", "answer")  # an `answer` must contain the reasoning, too
 TEXT_COLUMNS = ("prompt", "text", "question", "description")
 PROGRAM_COLUMNS = ("completion", "code", "canonical_solution", "solution")
 SCRIPT_COLUMNS = ("tests", "test", "test_list")
@@ -115,9 +115,9 @@ def load_math_dataset(
         prompt_template: a name in `PROMPT_TEMPLATES`, or a text that contains `{problem}`. None = "boxed"; but the
             prompts of a column `prompt` stay unchanged.
         chat: True = make each prompt a conversation of one user message, for a tokenizer with a chat template.
-        completion: True = add the solutions, for supervised fine-tuning. The <<calculator marks>> of GSM8K are removed.
-            If the final answer of a solution is not in a box, a last sentence with the answer is added. In this
-            sentence, the answer is in a box if the prompt asks for a box.
+        completion: True = add a column with the solutions, for supervised fine-tuning. GSM8K's <<calculator marks>> are
+            removed. If a solution has no ``\boxed{}``, a last sentence with the answer is added. This sentence has a
+            box if the prompt asks for a box.
         problem_column: name of the column with the problems. None = the first of `PROBLEM_COLUMNS` that exists.
         answer_column: name of the column with the gold answers. None = the columns of `ANSWER_COLUMNS` that exist.
     Returns:
@@ -166,8 +166,8 @@ def load_code_dataset(
 
         load_code_dataset("google-research-datasets/mbpp", chat=tokenizer.chat_template is not None)
 
-    The problems come from the first of `TEXT_COLUMNS` that exists, and the solutions from the first of
-    `PROGRAM_COLUMNS`. The tests of each row come from the first of `TEST_COLUMNS` that has any in this row.
+    The problems come from the first column of `TEXT_COLUMNS` that exists, and the solutions from the first column of
+    `PROGRAM_COLUMNS` that exists. The tests of a row come from the first column of `TEST_COLUMNS` that has tests in it.
 
     Args:
         name_or_path: see `load_math_dataset`.
@@ -176,17 +176,19 @@ def load_code_dataset(
         prompt_template: a name in `PROMPT_TEMPLATES`, or a text that contains `{problem}`. None = "code", which asks
             for a fenced block; but ready-made prompts stay unchanged, and so do HumanEval's prompts without `chat`.
         chat: see `load_math_dataset`.
-        completion: True = add the solutions, for supervised fine-tuning, in a fence if the prompt asks for a fence.
+        completion: True = add a column with the solutions, for supervised fine-tuning. A solution is in a fenced block
+            if the prompt asks for this block.
         problem_column: name of the column with the problems. None = the first of `TEXT_COLUMNS` that exists.
     Returns:
         A dataset in the order of the source, with these columns:
 
         - `prompt`: string or conversation.
-        - `tests`: scripts; or, for programs that read standard input, `inputs` and `outputs`, lists of strings; or all
-          three.
+        - `tests`: list of scripts that test the program. For programs that read standard input, the columns are
+          `inputs` and `outputs` instead: lists of strings, one for each test. A dataset may have all three columns.
         - `entry_point`: the name of the function, or None.
-        - `starter_code`: the prompt as a program; for HumanEval only.
-        - `completion`: the solution in the form of the prompt, if asked for.
+        - `starter_code`: the beginning of the program, which the completion continues. The column exists for HumanEval,
+          and for ready-made datasets that contain it.
+        - `completion`: the solution, as a text or a conversation like the prompt; only with `completion=True`.
     Raises:
         ValueError: as in `load_math_dataset`; also if a row has no tests, or tests that are not Python.
     """
@@ -235,7 +237,7 @@ def load_code_dataset(
     return dataset.from_dict(loaded)
 
 
-# ------------------------------------------------------------------------------------------------- rows, purely
+# ------------------------------------------------------------------------------------------ from a row to its fields
 
 
 def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence[str]) -> dict[str, Any]:
@@ -244,9 +246,10 @@ def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence
     Args:
         row: the row.
         problem_column: the column with the problem.
-        test_columns: the columns that may have tests, best first.
+        test_columns: the columns that may have tests, the preferred column first.
     Returns:
-        `problem`, `tests`, `inputs`, `outputs`, `entry_point` and `starter_code`; None or empty if there is none.
+        `problem`, `tests`, `inputs`, `outputs`, `entry_point` and `starter_code`. A field that the row lacks is None or
+        empty.
     """
     fields = {name.lower(): value for name, value in row.items()}
     problem, name, starter = row[problem_column], fields.get("entry_point"), fields.get("starter_code")
@@ -268,7 +271,7 @@ def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence
         elif shown and isinstance(problem, str) and problem.strip():
             problem = f"{problem.strip()}{FIRST_TEST}{shown[0].strip()}"
         tests = ["\n".join([*setup, test]).lstrip() for test in tests]
-    elif not tests or fields.get("inputs"):  # a ready-made row may have both
+    elif not tests or fields.get("inputs"):  # a ready-made row may have scripts and inputs
         pairs, function = _contest_tests(fields)
         if function:
             name = "Solution" if "class Solution" in (starter or "") else function
@@ -277,7 +280,7 @@ def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence
             inputs, outputs = [_as_text(one) for one, _ in pairs], [_as_text(one) for _, one in pairs]
         if not fields.get("inputs") and isinstance(problem, str) and problem.strip():
             problem = problem.rstrip() + (f"{BEGINS}{starter.rstrip()}" if starter else READS if inputs else "")
-            starter = None  # APPS' starter code is not a program that a completion continues
+            starter = None  # only completions of HumanEval continue the starter code
     return {
         "problem": problem,
         "tests": tests or None,
@@ -289,9 +292,10 @@ def code_row(row: Mapping[str, Any], problem_column: str, test_columns: Sequence
 
 
 def _contest_tests(fields: Mapping[str, Any]) -> tuple[list[tuple[Any, Any]], str | None]:
-    """Returns pairs of an input and an output, and the name of a function; None = the program reads standard input.
+    """Returns the tests of a row as (input, expected output) pairs, and the name of the function that they test.
 
-    With a function, the pairs are the function's arguments and results.
+    If the name is None, the program reads the input from standard input and prints the output. Otherwise, the input is
+    the function's arguments, and the output is its result.
     """
     written = fields.get("input_output") or {}
     both = json.loads(written) if isinstance(written, str) else written
@@ -305,7 +309,16 @@ def _as_text(value: Any) -> str:
 
 
 def _call_test(name: str, function: str, arguments: Any, expected: Any) -> str:
-    """Returns a script with one test. As in APPS, a tuple counts as a list, and the expected value may be in a list."""
+    """Returns a script that calls a function and asserts its result.
+
+    As in APPS, the result may be a tuple where a list is expected, and the expected value may be wrapped in a list.
+
+    Args:
+        name: name that the program must define: the function or, for a method, the class `Solution`.
+        function: name of the function or method.
+        arguments: the arguments, as a list or as LiveCodeBench's text.
+        expected: the expected result, in the same form.
+    """
     if isinstance(arguments, str):  # in LiveCodeBench: JSON with one argument per line
         arguments, expected = [json.loads(line) for line in arguments.split("\n")], json.loads(expected)
     call = "Solution()." * (name != function) + function
@@ -320,16 +333,19 @@ def plain(value):
 
 
 def _scripts(value: Any) -> list[str]:
-    """Returns the scripts in a cell, which contains one text or a list of texts."""
+    """Returns the scripts in a cell of a table, which contains one text or a list of texts, without empty scripts."""
     values = [value] if isinstance(value, str) else list(value if value is not None else [])
     return [one for one in values if isinstance(one, str) and one.strip() and not _NO_INPUTS.search(one)]
 
 
-_NO_INPUTS = re.compile(r"^inputs = \[\]$", re.MULTILINE)  # EvalPlus's script for Mbpp/88, which all programs pass
+_NO_INPUTS = re.compile(r"^inputs = \[\]$", re.MULTILINE)  # EvalPlus's script for Mbpp/88 tests nothing
 
 
 def _entry_point(tests: Sequence[str], solution: Any) -> str | None:
-    """Returns the name of the function that the first test calls, preferably of a function in the solution."""
+    """Returns the name of the function that the first test calls; None if there is none.
+
+    A function that the solution defines is preferred; otherwise, builtin functions do not count.
+    """
     try:
         calls = [node.func for node in ast.walk(ast.parse(tests[0])) if isinstance(node, ast.Call)] if tests else []
         own = {node.name for node in ast.parse(str(solution or "")).body if isinstance(node, ast.FunctionDef)}
@@ -341,11 +357,11 @@ def _entry_point(tests: Sequence[str], solution: Any) -> str | None:
 
 
 def other_definitions(program: str, name: str) -> str:
-    """Returns a program without its function `name`: imports and helpers, which tests may also use.
+    """Returns a program without its function `name`. The imports and helpers that remain may be used by tests, too.
 
     Args:
-        program: the program; if it is not valid Python, the result is empty.
-        name: of the function to leave out.
+        program: the program. If it is not valid Python, the result is empty.
+        name: name of the function to leave out.
     """
     try:
         tree = ast.parse(program)
@@ -356,7 +372,7 @@ def other_definitions(program: str, name: str) -> str:
 
 
 def resolve_template(template: str) -> str:
-    """Returns the text of a template, given by its name or as a text.
+    """Returns the text of a prompt template.
 
     Args:
         template: a name in `PROMPT_TEMPLATES`, or a text that contains `{problem}`.
@@ -373,35 +389,36 @@ def resolve_template(template: str) -> str:
 
 
 def make_prompt(problem: Any, template: str | None, chat: bool) -> str | list[dict[str, str]] | None:
-    """Makes the prompt for one problem; None if the problem is empty.
+    """Makes the prompt for one problem. The result is None if the problem is empty.
 
     Args:
-        problem: a text, or a conversation, which is returned unchanged.
+        problem: a text or a conversation. A conversation is returned unchanged.
         template: a text that contains `{problem}`. None: the problem itself is the prompt.
-        chat: make a conversation of one user message.
+        chat: True = make a conversation of one user message.
     """
     if isinstance(problem, Sequence) and not isinstance(problem, str):
         return list(problem) or None
     if problem is None or not str(problem).strip():
         return None
-    # str.format would fail: problems have LaTeX's braces, and so has a template with \boxed{}.
+    # `str.format` would fail on the braces of LaTeX in problems, and on the braces of \boxed{} in a template.
     text = str(problem) if template is None else template.replace("{problem}", str(problem))
     return [{"role": "user", "content": text}] if chat else text
 
 
 def make_completion(solution: Any, prompt: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
-    """Brings a solution into the form of its prompt: a text, or a conversation of one assistant message."""
+    """Makes a completion from a solution: a text if the prompt is a text, otherwise one assistant message."""
     if isinstance(prompt, str):
         return completion_text(solution)
     return [{"role": "assistant", "content": solution}] if isinstance(solution, str) else list(solution)
 
 
 def math_solution(solution: str, prompt: str | list[dict[str, str]], answer: str) -> str:
-    r"""Removes GSM8K's calculator marks from a solution and lets it end in the answer, in the form of the prompt.
+    r"""Makes a completion from the solution of a math problem: without calculator marks, with the answer at its end.
 
     Args:
-        solution: the solution; if it has a ``\boxed{}``, its end stays unchanged.
-        prompt: after a prompt that is a text, the solution begins with a space.
+        solution: the solution. If it has a ``\boxed{}``, no answer is added at its end.
+        prompt: the prompt. After a prompt that is a text, the completion begins with a space. The added answer is in a
+            box if the prompt asks for a box.
         answer: the gold answer.
     """
     text = _CALCULATOR.sub("", solution).strip()
@@ -414,11 +431,11 @@ def math_solution(solution: str, prompt: str | list[dict[str, str]], answer: str
 
 
 def code_solution(solution: str, prompt: str | list[dict[str, str]], starter_code: str | None) -> str:
-    """Makes the completion of a programming problem: the program, in a fence if the prompt asks for one.
+    """Makes a completion from the solution of a programming problem: a program, in a fence if the prompt asks for it.
 
     Args:
-        solution: a program, or the rest of one that begins with `starter_code`. If the prompt is that beginning, the
-            rest is returned unchanged.
+        solution: a whole program, or the part of a program that follows `starter_code`. The two parts are joined. If
+            the prompt itself is `starter_code`, the completion is only the second part.
         prompt: the prompt.
         starter_code: the beginning of the program, or None.
     """
@@ -438,11 +455,11 @@ def _text(prompt: str | list[dict[str, str]]) -> str:
 
 
 def _gap(prompt: str | list[dict[str, str]], gap: str) -> str:
-    """Returns the text between a prompt and its completion: `gap`, or nothing.
+    """Returns the white space at the beginning of a completion, which separates it from its prompt.
 
-    It is empty if the prompt is a conversation, or a text that ends with white space. For math problems, the gap is a
-    space, because tokens often begin with a space, while a newline would form one token with the punctuation mark
-    before it.
+    The result is `gap`, or an empty text if the prompt is a conversation or ends with white space. For math problems,
+    `gap` is a space, because tokens often begin with a space. A newline would form one token with the punctuation mark
+    at the end of the prompt.
     """
     return gap if isinstance(prompt, str) and not prompt[-1:].isspace() else ""
 
@@ -459,7 +476,7 @@ def find_answer(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
     """
     for column in columns:
         value = row[column]
-        if isinstance(value, Sequence) and not isinstance(value, str):  # OlympiadBench's
+        if isinstance(value, Sequence) and not isinstance(value, str):  # OlympiadBench's list of answers
             value = _DOLLAR.sub("", ", ".join(map(str, value)))
         answer = final_answer(value, marked=column.lower() == "solution")
         if answer:
@@ -468,12 +485,14 @@ def find_answer(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
 
 
 def final_answer(value: Any, *, marked: bool = False) -> str | None:
-    r"""Extracts the answer from a GSM8K answer, a solution with a ``\boxed{}``, or a bare answer; None = none found.
+    r"""Returns the answer in a value: the text after `####` or in a ``\boxed{}``, else the whole value.
 
     Args:
-        value: the value of a column.
-        marked: True = accept only an answer that follows `####` or is in a ``\boxed{}``, because the rest of a solution
-            is prose.
+        value: the value of a column: an answer, or a solution.
+        marked: True = accept only an answer that follows `####` or is in a ``\boxed{}``, because a whole solution is no
+            answer.
+    Returns:
+        The answer; None if there is none.
     """
     text = "" if value is None else str(value).strip()
     hashes = last_hashes(text)
@@ -485,7 +504,7 @@ def final_answer(value: Any, *, marked: bool = False) -> str | None:
     return boxed or None
 
 
-_DOLLAR = re.compile(r"(?<!\\)\$")  # around formulas; each of several answers has its own
+_DOLLAR = re.compile(r"(?<!\\)\$")  # the signs around a formula
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -526,7 +545,7 @@ def select_split(splits: Mapping[str, Dataset], split: str, source: str) -> Data
 
     Args:
         splits: the data by split.
-        split: in the notation of `datasets`, such as "test" or "train[:100]"; or "all".
+        split: the split or part of a split in the notation of `datasets`, such as "test" or "train[:100]"; or "all".
         source: name of the data, for the error.
     Raises:
         ValueError: if the split does not exist.
@@ -573,7 +592,7 @@ def _find_columns(what: str, wanted: str | None, known: Sequence[str], dataset: 
 
 
 def _solutions(dataset: Dataset, known: Sequence[str], source: str) -> tuple[list[Any], bool]:
-    """Returns the solutions, and a bool, True = they come from a column `completion` and are used unchanged."""
+    """Returns the solutions, and whether they come from a column `completion`, so that they must stay unchanged."""
     column = _find_columns("solution", None, known, dataset, source)[0]
     bare = column.lower() == "answer"
     found = [_solution(value, bare) for value in dataset[column]]
@@ -583,12 +602,12 @@ def _solutions(dataset: Dataset, known: Sequence[str], source: str) -> tuple[lis
 
 
 def _solution(value: Any, marked: bool) -> Any:
-    """Returns the value of a column if it is a solution, else None.
+    """Returns the value of a column if the value is a solution, else None.
 
-    With `marked`, a value is a solution only if it has `####` or a box, and text before that.
+    With `marked`, a value is a solution only if it has a `####` or a box, with text before this mark.
     """
     if isinstance(value, Sequence) and value and isinstance(value[0], str) and not isinstance(value, str):
-        value = value[0]  # OlympiadBench's
+        value = value[0]  # the first of OlympiadBench's list of solutions
     text = completion_text(value)
     way = re.split(r"####|\\boxed", text)[0] if not marked or final_answer(text, marked=True) else ""
     return value if way.strip() or not marked and text.strip() else None
@@ -604,13 +623,13 @@ def _require_all(values: Sequence[Any], dataset: Dataset, what: str, source: str
 
 
 def has_tests(name_or_path: str | Path, *, config: str | None = None) -> bool:
-    """Tells from the columns of a dataset whether it has programming problems (`load_code_dataset`) or math problems.
+    """Decides by the columns of a dataset whether to load it with `load_code_dataset` or with `load_math_dataset`.
 
     Args:
         name_or_path: see `load_math_dataset`.
         config: see `load_math_dataset`.
     Returns:
-        True for programming problems.
+        True if the dataset has tests, and so programming problems; False if it has math problems.
     Raises:
         ValueError: if the dataset has neither columns for tests nor columns for answers.
     """

@@ -1,13 +1,13 @@
-"""`Ranks`: the ranks of a run exchange errors (`agree`), gather rows and add up numbers.
+"""`Ranks`: communication between the ranks of a run, which raise errors together, gather rows and add up numbers.
 
-A *meeting* is the point at the end of `agree` where every rank waits for the others and learns whether one has failed::
+A *meeting* is the point at the end of `Ranks.agree` where all ranks wait for each other and exchange their errors::
 
     rank 0   work ──► done ───┐
     rank 1   work ──► error ──┴──► meeting ──► the error is raised on every rank
 
 Without a meeting, the other ranks would go on to their next collective, and wait there for a rank that has failed. A
-meeting uses torch's key-value store and not a collective. Otherwise, if a rank failed within a collective, the
-collective of its meeting would be mixed up with the one that the other ranks are still in.
+meeting uses torch's key-value store, because a rank may fail while the other ranks are in a collective. If the meeting
+were a collective, too, the two would be mixed up.
 """
 
 import json
@@ -23,18 +23,19 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import Tensor
 
-# Seconds for which a failed rank waits for the others. They may hang in a collective, since this rank did not join it.
+# Seconds for which a failed rank waits for the others, which may hang in a collective that the failed rank never joins.
 PATIENCE = 10.0
-TIMEOUT = 1800.0  # seconds for which the other ranks wait; torch's default for a collective on gloo
-# The store is read again after `LOOK_SHARE` of the time waited so far, but within these limits, in seconds.
+TIMEOUT = 1800.0  # seconds for which a rank without an error waits; torch's default for a collective on gloo
+# A waiting rank polls the store. Its pauses are `LOOK_SHARE` × the time waited so far, but at least `FIRST_LOOK` and at
+# most `LAST_LOOK` seconds.
 FIRST_LOOK, LAST_LOOK, LOOK_SHARE = 1e-4, 0.2, 0.02
 WELL = b"well"  # a rank without an error writes this into the store
 
 T = TypeVar("T")
 
-# The number of meetings that this process has had, at each depth of nested calls of `agree`. The numbers make the names
-# of meetings, which must be the same on all ranks. If work fails on one rank, the meetings nested in it do not take
-# place there; with a number per depth, the names of later meetings do not depend on that.
+# For each depth of nested calls of `agree`, the number of meetings so far. These numbers form the name of a meeting,
+# which must be the same on all ranks. If `work` fails on one rank, this rank misses the later meetings within `work`.
+# The count within `work` ends with `work`, so the names of the meetings after it are the same on all ranks.
 _depths = [0]
 _left_behind: list[str] = []  # keys of this rank's last meeting, which other ranks may still be reading
 
@@ -44,9 +45,9 @@ class RankFailed(RuntimeError):
 
 
 class Ranks:
-    """The ranks of a run, and this rank among them.
+    """Communication between this rank and the other ranks of a run.
 
-    Every method must be called on the main thread, and all ranks must call the methods in the same order.
+    All ranks must call the methods in the same order, on the main thread.
 
     Args:
         accelerator: the `Accelerator` of the trainer.
@@ -65,8 +66,8 @@ class Ranks:
     def agree(self, work: Callable[[], T], *, main_only: bool = False, from_main: bool = False) -> T:
         """Call `work` on every rank, or only on the main rank. If `work` fails on one rank, all ranks raise an error.
 
-        If a rank fails while the other ranks are in a collective, it waits `PATIENCE` seconds for them, and then raises
-        its own error. The launcher then ends the other ranks.
+        If one rank fails while the other ranks are in a collective, the failed rank waits `PATIENCE` seconds for them,
+        and then raises its own error. The launcher then ends the other ranks.
 
         Args:
             work: the function to call.
@@ -106,11 +107,12 @@ class Ranks:
         return value
 
     def gather(self, rows: Tensor, *, pad: float = 0) -> Tensor:
-        """Gather the rows of all ranks on the CPU. If ranks have different numbers of columns, rows are padded.
+        """Return the rows of all ranks as a CPU tensor. Rows with fewer columns than on other ranks are padded.
 
         Args:
-            rows: [B, …] float32 or integers, which every device can gather. B is the same on all ranks.
-            pad: the value that fills missing columns.
+            rows: [B, …] in float32 or an integer type, because every device can gather these. B is the same on all
+                ranks.
+            pad: the value of the padding.
         Returns:
             [N, …], the rows of rank 0 first.
         """
@@ -119,11 +121,11 @@ class Ranks:
         return self._accelerator.gather(rows.to(self._accelerator.device)).cpu()
 
     def gather_object(self, value: Any) -> list[Any]:
-        """Gather one picklable value from each rank, in the order of the ranks."""
+        """Return the values of all ranks, in the order of the ranks. The values must be picklable."""
         return gather_object([value])
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add up a tensor over the ranks, on the CPU and in the dtype of `values` (MPS has no float64)."""
+        """Return the sum of a tensor over the ranks, as a CPU tensor in the dtype of `values` (MPS has no float64)."""
         return self._accelerator.reduce(values.to(self._accelerator.device), "sum").cpu()
 
     def least(self, number: int) -> int:
@@ -131,7 +133,7 @@ class Ranks:
         return int(self.gather(torch.tensor([number])).min())
 
     def own(self, rows: int) -> slice:
-        """Return the slice of this rank's rows among the gathered rows of all ranks.
+        """Return the slice that selects this rank's rows from the result of `gather`.
 
         Args:
             rows: number of rows of each rank.
@@ -141,9 +143,9 @@ class Ranks:
 
 @contextmanager
 def accumulating(accelerator: Any, model: Any) -> Iterator[None]:
-    """Within the context, a backward pass neither synchronises gradients nor lets DeepSpeed step.
+    """Context in which a backward pass only accumulates gradients: no synchronisation, and no step of DeepSpeed.
 
-    Use it for all passes of a micro-step except the last.
+    Use this context for all passes of a micro-step except the last.
 
     Args:
         accelerator: the `Accelerator` of the trainer.
@@ -152,7 +154,7 @@ def accumulating(accelerator: Any, model: Any) -> Iterator[None]:
     state = accelerator.gradient_state
     synchronise = state.sync_gradients
     state._set_sync_gradients(False)
-    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED  # DeepSpeed marks the last pass itself
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED  # for DeepSpeed, the flag suffices
     with nullcontext() if deepspeed else accelerator.no_sync(model):
         yield
     state._set_sync_gradients(synchronise)
@@ -176,22 +178,22 @@ def meet(
         rank: index of this rank.
         count: number of ranks.
         error: the error of this rank. `None`: this rank succeeded.
-        meeting: the names of the meetings that surround this one, outermost first, and this one's name last; the same
-            on all ranks.
+        meeting: the name of this meeting, preceded by the names of the meetings in whose `work` it takes place,
+            outermost first; the same on all ranks.
         left_behind: keys of this rank's earlier meetings. They are deleted and replaced by the keys of this meeting.
         patience: seconds for which a rank that failed waits for the others.
         timeout: seconds for which a rank that succeeded waits for the others.
     Returns:
-        Rank that failed → the text of its error, and the error itself if it is built-in or of this package, otherwise
-        `None`. The result is the same on every rank, with two exceptions. If this rank failed and the other ranks did
-        not come in time, it gets only its own error. If a rank has failed in a surrounding meeting, so that it will not
-        come to this meeting, the result is that failure.
+        Failed rank → (text of its error, the error), where the error is `None` if it is neither built-in nor of this
+        package. The result is empty if no rank failed. It is the same on every rank, with two exceptions. If this rank
+        failed and the other ranks did not come in time, the result is only this rank's error. If another rank has
+        failed in a surrounding meeting, and thus misses this meeting, the result is only that rank's error.
     Raises:
         RankFailed: if some ranks did not come in time.
     """
     keys = [f"dash_trl/{meeting[-1]}/{one}" for one in range(count)]
     failed = [f"dash_trl/{name}/failed" for name in meeting]
-    if error is not None:  # before this rank's key is set, because the others look for failures once all keys are set
+    if error is not None:  # set before this rank's key, because the others read failures once all keys are set
         store.set(failed[-1], keys[rank])
     store.set(keys[rank], WELL if error is None else _written(error))
     started = time.monotonic()
@@ -209,16 +211,17 @@ def meet(
         # Poll instead of `store.wait`, which Ctrl+C cannot interrupt, and which prints warnings when its time is over.
         time.sleep(min(max(FIRST_LOOK, LOOK_SHARE * waited), LAST_LOOK))
     said_by_all = [store.get(key) for key in keys] if store.check([failed[-1]]) else []
-    for key in left_behind:  # all ranks are here, so none reads the keys of earlier meetings any more
+    for key in left_behind:  # all ranks have come to this meeting, so none still reads the keys of an earlier one
         store.delete_key(key)
     left_behind[:] = [keys[rank]] + ([failed[-1]] if error is not None else [])
     return {one: _read(value) for one, value in enumerate(said_by_all) if value != WELL}
 
 
 def _written(error: Exception) -> bytes:
-    """Write an error as JSON.
+    """Return an error as JSON, for the store.
 
-    The error is not pickled: anybody who can reach the store may write into it, and unpickling would run their code.
+    The error is not pickled, because anybody who can reach the store may write into it, and unpickling would run their
+    code.
     """
     said = traceback.TracebackException.from_exception(error)  # gives a text even if the error's own `__str__` fails
     kind = type(error)

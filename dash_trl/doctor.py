@@ -1,9 +1,9 @@
-"""`dash_trl doctor` shows versions, GPUs, vLLM and the sandbox of this machine, and what will work here.
+"""`dash_trl doctor` shows versions, GPUs, vLLM and the sandbox of this machine, and which parts of dash_trl work on it.
 
     look() ──► Machine: what was found ──► findings(machine): what follows from it ──► printed
 
-It imports the trainer and starts the sandbox, but loads no model and starts no server: "yes" for vLLM means that the
-installed version fits this machine. The exit status is 1 if training does not work.
+The command imports the trainer and starts the sandbox. It neither loads a model nor starts a server, so "yes" for vLLM
+only means that the installed version fits this machine. The exit status is 1 if training does not work.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from dash_trl.sandbox import PROTECTS, Sandbox, SandboxError
 from dash_trl.versions import bounds, fits, installed
 
 NEEDED = ("torch", "trl", "transformers", "accelerate", "datasets", "math-verify")
-# package: extra
+# optional package → the extra of dash_trl that installs it
 EXTRAS = {
     "vllm": "vllm",
     "deepspeed": "deepspeed",
@@ -36,21 +36,21 @@ PLUGINS = "vllm.general_plugins"  # the group of entry points that vLLM loads
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found on a machine.
+    """The properties of a machine that decide what works on it.
 
     Attributes:
-        versions: of `NEEDED`, `EXTRAS` and dash_trl by package; None = not installed.
-        asked: the required versions by package.
+        versions: package → its installed version, for `NEEDED`, `EXTRAS` and dash_trl; None = not installed.
+        asked: package → its required versions.
         gpus: the names of the GPUs that torch sees.
-        bf16: whether they support bf16.
+        bf16: whether the GPUs compute in bf16.
         torch_build: "CPU", or the platform that torch was built for.
         driver: whether nvidia-smi exists.
         vllm_program: whether the command `vllm` can be called.
         vllm_modules: whether `vllm` can be imported.
         vllm_plugin: whether vLLM finds dash_trl's plugin.
-        broken: why the trainer cannot be imported; empty if it can.
-        sandbox: the isolation that programs get; None = there is no sandbox.
-        no_sandbox: why there is none.
+        broken: the error when the trainer is imported; empty if the import works.
+        sandbox: the kind of isolation in which the sandbox runs programs; None = the sandbox does not start.
+        no_sandbox: the error when the sandbox starts; empty if it starts.
     """
 
     versions: Mapping[str, str | None]
@@ -69,12 +69,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Finding:
-    """Whether something works here, and why.
+    """One line of the report: whether a feature works on this machine, and why.
 
     Attributes:
-        what: what it is.
-        works: "yes", "no", or "but": it works with a reservation.
-        why: the reason, and the remedy.
+        what: the feature.
+        works: "yes", "no", or "but", which means that the feature works with a restriction.
+        why: the reason, and what to do about it.
     """
 
     what: str
@@ -86,7 +86,7 @@ class Finding:
 
 
 def look() -> Machine:
-    """Examines this machine; imports torch and the trainer, and starts and ends the sandbox."""
+    """Examines this machine. For this, it imports torch and the trainer, and starts and ends a sandbox."""
     names = ["dash_trl", *NEEDED, *EXTRAS]
     extras = {name: bounds("trl" if name == "vllm" else "dash_trl", extra) for name, extra in EXTRAS.items()}
     asked = bounds() | {name: found[name] for name, found in extras.items() if name in found}
@@ -120,7 +120,10 @@ def _torch() -> dict:
 
 
 def _broken() -> str:
-    """Why the trainer cannot be imported. It is tried, since the metadata of packages may not list everything."""
+    """Returns the error when the trainer is imported; empty if the import works.
+
+    Versions alone do not show every conflict between packages, so the import is tried.
+    """
     try:
         import dash_trl.trainer  # noqa: F401
     except Exception as error:  # a broken installation may raise anything
@@ -151,7 +154,7 @@ def _sandbox() -> tuple[str | None, str]:
 
 
 def findings(machine: Machine) -> list[Finding]:
-    """Returns what works on a machine, with training first."""
+    """Returns which features work on a machine, training first."""
     return [*_training(machine), *_on_several(machine), *_vllm(machine), _programs(machine), *_packages(machine)]
 
 
@@ -161,7 +164,7 @@ def _fits(machine: Machine, name: str) -> bool:
 
 
 def wrong_versions(machine: Machine) -> list[str]:
-    """Lists the needed packages that are missing or have an unsuitable version."""
+    """Lists the packages of `NEEDED` that are missing or have an untested version, as texts."""
     found = {name: machine.versions[name] for name in NEEDED if not _fits(machine, name)}
     return [
         f"{name} {one} ({machine.asked[name]} was tested)" if one else f"{name} is missing"
@@ -264,7 +267,7 @@ def _package(machine: Machine, name: str, what: str) -> Finding:
 
 
 def report(machine: Machine) -> str:
-    """Returns all findings as a text."""
+    """Returns the text that `dash_trl doctor` prints: versions, and all findings."""
     versions = [f"  {name} {found or '–'}" for name, found in machine.versions.items() if found or name in NEEDED]
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""Finds users' mistakes before they cost time: each is a `ValueError` with the value, the reason and the remedy."""
+"""Checks what users pass to the trainer, so that a mistake ends a run early, with an error that names a remedy."""
 
 from typing import TYPE_CHECKING
 

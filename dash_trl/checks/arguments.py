@@ -1,4 +1,7 @@
-"""Checks `DASHTrainer`'s arguments before they cost time; errors give the value, the reason and the remedy."""
+"""Checks `DASHTrainer`'s arguments, most of them before weights are loaded.
+
+Each error names the value, the reason and the remedy.
+"""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +26,7 @@ logger = logging.getLogger(__name__)
 def check_arguments(
     model: Any, args: Any, train_dataset: Any, eval_dataset: Any, processing_class: Any, others: Mapping[str, Any]
 ) -> None:
-    """Checks everything that can be checked before weights are loaded.
+    """Checks the arguments of `DASHTrainer` before weights are loaded.
 
     Args:
         model: as given to `DASHTrainer`.
@@ -71,7 +74,7 @@ def check_arguments(
 
 
 def check_vllm(args: Any) -> None:
-    """Raises a `ValueError` if vLLM should run within the trainer's process, but cannot run there."""
+    """Raises a `ValueError` if `vllm_mode="colocate"` is set, but vLLM cannot run in the trainer's process."""
     if not args.use_vllm or args.vllm_mode != "colocate":
         return
     instead = "leave use_vllm out, so that transformers samples, or start servers and name them with vllm_server_urls"
@@ -88,7 +91,13 @@ def check_vllm(args: Any) -> None:
 
 
 def check_tools(tools: Sequence[Any]) -> None:
-    """Raises a `ValueError` for tools that cannot be described to the policy, or that share a name."""
+    """Raises a `ValueError` if a tool has no JSON schema, or if two tools have the same name.
+
+    The prompt lists each tool by its JSON schema, so that the policy can call the tool by its name.
+
+    Args:
+        tools: the argument `tools` of `DASHTrainer`.
+    """
     for tool in tools:
         try:
             if not (isfunction(tool) or ismethod(tool) or isinstance(tool, ProcessTool)):
@@ -109,21 +118,22 @@ def check_tools(tools: Sequence[Any]) -> None:
 
 # Options of transformers' `generate` that do not change the distribution of completions.
 HARMLESS = ("cache_implementation", "cache_config", "use_cache", "disable_compile", "compile_config")
-# Options that change the distribution of completions, except with the values that are listed here. The temperature is
-# not among them, because log-probs are computed with it.
+# Sampling option → the values with which it leaves the distribution of completions unchanged. The temperature is not
+# listed, because log-probs are computed at the same temperature.
 UNTRUNCATED = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
 
 
 def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) -> None:
-    """Checks that sampling ahead is possible with these arguments, and warns of losses that are unfit for it.
+    """Checks that `async_level` works with the other arguments, and warns if the loss does not fit older rollouts.
 
     Args:
         args: the configuration.
         own_rollouts: True = there is a `rollout_func`.
-        rewards_come_later: True = a `RewardRunner` computes all rewards, so the trainer can do something else while it
-            waits for them.
+        rewards_come_later: True = a `RewardRunner` computes all rewards, so the trainer can sample while it waits for
+            the rewards.
     Raises:
-        ValueError: if the sampler has no device of its own, or cannot sample while the trainer trains.
+        ValueError: if `async_level` is above 0, and the sampler needs the trainer or its device, or generate would
+            sample from another distribution than the model's.
     """
     if args.async_level == 0:
         return
@@ -161,10 +171,10 @@ def check_async(args: DASHConfig, own_rollouts: bool, rewards_come_later: bool) 
 
 
 def check_correction(args: DASHConfig) -> None:
-    """Warns of two settings of TRL's importance sampling correction: no effect, and too small weights.
+    """Warns if TRL's importance sampling correction has no effect, or gives most rows weights near 0.
 
-    With `loss_type="aipo"`, the correction has no effect. If sampling options change the distribution, a correction of
-    whole sequences gives them weights near 0.
+    The correction has no effect with `loss_type="aipo"`. Weights near 0 arise if sampling options such as `top_p`
+    change vLLM's distribution, and the mode of the correction multiplies the ratios of all tokens of a row.
     """
     if args.loss_type == "aipo" and args.use_vllm and args.vllm_importance_sampling_correction:
         logger.warning(
@@ -186,9 +196,12 @@ def check_correction(args: DASHConfig) -> None:
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Raises a `ValueError` for a callback (instance or class) with rollout events that is not a `DASHCallback`.
+    """Raises a `ValueError` if a callback has a rollout event, such as `on_rewards`, but is not a `DASHCallback`.
 
-    The trainer would never call the rollout events of such a callback.
+    The trainer calls rollout events only of a `DASHCallback`.
+
+    Args:
+        callbacks: instances or classes of callbacks.
     """
     for callback in callbacks:
         kind = callback if isinstance(callback, type) else type(callback)
@@ -211,13 +224,14 @@ def check_another_run(have_trained: bool, deepspeed: bool) -> None:
 
 
 def check_pipeline(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
-    """Checks that rewards, loss, overridden methods and callbacks can handle a few groups of a window at a time.
+    """Checks that a run with `reward_pipeline` needs no window as a whole.
 
-    `reward_pipeline` needs that.
+    With this option, the trainer scores a few groups of a window and trains on them, while the rewards of other groups
+    are not known yet. Rewards, losses, overridden methods and callbacks must allow that.
 
     Args:
         trainer: the trainer.
-        base: `DASHTrainer`, whose own methods can handle a few groups.
+        base: the class `DASHTrainer`. Only methods that a subclass overrides are checked.
         callbacks: the trainer's callbacks.
     Raises:
         ValueError: if a reward, a loss, a method or a callback needs the whole window.
@@ -242,14 +256,18 @@ def check_pipeline(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
 
 
 def check_per_group(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
-    """Checks that user code which changes rewards or advantages handles each group of a window by itself.
+    """Checks that callbacks and an overridden `compute_advantages` are marked by `per_group = True`.
+
+    With `reward_pipeline` or `max_num_gen_batches`, they get some groups of a window at a time. So what they do to a
+    group must not depend on other groups.
 
     Args:
         trainer: the trainer.
-        base: `DASHTrainer`, whose own methods handle each group by itself.
+        base: the class `DASHTrainer`. Only a `compute_advantages` that a subclass overrides is checked.
         callbacks: the trainer's callbacks.
     Raises:
-        ValueError: if an overridden method or a callback lacks the attribute `per_group = True`.
+        ValueError: if an overridden `compute_advantages`, or a callback with `on_rewards` or `on_advantages`, lacks the
+            attribute `per_group = True`.
     """
     args = trainer.args
     option = "reward_pipeline=True" if args.reward_pipeline else f"max_num_gen_batches={args.max_num_gen_batches}"
@@ -265,18 +283,19 @@ def check_per_group(trainer: Any, base: Any, callbacks: Iterable[Any]) -> None:
             )
 
 
-# Methods of TRL that sample during training. `dash_trl.collect` replaces them.
+# TRL samples with these methods in training. `dash_trl.collect` samples instead, so an override would have no effect.
 NOT_CALLED = ("_generate", "_generate_and_score_completions", "_tool_call_loop")
 
 
 def check_subclass(kind: type, base: type) -> None:
-    """Checks that a subclass of the trainer overrides no method that is never called.
+    """Checks that a subclass of `DASHTrainer` does not define a method that training never calls.
 
     Args:
         kind: the subclass.
         base: `DASHTrainer`.
     Raises:
-        ValueError: if it overrides a method of TRL that `DASHTrainer` does not call, or misspells compute_advantages.
+        ValueError: if the subclass overrides a method of TRL that `DASHTrainer` does not call in training, or if it
+            misspells `compute_advantages`.
     """
     for name in NOT_CALLED:
         if getattr(kind, name) is not getattr(base, name):

@@ -1,4 +1,4 @@
-"""Checks the model: it must exist and be a causal language model that can be trained."""
+"""Checks that the model exists, is a causal language model, and can be trained."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
                 "network and your access."
             ) from error
         name = (config.architectures or [""])[0]
-        kind = getattr(transformers, name, None)  # None: the model has code of its own, and is loaded as a causal LM
+        kind = getattr(transformers, name, None)  # None: the model's class is not in transformers (remote code)
     else:
         config = model.config
         text_model = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's wrapper
@@ -55,7 +55,7 @@ def check_model(model: Any, args: DASHConfig, peft_config: Any = None) -> None:
 
 
 def check_tied_adapter(model: Any) -> None:
-    """Checks that an adapter keeps tied embeddings tied, because vLLM has one weight for embeddings and LM head.
+    """Checks that an adapter does not untie tied embeddings, because vLLM has one weight for embeddings and LM head.
 
     Args:
         model: the model, with or without an adapter.

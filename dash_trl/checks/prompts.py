@@ -10,7 +10,7 @@ from dash_trl.update import OFF_POLICY_LOSSES
 
 
 def check_dataset(dataset: Any, name: str, own_rollouts: bool, *, environments: bool = False) -> None:
-    """Checks the columns and the first prompt of a dataset. Other prompts are checked when they are sampled.
+    """Checks the columns and the first prompt of a dataset. The other prompts are checked before they are sampled from.
 
     Args:
         dataset: a dataset, a mapping of splits, or None.
@@ -46,7 +46,7 @@ def check_dataset(dataset: Any, name: str, own_rollouts: bool, *, environments: 
 
 
 def check_conversations(dataset: Any, name: str) -> None:
-    """Checks that prompts are conversations: a chat template cannot add tools to a text.
+    """Checks that the first prompt is a conversation. With a text, no chat template would add the tools to the prompt.
 
     Args:
         dataset: a dataset, a mapping of splits, or None.
@@ -64,7 +64,7 @@ def check_conversations(dataset: Any, name: str) -> None:
 
 
 def check_prompt(prompt: Any, place: str) -> None:
-    """Checks that a prompt is a text or a conversation and not empty; TRL would fail later, in the tokenizer.
+    """Checks that a prompt is a text or a conversation, and not empty. TRL's error would come late, from the tokenizer.
 
     Args:
         prompt: the prompt.
@@ -89,7 +89,7 @@ def check_prompt_lengths(prompt_ids: list[list[int]], context: int | None) -> No
 
     Args:
         prompt_ids: token ids of the prompts.
-        context: number of tokens, `max_position_embeddings`; None = unknown.
+        context: largest number of tokens of prompt and completion together; None = unknown.
     Raises:
         ValueError: if a prompt fills the context.
     """
@@ -170,7 +170,9 @@ def check_batch(dataset: Any, args: DASHConfig) -> None:
 
 
 def check_first_step(batches: int, args: DASHConfig) -> None:
-    """Checks that a stream does not end before the first optimizer step; else Transformers would read it again forever.
+    """Checks that a stream of prompts is long enough for one optimizer step.
+
+    Otherwise, Transformers would read the stream again and again without ever making a step.
 
     Args:
         batches: number of micro-batches that a rank got for the first optimizer step.

@@ -16,9 +16,9 @@ def check_rewards(rewards: Any, args: Any, train_dataset: Any, eval_dataset: Any
         eval_dataset: as given to `DASHTrainer`.
         own_rollouts: True = there is a `rollout_func`, which may add columns.
     Raises:
-        ValueError: if a function needs a column that does not exist; if a function needs whole groups, but a group is
-            spread over ranks; or if a function scores a whole batch, but `reward_pipeline` or `async_level` needs
-            functions that score one completion.
+        ValueError: if a function needs a column that does not exist; if a function needs whole groups, but the
+            completions of a group are spread over ranks; or if a function scores a whole batch, but `reward_pipeline`
+            or `async_level` needs functions that score one completion.
     """
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     check_async(args, own_rollouts, all(map(scores_alone, rewards or [None])))
