@@ -152,7 +152,7 @@ def value_quality(model: str, arguments: ValueQualityArguments) -> None:
     task = arguments.task([model])
     folder = Path(arguments.output_dir)
     with task.reward() as reward:
-        checkpoint = Checkpoint(model_of(model, task))
+        checkpoint = Checkpoint(model_of(model))
         tokenizer = checkpoint.tokenizer
         chat = tokenizer.chat_template is not None
         problems = task.problems(chat)
