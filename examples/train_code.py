@@ -44,12 +44,12 @@ class Programming(Mathematics):
         return program_dataset(split, seed=seed, completion=completion)
 
 
-# The data sets that come with the examples, by name.
+# The datasets that come with the examples, by name.
 TASKS: dict[str, type[Mathematics]] = {TOY: Mathematics, "toy_code": Programming}
 
 
 def task_of(script: Any) -> Mathematics:
-    """The task of a data set: a toy one, or by its columns. For `sft.py`."""
+    """The task of a dataset: a toy one, or by its columns. For `sft.py`."""
     if script.dataset_name in TASKS:
         return TASKS[script.dataset_name](replace(script, dataset_name=TOY))
     return Mathematics(script)

@@ -10,7 +10,7 @@
         --judge_template $'Task:\\n{prompt}\\n\\nAnswer:\\n{completion}'                       # without the gold answer
 
 This is `train_math.py` with a `JudgeReward`; it has the same flags and YAML keys, and those of `JudgeArguments`. If
-there is no judge, model and data set, a rule on this machine takes the place of the judge and is called in the same
+there is no judge, model and dataset, a rule on this machine takes the place of the judge and is called in the same
 way.
 """
 
@@ -64,7 +64,7 @@ class Judged(Mathematics):
         if not self.script.is_toy:
             raise ValueError(
                 f"dataset_name={self.script.dataset_name!r} is given, but no judge. Add --judge_model, and --judge_url "
-                "where it is not OpenAI's; without a model and a data set, a rule takes the judge's place."
+                "where it is not OpenAI's; without a model and a dataset, a rule takes the judge's place."
             )
         # One for all ranks, and a cache of its own: the next run has another server at another address.
         self._folder = tempfile.TemporaryDirectory(prefix="dash_trl_judge_")

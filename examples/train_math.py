@@ -60,7 +60,7 @@ PATIENCE = 120.0  # seconds for a program; the sandbox ends it in one minute
 
 @dataclass
 class MathArguments(Task):
-    """The data set, the prompt, a reward of one's own, and how long to train."""
+    """The dataset, the prompt, a reward of one's own, and how long to train."""
 
     dataset_train_split: str = field(default="train", metadata={"help": "The split, or a part of it, to train on."})
     time_limit: float | None = field(

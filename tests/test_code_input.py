@@ -237,7 +237,7 @@ def test_which_outputs_are_the_same(found, expected, same):
     assert same_output(found, expected) is same
 
 
-# ---------------------------------------------------------------------------------------- completions and data sets
+# ---------------------------------------------------------------------------------------- completions and datasets
 
 
 @pytest.mark.parametrize(

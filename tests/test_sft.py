@@ -116,7 +116,7 @@ MODEL, DATA, FILE = ({"model_name_or_path": "model"}, {"dataset_name": "own.json
         ({**FILE, "completions": "none.jsonl"}, [], "Unable to find .*none.jsonl"),
         (FILE, [{"prompt": "p", "text": "t"}], r"\['completion'\] not in the dataset"),
         ({"model_name_or_path": "toy", **FILE}, [{"prompt": "p"}], r"\['completion'\] not in the dataset"),
-        # the data set
+        # the dataset
         ({**MODEL, **DATA}, [], r"own.jsonl' lack a solution in 'answer' \(an answer alone is none"),
         ({**MODEL, "dataset_name": "code.jsonl"}, [], "1 of 1 rows of 'code.jsonl' lack a solution in 'code'"),
     ],

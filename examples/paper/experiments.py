@@ -95,7 +95,7 @@ class Evaluation:
         paper: flags at the paper's scale.
         toy: flags at the toy scale.
         seconds: time for one toy model.
-        problems: the file of `problems.py` that replaces the data set at the toy scale.
+        problems: the file of `problems.py` that replaces the dataset at the toy scale.
     """
 
     paper: dict[str, Any]

@@ -163,7 +163,7 @@ class _Source:
 def choose(problems: Iterable[Any], others: Iterable[Any] | None, plan: Plan) -> tuple[list[Any], list[Any]]:
     """Chooses the problems that are measured, and those for fitting values; no problem is in both sets.
 
-    They are shuffled by the seed, since data sets may be sorted. All problems for fitting are returned, so that a
+    They are shuffled by the seed, since datasets may be sorted. All problems for fitting are returned, so that a
     larger fit includes those of a smaller one.
 
     Args:
