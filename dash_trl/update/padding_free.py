@@ -414,7 +414,7 @@ class ModelPasses:
 
         Args:
             wrapped: the policy as the training loop calls it, with its wrappers.
-            models: the policy and, if there is one, the reference model, without wrappers.
+            models: the policy and, if there is one, the reference model, without the wrappers of the training loop.
             padded: TRL's method for log-probs.
             vocabulary: number; the test uses token ids below it, which the model and the tokenizer must have.
             device: the device of the models.
