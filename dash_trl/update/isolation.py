@@ -1,10 +1,10 @@
 """Tests by running a model that the samples of a packed row do not influence each other.
 
-A sample is a list of tokens. A packed row is one sequence in which several samples lie end to end. A model keeps them
-apart if each layer passes the keyword arguments of a pass on to the attention function, and if the model builds no
-attention mask of its own. The model's configuration does not show whether it does. If a model mixed samples, training
-would compute wrong log-probs without an error. So before the first training pass, three samples are packed, and these
-properties are tested::
+A sample is a list of tokens. A packed row is one sequence in which several samples lie end to end. A model keeps the
+samples apart only if each layer passes the keyword arguments of a pass on to the attention function, and if the model
+builds no attention mask of its own. A model's configuration does not show whether these conditions hold. If a model
+mixed samples, training would compute wrong log-probs without an error. So before the first training pass, three samples
+are packed, and these properties are tested::
 
     isolation   other tokens in the first sample do not change the log-probs of the second sample
     layout      the log-probs of a packed sample equal the log-probs of the sample alone, within rounding

@@ -68,7 +68,7 @@ class Call:
         """
         try:
             done = self._done
-            del self._done  # only one thread succeeds with this; up to 256 threads would wait for a lock
+            del self._done  # succeeds on one thread only, without a lock for which up to 256 threads would wait
         except AttributeError:
             return
         self.value, self.error = value, error

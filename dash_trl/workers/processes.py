@@ -155,6 +155,8 @@ class WorkerProcess:
     def bury(self) -> str:
         """After `kill`, wait until the worker and all processes that it has started have ended.
 
+        The wait takes at most `KILLED_SECONDS`.
+
         Returns:
             Text that describes how the worker ended, such as "exit code 1".
         """

@@ -216,7 +216,7 @@ class _Tasks:
                 row.finish(failure(WorkerDied(why)))
 
     def _cancel(self, tasks: list[Any]) -> None:
-        """Cancel tasks until they end, because Ray may lose the cancellation of a task on its way to a worker."""
+        """Cancel tasks, repeatedly until they end: Ray may lose the cancellation of a task on its way to a worker."""
         for _ in range(CANCELLATIONS):
             for task in tasks:
                 self._ray.cancel(task, force=True)

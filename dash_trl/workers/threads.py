@@ -33,8 +33,8 @@ class _Thread:
     Attributes:
         calls: queue from which the thread takes calls; the item None ends the thread.
         held: list with the current call; empty between calls. The thread and the watcher both try to remove the call
-            from the list. The one that succeeds sets the outcome of the call. A lock would have up to 256 threads
-            waiting.
+            from the list, and the one that succeeds sets the outcome of the call. This needs no lock, for which up to
+            256 threads would wait.
         deadline: time at which the timeout of the current call ends, in seconds of the monotonic clock.
         ended: number of calls that the thread has finished.
         closed: True = the thread may start no more calls.
@@ -133,7 +133,7 @@ class ThreadCalls:
         return []
 
     def _work(self, me: _Thread) -> None:
-        """Make calls until None comes from the queue, or until the thread is abandoned. The function of each thread."""
+        """Make calls until the queue returns None or this thread is abandoned. Each thread runs this function."""
         while (call := me.calls.get()) is not None:
             value = error = None
             me.deadline = math.inf  # the call has not started

@@ -57,7 +57,7 @@ def pack(function: Callable[..., Any]) -> bytes:
 def _send_by_value_where_needed(function: Any) -> None:
     """Make cloudpickle pickle the function's module by value, if the other process could not import the module by name.
 
-    It could not if this process has loaded the module by the path of its file, without `import`.
+    The other process cannot import the module if this process has loaded it by the path of its file, without `import`.
     """
 
     if isinstance(function, functools.partial):
